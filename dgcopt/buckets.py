@@ -1,0 +1,141 @@
+"""Flat gradient memory: parameters laid out one after another, each a named view on block boundaries.
+
+A block of 64 elements belongs to one parameter only, so per-tensor work on a whole bucket is vector work on its
+blocks. The gaps are zero and stay zero. Tensors that a compressor keeps (residual, momentum) have the same layout,
+and move with their parameters when buckets are built anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "Bucket", "Memory", "Segment", "build_buckets"]
+
+BLOCK = 64
+"""Elements per block; every parameter starts on a block boundary."""
+
+Memory = dict[str, dict[str, Tensor]]
+"""What compressors keep, by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The span `start .. stop` of a flat tensor that belongs to one parameter."""
+
+    name: str
+    param: Tensor
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return self.param.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.param.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of `flat`, in its shape and, where it is channels-last, in its memory order."""
+        span, param = flat[self.start : self.stop], self.param
+        for order, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+            if param.dim() == dims and not param.is_contiguous() and param.is_contiguous(memory_format=order):
+                return span.as_strided(param.shape, param.stride())
+        return span.view(param.shape)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters of one dtype, device and kind whose gradients travel together.
+
+    Attributes: `grad`, the flat gradient; `memory`, flat tensors of the same layout that the compressor keeps;
+    `kind`, what the compressor said of its parameters.
+    """
+
+    index: int
+    segments: tuple[Segment, ...]
+    kind: Hashable
+    grad: Tensor
+    memory: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.views = [segment.view(self.grad) for segment in self.segments]
+        self._handed_out: tuple[Tensor, list[Tensor]] = (self.grad, self.views)
+        first, last = self.segments[0].name, self.segments[-1].name
+        self.label = f"bucket {self.index} ({first}{f' ... {last}' if len(self.segments) > 1 else ''})"
+
+    def fill(self, place: int, grad: Tensor | None) -> None:
+        """Take one parameter's gradient in; None counts as zero. Free where `grad` already is this bucket's view."""
+        view = self.views[place]
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
+            view.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+
+    def hand_out(self, flat: Tensor) -> None:
+        """Make every parameter's gradient its view of `flat`."""
+        if self._handed_out[0] is not flat:
+            self._handed_out = (flat, [segment.view(flat) for segment in self.segments])
+        for segment, view in zip(self.segments, self._handed_out[1], strict=True):
+            segment.param.grad = view
+
+    def export(self, into: Memory) -> None:
+        """Write the memory out by parameter name."""
+        for kind, flat in self.memory.items():
+            for segment in self.segments:
+                into.setdefault(kind, {})[segment.name] = segment.view(flat).clone()
+
+    def adopt(self, memory: Memory) -> None:
+        """Take the memory of this bucket's parameters in; parameters that have none start at zero."""
+        for kind, by_name in memory.items():
+            held = [(segment, by_name[segment.name]) for segment in self.segments if segment.name in by_name]
+            if not held:
+                continue
+            flat = self.memory.get(kind)
+            if flat is None:
+                flat = self.memory[kind] = torch.zeros_like(self.grad, dtype=held[0][1].dtype)
+            for segment, tensor in held:
+                segment.view(flat).copy_(tensor)
+
+
+def build_buckets(
+    named: Sequence[tuple[str, Tensor]],
+    kind_of: Callable[[str, Tensor], Hashable],
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> list[Bucket]:
+    """Lay parameters out in buckets, in the order in which their gradients become ready.
+
+    Args:
+        named: parameters in gradient-ready order.
+        kind_of: parameters share a bucket only if this, their dtype and their device are equal.
+        bucket_bytes: a bucket is closed once it holds as much.
+        first_bucket_bytes: the same for the first one, small so that the exchange starts early.
+
+    Returns the buckets by the time when their last gradient is ready: the order to launch them in.
+    """
+    closed: list[tuple[int, Hashable, list[tuple[str, Tensor]]]] = []
+    filling: dict[Hashable, list[tuple[str, Tensor]]] = {}
+    filled: dict[Hashable, int] = {}
+    last: dict[Hashable, int] = {}
+    for place, (name, param) in enumerate(named):
+        key = (param.device, param.dtype, kind_of(name, param))
+        filling.setdefault(key, []).append((name, param))
+        filled[key] = filled.get(key, 0) + param.numel() * param.element_size()
+        last[key] = place
+        if filled[key] >= (bucket_bytes if closed else first_bucket_bytes):
+            closed.append((place, key[2], filling.pop(key)))
+            del filled[key], last[key]
+    closed += [(last[key], key[2], members) for key, members in filling.items()]  # type: ignore[index]
+    buckets = []
+    for index, (_, kind, members) in enumerate(sorted(closed, key=lambda entry: entry[0])):
+        segments, start = [], 0
+        for name, param in members:
+            segments.append(Segment(name, param, start))
+            start += -(-param.numel() // BLOCK) * BLOCK
+        flat = torch.zeros(start, dtype=members[0][1].dtype, device=members[0][1].device)
+        buckets.append(Bucket(index, tuple(segments), kind, flat))
+    return buckets

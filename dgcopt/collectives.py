@@ -1,0 +1,153 @@
+"""The collectives, as values: what an algorithm yields and a wire carries out.
+
+A compressor never calls a communication library. It yields one of these and is sent the result, so the same
+generator runs over every wire, and every byte is counted where the values pass (`dgcopt.engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Barrier",
+    "Broadcast",
+    "Collective",
+    "Exchange",
+    "Group",
+    "Op",
+    "ReduceScatter",
+    "SendRecv",
+    "reduce_rows",
+]
+
+Op: TypeAlias = Literal["average", "sum", "min", "max"]
+Group: TypeAlias = Literal["world", "node", "across"]
+"""`world`: all ranks. `node`: those of one machine. `across`: one of each machine, those of equal local rank."""
+
+OPS: tuple[str, ...] = ("average", "sum", "min", "max")
+
+
+@dataclass(eq=False)
+class Collective:
+    """One collective of one rank: every rank of `group` must yield the same kind with an equal shape and dtype.
+
+    `tensor` belongs to the collective until its result is there, and may be overwritten. `label` says to people
+    what it carries; all ranks must use the same one.
+    """
+
+    tensor: Tensor
+    group: Group = field(default="world", kw_only=True)
+    label: str = field(default="", kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's message."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def sent(self, size: int) -> int:
+        """Bytes that this rank puts on the wire among `size` ranks, by the bandwidth-optimal algorithm."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What every rank must agree on, in words."""
+        shape = "x".join(map(str, self.tensor.shape)) or "scalar"
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}[{shape} {dtype}]" + (f" of {self.label}" if self.label else "")
+
+
+@dataclass(eq=False)
+class AllReduce(Collective):
+    """Element-wise reduction over the group. Result: `tensor`'s shape, the same bits on every rank."""
+
+    op: Op = "average"
+
+    def sent(self, size: int) -> int:
+        return 2 * self.nbytes * (size - 1) // size
+
+
+@dataclass(eq=False)
+class AllGather(Collective):
+    """Everyone's tensor, of equal shape. Result: `[size, *tensor.shape]`, row r from the group's r-th rank."""
+
+    def sent(self, size: int) -> int:
+        return self.nbytes * (size - 1)
+
+
+@dataclass(eq=False)
+class ReduceScatter(Collective):
+    """Reduction of which each rank keeps its part. First dimension divisible by size; result: the r-th part."""
+
+    op: Op = "average"
+
+    def sent(self, size: int) -> int:
+        return self.nbytes * (size - 1) // size
+
+
+@dataclass(eq=False)
+class AllToAll(Collective):
+    """Row j of `tensor` (`[size, ...]`) goes to rank j. Result: the same shape, row j from rank j."""
+
+    def sent(self, size: int) -> int:
+        return self.nbytes * (size - 1) // size
+
+
+@dataclass(eq=False)
+class Broadcast(Collective):
+    """The tensor of the group's `root`-th rank, on every rank."""
+
+    root: int = 0
+
+    def sent(self, size: int) -> int:
+        return self.nbytes * (size - 1) // size  # the mean over ranks: one message to each of the others
+
+
+@dataclass(eq=False)
+class SendRecv(Collective):
+    """Send `tensor` to the group's rank `to` while receiving an equal shape from `source`.
+
+    Every rank of the group takes part; `None` sits that half out. Result: what `source` sent, or `tensor` itself
+    where `source` is None.
+    """
+
+    to: int | None = None
+    source: int | None = None
+
+    def sent(self, size: int) -> int:
+        return self.nbytes if self.to is not None else 0
+
+
+@dataclass(eq=False)
+class Barrier(Collective):
+    """No rank passes before all have come. Result: an empty tensor."""
+
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def sent(self, size: int) -> int:
+        return 0
+
+
+Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
+"""An algorithm in flight: yields collectives, is sent their results, returns the tensor it was run for."""
+
+
+def reduce_rows(rows: Tensor, op: Op) -> Tensor:
+    """Reduce `[size, ...]` over its first dimension, in rank order; half precision accumulates in float32."""
+    if op == "min":
+        return rows.amin(0)
+    if op == "max":
+        return rows.amax(0)
+    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    total = rows[0].to(wide, copy=True)
+    for row in rows[1:]:
+        total += row
+    if op == "average":
+        total = total.div_(len(rows)) if total.is_floating_point() else total.div_(len(rows), rounding_mode="trunc")
+    return total.to(rows.dtype)

@@ -1,0 +1,20 @@
+"""The wires: one interface (`Comm`), carried out by torch.distributed, Horovod, MPI, one process, or a simulator."""
+
+from .base import DEADLINE, Comm, Finished, Handle
+from .launch import current_comm, init, shutdown
+from .local import LocalComm
+from .simulated import SimulatedComm, simulate, simulated_world
+
+__all__ = [
+    "DEADLINE",
+    "Comm",
+    "Finished",
+    "Handle",
+    "LocalComm",
+    "SimulatedComm",
+    "current_comm",
+    "init",
+    "shutdown",
+    "simulate",
+    "simulated_world",
+]

@@ -1,0 +1,258 @@
+"""What every wire offers: who is there, and one collective started and waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..collectives import (
+    OPS,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Exchange,
+    Group,
+    ReduceScatter,
+    SendRecv,
+    reduce_rows,
+)
+from ..errors import CommError, ConfigError, TimeoutExceeded
+
+__all__ = ["DEADLINE", "Comm", "Finished", "Handle"]
+
+DEADLINE = 300.0
+"""Seconds that a rank waits for a collective before it gives up, unless told otherwise."""
+
+
+class Handle(ABC):
+    """A collective on its way."""
+
+    collective: Collective
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the result is there. Never blocks; lets the library make progress where it needs calls to."""
+
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The result, as the collective's docstring says. Only once `done()`."""
+
+
+class Finished(Handle):
+    """A collective that needed no wire."""
+
+    def __init__(self, collective: Collective, result: Tensor) -> None:
+        self.collective = collective
+        self._result = result
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Tensor:
+        return self._result
+
+
+class Comm(ABC):
+    """One rank's end of a wire.
+
+    Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
+    machine among `nodes`. Collectives of one group must be started in the same order on all its ranks.
+    """
+
+    wire: ClassVar[str]
+    constructs_in_turn: ClassVar[bool] = False
+    """True where ranks are built one after another in one process, so that none may wait in its constructor."""
+
+    def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} does not exist among {size} ranks")
+        if not deadline > 0:
+            raise ConfigError(f"deadline must be a positive number of seconds, not {deadline}")
+        self.rank = rank
+        self.size = size
+        self.deadline = deadline
+        self._users: list[Callable[[], None]] = []
+        self._ranks: dict[Group, tuple[int, ...]] = {"world": tuple(range(size)), "node": (rank,), "across": (rank,)}
+        self._set_nodes([0] * size)
+
+    # -- who is there ------------------------------------------------------------------------------------------------
+
+    def _set_nodes(self, node_of: list[int]) -> None:
+        """Derive the sub-groups from the machine that each rank runs on."""
+        mine = node_of[self.rank]
+        on_node = [r for r in range(self.size) if node_of[r] == mine]
+        local_rank_of = [sum(node_of[q] == node_of[r] for q in range(r)) for r in range(self.size)]
+        self.node = sorted(set(node_of), key=node_of.index).index(mine)
+        self.nodes = len(set(node_of))
+        self.local_rank = local_rank_of[self.rank]
+        self.local_size = len(on_node)
+        self._ranks["node"] = tuple(on_node)
+        self._ranks["across"] = tuple(r for r in range(self.size) if local_rank_of[r] == self.local_rank)
+
+    def _find_nodes(self) -> None:
+        """Ask every rank for the name of its machine. DGCOPT_NODE overrides it where host names do not tell."""
+        name = os.environ.get("DGCOPT_NODE") or socket.gethostname()
+        mine = torch.zeros(256, dtype=torch.uint8)
+        encoded = name.encode()[:256]
+        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        rows = [bytes(row.tolist()) for row in self.run(AllGather(self.to_wire(mine), label="names of machines")).cpu()]
+        self._set_nodes([rows.index(row) for row in rows])
+
+    def to_wire(self, tensor: Tensor) -> Tensor:
+        """Move a small bookkeeping tensor to where this wire's collectives live (the GPU for NCCL)."""
+        return tensor
+
+    def ranks(self, group: Group = "world") -> tuple[int, ...]:
+        """The ranks of one of this rank's groups, ascending."""
+        return self._ranks[group]
+
+    def size_of(self, group: Group) -> int:
+        """How many ranks share the group."""
+        return len(self._ranks[group])
+
+    # -- one collective ----------------------------------------------------------------------------------------------
+
+    def start(self, collective: Collective) -> Handle:
+        """Start a collective; returns at once where the library is asynchronous.
+
+        Raises CommError if its shape does not fit the group, or the library refuses it.
+        """
+        ranks = self._ranks[collective.group]
+        self._check(collective, len(ranks))
+        if len(ranks) == 1 and not self._supports_alone(collective):
+            return Finished(collective, alone(collective))
+        collective.tensor = collective.tensor.contiguous()
+        try:
+            return self._start(collective, ranks)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, CommError):
+                raise
+            raise CommError(
+                f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}"
+            ) from error
+
+    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
+        """Wait for a collective and return its result.
+
+        `deadline` in seconds from now, this comm's own by default. Raises TimeoutExceeded past it, CommError if the
+        collective failed. Sleeps between looks, ever longer up to 1 ms, so ranks that share cores do not starve.
+        """
+        limit = self.deadline if deadline is None else deadline
+        start, pause = time.monotonic(), 20e-6
+        try:
+            while not handle.done():
+                if time.monotonic() - start > limit:
+                    raise self._late(handle.collective, limit)
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+            return handle.result()
+        except RuntimeError as error:
+            raise self._failed(handle.collective, error) from error
+
+    def run(self, collective: Collective, deadline: float | None = None) -> Tensor:
+        """Start a collective and wait for it, going through `emulate` where the library lacks it."""
+        if self.supports(collective):
+            return self.wait(self.start(collective), deadline)
+        return self.drive(self.emulate(collective), deadline)
+
+    def drive(self, exchange: Exchange, deadline: float | None = None) -> Tensor:
+        """Run a whole exchange, waiting at each of its collectives; returns what it returns."""
+        result: Tensor | None = None
+        while True:
+            try:
+                collective = exchange.send(result)  # type: ignore[arg-type]  # the first send starts a generator
+            except StopIteration as stop:
+                return stop.value
+            result = self.run(collective, deadline)
+
+    # -- for the wires -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        """Start a supported collective among two or more ranks."""
+
+    def supports(self, collective: Collective) -> bool:
+        """Whether the library has this collective for this dtype; if not, `emulate` says it in terms of others."""
+        return True
+
+    def _supports_alone(self, collective: Collective) -> bool:
+        """Whether the wire itself wants to see collectives of a single rank."""
+        return False
+
+    def emulate(self, collective: Collective) -> Exchange:
+        """A collective that the library lacks, as an exchange of those it has, at the same cost in bytes."""
+        size = self.size_of(collective.group)
+        where = {"group": collective.group, "label": collective.label}
+        tensor = collective.tensor
+        if isinstance(collective, ReduceScatter):
+            self._check(collective, size)
+            rows = yield AllToAll(tensor.reshape(size, -1), **where)  # type: ignore[arg-type]
+            return reduce_rows(rows, collective.op).view(tensor.shape[0] // size, *tensor.shape[1:])
+        if isinstance(collective, AllReduce):
+            padded = tensor.new_zeros(-(-tensor.numel() // size) * size)
+            padded[: tensor.numel()] = tensor.reshape(-1)
+            rows = yield AllToAll(padded.view(size, -1), **where)  # type: ignore[arg-type]
+            mine = reduce_rows(rows, collective.op)
+            whole = yield AllGather(mine, **where)  # type: ignore[arg-type]
+            return whole.view(-1)[: tensor.numel()].view(tensor.shape)
+        raise CommError(f"rank {self.rank}: {self.wire} does not have {collective.describe()}")
+
+    def attend(self, progress: Callable[[], None]) -> int:
+        """Register a user of this wire and return its number, by which all ranks know it.
+
+        `progress` moves its exchanges on while another rank waits; only the simulated wire calls it.
+        """
+        self._users.append(progress)
+        return len(self._users) - 1
+
+    def close(self) -> None:
+        """Leave the wire; its handles are void."""
+        self._users.clear()
+
+    def _late(self, collective: Collective, limit: float) -> TimeoutExceeded:
+        others = [r for r in self._ranks[collective.group] if r != self.rank]
+        return TimeoutExceeded(
+            f"rank {self.rank} waited {limit:g} s for {collective.describe()} over {self.wire}, which also needs "
+            f"rank(s) {', '.join(map(str, others[:16]))}{' ...' if len(others) > 16 else ''}. Look for a rank that "
+            f"died, is slower, or took another path; dgcopt.init(deadline=...) gives it longer."
+        )
+
+    def _failed(self, collective: Collective, error: Exception) -> CommError:
+        if isinstance(error, CommError):
+            return error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return CommError(f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}")
+
+    def _check(self, collective: Collective, size: int) -> None:
+        tensor, problem = collective.tensor, ""
+        if isinstance(collective, ReduceScatter) and (tensor.dim() == 0 or tensor.shape[0] % size):
+            problem = f"its first dimension must be divisible by {size}"
+        elif isinstance(collective, AllToAll) and (tensor.dim() == 0 or tensor.shape[0] != size):
+            problem = f"its first dimension must be {size}, a row for each rank"
+        elif isinstance(collective, Broadcast) and not 0 <= collective.root < size:
+            problem = f"root {collective.root} is not among the {size} ranks of group {collective.group}"
+        elif isinstance(collective, SendRecv):
+            for peer in (collective.to, collective.source):
+                if peer is not None and not 0 <= peer < size:
+                    problem = f"peer {peer} is not among the {size} ranks of group {collective.group}"
+        elif isinstance(collective, AllReduce | ReduceScatter) and collective.op not in OPS:
+            problem = f"op must be one of {', '.join(OPS)}, not {collective.op!r}"
+        if problem:
+            raise CommError(f"rank {self.rank}: {collective.describe()}: {problem}")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} rank {self.rank} of {self.size}, node {self.node} of {self.nodes}>"
+
+
+def alone(collective: Collective) -> Tensor:
+    """The result of a collective in a group of one rank."""
+    return collective.tensor.unsqueeze(0) if isinstance(collective, AllGather) else collective.tensor

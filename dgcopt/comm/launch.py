@@ -1,0 +1,144 @@
+"""Join whatever started this process: horovodrun, torchrun, mpirun, srun, or nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+
+from ..errors import ConfigError
+from .base import DEADLINE, Comm
+from .local import LocalComm
+
+__all__ = ["current_comm", "init", "shutdown"]
+
+log = logging.getLogger("dgcopt")
+
+WIRES = ("torch", "horovod", "mpi", "local")
+
+_current: Comm | None = None
+
+
+def init(wire: str | None = None, *, deadline: float = DEADLINE) -> Comm:
+    """Join the other ranks and return this rank's end of the wire; called again, the same one.
+
+    Args:
+        wire: "torch", "horovod", "mpi" or "local". None takes what the script has already initialised (Horovod or
+            torch.distributed), else the environment variable DGCOPT_WIRE, else what the launcher's environment
+            variables say: horovodrun -> horovod, torchrun -> torch, mpirun -> mpi, srun -> torch, none -> local.
+        deadline: seconds after which a rank that waits for another gives up with an error.
+
+    The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
+    itself, CommError if the ranks do not meet.
+    """
+    global _current
+    if _current is not None:
+        if wire is not None and wire != _current.wire:
+            raise ConfigError(f"dgcopt.init({wire!r}): this process has already joined over {_current.wire!r}")
+        return _current
+    chosen, reason = (wire, "asked for") if wire is not None else _detect(os.environ)
+    if chosen not in WIRES:
+        raise ConfigError(f"unknown wire {chosen!r}; the wires are {', '.join(WIRES)}")
+    _current = _makers[chosen](deadline)
+    log.info(
+        "dgcopt: wire %s (%s): rank %d of %d, local rank %d of %d, node %d of %d",
+        *(chosen, reason, _current.rank, _current.size, _current.local_rank, _current.local_size),
+        *(_current.node, _current.nodes),
+    )
+    return _current
+
+
+def current_comm() -> Comm:
+    """The comm that `init` made, joining now if it has not been called."""
+    return _current if _current is not None else init()
+
+
+def shutdown() -> None:
+    """Forget the comm, so that `init` joins anew; ends torch.distributed where that was the wire."""
+    global _current
+    if _current is not None:
+        _current.close()
+    _current = None
+
+
+def _detect(env: Mapping[str, str]) -> tuple[str, str]:
+    """Which wire, and why. What the script has started comes before what the launcher says."""
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is not None and hvd.is_initialized():
+        return "horovod", "the script has initialised Horovod"
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return "torch", "the script has initialised torch.distributed"
+    if "DGCOPT_WIRE" in env:
+        return env["DGCOPT_WIRE"], "DGCOPT_WIRE"
+    if "HOROVOD_RANK" in env:
+        return "horovod", "started by horovodrun with Gloo"
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        # horovodrun's MPI controller leaves no variable of its own, but these two options of its mpirun command.
+        if env.get("OMPI_MCA_pml") == "ob1" and env.get("OMPI_MCA_btl") == "^openib":
+            return "horovod", "started by horovodrun with MPI; DGCOPT_WIRE=mpi to use plain MPI"
+        return "mpi", "started by mpirun; DGCOPT_WIRE=horovod to use Horovod"
+    if "RANK" in env or "WORLD_SIZE" in env:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            raise ConfigError(
+                f"the environment looks like torchrun's but {', '.join(missing)} is missing; start with torchrun, "
+                f"set what is missing, or choose the wire with dgcopt.init(wire=...) or DGCOPT_WIRE"
+            )
+        return "torch", "started by torchrun"
+    if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
+        return "torch", "started by srun"
+    if "PMI_SIZE" in env or "PMIX_RANK" in env:
+        return "mpi", "started by an MPI launcher"
+    return "local", "no launcher"
+
+
+def _torch(deadline: float) -> Comm:
+    from .torch import TorchComm
+
+    env = os.environ
+    if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
+        return TorchComm(
+            init_method=slurm_meeting_place(env),
+            rank=int(env["SLURM_PROCID"]),
+            size=int(env["SLURM_STEP_NUM_TASKS"]),
+            deadline=deadline,
+        )
+    return TorchComm(deadline=deadline)
+
+
+def _horovod(deadline: float) -> Comm:
+    from .horovod import HorovodComm
+
+    return HorovodComm(deadline)
+
+
+def _mpi(deadline: float) -> Comm:
+    from .mpi import MPIComm
+
+    return MPIComm(deadline=deadline)
+
+
+_makers: dict[str, Callable[[float], Comm]] = {
+    "torch": _torch,
+    "horovod": _horovod,
+    "mpi": _mpi,
+    "local": LocalComm,
+}
+
+
+def slurm_meeting_place(env: Mapping[str, str]) -> str:
+    """Where the tasks of an srun step meet: its first host, and a port derived from the job and step.
+
+    MASTER_ADDR and MASTER_PORT override. Raises ConfigError if the node list cannot be read.
+    """
+    nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", ""))
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodes)
+    if "MASTER_ADDR" not in env and match is None:
+        raise ConfigError("srun did not say on which nodes the step runs (SLURM_STEP_NODELIST): set MASTER_ADDR")
+    host = env.get("MASTER_ADDR") or (match[1] + (match[2] or "") if match else "")
+    number = int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env.get("SLURM_STEP_ID", "0"))
+    port = int(env.get("MASTER_PORT", 20000 + number % 20000))
+    return f"tcp://{host}:{port}"

@@ -1,0 +1,155 @@
+"""The wire of MPI through mpi4py: non-blocking collectives on the tensors' own memory, without pickling or copies."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+    SendRecv,
+)
+from ..errors import CommError
+from .base import DEADLINE, Comm, Handle
+
+__all__ = ["MPIComm"]
+
+
+class _Requests(Handle):
+    """The pending requests of one collective, and the tensor they fill."""
+
+    def __init__(self, comm: MPIComm, collective: Collective, requests: list[Any], output: Tensor, divide_by: int):
+        self.comm = comm
+        self.collective = collective
+        self.requests = requests
+        self.output = output
+        self.divide_by = divide_by
+        self.kept = (collective.tensor, output)  # MPI reads and writes this memory until the request is complete
+
+    def done(self) -> bool:
+        self.requests = [request for request in self.requests if not request.Test()]
+        if self.requests:
+            return False
+        self.comm._in_flight.discard(self)
+        return True
+
+    def result(self) -> Tensor:
+        if self.divide_by > 1:
+            self.output.div_(self.divide_by, rounding_mode=None if self.output.is_floating_point() else "trunc")
+            self.divide_by = 1
+        return self.output.to(self.collective.tensor.device)
+
+
+class MPIComm(Comm):
+    """An MPI communicator (`COMM_WORLD` by default), duplicated so that the script's own messages never mix with ours.
+
+    An exception that nothing catches aborts the whole job: leaving Python would otherwise wait in MPI_Finalize for
+    ranks that wait for this one. Raises CommError if mpi4py cannot be used.
+    """
+
+    wire = "mpi"
+
+    def __init__(self, communicator: Any = None, deadline: float = DEADLINE) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise CommError(
+                f"the script was started by an MPI launcher, but mpi4py cannot be used ({error}); "
+                f"pip install mpi4py, or choose another wire with dgcopt.init(wire=...) or DGCOPT_WIRE"
+            ) from error
+        self._mpi = MPI
+        self._types = {
+            torch.float32: MPI.FLOAT,
+            torch.float64: MPI.DOUBLE,
+            torch.int8: MPI.INT8_T,
+            torch.int16: MPI.INT16_T,
+            torch.int32: MPI.INT32_T,
+            torch.int64: MPI.INT64_T,
+            torch.uint8: MPI.UINT8_T,
+        }
+        self._ops = {"average": MPI.SUM, "sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+        world = (communicator if communicator is not None else MPI.COMM_WORLD).Dup()
+        super().__init__(world.Get_rank(), world.Get_size(), deadline)
+        self._in_flight: set[_Requests] = set()
+        self._communicators = {self.ranks(): world}
+        self._find_nodes()
+        for group in ("node", "across"):
+            members = self.ranks(group)
+            split = world.Split(color=members[0], key=self.rank)
+            self._communicators.setdefault(members, split)
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = self._abort_on_exception
+
+    def supports(self, collective: Collective) -> bool:
+        return not isinstance(collective, AllReduce | ReduceScatter) or collective.tensor.dtype in self._types
+
+    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        for handle in list(self._in_flight):
+            handle.done()  # MPI moves long messages only while it is called
+        comm, mpi, size = self._communicators[ranks], self._mpi, len(ranks)
+        tensor = collective.tensor
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        divide_by = size if getattr(collective, "op", None) == "average" else 1
+        output = tensor
+        if isinstance(collective, AllReduce):
+            kind = self._types[tensor.dtype]
+            requests = [comm.Iallreduce(mpi.IN_PLACE, _buffer(tensor, kind), self._ops[collective.op])]
+        elif isinstance(collective, AllGather):
+            output = tensor.new_empty(size, *tensor.shape)
+            requests = [comm.Iallgather(_buffer(tensor, mpi.BYTE), _buffer(output, mpi.BYTE, size))]
+        elif isinstance(collective, ReduceScatter):
+            kind = self._types[tensor.dtype]
+            output = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+            op = self._ops[collective.op]
+            counts = [output.numel()] * size
+            requests = [comm.Ireduce_scatter(_buffer(tensor, kind), _buffer(output, kind), counts, op)]
+        elif isinstance(collective, AllToAll):
+            output = torch.empty_like(tensor)
+            requests = [comm.Ialltoall(_buffer(tensor, mpi.BYTE, size), _buffer(output, mpi.BYTE, size))]
+        elif isinstance(collective, Broadcast):
+            requests = [comm.Ibcast(_buffer(tensor, mpi.BYTE), collective.root)]
+        elif isinstance(collective, SendRecv):
+            requests = []
+            if collective.source is not None:
+                output = torch.empty_like(tensor)
+                requests.append(comm.Irecv(_buffer(output, mpi.BYTE), collective.source))
+            if collective.to is not None:
+                requests.append(comm.Isend(_buffer(tensor, mpi.BYTE), collective.to))
+        elif isinstance(collective, Barrier):
+            requests = [comm.Ibarrier()]
+        else:
+            raise CommError(f"MPI does not have {collective.describe()}")
+        handle = _Requests(self, collective, requests, output, divide_by)
+        self._in_flight.add(handle)
+        return handle
+
+    def _abort_on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        if self.size > 1 and not self._mpi.Is_finalized():
+            self._mpi.COMM_WORLD.Abort(1)
+
+
+def _buffer(tensor: Tensor, kind: Any, parts: int = 1) -> list[Any]:
+    """The tensor's own memory as an mpi4py buffer, `parts` equal parts of it where the collective wants that.
+
+    MPI counts elements in a C int, so long messages of bytes are counted in blocks.
+    """
+    from mpi4py import MPI
+
+    nbytes = tensor.numel() * tensor.element_size()
+    memory = MPI.memory.fromaddress(tensor.data_ptr(), nbytes)
+    count = nbytes // kind.Get_size() // parts
+    return [memory, count, kind]

@@ -1,0 +1,191 @@
+"""N ranks driven in lockstep inside one process, without threads: for tests, and research up to N = 1024.
+
+    comms = simulated_world(4)                      # one Comm per rank; hand each to its DistributedOptimizer
+    results = simulate([algorithm(g) for g in grads])   # or drive bare exchanges, one per rank
+
+Ranks take their turns in the user's loop: every rank's backward first, then every rank's step. When a rank waits for
+another that has not come yet, the other's exchanges are moved on; if that does not help, the error says who is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Exchange,
+    ReduceScatter,
+    SendRecv,
+    reduce_rows,
+)
+from ..errors import CommError, ConfigError, MismatchError
+from .base import DEADLINE, Comm, Handle
+
+__all__ = ["SimulatedComm", "simulate", "simulated_world"]
+
+
+class _Meeting(Handle):
+    """One collective of one group: complete once every rank has brought its part."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.parts: dict[int, Collective] = {}
+        self.shared: Tensor | None = None
+
+    def bring(self, rank: int, collective: Collective) -> None:
+        for other, theirs in self.parts.items():
+            if collective.describe() != theirs.describe() or getattr(collective, "op", 0) != getattr(theirs, "op", 0):
+                raise MismatchError(
+                    f"rank {rank} started {collective.describe()} where rank {other} started {theirs.describe()}"
+                )
+        self.parts[rank] = collective
+        if len(self.parts) == len(self.ranks):
+            self._meet()
+
+    def _meet(self) -> None:
+        first = self.parts[self.ranks[0]]
+        tensors = [self.parts[r].tensor for r in self.ranks]
+        if isinstance(first, AllReduce | ReduceScatter):
+            self.shared = reduce_rows(torch.stack(tensors), first.op)
+        elif isinstance(first, Broadcast):
+            self.shared = tensors[first.root].clone()
+        elif isinstance(first, Barrier):
+            self.shared = first.tensor
+        else:
+            self.shared = torch.stack(tensors)
+
+    def done(self) -> bool:
+        return self.shared is not None
+
+    def result_of(self, rank: int) -> Tensor:
+        assert self.shared is not None
+        mine, place, size = self.parts[rank], self.ranks.index(rank), len(self.ranks)
+        if isinstance(mine, AllReduce | Broadcast):
+            return mine.tensor.copy_(self.shared)
+        if isinstance(mine, AllGather):
+            return self.shared.clone()
+        if isinstance(mine, AllToAll):
+            return self.shared[:, place].clone()
+        if isinstance(mine, ReduceScatter):
+            return self.shared.view(size, -1, *self.shared.shape[1:])[place].clone()
+        if isinstance(mine, SendRecv):
+            if mine.source is None:
+                return mine.tensor
+            sender = self.parts[self.ranks[mine.source]]
+            if not isinstance(sender, SendRecv) or sender.to != place:
+                raise MismatchError(f"rank {rank} waits for rank {self.ranks[mine.source]}, which sends it nothing")
+            return self.shared[mine.source].clone()
+        return self.shared
+
+    def result(self) -> Tensor:
+        raise AssertionError("ask a _Seat for its result")
+
+
+class _Seat(Handle):
+    """One rank's view of a meeting."""
+
+    def __init__(self, meeting: _Meeting, rank: int, collective: Collective) -> None:
+        self.meeting = meeting
+        self.rank = rank
+        self.collective = collective
+
+    def done(self) -> bool:
+        return self.meeting.done()
+
+    def result(self) -> Tensor:
+        return self.meeting.result_of(self.rank)
+
+
+class _World:
+    """The meetings of all groups, in their order."""
+
+    def __init__(self, size: int) -> None:
+        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self.turn: dict[tuple[tuple[int, ...], int], int] = {}
+        self.users: list[list[Callable[[], None]]] = [[] for _ in range(size)]
+
+    def start(self, rank: int, ranks: tuple[int, ...], collective: Collective) -> _Seat:
+        turn = self.turn.get((ranks, rank), 0)
+        self.turn[ranks, rank] = turn + 1
+        meeting = self.meetings.setdefault((ranks, turn), _Meeting(ranks))
+        meeting.bring(rank, collective)
+        if meeting.done():
+            del self.meetings[ranks, turn]
+        return _Seat(meeting, rank, collective)
+
+
+class SimulatedComm(Comm):
+    """One rank of a simulated world; made by `simulated_world`."""
+
+    wire = "simulated"
+    constructs_in_turn = True
+
+    def __init__(self, world: _World, rank: int, node_of: list[int]) -> None:
+        super().__init__(rank, len(node_of), DEADLINE)
+        self._world = world
+        self._set_nodes(node_of)
+        world.users[rank] = self._users
+
+    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        return self._world.start(self.rank, ranks, collective)
+
+    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
+        """Wait by moving the missing ranks' exchanges on. Raises CommError if they cannot get there."""
+        while not handle.done():
+            assert isinstance(handle, _Seat)
+            meeting = handle.meeting
+            missing = [r for r in meeting.ranks if r not in meeting.parts]
+            for rank in missing:
+                for progress in self._world.users[rank]:
+                    progress()
+            if not handle.done() and missing == [r for r in meeting.ranks if r not in meeting.parts]:
+                raise CommError(
+                    f"rank {self.rank} waits for {handle.collective.describe()}, which rank(s) "
+                    f"{', '.join(map(str, missing))} did not start: in a simulated world every rank must finish its "
+                    f"backward pass before the first one steps"
+                )
+        return handle.result()
+
+
+def simulated_world(size: int, nodes: int = 1) -> list[SimulatedComm]:
+    """`size` ranks spread evenly over `nodes` machines, rank 0 first. Raises ConfigError if they do not divide."""
+    if size < 1 or nodes < 1 or size % nodes:
+        raise ConfigError(f"{size} ranks cannot be spread evenly over {nodes} nodes")
+    world = _World(size)
+    node_of = [rank // (size // nodes) for rank in range(size)]
+    return [SimulatedComm(world, rank, node_of) for rank in range(size)]
+
+
+def simulate(exchanges: Sequence[Exchange], comms: Sequence[SimulatedComm] | None = None) -> list[Tensor]:
+    """Drive one exchange per rank in lockstep and return their results, rank by rank.
+
+    Raises MismatchError if the ranks do not yield the same collectives.
+    """
+    comms = simulated_world(len(exchanges)) if comms is None else comms
+    results: list[Tensor | None] = [None] * len(exchanges)
+    sent: list[Tensor | None] = [None] * len(exchanges)
+    active = list(range(len(exchanges)))
+    while active:
+        seats: list[tuple[int, Handle]] = []
+        for rank in active:
+            try:
+                collective = exchanges[rank].send(sent[rank])  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as stop:
+                results[rank] = stop.value
+            else:
+                seats.append((rank, comms[rank].start(collective)))
+        if seats and len(seats) != len(active):
+            ended = sorted(set(active) - {rank for rank, _ in seats})
+            raise MismatchError(f"rank(s) {ended} ended their exchange while rank(s) {[r for r, _ in seats]} go on")
+        active = [rank for rank, _ in seats]
+        for rank, seat in seats:
+            sent[rank] = comms[rank].wait(seat)
+    return [result for result in results if result is not None]

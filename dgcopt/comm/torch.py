@@ -1,0 +1,189 @@
+"""The wire of torch.distributed: Gloo on CPU, NCCL on CUDA. Nothing to build and nothing to start."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Group,
+    ReduceScatter,
+    SendRecv,
+)
+from ..errors import CommError
+from .base import DEADLINE, Comm, Handle
+
+__all__ = ["TorchComm"]
+
+_REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class _Work(Handle):
+    """The pending works of one collective, and the tensor they fill."""
+
+    def __init__(self, collective: Collective, works: list[dist.Work], output: Tensor, divide_by: int) -> None:
+        self.collective = collective
+        self.works = works
+        self.output = output
+        self.divide_by = divide_by
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the library, once: Gloo's receives do not stand being waited for again."""
+        on_cpu = self.collective.tensor.device.type == "cpu"
+        while self.works:
+            # on NCCL this only orders the streams, so the host goes on and the process group's own deadline holds
+            self.works.pop().wait(*[timedelta(seconds=seconds)] if on_cpu else [])
+
+    def result(self) -> Tensor:
+        if self.divide_by > 1:
+            exact = self.output.is_floating_point()
+            self.output.div_(self.divide_by, rounding_mode=None if exact else "trunc")
+            self.divide_by = 1
+        return self.output
+
+
+class TorchComm(Comm):
+    """torch.distributed over its default process group, or one given as `process_group`.
+
+    If the script has not called `init_process_group`, `init_method` must say where the ranks meet ("env://" under
+    torchrun). Raises CommError if they do not all come before `deadline`.
+    """
+
+    wire = "torch"
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        init_method: str = "env://",
+        rank: int = -1,
+        size: int = -1,
+        deadline: float = DEADLINE,
+    ) -> None:
+        if not dist.is_initialized():
+            place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+            place = place if init_method == "env://" else init_method
+            if torch.cuda.is_available():
+                local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+                torch.cuda.set_device(int(local) % torch.cuda.device_count())
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
+                    init_method=init_method,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=deadline),
+                )
+            except (RuntimeError, ValueError) as error:
+                me = os.environ.get("RANK", rank) if rank < 0 else rank
+                all_ = os.environ.get("WORLD_SIZE", size) if size < 0 else size
+                raise CommError(
+                    f"rank {me} of {all_}: not all ranks came to {place} within {deadline:g} s "
+                    f"({str(error).splitlines()[0]}). Check that every rank was started and can reach that address."
+                ) from error
+            atexit.register(self.close)  # Gloo's threads must be gone before the interpreter is
+        self._world = process_group
+        super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {self.ranks(): self._world}
+        self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
+        self._find_nodes()
+        self._make_groups()
+
+    def _make_groups(self) -> None:
+        """Make the process groups of all nodes; every rank has to take part in making each."""
+        groups: tuple[Group, ...] = ("node", "across")
+        for group in groups:
+            mine = torch.full((self.size,), -1, dtype=torch.int64)
+            mine[list(self.ranks(group))] = 1
+            rows = self.run(AllGather(self.to_wire(mine), label=f"members of group {group}")).cpu()
+            for members in sorted({tuple(row.eq(1).nonzero().flatten().tolist()) for row in rows}):
+                if members not in self._groups and len(members) > 1:
+                    globally = [dist.get_global_rank(self._world, r) for r in members] if self._world else list(members)
+                    made = dist.new_group(globally, timeout=timedelta(seconds=self.deadline))
+                    if self.rank in members:
+                        self._groups[members] = made
+
+    def to_wire(self, tensor: Tensor) -> Tensor:
+        return tensor.cuda() if self._gpu_only else tensor
+
+    def supports(self, collective: Collective) -> bool:
+        return not (isinstance(collective, ReduceScatter) and collective.tensor.device.type == "cpu")
+
+    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        group, tensor, size = self._groups[ranks], collective.tensor, len(ranks)
+        divide_by = size if getattr(collective, "op", None) == "average" else 1
+        output = tensor
+        works: list[dist.Work | None]
+        if isinstance(collective, AllReduce):
+            works = [dist.all_reduce(tensor, _REDUCE[collective.op], group=group, async_op=True)]
+        elif isinstance(collective, AllGather):
+            output = tensor.new_empty(size, *tensor.shape)
+            if tensor.device.type == "cpu":
+                works = [dist.all_gather(list(output.unbind(0)), tensor, group=group, async_op=True)]
+            else:
+                works = [dist.all_gather_into_tensor(output.view(-1), tensor.view(-1), group=group, async_op=True)]
+        elif isinstance(collective, ReduceScatter):
+            output = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
+            works = [dist.reduce_scatter_tensor(output, tensor, _REDUCE[collective.op], group=group, async_op=True)]
+        elif isinstance(collective, AllToAll):
+            output = torch.empty_like(tensor)
+            works = [dist.all_to_all_single(output, tensor, group=group, async_op=True)]
+        elif isinstance(collective, Broadcast):
+            works = [dist.broadcast(tensor, self._global(ranks[collective.root]), group=group, async_op=True)]
+        elif isinstance(collective, SendRecv):
+            peers = []
+            if collective.source is not None:
+                output = torch.empty_like(tensor)
+                peers.append(dist.P2POp(dist.irecv, output, self._global(ranks[collective.source]), group))
+            if collective.to is not None:
+                peers.append(dist.P2POp(dist.isend, tensor, self._global(ranks[collective.to]), group))
+            works = list(dist.batch_isend_irecv(peers)) if peers else []
+        elif isinstance(collective, Barrier):
+            works = [dist.barrier(group=group, async_op=True)]
+        else:
+            raise CommError(f"torch.distributed does not have {collective.describe()}")
+        return _Work(collective, [work for work in works if work is not None], output, divide_by)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self._world, rank) if self._world is not None else rank
+
+    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
+        """As `Comm.wait`, blocking inside the library: no polling on CPU, no host synchronisation on NCCL."""
+        if not isinstance(handle, _Work):
+            return super().wait(handle, deadline)
+        limit = self.deadline if deadline is None else deadline
+        try:
+            handle.wait(limit)
+            return handle.result()
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise self._late(handle.collective, limit) from error
+            raise self._failed(handle.collective, error) from error
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(RuntimeError, AssertionError):
+            dist.destroy_process_group()
+
+
+def _backends(group: dist.ProcessGroup | None) -> str:
+    """The back ends of a group that has one per device type, in torch's own words."""
+    try:
+        return str(dist.get_backend_config(group))
+    except (AttributeError, ValueError):
+        return ""

@@ -1,0 +1,109 @@
+"""What every compressor is: an exchange of one flat gradient, written as a generator of collectives.
+
+A new compressor is a subclass with either
+
+- `compress(grad, ctx) -> payload` and `decompress(payloads, ctx) -> grad`, where one collective carries it, or
+- `exchange(grad, ctx)`, a generator that yields collectives, is sent their results and returns the averaged gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..buckets import Segment
+from ..collectives import AllGather, AllReduce, Exchange
+
+__all__ = ["Compressor", "Context"]
+
+
+@dataclass(eq=False)
+class Context:
+    """What an exchange may know of its place.
+
+    Attributes:
+        rank, size: this rank among all.
+        op: "average" or "sum", what the user asked for.
+        step: optimizer steps completed before this one.
+        kind: what `Compressor.kind` said of the bucket's parameters.
+        segments: which span of the flat gradient belongs to which parameter.
+        memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
+            through checkpoints and new buckets. What was held back is called "residual".
+        scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
+    """
+
+    rank: int
+    size: int
+    op: Literal["average", "sum"]
+    step: int
+    kind: Hashable
+    segments: Sequence[Segment]
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def divisor(self) -> int:
+        """What a sum over ranks is divided by."""
+        return self.size if self.op == "average" else 1
+
+    def remember(self, kind: str, like: Tensor) -> Tensor:
+        """The memory called `kind`, zero at first; float32 where the gradient is of half precision."""
+        if kind not in self.memory:
+            half = like.dtype in (torch.float16, torch.bfloat16)
+            self.memory[kind] = torch.zeros_like(like, dtype=torch.float32 if half else like.dtype)
+        return self.memory[kind]
+
+
+class Compressor:
+    """How gradients travel. Instances hold settings; what persists per parameter lives in `Context.memory`."""
+
+    carrier: ClassVar[type[AllReduce] | type[AllGather]] = AllGather
+    """The collective of the one-round case: AllReduce adds payloads up on the way, AllGather brings everyone's."""
+
+    whole_model: bool = False
+    """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""
+
+    def kind(self, name: str, param: Tensor) -> Hashable:
+        """Parameters of different kinds never share a bucket."""
+        return None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """See the wrapped optimizer once, before training."""
+
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """Tell schedules that count epochs how many optimizer steps one has."""
+
+    def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
+        """Change the step's local gradients, all at once, before any is exchanged. Only if `whole_model`."""
+
+    def exchange(self, grad: Tensor, ctx: Context) -> Exchange:
+        """Exchange one bucket: yields collectives, returns the gradient averaged (or summed) over ranks.
+
+        `grad` is flat, may be overwritten and returned. All ranks must return the same bits.
+        """
+        payload = self.compress(grad, ctx)
+        if self.carrier is AllReduce:
+            return self.decompress((yield AllReduce(payload, op=ctx.op)), ctx)
+        return self.decompress((yield AllGather(payload)), ctx)
+
+    def compress(self, grad: Tensor, ctx: Context) -> Tensor:
+        """One rank's message."""
+        raise NotImplementedError(f"{type(self).__name__} must define exchange(), or compress() and decompress()")
+
+    def decompress(self, payloads: Tensor, ctx: Context) -> Tensor:
+        """The flat gradient, averaged (or summed, see `ctx.op`).
+
+        `payloads` is the reduced message if the carrier is AllReduce, else `[size, ...]`, one row per rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define exchange(), or compress() and decompress()")
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Runs between the exchange and the optimizer's own update."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Runs after the optimizer's own update."""

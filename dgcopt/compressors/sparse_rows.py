@@ -1,0 +1,36 @@
+"""Gradients that autograd made sparse already (`nn.Embedding(sparse=True)`): everyone's rows, added up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..collectives import AllGather, Exchange
+
+__all__ = ["gather_rows"]
+
+
+def gather_rows(grad: Tensor, divisor: int) -> Exchange:
+    """Average a sparse COO gradient over ranks that hold different numbers of rows.
+
+    The counts first, then indices and values padded to the longest. Returns a coalesced sparse tensor of `grad`'s
+    shape, the sum of all ranks' rows divided by `divisor`. Exact: nothing is dropped.
+    """
+    grad = grad.coalesce()
+    indices, values = grad.indices(), grad.values()
+    count = torch.tensor([values.shape[0]], dtype=torch.int64, device=values.device)
+    counts = [int(c) for c in (yield AllGather(count)).flatten()]
+    longest = max(counts)
+    padded_indices = indices.new_zeros(indices.shape[0], longest)
+    padded_indices[:, : indices.shape[1]] = indices
+    padded_values = values.new_zeros(longest, *values.shape[1:])
+    padded_values[: values.shape[0]] = values
+    all_indices = yield AllGather(padded_indices)
+    all_values = yield AllGather(padded_values)
+    total = torch.sparse_coo_tensor(
+        torch.cat([rows[:, :n] for rows, n in zip(all_indices, counts, strict=True)], dim=1),
+        torch.cat([rows[:n] for rows, n in zip(all_values, counts, strict=True)]) / divisor,
+        grad.shape,
+        check_invariants=True,
+    )
+    return total.coalesce()

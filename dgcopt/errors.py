@@ -1,0 +1,39 @@
+"""What can go wrong, each with a name of its own, all under one base class."""
+
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "ConfigError",
+    "DGCError",
+    "MismatchError",
+    "PayloadError",
+    "TimeoutExceeded",
+]
+
+
+class DGCError(Exception):
+    """Base class of every error that dgcopt raises on purpose."""
+
+
+class ConfigError(DGCError, ValueError):
+    """A setting that cannot work: says which one and what to change."""
+
+
+class CommError(DGCError, RuntimeError):
+    """A collective failed: says on which rank, which collective, and what is known of the cause."""
+
+
+class TimeoutExceeded(CommError):
+    """A collective did not finish within its deadline: says which rank waited for what, and for how long."""
+
+
+class MismatchError(DGCError, RuntimeError):
+    """Ranks disagree on their parameters, settings or order of collectives."""
+
+
+class PayloadError(DGCError, RuntimeError):
+    """A message from another rank that cannot be decoded, with the rank it came from."""
+
+
+class CheckpointError(DGCError, RuntimeError):
+    """A checkpoint that is missing, half-written, damaged or made by another set-up."""

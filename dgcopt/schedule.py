@@ -1,0 +1,63 @@
+"""The ratio over time: dense enough at first, sparse once the weights have settled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+__all__ = ["Warmup", "check_ratio"]
+
+
+def check_ratio(ratio: float, what: str = "ratio") -> float:
+    """`ratio` if it is a density in (0, 1]; ConfigError otherwise."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise ConfigError(
+            f"{what} is the fraction of coordinates that is sent and must lie in (0, 1], like 0.001; it is {ratio!r}"
+        )
+    return float(ratio)
+
+
+@dataclass
+class Warmup:
+    """Ratio warm-up: each of `ratios` holds for a while, then the compressor's own ratio does.
+
+    The default is the paper's: sparsity 75%, 93.75%, 98.4375%, 99.6%, an epoch each, then 99.9% (Lin et al., 2018,
+    section 3.3). The position is the optimizer's step count, which its `state_dict()` holds.
+
+    Args:
+        ratios: densities in (0, 1], one per stage.
+        steps: optimizer steps per stage; None counts in epochs.
+        epochs: epochs per stage, where `steps` is None.
+        steps_per_epoch: optimizer steps per epoch; whoever knows the data sets it before training
+            (`compressor.set_steps_per_epoch`). Longer warm-up, gentler start: raise `steps` or `epochs`.
+
+    Raises ConfigError for ratios outside (0, 1], stages without length, or an unknown `steps_per_epoch`.
+    """
+
+    ratios: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    steps: int | None = None
+    epochs: float = 1
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        self.ratios = tuple(check_ratio(ratio, "a warm-up ratio") for ratio in self.ratios)
+        if not (self.steps is None or self.steps >= 1) or not self.epochs > 0:
+            raise ConfigError(f"a warm-up stage must last at least one step: steps={self.steps}, epochs={self.epochs}")
+
+    def stage_steps(self) -> int:
+        """Optimizer steps that each stage lasts."""
+        if self.steps is not None:
+            return self.steps
+        if self.steps_per_epoch is None:
+            raise ConfigError(
+                "the ratio warm-up counts epochs but does not know how long one is: call "
+                "compressor.set_steps_per_epoch(len(loader)) before training, or give Warmup(steps=...)"
+            )
+        return max(1, math.ceil(self.epochs * self.steps_per_epoch))
+
+    def ratio_at(self, step: int, final: float) -> float:
+        """The ratio at optimizer step `step`, counted from 0; `final` once the stages are over."""
+        stage = step // self.stage_steps()
+        return self.ratios[stage] if stage < len(self.ratios) else final

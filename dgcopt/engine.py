@@ -136,6 +136,7 @@ class Engine:
         """Whether this step already has the parameter's gradient."""
         return param in self._seen
 
+    @torch.no_grad()
     def ready(self, param: Tensor) -> None:
         """Take in a gradient that is final for this step, and launch what can be launched."""
         self._begin()

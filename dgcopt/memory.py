@@ -190,8 +190,8 @@ class LocalClip:
 
     def clip_model(self, grads: Sequence[Tensor], size: int, op: Literal["average", "sum"]) -> None:
         """Scale all of `grads` in place so that their common norm is at most the local threshold."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
-        norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
+        norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
         scale = (self.local_threshold(size, op) / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale.to(grad.device, grad.dtype))

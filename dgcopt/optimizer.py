@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import hashlib
@@ -69,7 +70,8 @@ def DistributedOptimizer(
         raise ConfigError(f'op must be "average" or "sum", not {op!r}')
     if compression is not None and not isinstance(compression, Compressor):
         raise ConfigError(f"compression must be a dgcopt.Compressor such as dgcopt.DGC(), not {compression!r}")
-    names = _unique_names(optimizer, named_parameters)
+    given = _given_names(named_parameters)
+    names = _unique_names(optimizer, given)
     _check_trainable(names)
     passes = _check_passes(backward_passes_per_step)
 
@@ -81,6 +83,7 @@ def DistributedOptimizer(
     optimizer.comm = comm
     optimizer.compressor = compressor
     optimizer._parameter_names = names
+    optimizer._given_names = given or {}
     optimizer._passes = passes
     optimizer._agreement = None
     optimizer._forget_step()
@@ -108,6 +111,7 @@ class _Distributed(Optimizer):
     compressor: Compressor
     _engine: Engine | None = None
     _parameter_names: dict[Tensor, str]
+    _given_names: dict[Tensor, str]
     _agreement: _Agreement | None
     _passes: int
     _passes_left: dict[Tensor, int]
@@ -115,16 +119,16 @@ class _Distributed(Optimizer):
     _synchronizing = True
     _accumulating = False
     _synchronized = False
-    _closure_runs = False
 
     # -- exchanging --------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Wait until every parameter's gradient is the average over ranks. `step()` does it by itself.
 
-        Call it to change averaged gradients before the step, and step inside `skip_synchronize()`.
+        Call it to change averaged gradients before the step, and step inside `skip_synchronize()`. Called again
+        before the next backward pass, it does nothing.
         """
-        if self._engine is not None:
+        if self._engine is not None and not self._synchronized:
             if self._agreement is not None:
                 self._agreement.check()
                 self._agreement = None
@@ -172,7 +176,7 @@ class _Distributed(Optimizer):
         if self._engine is not None:
             group = len(self.param_groups) - 1
             for place, param in enumerate(self.param_groups[-1]["params"]):
-                self._parameter_names[param] = _number(group, place)
+                self._parameter_names[param] = self._given_names.get(param, _number(group, place))
             _check_trainable(self._parameter_names)
             self._hook_parameters()
 
@@ -203,6 +207,7 @@ class _Distributed(Optimizer):
 
     def _gradient_arrived(self, param: Tensor) -> None:
         assert self._engine is not None
+        self._synchronized = False
         if self._accumulating:
             return
         left = self._passes_left.get(param, self._passes) - 1
@@ -216,7 +221,6 @@ class _Distributed(Optimizer):
             )
         self._passes_left[param] = left
         if left == 0:
-            self._synchronized = False
             self._engine.ready(param)
 
 
@@ -307,39 +311,43 @@ def _number(group: int, place: int) -> str:
     return f"group{group}.parameter{place}"
 
 
-def _unique_names(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Every parameter of the optimizer with its name, in the optimizer's order."""
-    own = [
-        (_number(group, place), param)
-        for group, settings in enumerate(optimizer.param_groups)
-        for place, param in enumerate(settings["params"])
-    ]
+def _given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:
+    """The user's names by parameter; those of parameters that the optimizer gets later are welcome."""
     if named_parameters is None:
-        return {param: name for name, param in own}
+        return None
     given = list(named_parameters)
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
         raise ConfigError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()"
         )
-    counted: dict[str, int] = {}
-    for name, _ in given:
-        counted[name] = counted.get(name, 0) + 1
-    duplicates = sorted(name for name, count in counted.items() if count > 1)
+    counts = collections.Counter(name for name, _ in given)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
     if duplicates:
         raise ConfigError(
             f"parameter names in named_parameters must be unique; found duplicates: {', '.join(duplicates)}. Prefix "
             f"the names when you chain the parameters of several modules."
         )
-    by_param = {param: name for name, param in given}
-    unnamed = [(place, param) for place, param in own if param not in by_param]
+    return {param: name for name, param in given}
+
+
+def _unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:
+    """Every parameter of the optimizer with its name, in the optimizer's order."""
+    own = [
+        (_number(group, place), param)
+        for group, settings in enumerate(optimizer.param_groups)
+        for place, param in enumerate(settings["params"])
+    ]
+    if given is None:
+        return {param: name for name, param in own}
+    unnamed = [(place, param) for place, param in own if param not in given]
     if unnamed:
         raise ConfigError(
             f"named_parameters was specified, but {len(unnamed)} parameter(s) of the optimizer were not named: "
             + ", ".join(f"{place} of shape {tuple(param.shape)}" for place, param in unnamed[:5])
             + ". Pass the names of all parameters given to the optimizer, or none."
         )
-    return {param: by_param[param] for _, param in own}
+    return {param: given[param] for _, param in own}
 
 
 def _check_trainable(names: dict[Tensor, str]) -> None:

@@ -9,16 +9,25 @@ from ..errors import PayloadError
 
 __all__ = ["VALUE_DTYPES", "decode_coordinates", "encode_coordinates", "message_bytes"]
 
-VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The formats in which values travel."""
 
-_INDEX_BYTES = 4
-_ALIGNMENT = 8  # every rank's message starts on a multiple of this, wherever the gathered messages lie
+_ALIGNMENT = 8  # both parts start on a multiple of this, so that they can be read where the gathered messages lie
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def message_bytes(count: int, dtype: torch.dtype) -> int:
-    """Length of a message of `count` coordinates."""
-    return -(-count * (_INDEX_BYTES + dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
+    """Length of a message of `count` coordinates: both parts, each padded to a multiple of 8."""
+    return _aligned(count * torch.int32.itemsize) + _aligned(count * dtype.itemsize)
+
+
+def _parts(message: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The indices and the values of a message, in place."""
+    values = message[_aligned(count * torch.int32.itemsize) :][: count * dtype.itemsize]
+    return message[: count * torch.int32.itemsize].view(torch.int32), values.view(dtype)
 
 
 def encode_coordinates(indices: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -30,9 +39,9 @@ def encode_coordinates(indices: Tensor, values: Tensor, dtype: torch.dtype) -> t
     limit = torch.finfo(dtype).max
     rounded = torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(dtype)
     message = indices.new_zeros(message_bytes(len(indices), dtype), dtype=torch.uint8)
-    split, end = len(indices) * _INDEX_BYTES, len(indices) * (_INDEX_BYTES + dtype.itemsize)
-    message[:split].view(torch.int32).copy_(indices)
-    message[split:end].view(dtype).copy_(rounded)
+    index_part, value_part = _parts(message, len(indices), dtype)
+    index_part.copy_(indices)
+    value_part.copy_(rounded)
     return message, rounded.to(values.dtype)
 
 
@@ -46,11 +55,10 @@ def decode_coordinates(message: Tensor, count: int, dtype: torch.dtype, numel: i
             f"the message from rank {rank} has {message.numel()} bytes where {count} coordinates take "
             f"{message_bytes(count, dtype)}"
         )
-    split, end = count * _INDEX_BYTES, count * (_INDEX_BYTES + dtype.itemsize)
-    indices = message[:split].view(torch.int32)
+    indices, values = _parts(message, count, dtype)
     if count and not 0 <= int(indices.amin()) <= int(indices.amax()) < numel:
         raise PayloadError(
             f"the message from rank {rank} holds index {int(indices.amin())} .. {int(indices.amax())} for a bucket of "
             f"{numel} elements: it was damaged on the way, or that rank runs another model or version"
         )
-    return indices.long(), message[split:end].view(dtype)
+    return indices.long(), values

@@ -1,0 +1,290 @@
+"""The promises of the design, on simulated ranks."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from worlds import Ranks, bucket_of, context_of, single, small_batch
+
+import dgcopt
+
+
+def assert_close(ours, theirs, **tolerance):
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+# -- 1. conservation -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.sampled_from([2, 3, 5]),
+    ratio=st.floats(0.001, 1.0),
+    ratios=st.lists(st.floats(0.001, 1.0), max_size=3),
+    values=st.sampled_from(["fp64", "fp32", "fp16", "bf16"]),
+    dense_vectors=st.booleans(),
+    bucket_mb=st.sampled_from([0.0005, 25.0]),
+)
+def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios, values, dense_vectors, bucket_mb):
+    warmup = dgcopt.Warmup(ratios=tuple(ratios), steps=1) if ratios else None
+    compressor = dgcopt.DGC(ratio, warmup=warmup, values=values, dense_vectors=dense_vectors)
+    ranks = Ranks(size, lambda p: SGD(p, lr=0.1), compression=compressor, bucket_mb=bucket_mb)
+    computed, applied = 0.0, 0.0
+    for seed in range(6):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward(seed)
+        computed = computed + sum(flat_gradient(model) for model in ranks.models)
+        for optimizer in ranks.optimizers:
+            optimizer.synchronize()
+        applied = applied + size * flat_gradient(ranks.models[0])
+        for optimizer in ranks.optimizers:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        ranks.assert_replicas_equal()
+    held = 0.0
+    for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+        residual = optimizer.state_dict()["dgcopt"]["memory"].get("residual", {})
+        held = held + flat_memory(model, residual)
+    torch.testing.assert_close(applied + held, computed, rtol=1e-9, atol=1e-10)
+
+
+def flat_gradient(model: nn.Module) -> torch.Tensor:
+    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()])
+
+
+def flat_memory(model: nn.Module, by_name: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([by_name.get(name, torch.zeros_like(p)).flatten() for name, p in model.named_parameters()])
+
+
+def test_residuals_follow_their_parameters_into_new_buckets():
+    """Freezing, unfreezing and adding parameters lays buckets out anew; nothing held back is lost."""
+    ranks = Ranks(2, lambda p: SGD(list(p)[:4], lr=0.1), compression=dgcopt.DGC(0.02, values="fp64"))
+    names = [name for name, _ in ranks.models[0].named_parameters()]
+    computed = applied = 0.0
+    for seed in range(8):
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            model.zero_grad()
+            model[0].requires_grad_(seed not in (2, 3))
+            if seed == 4:
+                optimizer.add_param_group({"params": list(model[4].parameters())})
+        ranks.backward(seed)
+        for model in ranks.models if seed < 4 else ():
+            model[4].zero_grad()
+        computed = computed + sum(flat_gradient(model) for model in ranks.models)
+        for optimizer in ranks.optimizers:
+            optimizer.synchronize()
+        applied = applied + 2 * flat_gradient(ranks.models[0])
+        for optimizer in ranks.optimizers:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        ranks.assert_replicas_equal()
+    residuals = [optimizer.state_dict()["dgcopt"]["memory"]["residual"] for optimizer in ranks.optimizers]
+    assert set(residuals[0]) == {name for name in names if name.endswith("weight")}
+    held = sum(flat_memory(model, residual) for model, residual in zip(ranks.models, residuals, strict=True))
+    torch.testing.assert_close(applied + held, computed, rtol=1e-9, atol=1e-10)
+
+
+# -- 2. replicas -----------------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_bit_identical_after_every_step():
+    clip, warmup = dgcopt.LocalClip(0.5), dgcopt.Warmup(ratios=(0.5, 0.1), steps=2)
+    for compressor in (
+        dgcopt.NoCompression(),
+        dgcopt.FP16(),
+        dgcopt.BF16(),
+        dgcopt.DGC(0.01),
+        dgcopt.DGC(0.02, warmup=warmup, values="fp16", clip=clip),
+        dgcopt.DGC(0.02, values="bf16", momentum_masking=False, dense_vectors=False),
+    ):
+        for make in (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2), AdamW):
+            ranks = Ranks(3, make, compression=compressor, bucket_mb=0.001, first_bucket_mb=0.0005)
+            for seed in range(5):
+                ranks.step(seed)
+                ranks.assert_replicas_equal()
+
+
+# -- 4. ratio 1 is dense, a world of one is bare ---------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    nesterov=st.booleans(),
+    dampening=st.sampled_from([0.0, 0.3]),
+    weight_decay=st.sampled_from([0.0, 0.02]),
+    maximize=st.booleans(),
+    size=st.sampled_from([2, 3, 4]),
+    compression=st.sampled_from([None, dgcopt.DGC(1.0), dgcopt.DGC(1.0, dense_vectors=False)]),
+)
+def test_dense_is_large_batch_sgd(momentum, nesterov, dampening, weight_decay, maximize, size, compression):
+    nesterov = nesterov and momentum > 0
+    dampening = 0.0 if nesterov else dampening
+
+    def make(params):
+        return SGD(
+            params, lr=0.05, momentum=momentum, nesterov=nesterov, dampening=dampening, weight_decay=weight_decay,
+            maximize=maximize,
+        )  # fmt: skip
+
+    ranks = Ranks(size, make, compression=compression, bucket_mb=0.001, first_bucket_mb=0.001)
+    for seed in range(5):
+        ranks.step(seed)
+    assert_close(ranks.weights(), single(make, 5), rtol=1e-9, atol=1e-12)
+
+
+def test_dense_under_schedules_that_rewrite_momentum():
+    for when in ("before", "after"):
+        schedulers = []
+
+        def make(params):
+            return SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+        def schedule(optimizer, schedulers=schedulers):
+            schedulers.append(OneCycleLR(optimizer, max_lr=0.2, total_steps=9))
+            return optimizer
+
+        reference_model_weights = single_with_schedule(make, 7)
+        ranks = Ranks(2, (lambda p: schedule(make(p))) if when == "before" else make, compression=dgcopt.DGC(1.0))
+        if when == "after":
+            for optimizer in ranks.optimizers:
+                schedule(optimizer)
+        for seed in range(7):
+            ranks.step(seed)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_close(ranks.weights(), reference_model_weights, rtol=1e-9, atol=1e-12)
+
+
+def single_with_schedule(make, steps):
+    schedulers = []
+
+    def scheduled(params):
+        optimizer = make(params)
+        schedulers.append(OneCycleLR(optimizer, max_lr=0.2, total_steps=9))
+        optimizer.register_step_post_hook(lambda *_: schedulers[0].step())
+        return optimizer
+
+    return single(scheduled, steps)
+
+
+def test_momentum_gathered_before_wrapping_is_kept():
+    def trained(params):
+        optimizer = SGD(params, lr=0.05, momentum=0.9, nesterov=True)
+        for param in optimizer.param_groups[0]["params"]:
+            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, 0.01)
+        return optimizer
+
+    ranks = Ranks(2, trained, compression=dgcopt.DGC(1.0))
+    for seed in range(3):
+        ranks.step(seed)
+    assert_close(ranks.weights(), single(trained, 3), rtol=1e-9, atol=1e-12)
+
+
+def test_a_world_of_one_is_the_bare_optimizer():
+    def make(params):
+        return SGD(params, lr=0.1, momentum=0.9)
+
+    (rank,) = [Ranks(1, make, compression=dgcopt.DGC(0.001))]
+    StepLR(rank.optimizers[0], 1)
+    for seed in range(4):
+        rank.step(seed)
+    for ours, bare in zip(rank.weights(), single(make, 4), strict=True):
+        assert torch.equal(ours, bare)
+    assert rank.optimizers[0].telemetry == dgcopt.Telemetry()
+    assert not list(rank.models[0].parameters())[0]._post_accumulate_grad_hooks
+
+
+# -- accumulation ----------------------------------------------------------------------------------------------------
+
+
+def test_accumulation_sends_once_per_step():
+    def make(params):
+        return SGD(params, lr=0.1, momentum=0.9)
+
+    counted = Ranks(2, make, backward_passes_per_step=2)
+    by_hand = Ranks(2, make)
+    whole = Ranks(2, make)
+    for seed in range(3):
+        for ranks in (counted, by_hand):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+        for half in range(2):
+            backward_half(counted, seed, half)
+            for optimizer in by_hand.optimizers if half == 0 else ():
+                optimizer._accumulating = True
+            backward_half(by_hand, seed, half)
+            for optimizer in by_hand.optimizers:
+                optimizer._accumulating = False
+        for optimizer in [*counted.optimizers, *by_hand.optimizers]:
+            optimizer.step()
+        whole.step(seed)
+    for ranks in (counted, by_hand):
+        assert_close(ranks.weights(), whole.weights(), rtol=1e-9, atol=1e-12)
+        assert ranks.optimizers[0].telemetry.sent_bytes == whole.optimizers[0].telemetry.sent_bytes
+        assert ranks.optimizers[0].telemetry.steps == 3
+
+
+def backward_half(ranks: Ranks, seed: int, half: int) -> None:
+    inputs, targets = small_batch(seed=seed)
+    for rank, model in enumerate(ranks.models):
+        mine, want = inputs[rank::2][half::2], targets[rank::2][half::2]
+        (nn.functional.cross_entropy(model(mine), want) / 2).backward()
+
+
+def test_no_sync_is_the_same_as_counting():
+    def make(params):
+        return SGD(params, lr=0.1)
+
+    ranks, whole = Ranks(2, make), Ranks(2, make)
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    for half in range(2):
+        for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
+            inputs, targets = small_batch(seed=0)
+            loss = nn.functional.cross_entropy(model(inputs[rank::2][half::2]), targets[rank::2][half::2]) / 2
+            if half == 0:
+                with optimizer.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    whole.step(0)
+    assert_close(ranks.weights(), whole.weights(), rtol=1e-9, atol=1e-12)
+
+
+# -- the update buffer -----------------------------------------------------------------------------------------------
+
+
+def test_writing_to_averaged_gradients_does_not_leak_into_the_next_step():
+    """The update buffer is cleared only where messages were added, unless somebody else wrote to it."""
+    a = Ranks(2, lambda p: SGD(p, lr=0.1), compression=dgcopt.DGC(0.01))
+    b = Ranks(2, lambda p: SGD(p, lr=0.1), compression=dgcopt.DGC(0.01))
+    for seed in range(4):
+        for ranks in (a, b):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad(set_to_none=ranks is a)
+            ranks.backward(seed)
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+        for model in b.models:
+            for param in model.parameters():
+                param.grad.add_(1e6)
+    for ours, other in zip(a.weights(), b.weights(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_rounding_error_goes_back_into_the_residual():
+    tensor = torch.randn(4000)
+    for values in ("fp32", "fp16", "bf16"):
+        bucket = bucket_of([tensor.view(40, 100)], "matrix")
+        bucket.grad[: tensor.numel()] = tensor * 1e5  # beyond float16's range
+        compressor = dgcopt.DGC(0.1, values=values)
+        (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context_of(bucket, 0, 1))])
+        torch.testing.assert_close(update + bucket.memory["residual"], bucket.grad, rtol=0, atol=0)
+        assert torch.isfinite(update).all()

@@ -1,0 +1,74 @@
+"""Selection takes exactly the k largest magnitudes of every tensor."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import bucket_of
+
+from dgcopt.selection import block_maxima, count_of, largest
+
+KINDS = {
+    "normal": lambda n: torch.randn(n),
+    "heavy-tailed": lambda n: torch.distributions.StudentT(1.0).sample((n,)),
+    "constant": lambda n: torch.full((n,), -2.5),
+    "zero": lambda n: torch.zeros(n),
+    "tied": lambda n: torch.randint(-3, 4, (n,)).float(),
+    "one spike": lambda n: torch.zeros(n).index_fill_(0, torch.tensor([n - 1]), 7.0),
+    "descending": lambda n: torch.arange(n, 0, -1).float(),
+}
+
+
+def assert_exact(tensors: list[torch.Tensor], ratio: float) -> None:
+    bucket = bucket_of(tensors)
+    for segment in bucket.segments:
+        segment.view(bucket.grad).copy_(segment.param)
+    chosen = largest(bucket.grad, bucket.segments, ratio)
+    assert len(chosen.unique()) == len(chosen)
+    for segment, tensor in zip(bucket.segments, tensors, strict=True):
+        mine = chosen[(chosen >= segment.start) & (chosen < segment.stop)]
+        k = math.ceil(ratio * tensor.numel())
+        assert torch.equal(mine, mine.sort().values)
+        expected = tensor.flatten().abs().topk(k).values
+        assert torch.equal(bucket.grad[mine].abs().sort(descending=True).values, expected)
+    assert len(chosen) == sum(count_of(ratio, tensor.numel()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 130, 200])
+def test_every_k_of_one_tensor(kind: str, numel: int) -> None:
+    tensor = KINDS[kind](numel)
+    for k in range(1, numel + 1):
+        assert_exact([tensor], k / numel if math.ceil(k / numel * numel) == k else (k - 0.5) / numel)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.integers(1, 5000), min_size=1, max_size=6),
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=6, max_size=6),
+    ratio=st.floats(1e-5, 1.0),
+    seed=st.integers(0, 2**31),
+)
+def test_many_tensors_in_one_bucket(shapes: list[int], kinds: list[str], ratio: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    assert_exact([KINDS[kind](numel) for numel, kind in zip(shapes, kinds, strict=False)], ratio)
+
+
+def test_large_tensor_at_a_small_ratio() -> None:
+    torch.manual_seed(0)
+    assert_exact([torch.randn(300_000), torch.randn(1000, 70)], 0.001)
+
+
+def test_nan_is_selected_first() -> None:
+    tensor = torch.randn(1000)
+    tensor[777] = math.nan
+    bucket = bucket_of([tensor])
+    bucket.fill(0, tensor)
+    assert 777 in largest(bucket.grad, bucket.segments, 0.001)
+
+
+def test_block_maxima() -> None:
+    flat = torch.randn(640)
+    assert torch.equal(block_maxima(flat), flat.abs().view(-1, 64).amax(1))

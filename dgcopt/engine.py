@@ -160,7 +160,7 @@ class Engine:
             self._drop_layout()
 
     def _trained(self) -> list[Tensor]:
-        return [param for param in self.names if param.requires_grad]
+        return [param for param in self.names if param.requires_grad and param.numel()]
 
     def _complete(self, bucket: Bucket) -> bool:
         return all(segment.param in self._seen for segment in bucket.segments)

@@ -7,6 +7,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -381,7 +382,7 @@ def _describe(
     """Everything that must be equal on all ranks, a line each."""
     return [
         f"optimizer: {type(optimizer).__name__}",
-        f"compression: {compressor!r}",
+        f"compression: {re.sub(' at 0x[0-9a-f]+', '', repr(compressor))}",
         f"backward_passes_per_step: {passes}",
         f"op: {op}",
         f"bucket_mb: {bucket_mb}, first_bucket_mb: {first_bucket_mb}",

@@ -25,7 +25,7 @@ from ..collectives import (
     SendRecv,
     reduce_rows,
 )
-from ..errors import CommError, ConfigError, TimeoutExceeded
+from ..errors import CommError, ConfigError, DGCError, TimeoutExceeded
 
 __all__ = ["DEADLINE", "Comm", "Finished", "Handle"]
 
@@ -88,15 +88,17 @@ class Comm(ABC):
 
     def _set_nodes(self, node_of: list[int]) -> None:
         """Derive the sub-groups from the machine that each rank runs on."""
-        mine = node_of[self.rank]
-        on_node = [r for r in range(self.size) if node_of[r] == mine]
-        local_rank_of = [sum(node_of[q] == node_of[r] for q in range(r)) for r in range(self.size)]
-        self.node = sorted(set(node_of), key=node_of.index).index(mine)
-        self.nodes = len(set(node_of))
-        self.local_rank = local_rank_of[self.rank]
+        members: dict[int, list[int]] = {}
+        for rank, node in enumerate(node_of):
+            members.setdefault(node, []).append(rank)
+        on_node = members[node_of[self.rank]]
+        self.node = list(members).index(node_of[self.rank])
+        self.nodes = len(members)
+        self.local_rank = on_node.index(self.rank)
         self.local_size = len(on_node)
         self._ranks["node"] = tuple(on_node)
-        self._ranks["across"] = tuple(r for r in range(self.size) if local_rank_of[r] == self.local_rank)
+        peers = [ranks[self.local_rank] for ranks in members.values() if len(ranks) > self.local_rank]
+        self._ranks["across"] = tuple(sorted(peers))
 
     def _find_nodes(self) -> None:
         """Ask every rank for the name of its machine. DGCOPT_NODE overrides it where host names do not tell."""
@@ -133,9 +135,9 @@ class Comm(ABC):
         collective.tensor = collective.tensor.contiguous()
         try:
             return self._start(collective, ranks)
+        except DGCError:
+            raise
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, CommError):
-                raise
             raise CommError(
                 f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}"
             ) from error
@@ -155,6 +157,8 @@ class Comm(ABC):
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
             return handle.result()
+        except DGCError:
+            raise
         except RuntimeError as error:
             raise self._failed(handle.collective, error) from error
 
@@ -227,8 +231,6 @@ class Comm(ABC):
         )
 
     def _failed(self, collective: Collective, error: Exception) -> CommError:
-        if isinstance(error, CommError):
-            return error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return CommError(f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}")
 

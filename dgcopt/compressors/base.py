@@ -68,6 +68,11 @@ class Compressor:
     whole_model: bool = False
     """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""
 
+    def __repr__(self) -> str:
+        """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
+        settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
+        return f"{type(self).__name__}({', '.join(settings)})"
+
     def kind(self, name: str, param: Tensor) -> Hashable:
         """Parameters of different kinds never share a bucket."""
         return None

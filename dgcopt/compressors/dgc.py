@@ -35,7 +35,7 @@ class DGC(Compressor):
     Args:
         ratio: fraction of coordinates that is sent, in (0, 1]. Smaller sends less and delays more.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
-        values: "fp32", "fp16" or "bf16" on the wire. What rounding loses stays in v.
+        values: "fp32", "fp16" or "bf16" on the wire ("fp64" for float64 models). What rounding loses stays in v.
         momentum_masking: also clear u where v was sent (section 3.2, "Momentum Factor Masking"), so that stale
             momentum does not carry an old gradient on.
         clip: local gradient clipping, or None.
@@ -49,7 +49,7 @@ class DGC(Compressor):
 
     ratio: float = 0.001
     warmup: Warmup | None = None
-    values: Literal["fp32", "fp16", "bf16"] = "fp32"
+    values: Literal["fp64", "fp32", "fp16", "bf16"] = "fp32"
     momentum_masking: bool = True
     clip: LocalClip | None = None
     dense_vectors: bool = True

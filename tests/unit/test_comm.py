@@ -1,0 +1,212 @@
+"""Joining, and the simulated wire; the other wires are in tests/distributed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from worlds import Ranks
+
+import dgcopt
+from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv, reduce_rows
+from dgcopt.comm.launch import _detect, slurm_meeting_place
+from dgcopt.comm.local import LocalComm
+from dgcopt.errors import CommError, ConfigError, MismatchError
+
+
+@pytest.mark.parametrize(
+    ("env", "wire"),
+    [
+        ({}, "local"),
+        ({"DGCOPT_WIRE": "mpi", "HOROVOD_RANK": "0"}, "mpi"),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}, "horovod"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}, "horovod"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "mpi"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "torch"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "torch"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "local"),  # a batch script, in which no srun was called
+        ({"PMI_SIZE": "2"}, "mpi"),
+    ],
+)
+def test_every_launcher_is_recognised(env, wire):
+    chosen, reason = _detect(env)
+    assert chosen == wire and reason
+
+
+def test_half_an_environment_is_refused():
+    with pytest.raises(ConfigError, match="WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing"):
+        _detect({"RANK": "0"})
+
+
+def test_srun_meeting_place():
+    assert slurm_meeting_place({"SLURM_STEP_NODELIST": "node[003-007,9]", "SLURM_JOB_ID": "12"}) == "tcp://node003:20372"
+    assert slurm_meeting_place({"SLURM_NODELIST": "a1,b2", "MASTER_PORT": "99"}) == "tcp://a1:99"
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        slurm_meeting_place({})
+
+
+def test_import_needs_torch_alone():
+    """No optional library is imported, no network joined, no rank taken."""
+    code = (
+        "import sys, dgcopt, torch.distributed as d;"
+        "optional = ('horovod', 'mpi4py', 'sklearn', 'jsonargparse', 'matplotlib', 'tensorboard', 'torchvision');"
+        "assert not set(optional) & set(sys.modules);"
+        "assert not d.is_initialized() and dgcopt.comm.launch._current is None"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "DGCOPT_WIRE", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        comm = dgcopt.init()
+        assert (comm.wire, comm.rank, comm.size, comm.local_rank, comm.nodes) == ("local", 0, 1, 0, 1)
+        assert dgcopt.init("local") is comm
+        with pytest.raises(ConfigError, match="already joined"):
+            dgcopt.init("mpi")
+    finally:
+        dgcopt.shutdown()
+    with pytest.raises(ConfigError, match="torch, horovod, mpi, local"):
+        dgcopt.init("pigeon")
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])
+def test_every_collective_of_every_group(size, nodes):
+    comms = dgcopt.simulated_world(size, nodes)
+    for group in ("world", "node", "across"):
+        ranks = [comm.ranks(group) for comm in comms]
+        k = len(ranks[0])
+        inputs = [torch.arange(4.0 * k) + 10 * rank for rank in range(size)]
+        rows = [torch.stack([inputs[r] for r in ranks[rank]]) for rank in range(size)]
+        place = [ranks[rank].index(rank) for rank in range(size)]
+
+        def run(make, comms=comms, inputs=inputs, place=place):
+            handles = [c.start(make(x.clone(), p)) for c, x, p in zip(comms, inputs, place, strict=True)]
+            return [c.wait(handle) for c, handle in zip(comms, handles, strict=True)]
+
+        for op in ("average", "sum", "min", "max"):
+            reduced = run(lambda x, p, op=op, group=group: AllReduce(x, op=op, group=group))
+            scattered = run(lambda x, p, op=op, group=group: ReduceScatter(x, op=op, group=group))
+            for rank in range(size):
+                assert torch.equal(reduced[rank], reduce_rows(rows[rank], op))
+                assert torch.equal(scattered[rank], reduce_rows(rows[rank], op).view(k, 4)[place[rank]])
+        gathered = run(lambda x, p, group=group: AllGather(x, group=group))
+        swapped = run(lambda x, p, group=group, k=k: AllToAll(x.view(k, 4), group=group))
+        spread = run(lambda x, p, group=group, k=k: Broadcast(x, root=k - 1, group=group))
+        passed = run(lambda x, p, group=group, k=k: SendRecv(x, to=(p + 1) % k, source=(p - 1) % k, group=group))
+        run(lambda x, p, group=group: Barrier(group=group))
+        for rank in range(size):
+            assert torch.equal(gathered[rank], rows[rank])
+            assert torch.equal(swapped[rank], rows[rank].view(k, k, 4)[:, place[rank]])
+            assert torch.equal(spread[rank], rows[rank][-1])
+            assert torch.equal(passed[rank], rows[rank][place[rank] - 1])
+
+
+def test_shapes_that_do_not_fit_the_group():
+    comm = dgcopt.simulated_world(3)[0]
+    for bad in (
+        ReduceScatter(torch.zeros(4)),
+        AllToAll(torch.zeros(4, 2)),
+        Broadcast(torch.zeros(1), root=3),
+        SendRecv(torch.zeros(1), to=5),
+        AllReduce(torch.zeros(1), op="product"),
+    ):
+        with pytest.raises(CommError, match="rank 0"):
+            comm.start(bad)
+    with pytest.raises(ConfigError, match="evenly"):
+        dgcopt.simulated_world(5, nodes=2)
+
+
+def test_emulated_collectives_equal_the_real_ones():
+    """What a library lacks is said in terms of what it has, at the same cost in bytes."""
+    for size, numel in ((2, 8), (3, 12), (4, 20), (3, 10)):
+        comms = dgcopt.simulated_world(size)
+        inputs = [torch.randn(numel).bfloat16() for _ in range(size)]
+        make = [lambda x: AllReduce(x.clone(), op="average")]
+        if numel % size == 0:
+            make.append(lambda x: ReduceScatter(x.clone(), op="sum"))
+        for build in make:
+            direct = [comm.start(build(x)) for comm, x in zip(comms, inputs, strict=True)]
+            expected = [comm.wait(handle) for comm, handle in zip(comms, direct, strict=True)]
+            emulated = dgcopt.simulate(
+                [comm.emulate(build(x)) for comm, x in zip(comms, inputs, strict=True)], comms
+            )
+            for ours, theirs in zip(emulated, expected, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_ranks_that_yield_different_collectives():
+    def exchange(shape):
+        return (yield AllReduce(torch.zeros(shape)))
+
+    with pytest.raises(MismatchError, match="rank 1.*rank 0"):
+        dgcopt.simulate([exchange(3), exchange(4)])
+
+    def nothing():
+        yield from ()
+        return torch.zeros(1)
+
+    with pytest.raises(MismatchError, match="ended"):
+        dgcopt.simulate([exchange(3), nothing()])
+
+
+def test_a_thousand_ranks():
+    def mean_of_ranks(rank):
+        total = yield AllReduce(torch.tensor([float(rank)]), op="sum")
+        rows = yield AllGather(torch.tensor([rank]))
+        return total / len(rows)
+
+    results = dgcopt.simulate([mean_of_ranks(rank) for rank in range(1024)])
+    assert len(results) == 1024 and all(float(r) == 511.5 for r in results)
+
+
+def test_a_local_comm_answers_by_itself():
+    comm = LocalComm()
+    x = torch.arange(4.0)
+    assert torch.equal(comm.run(AllReduce(x.clone())), x)
+    assert torch.equal(comm.run(AllGather(x.clone())), x[None])
+    with pytest.raises(ConfigError, match="deadline"):
+        LocalComm(deadline=-1)
+
+
+def test_rounds_of_all_buckets_are_in_flight_together():
+    """Round one of every bucket starts before round two of any, in bucket order, on every rank."""
+
+    class TwoRounds(dgcopt.Compressor):
+        def exchange(self, grad, ctx):
+            total = yield AllReduce(grad, op="sum")
+            return (yield AllReduce(total / ctx.size, op="max"))
+
+    started = []
+    ranks = Ranks(
+        2, lambda p: torch.optim.SGD(p, lr=0.1), compression=TwoRounds(), bucket_mb=0.001, first_bucket_mb=0.001
+    )
+    comm = ranks.comms[0]
+    start = comm.start
+    comm.start = lambda collective: (started.append(collective.label), start(collective))[1]
+    ranks.step(0)
+    started.clear()
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    ranks.backward(1)
+    in_backward = list(started)
+    assert len(in_backward) == 2 and all(label.endswith("round 0") for label in in_backward)
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    buckets = [label.split(" round")[0] for label in in_backward]
+    assert [label.split(" round")[0] for label in started] == buckets * 2
+    assert [label[-1] for label in started] == ["0"] * len(buckets) + ["1"] * len(buckets)
+    assert [label.split()[3] for label in in_backward] == [str(i) for i in range(len(buckets))]
+
+
+def test_the_byte_ledger_equals_the_collectives_own_account():
+    ranks = Ranks(4, lambda p: torch.optim.SGD(p, lr=0.1), compression=dgcopt.DGC(0.1, dense_vectors=False))
+    ranks.step(0)
+    sent = ranks.optimizers[0].telemetry.sent_bytes
+    ranks.step(1)
+    telemetry = ranks.optimizers[0].telemetry
+    k = sum(-(-p.numel() // 10) for p in ranks.models[0].parameters())
+    padded = -(-k * 4 // 8) * 8  # indices and values, each padded to a multiple of 8
+    assert telemetry.sent_bytes - sent == 3 * 2 * padded
+    assert telemetry.dense_bytes == 2 * (2 * 4 * sum(p.numel() for p in ranks.models[0].parameters()) * 3 // 4)

@@ -1,0 +1,181 @@
+"""Settings: what is refused, and in which words."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+from worlds import Ranks, small_model
+
+import dgcopt
+from dgcopt.compressors import Compressor
+from dgcopt.errors import ConfigError, MismatchError
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.5, math.nan, math.inf, "0.1", None, True])
+def test_a_ratio_is_a_density(ratio):
+    with pytest.raises(ConfigError, match="ratio"):
+        dgcopt.DGC(ratio)
+    with pytest.raises(ConfigError, match="ratio"):
+        dgcopt.Warmup(ratios=(0.5, ratio))
+
+
+def test_other_compressor_settings():
+    with pytest.raises(ConfigError, match="fp64, fp32, fp16, bf16"):
+        dgcopt.DGC(values="int3")
+    for bad in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="max_norm"):
+            dgcopt.LocalClip(bad)
+    with pytest.raises(ConfigError, match="model"):
+        dgcopt.LocalClip(1.0, per="layer")
+    with pytest.raises(ConfigError, match="at least one step"):
+        dgcopt.Warmup(steps=0)
+
+
+def test_warmup_schedule():
+    compressor = dgcopt.DGC(0.001, warmup=dgcopt.Warmup(steps=3))
+    ratios = [compressor.ratio_at(step) for step in range(14)]
+    assert ratios == [0.25] * 3 + [0.0625] * 3 + [0.015625] * 3 + [0.004] * 3 + [0.001] * 2
+    by_epoch = dgcopt.DGC(0.001, warmup=dgcopt.Warmup(epochs=2))
+    with pytest.raises(ConfigError, match="set_steps_per_epoch"):
+        by_epoch.ratio_at(0)
+    by_epoch.set_steps_per_epoch(10)
+    assert [by_epoch.ratio_at(step) for step in (0, 19, 20, 79, 80)] == [0.25, 0.25, 0.0625, 0.004, 0.001]
+
+
+def test_clip_threshold_of_the_paper():
+    """Averaged undivided gradients: T sqrt(N). Summed ones, as the paper's, which were divided by N: T / sqrt(N)."""
+    assert dgcopt.LocalClip(3.0).local_threshold(16, "average") == 12.0
+    assert dgcopt.LocalClip(3.0).local_threshold(16, "sum") == 0.75
+
+
+def wrap(params, names=None, comm=None, **settings):
+    comm = comm or dgcopt.simulated_world(2)[0]
+    return dgcopt.DistributedOptimizer(SGD(params, lr=0.1), names, comm=comm, **settings)
+
+
+def test_names():
+    model = small_model()
+    named = list(model.named_parameters())
+    with pytest.raises(ValueError, match=r"duplicates: 0\.weight"):
+        wrap(model.parameters(), [*named, named[0]])
+    with pytest.raises(ValueError, match=r"1 parameter.*group0\.parameter0"):
+        wrap(model.parameters(), named[1:])
+    with pytest.raises(ValueError, match="tuples"):
+        wrap(model.parameters(), model.parameters())
+    assert list(wrap(model.parameters(), named)._parameter_names.values()) == [name for name, _ in named]
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    names = list(wrap(groups)._parameter_names.values())
+    assert names == ["group0.parameter0", "group0.parameter1", "group1.parameter0", "group1.parameter1"]
+
+
+def test_parameters_that_cannot_be_trained():
+    counter = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"'steps' has dtype int64"):
+        wrap([counter], [("steps", counter)])
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    with pytest.raises(ConfigError, match="requires a gradient"):
+        wrap([frozen])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+        ({"backward_passes_per_step": 1.5}, "backward_passes_per_step"),
+        ({"op": "median"}, "op"),
+        ({"bucket_mb": 0}, "bucket_mb"),
+        ({"first_bucket_mb": math.nan}, "first_bucket_mb"),
+        ({"compression": "dgc"}, "dgcopt.Compressor"),
+    ],
+)
+def test_settings_out_of_range(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        wrap(small_model().parameters(), **settings)
+
+
+def test_wrapping_twice():
+    optimizer = wrap(small_model().parameters())
+    with pytest.raises(ConfigError, match="already"):
+        dgcopt.DistributedOptimizer(optimizer, comm=dgcopt.simulated_world(2)[0])
+
+
+def test_the_object_and_its_class_stay():
+    optimizer = SGD(small_model().parameters(), lr=0.1)
+    wrapped = dgcopt.DistributedOptimizer(optimizer, comm=dgcopt.simulated_world(2)[0])
+    assert wrapped is optimizer and isinstance(wrapped, SGD) and type(wrapped).__name__ == "SGD"
+
+
+def test_ranks_with_different_settings():
+    comms = dgcopt.simulated_world(2)
+    models = [small_model() for _ in comms]
+    optimizers = [
+        wrap(model.parameters(), model.named_parameters(), comm, compression=dgcopt.DGC(ratio))
+        for model, comm, ratio in zip(models, comms, (0.1, 0.2), strict=True)
+    ]
+    for model in models:
+        model(torch.randn(3, 12, dtype=torch.float64)).sum().backward()
+    with pytest.raises(MismatchError, match=r"\[1\]"):
+        optimizers[0].step()
+
+
+def test_one_backward_pass_too_many():
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1))
+    ranks.backward()
+    with pytest.raises(RuntimeError, match=r"rank 0.*'4\.(weight|bias)' was computed 2 times.*no_sync"):
+        ranks.backward()
+
+
+def test_zero_grad_while_gradients_are_on_their_way():
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1))
+    ranks.backward()
+    with pytest.raises(RuntimeError, match="on their way"):
+        ranks.optimizers[0].zero_grad()
+
+
+def test_step_after_synchronize_warns_and_sends_nothing():
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1))
+    ranks.backward()
+    for optimizer in ranks.optimizers:
+        optimizer.synchronize()
+        optimizer.synchronize()
+    sent = ranks.optimizers[0].telemetry.sent_bytes
+    with pytest.warns(UserWarning, match="skip_synchronize") as caught:
+        ranks.optimizers[0].step()
+    assert len(caught) == 1
+    assert ranks.optimizers[0].telemetry.sent_bytes == sent
+
+
+def test_a_rank_that_has_not_run_backward_is_named():
+    ranks = Ranks(3, lambda p: SGD(p, lr=0.1))
+    inputs = torch.randn(3, 12, dtype=torch.float64)
+    for rank in (0, 2):
+        ranks.models[rank](inputs).sum().backward()
+    with pytest.raises(dgcopt.CommError, match=r"rank\(s\) 1 did not start"):
+        ranks.optimizers[0].step()
+
+
+def test_a_compressor_that_returns_the_wrong_thing():
+    class Nothing(Compressor):
+        def exchange(self, grad, ctx):
+            yield from ()
+            return None
+
+    class Short(Compressor):
+        def exchange(self, grad, ctx):
+            yield from ()
+            return grad[:3]
+
+    class Neither(Compressor):
+        pass
+
+    for compressor, error, words in (
+        (Nothing(), ConfigError, "NoneType"),
+        (Short(), ConfigError, r"shape \(3,\)"),
+        (Neither(), NotImplementedError, "compress"),
+    ):
+        ranks = Ranks(2, lambda p: SGD(p, lr=0.1), compression=compressor)
+        ranks.backward()
+        with pytest.raises(error, match=words):
+            ranks.optimizers[0].step()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -217,6 +218,10 @@ class Comm(ABC):
         """
         self._users.append(progress)
         return len(self._users) - 1
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """Leave Python with an exit code, taking the other ranks along where the launcher would not."""
+        sys.exit(code)
 
     def close(self) -> None:
         """Leave the wire; its handles are void."""

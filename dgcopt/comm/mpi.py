@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -135,11 +135,17 @@ class MPIComm(Comm):
         self._in_flight.add(handle)
         return handle
 
+    def abort(self, code: int = 1) -> NoReturn:
+        """End the whole job: leaving Python alone would wait in MPI_Finalize for ranks that wait for this one."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+        sys.exit(code)
+
     def _abort_on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         traceback.print_exception(kind, error, trace)
-        sys.stderr.flush()
         if self.size > 1 and not self._mpi.Is_finalized():
-            self._mpi.COMM_WORLD.Abort(1)
+            self.abort()
 
 
 def _buffer(tensor: Tensor, kind: Any, parts: int = 1) -> list[Any]:

@@ -119,7 +119,9 @@ class DGC(Compressor):
     def _add_up(self, messages: Tensor, ctx: Context, ratio: float) -> Tensor:
         """The sum of the ranks' messages, in rank order, divided by N."""
         v = ctx.memory["residual"]
-        update = ctx.scratch.setdefault("update", SparseSum(v))
+        if "update" not in ctx.scratch:
+            ctx.scratch["update"] = SparseSum(v)
+        update: SparseSum = ctx.scratch["update"]
         update.clear()
         count = sum(count_of(ratio, segment.numel) for segment in ctx.segments)
         for rank, message in enumerate(messages):

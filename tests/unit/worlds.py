@@ -39,7 +39,8 @@ class Ranks:
 
     def backward(self, seed: int = 0) -> None:
         """One backward pass per rank over its share of a batch."""
-        inputs, targets = small_batch(seed=seed, dtype=next(self.models[0].parameters()).dtype)
+        like = next(self.models[0].parameters())
+        inputs, targets = (tensor.to(like.device) for tensor in small_batch(seed=seed, dtype=like.dtype))
         size = len(self.models)
         for rank, model in enumerate(self.models):
             nn.functional.cross_entropy(model(inputs[rank::size]), targets[rank::size]).backward()

@@ -288,3 +288,27 @@ def test_rounding_error_goes_back_into_the_residual():
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context_of(bucket, 0, 1))])
         torch.testing.assert_close(update + bucket.memory["residual"], bucket.grad, rtol=0, atol=0)
         assert torch.isfinite(update).all()
+
+
+def test_channels_last_parameters():
+    """Their gradients keep their memory order, and averages are those of the contiguous model."""
+
+    def model(order):
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 5)).to(
+            torch.float64, memory_format=order
+        )
+
+    trained = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        ranks = Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), lambda order=order: model(order), compression=DGC_ALL)
+        for seed in range(3):
+            ranks.step(seed)
+            ranks.assert_replicas_equal()
+        for param in ranks.models[0].parameters():
+            assert param.grad.stride() == param.stride()
+        trained.append(ranks.weights())
+    assert_close(*trained, rtol=1e-9, atol=1e-12)
+
+
+DGC_ALL = dgcopt.DGC(1.0, dense_vectors=False)

@@ -72,3 +72,20 @@ def test_nan_is_selected_first() -> None:
 def test_block_maxima() -> None:
     flat = torch.randn(640)
     assert torch.equal(block_maxima(flat), flat.abs().view(-1, 64).amax(1))
+
+
+def test_gaps_between_tensors_never_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties may fall either way; here the last positions win, where a block's unused end lies."""
+    topk = torch.Tensor.topk
+
+    def last_wins(tensor: torch.Tensor, k: int, sorted: bool = True) -> torch.return_types.topk:
+        values, indices = tensor.flip(0).sort(descending=True, stable=True)
+        return torch.return_types.topk((values[:k], tensor.numel() - 1 - indices[:k]))
+
+    for numel in (65, 577, 1000):
+        bucket = bucket_of([torch.zeros(numel), torch.zeros(numel)])
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "topk", last_wins)
+            chosen = largest(bucket.grad, bucket.segments, 1e-6)
+        assert torch.Tensor.topk is topk
+        assert chosen.tolist() == [numel - 1, bucket.segments[1].stop - 1]

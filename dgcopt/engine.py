@@ -117,6 +117,7 @@ class Engine:
         self._kept_order: list[str] = []
         self._begun = False
         self._seen: dict[Tensor, None] = {}
+        self._filled: dict[Bucket, int] = {}
         self._contexts: dict[Bucket, Context] = {}
         self._launched = 0
         self._flights: list[_Flight] = []
@@ -146,10 +147,12 @@ class Engine:
         if param in self._layout.place:
             bucket, place = self._layout.place[param]
             bucket.fill(place, param.grad)
+            self._filled[bucket] = self._filled.get(bucket, 0) + 1
         if not self.compressor.whole_model:
-            buckets = self._layout.buckets
-            while self._launched < len(buckets) and self._complete(buckets[self._launched]):
-                self._launch(buckets[self._launched])
+            for bucket in self._layout.buckets[self._launched :]:
+                if self._filled.get(bucket, 0) < len(bucket.segments):
+                    break
+                self._launch(bucket)
 
     def _begin(self) -> None:
         """At the first gradient of a step: notice that other parameters are trained than last time."""
@@ -161,9 +164,6 @@ class Engine:
 
     def _trained(self) -> list[Tensor]:
         return [param for param in self.names if param.requires_grad and param.numel()]
-
-    def _complete(self, bucket: Bucket) -> bool:
-        return all(segment.param in self._seen for segment in bucket.segments)
 
     # -- launching and advancing -------------------------------------------------------------------------------------
 
@@ -254,7 +254,8 @@ class Engine:
 
     def _abandon(self) -> None:
         """Forget a step that failed, so that the error is the last word about it."""
-        self._driver, self._flights, self._seen, self._launched, self._begun = None, [], {}, 0, False
+        self._driver = None
+        self._end_step()
 
     @torch.no_grad()
     def _drive(self) -> Generator[Handle, Tensor, None]:
@@ -311,7 +312,10 @@ class Engine:
         self.telemetry.steps += 1
         self.telemetry.dense_bytes += 2 * 4 * elements * (self.comm.size - 1) // self.comm.size
         self.step += 1
-        self._flights, self._seen, self._launched, self._begun = [], {}, 0, False
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._flights, self._seen, self._filled, self._launched, self._begun = [], {}, {}, 0, False
 
     # -- which gradients travel together -----------------------------------------------------------------------------
 

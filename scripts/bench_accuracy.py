@@ -1,0 +1,96 @@
+"""Accuracy and bytes of compressors against dense training, over paired seeds and equal budgets.
+
+    python scripts/bench_accuracy.py                                      # digits: dense and DGC at 0.1%, three seeds
+    python scripts/bench_accuracy.py --task stdlib_gpt --compressors none dgc:ratio=0.01,warmup=null --workers 4
+
+Each run is `torchrun --nproc-per-node WORKERS train.py` with configs/tasks/TASK.yaml and a compressor's config; the
+same seed gives every compressor the same weights and batches. Bytes are everything that a rank sends, warm-up included.
+Prints a table and writes it as JSON under runs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(task: str, compressor: str, seed: int, workers: int, extra: list[str], folder: Path) -> dict[str, float]:
+    """Train once, unless the result is there already; return it."""
+    name, _, settings = compressor.partition(":")
+    output = folder / compressor.replace(":", "_").replace(",", "_").replace("=", "-") / f"seed-{seed}"
+    result = output / "result.json"
+    if not result.exists():
+        shutil.rmtree(output, ignore_errors=True)
+        overrides = [f"--compressor.{setting}" for setting in settings.split(",") if setting]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)),
+            *(str(ROOT / "train.py"), "--config", str(ROOT / f"configs/tasks/{task}.yaml")),
+            *("--config", str(ROOT / f"configs/compressors/{name}.yaml"), *overrides),
+            *("--seed", str(seed), "--output", str(output), *extra),
+        ]
+        log = folder / f"{output.parent.name}-{seed}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as file:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+        if code:
+            sys.exit(f"{' '.join(command)} failed with code {code}; the end of {log}:\n{log.read_text()[-2000:]}")
+    return json.loads(result.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits", help="a file of configs/tasks, without .yaml")
+    parser.add_argument(
+        "--compressors",
+        nargs="+",
+        default=["none", "dgc"],
+        help="files of configs/compressors, the first being the reference, with settings after a colon",
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("extra", nargs="*", help="after --, further arguments of train.py")
+    arguments = parser.parse_args()
+
+    folder = ROOT / "runs" / "bench_accuracy" / f"{arguments.task}-{arguments.workers}"
+    rows = []
+    for compressor in arguments.compressors:
+        runs = [
+            train(arguments.task, compressor, seed, arguments.workers, arguments.extra, folder)
+            for seed in arguments.seeds
+        ]
+        rows.append({"compressor": compressor, "runs": runs})
+        print(f"{compressor}: {len(runs)} runs", file=sys.stderr)
+
+    reference = rows[0]["runs"]
+    print(f"{arguments.task}, {arguments.workers} workers, seeds {arguments.seeds}: mean over seeds (range)\n")
+    print("| compressor | accuracy | final loss | loss minus dense, paired | bytes sent per rank and step | vs fp32 | vs bf16 |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        runs = row["runs"]
+        gaps = [run["test_loss"] - dense["test_loss"] for run, dense in zip(runs, reference, strict=True)]
+        print(
+            f"| {row['compressor']} | {spread([run['accuracy'] for run in runs], '{:.2%}')} "
+            f"| {spread([run['test_loss'] for run in runs], '{:.4f}')} | {spread(gaps, '{:+.4f}')} "
+            f"| {runs[0]['sent_bytes']:,.0f} | {runs[0]['ratio_fp32']:.1f}x | {runs[0]['ratio_bf16']:.1f}x |"
+        )
+    path = folder / "table.json"
+    path.write_text(json.dumps({"task": arguments.task, "workers": arguments.workers, "rows": rows}, indent=1))
+    print(f"\n{path.relative_to(ROOT)}")
+
+
+def spread(values: list[float], form: str) -> str:
+    """Mean and range."""
+    return f"{form.format(statistics.mean(values))} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,6 @@ The symbols are those of Lin et al., "Deep Gradient Compression" (ICLR 2018): u 
 accumulation of what has not been sent yet.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -50,7 +48,7 @@ class _Rule:
     nesterov: bool
 
     @staticmethod
-    def of(group: dict[str, Any]) -> _Rule:
+    def of(group: dict[str, Any]) -> "_Rule":
         return _Rule(float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"]))
 
 

@@ -1,0 +1,58 @@
+"""Print what several runs of train.py came to, and draw their loss curves.
+
+    python scripts/compare.py runs/digits_dense runs/digits_dgc --plot runs/digits.png
+
+The runs must have had two workers or more: one alone sends nothing.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+import matplotlib.pyplot as plt
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    """The entries of a run, oldest first."""
+    return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+
+
+def table(runs: list[Path]) -> str:
+    """One line per run; traffic is what one worker sends in a mean step of all, and of the last that were logged."""
+    rows = ["run                accuracy    bytes/step  vs fp32  vs bf16     at the end  vs fp32  vs bf16  seconds"]
+    for run in runs:
+        whole = json.loads((run / "result.json").read_text())
+        end = [entry for entry in history(run) if "loss" in entry][-1]
+        row = f"{run.name:<18} {whole['accuracy']:>8.2%}"
+        for part in (whole, end):
+            row += f"  {part['sent_bytes']:>12,.0f} {part['ratio_fp32']:>7.1f}x {part['ratio_bf16']:>7.1f}x"
+        rows.append(f"{row} {whole['seconds']:>8.1f}")
+    return "\n".join(rows)
+
+
+def plot(runs: list[Path], path: Path) -> None:
+    """Training loss on the left, test loss on the right, both over epochs."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for panel, key, title in zip(panels, ("loss", "test_loss"), ("training loss", "test loss"), strict=True):
+        for run in runs:
+            points = [(entry["epoch"], entry[key]) for entry in history(run) if key in entry]
+            panel.plot(*zip(*points, strict=True), label=run.name)
+        panel.set(title=title, xlabel="epoch", yscale="log")
+        panel.grid(alpha=0.3)
+    panels[0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
+    parser.add_argument("--plot", type=Path, help="file for the loss curves, such as losses.png")
+    arguments = parser.parse_args()
+    print(table(arguments.runs))
+    if arguments.plot:
+        plot(arguments.runs, arguments.plot)

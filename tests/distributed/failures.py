@@ -1,0 +1,80 @@
+"""What goes wrong in a user's script, on the last rank; nothing here is caught, as nothing would be there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+
+import torch
+from scenarios.training import TINY, Recipe, Replica, train
+from torch import Tensor, nn
+
+import dgcopt
+from dgcopt import DGC, Comm
+
+FROZEN = 25
+
+
+def replica(comm: Comm) -> Replica:
+    def sgd(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([param for _, param in named], lr=0.1)
+
+    return Replica(Recipe(sgd, compression=DGC(0.1), buckets=(*TINY.items(),)), comm)
+
+
+def is_last(comm: Comm) -> bool:
+    return comm.rank == comm.size - 1
+
+
+def other_shape(comm: Comm) -> None:
+    model = nn.Sequential(nn.Linear(2, 4 if is_last(comm) else 3))
+    dgcopt.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm=comm)
+
+
+def raises(comm: Comm) -> None:
+    mine = replica(comm)
+    train([mine], range(2))
+    mine.backward(2)
+    if is_last(comm):
+        raise ZeroDivisionError("the last rank had enough")
+    mine.step(2)
+
+
+def sleeps(comm: Comm) -> None:
+    mine = replica(comm)
+    train([mine], range(2))
+    if is_last(comm):
+        time.sleep(120)
+    train([mine], range(2, 4))
+
+
+def freezes(comm: Comm) -> None:
+    """Not even the library's own threads go on, as when a machine dies; ended after FROZEN seconds."""
+    mine = replica(comm)
+    train([mine], range(2))
+    if is_last(comm):
+        me = os.getpid()
+        records = os.environ["DGCOPT_TEST_RECORDS"]
+        note = json.dumps({"scenario": "was still frozen", "rank": comm.rank})
+        wake = f"sleep {FROZEN}; kill -0 {me} && echo '{note}' >{records}/rank-{comm.rank}.jsonl; kill -KILL {me}"
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True, **quiet)
+        os.kill(me, signal.SIGSTOP)
+    train([mine], range(2, 4))
+
+
+def dies(comm: Comm) -> None:
+    mine = replica(comm)
+    train([mine], range(2))
+    if is_last(comm):
+        os.kill(os.getpid(), signal.SIGKILL)
+    train([mine], range(2, 4))
+
+
+def has_fewer_batches(comm: Comm) -> None:
+    mine = replica(comm)
+    train([mine], range(2 if is_last(comm) else 3))

@@ -1,0 +1,12 @@
+"""What is run on every wire: functions of a `Comm` that assert inside and return what all wires must agree on."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dgcopt import Comm
+
+from . import algorithms, collectives, disagreement, optimizers, overlap, persistence
+
+SCENARIOS: dict[str, Callable[[Comm], dict[str, Any] | None]] = {}
+for module in (collectives, optimizers, algorithms, overlap, persistence, disagreement):
+    SCENARIOS.update(module.SCENARIOS)

@@ -1,0 +1,152 @@
+"""Every collective, on every group, for every dtype, equals what each rank can work out by itself."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from dgcopt import Comm
+from dgcopt.collectives import (
+    OPS,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+    SendRecv,
+    reduce_rows,
+)
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8,
+)  # fmt: skip
+GROUPS = ("world", "node", "across")
+
+
+def regrouped(comm: Comm, node_of: list[int]) -> Comm:
+    """Another comm over the same wire, as if the ranks ran on these machines."""
+    os.environ["DGCOPT_NODE"] = f"machine {node_of[comm.rank]}"
+    try:
+        return type(comm)(deadline=comm.deadline)
+    finally:
+        del os.environ["DGCOPT_NODE"]
+
+
+def expect(comm: Comm, collective: Collective, expected: Tensor, exact: bool = True) -> None:
+    what = f"{collective.describe()} {getattr(collective, 'op', '')} on {collective.group}"
+    actual = comm.run(collective)
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), f"{what}: {actual.shape} {actual.dtype}"
+    if exact:
+        assert torch.equal(actual, expected), f"{what}: got {actual.tolist()}, not {expected.tolist()}"
+    else:
+        torch.testing.assert_close(actual, expected, msg=lambda text: f"{what}: {text}")
+
+
+def all_collectives(comm: Comm) -> None:
+    for group in GROUPS:
+        ranks = comm.ranks(group)
+        if group == "world" and comm.nodes > 1:
+            continue  # no other than that of real_machines
+        size, me = len(ranks), ranks.index(comm.rank)
+        before, after = (me - 1) % size, (me + 1) % size
+        for dtype in DTYPES:
+            low = 0 if dtype == torch.uint8 else -3
+            rows = torch.stack([(torch.arange(2 * size) + low + 2 * rank).to(dtype) for rank in ranks])
+
+            def mine(shape: tuple[int, ...] = (-1,), rows: Tensor = rows, me: int = me) -> Tensor:
+                return rows[me].view(shape).clone()
+
+            for op in OPS:
+                # small whole numbers: every order of adding up is exact, and so is a division by two or four
+                exact = size != 3 or op != "average" or not dtype.is_floating_point
+                reduced = reduce_rows(rows, op)
+                expect(comm, AllReduce(mine(), op=op, group=group), reduced, exact)
+                expect(comm, ReduceScatter(mine(), op=op, group=group), reduced.view(size, -1)[me], exact)
+            expect(comm, AllGather(mine(), group=group), rows)
+            expect(comm, AllToAll(mine((size, 2)), group=group), rows.view(size, size, 2)[:, me])
+            for root in range(size):
+                expect(comm, Broadcast(mine((size, 2)), root=root, group=group), rows[root].view(size, 2))
+            expect(comm, SendRecv(mine(), to=after, source=before, group=group), rows[before])
+            if size > 1:  # from the first to the last, and the others sit it out
+                to, source = (size - 1 if me == 0 else None), (0 if me == size - 1 else None)
+                received = rows[0] if me == size - 1 else rows[me]
+                expect(comm, SendRecv(mine(), to=to, source=source, group=group), received)
+        comm.run(Barrier(group=group))
+
+
+def real_machines(comm: Comm) -> None:
+    """All ranks of these tests run on one machine, and are told so by its name."""
+    assert (comm.nodes, comm.node, comm.local_rank, comm.local_size) == (1, 0, comm.rank, comm.size)
+    assert comm.ranks("node") == comm.ranks("world") == tuple(range(comm.size)) and comm.ranks("across") == (comm.rank,)
+    all_collectives(comm)
+
+
+def even_machines(comm: Comm) -> None:
+    node_of = [2 * rank // comm.size for rank in range(comm.size)]
+    grouped = regrouped(comm, node_of)
+    half = comm.size // 2
+    first = comm.rank // half * half
+    assert grouped.ranks("node") == tuple(range(first, first + half)) and grouped.nodes == 2
+    assert grouped.ranks("across") == (comm.rank % half, comm.rank % half + half)
+    all_collectives(grouped)
+
+
+def uneven_machines(comm: Comm) -> None:
+    """One rank alone on the last machine, whose name sorts first: most ranks have nobody across."""
+    grouped = regrouped(comm, [9] * (comm.size - 1) + [1])
+    alone = comm.rank == comm.size - 1
+    assert grouped.ranks("node") == ((comm.rank,) if alone else tuple(range(comm.size - 1)))
+    assert grouped.ranks("across") == ((0, comm.size - 1) if comm.rank in (0, comm.size - 1) else (comm.rank,))
+    all_collectives(grouped)
+
+
+def odd_shapes(comm: Comm) -> None:
+    """Scalars, empty tensors, and memory that is not contiguous."""
+    size, me = comm.size, comm.rank
+    for make in (
+        lambda rank: torch.tensor(float(rank)),
+        lambda rank: torch.zeros(0),
+        lambda rank: torch.zeros(3, 0, dtype=torch.int64),
+        lambda rank: torch.full((2, 3, 4, 5), float(rank)).contiguous(memory_format=torch.channels_last),
+    ):
+        rows = torch.stack([make(rank) for rank in range(size)])
+        expect(comm, AllReduce(make(me), op="sum"), rows.sum(0))
+        expect(comm, AllGather(make(me)), rows)
+        expect(comm, Broadcast(make(me), root=size - 1), rows[-1])
+        expect(comm, SendRecv(make(me), to=(me + 1) % size, source=(me - 1) % size), rows[me - 1])
+    table = torch.arange(3 * size * size).view(3, size, size) + 100 * me
+    tables = torch.stack([torch.arange(3 * size * size).view(3, size, size) + 100 * rank for rank in range(size)])
+    expect(comm, AllToAll(table.permute(2, 0, 1)), tables[:, :, :, me])
+    expect(comm, ReduceScatter(table.permute(2, 0, 1), op="sum"), tables.sum(0)[None, :, :, me])
+    expect(comm, AllReduce(table.transpose(0, 2)[:, 1], op="max"), tables[-1].transpose(0, 2)[:, 1])
+
+
+def many_in_flight(comm: Comm) -> None:
+    """A megabyte each, several at a time, on two groups, waited for in another order than they were started."""
+    grouped = regrouped(comm, [rank % 2 for rank in range(comm.size)])
+    length = 2**18
+
+    def part(number: int, rank: int) -> Tensor:
+        return torch.arange(length, dtype=torch.float32) % 1000 + number + rank
+
+    for _ in range(3):
+        handles = []
+        for number in range(4):
+            handles.append(grouped.start(AllReduce(part(number, comm.rank), op="max")))
+            handles.append(grouped.start(AllGather(part(number, comm.rank), group="node")))
+        order = [5, 0, 7, 2, 1, 6, 3, 4]
+        results = {place: grouped.wait(handles[place]) for place in order}
+        for number in range(4):
+            assert torch.equal(results[2 * number], part(number, comm.size - 1))
+            for row, rank in zip(results[2 * number + 1], grouped.ranks("node"), strict=True):
+                assert torch.equal(row, part(number, rank))
+
+
+SCENARIOS = {
+    f"collectives: {function.__name__}": function
+    for function in (real_machines, even_machines, uneven_machines, odd_shapes, many_in_flight)
+}

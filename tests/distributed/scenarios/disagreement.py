@@ -1,0 +1,46 @@
+"""Ranks that disagree are told so, all of them, with the parameter or setting by name; and the wire stays usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import dgcopt
+from dgcopt import DGC, Comm, MismatchError
+from dgcopt.collectives import AllReduce
+
+
+def ranks_disagree(comm: Comm) -> None:
+    odd = comm.rank == comm.size - 1
+
+    def layer(out: int = 3, dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, out, bias=bias, dtype=dtype))
+
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    cases: dict[str, tuple[nn.Module, dict[str, Any], type]] = {
+        "parameter 0.weight: float32 (4, 2)": (layer(4 if odd else 3), {}, sgd),
+        "parameter 0.weight: float64": (layer(dtype=torch.float64 if odd else torch.float32), {}, sgd),
+        "number of parameters: 1": (layer(bias=not odd), {}, sgd),
+        "ratio=0.02": (layer(), {"compression": DGC(0.02 if odd else 0.01)}, sgd),
+        "compression: FP16()": (layer(), {"compression": dgcopt.FP16() if odd else None}, sgd),
+        "backward_passes_per_step: 2": (layer(), {"backward_passes_per_step": 2 if odd else 1}, sgd),
+        "op: sum": (layer(), {"op": "sum" if odd else "average"}, sgd),
+        "bucket_mb: 2": (layer(), {"bucket_mb": 2 if odd else 3}, sgd),
+        "optimizer: Adam": (layer(), {}, adam if odd else sgd),
+    }
+    for words, (model, settings, kind) in cases.items():
+        optimizer = kind(model.parameters(), lr=0.1)
+        try:
+            dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **settings)
+        except MismatchError as error:
+            for part in (words, f"rank {comm.rank}", f"rank {comm.size - 1} has"):
+                assert part in str(error), f"does not say {part!r}: {error}"
+        else:
+            raise AssertionError(f"rank {comm.rank} did not notice {words}")
+        assert comm.run(AllReduce(torch.ones(3), op="sum")).tolist() == [comm.size] * 3
+
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {"disagreement: found by all": ranks_disagree}

@@ -1,0 +1,284 @@
+"""Promise 4 and the drop-in: N ranks on parts of a batch train as one process on the whole of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+import dgcopt
+from dgcopt import Comm
+
+from .training import TINY, Recipe, Replica, assert_close, assert_same_on_all_ranks, generator, make_model, train
+
+STEPS = 4
+
+
+def optimizer_classes() -> dict[str, type[Optimizer]]:
+    """Every optimizer of this version of torch."""
+    found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
+    return {n: c for n, c in sorted(found.items()) if issubclass(c, Optimizer) and c is not Optimizer}
+
+
+EXTRA: dict[str, list[dict[str, Any]]] = {
+    "SGD": [
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True},
+    ],
+    "Adam": [{"amsgrad": True}],
+    "RMSprop": [{"centered": True, "momentum": 0.9}],
+    "LBFGS": [{"line_search_fn": "strong_wolfe"}],
+}
+
+
+def settings_of(kind: type[Optimizer]) -> Iterator[dict[str, Any]]:
+    """The optimizer as it is, as `foreach` maximizing, as `fused`, and as EXTRA says, where it can be so."""
+    can = inspect.signature(kind).parameters
+    yield {}
+    if "foreach" in can:
+        yield {"foreach": True, **({"maximize": True} if "maximize" in can else {})}
+    if "fused" in can:
+        yield {"fused": True}
+    yield from EXTRA.get(kind.__name__, [])
+
+
+def one_cycle(optimizer: Optimizer) -> OneCycleLR:
+    """Changes learning rate and, where there is one, momentum or beta at every step."""
+    cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
+    return OneCycleLR(optimizer, max_lr=0.05, total_steps=10, cycle_momentum=cycles)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "scheduler made before": {"schedule": one_cycle, "schedule_first": True},
+    "scheduler made after, two passes per step": {"schedule": one_cycle, "accumulate": 2, "buckets": (*TINY.items(),)},
+    "no_sync": {
+        "schedule": functools.partial(ExponentialLR, gamma=0.7),
+        "schedule_first": True,
+        "accumulate": 3,
+        "no_sync": True,
+        "buckets": (*TINY.items(),),
+    },
+}
+
+
+def bags(sparse: bool = True) -> nn.Module:
+    """Rows of an embedding, of which each rank sees others, read out by fixed weights."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.EmbeddingBag(40, 5, mode="sum", sparse=sparse, dtype=torch.float64)
+            self.head = nn.Linear(5, 4, dtype=torch.float64).requires_grad_(False)
+            with torch.no_grad():
+                for place, param in enumerate(self.parameters()):
+                    param.copy_(torch.randn(param.shape, generator=generator(3, place), dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embedding((x * 1000).long().abs() % 40))
+
+    return Bags()
+
+
+def only_trainable(named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    return [param for _, param in named if param.requires_grad]
+
+
+def recipe_of(kind: type[Optimizer], settings: dict[str, Any]) -> Recipe:
+    needs_lr = "lr" in inspect.signature(kind).parameters
+    settings = {**({"lr": 0.5 if kind is torch.optim.LBFGS else 0.02} if needs_lr else {}), **settings}
+    if kind is torch.optim.LBFGS:
+        settings["max_iter"] = 4
+    model: Callable[[], nn.Module] = make_model
+    if kind is torch.optim.SparseAdam:
+        model = bags
+    elif kind.__name__ == "Muon":  # takes matrices only
+        model = functools.partial(make_model, bias=False)
+    return Recipe(lambda named: kind(only_trainable(named), **settings), model=model, closure=kind is torch.optim.LBFGS)
+
+
+def compare(comm: Comm, recipe: Recipe, what: str, tolerance: float = 1e-9) -> None:
+    """Train with and without ranks; parameters and losses must agree, and have moved."""
+    whole, mine = Replica(recipe), Replica(recipe, comm)
+    start = [param.detach().clone() for param in whole.parameters]
+    train([whole], range(STEPS))
+    train([mine], range(STEPS))
+    assert_same_on_all_ranks(comm, mine.parameters, what)
+    assert_close(mine.parameters, whole.parameters, tolerance, what)
+    trained = [(param, old) for param, old in zip(whole.parameters, start, strict=True) if param.requires_grad]
+    assert all(not torch.allclose(param, old, atol=1e-5) for param, old in trained), f"{what}: nothing was trained"
+
+
+def every_setting(kind: type[Optimizer], comm: Comm) -> None:
+    """The optimizer's defaults in every way, its other settings in one way each."""
+    tolerance = 1e-6 if kind is torch.optim.LBFGS else 1e-9  # its curvature magnifies rounding
+    for number, settings in enumerate(settings_of(kind)):
+        for place, (way, changes) in enumerate(WAYS.items()):
+            if number == 0 or number % len(WAYS) == place:
+                what = f"{kind.__name__} {settings} {way}"
+                compare(comm, replace(recipe_of(kind, settings), **changes), what, tolerance)
+
+
+def sgd_takes_sparse_and_dense(comm: Comm) -> None:
+    """An embedding with sparse gradients beside dense layers, in one optimizer."""
+
+    def model() -> nn.Module:
+        module = bags()
+        module.head.requires_grad_(True)
+        return module
+
+    for momentum in (0.0, 0.9):
+        sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum)
+        recipe = Recipe(lambda named, sgd=sgd: sgd([param for _, param in named]), model=model)
+        compare(comm, recipe, f"sparse and dense, momentum {momentum}")
+
+
+class Branches(nn.Module):
+    """Each rank takes another way through the model at each step, so gradients are missing and come in other orders.
+
+    The whole batch's loss adds up what each of `size` ranks would do with its rows.
+    """
+
+    def __init__(self, size: int, rank: int | None) -> None:
+        super().__init__()
+        self.size, self.rank, self.calls = size, rank, 0
+        self.ways = nn.ModuleList(make_model(seed=place) for place in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        step, self.calls = self.calls, self.calls + 1
+        out = torch.zeros(len(x), 4, dtype=x.dtype)
+        for rank in range(self.size) if self.rank is None else [self.rank]:
+            rows = slice(rank, None, self.size) if self.rank is None else slice(None)
+            one = (rank + step) % 3
+            first, second = (one, 2) if rank % 2 else (2, one)
+            out[rows] = self.ways[second](torch.cat([self.ways[first](x[rows]), x[rows, 4:]], dim=1))
+        return out
+
+
+def ranks_take_other_branches(comm: Comm) -> None:
+    for optimizer in (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam):
+        for buckets in ((), (*TINY.items(),)):
+            recipe = Recipe(lambda named, make=optimizer: make([p for _, p in named]), buckets=buckets)
+            whole = Replica(replace(recipe, model=lambda: Branches(comm.size, None)))
+            mine = Replica(replace(recipe, model=lambda: Branches(comm.size, comm.rank)), comm)
+            # a gradient that is missing on every rank counts as zero, as Horovod has it
+            for param in whole.parameters:
+                param.grad = torch.zeros_like(param)
+            whole.recipe = replace(whole.recipe, set_to_none=False)
+            train([whole], range(6))
+            train([mine], range(6))
+            assert_same_on_all_ranks(comm, mine.parameters, "branches")
+            assert_close(mine.parameters, whole.parameters, 1e-9, "branches")
+
+
+def dgc_at_ratio_one_is_dense(comm: Comm) -> None:
+    """For momentum, Nesterov, dampening, weight decay and maximize, with momentum and learning rate cycled or not."""
+    for momentum in (0.0, 0.9):
+        for flavour in ({},) if momentum == 0 else ({}, {"nesterov": True}, {"dampening": 0.3}):
+            for weight_decay in (0.0, 0.05):
+                for maximize in (False, True):
+                    settings = {"momentum": momentum, "weight_decay": weight_decay, "maximize": maximize, **flavour}
+                    recipe = replace(
+                        recipe_of(torch.optim.SGD, settings),
+                        compression=dgcopt.DGC(ratio=1.0),
+                        schedule=one_cycle if weight_decay and momentum else None,
+                        schedule_first=maximize,
+                    )
+                    compare(comm, recipe, f"DGC at ratio 1, {settings}")
+    adam = replace(recipe_of(torch.optim.Adam, {"weight_decay": 0.01}), compression=dgcopt.DGC(ratio=1.0))
+    compare(comm, adam, "DGC at ratio 1, Adam")
+
+
+class Oddities(nn.Module):
+    """A layer that is used twice, a channels-last convolution, and parameters that are frozen, empty or unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(6, 6)
+        self.conv = nn.Conv2d(2, 5, 2)
+        self.head = nn.Linear(10, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.empty(3, 3))
+        self.double().to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            for place, param in enumerate(self.parameters()):
+                param.copy_(torch.randn(param.shape, generator=generator(4, place), dtype=torch.float64) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.twice(x)))
+        return self.frozen(self.head(torch.tanh(self.conv(x.view(-1, 2, 3, 1).expand(-1, 2, 3, 2))).flatten(1)))
+
+
+def odd_parameters(comm: Comm) -> None:
+    for compression in (None, dgcopt.DGC(1.0)):
+        for buckets in ((), (*TINY.items(),)):
+            recipe = Recipe(
+                lambda named: torch.optim.SGD([p for _, p in named], 0.1, momentum=0.9),
+                model=Oddities,
+                compression=compression,
+                buckets=buckets,
+            )
+            whole, mine = Replica(recipe), Replica(recipe, comm)
+            assert not mine.model.conv.weight.is_contiguous()
+            train([whole], range(STEPS))
+            train([mine], range(STEPS))
+            assert_same_on_all_ranks(comm, mine.parameters, "odd parameters")
+            assert_close(mine.parameters, whole.parameters, 1e-9, f"odd parameters, {compression}")
+
+
+def two_optimizers(comm: Comm) -> None:
+    """Two models in turn, as GANs have them, the second stepping while the first one's gradients are on their way."""
+    first, second = (recipe_of(kind, {}) for kind in (torch.optim.Adam, torch.optim.SGD))
+    pairs = [(Replica(first), Replica(first, comm)), (Replica(second), Replica(second, comm))]
+    for step in range(STEPS):
+        for column in (0, 1):
+            for pair in pairs:
+                pair[column].backward(step)
+            for pair in reversed(pairs):
+                pair[column].step(step)
+    for whole, mine in pairs:
+        assert_close(mine.parameters, whole.parameters, 1e-9, "two optimizers")
+
+
+def average_by_hand(comm: Comm) -> None:
+    """synchronize(), gradients changed by hand, and a step inside skip_synchronize(): clipping the averaged norm."""
+    for compression in (None, dgcopt.DGC(ratio=1.0)):
+        recipe = replace(recipe_of(torch.optim.SGD, {"momentum": 0.9}), compression=compression)
+        whole, mine = Replica(recipe), Replica(recipe, comm)
+        for step in range(STEPS):
+            whole.backward(step)
+            nn.utils.clip_grad_norm_(whole.parameters, 0.1)
+            whole.step(step)
+            mine.backward(step)
+            mine.optimizer.synchronize()  # type: ignore[attr-defined]
+            nn.utils.clip_grad_norm_(mine.parameters, 0.1)
+            with mine.optimizer.skip_synchronize():  # type: ignore[attr-defined]
+                mine.step(step)
+        # DGC's momentum is applied before the exchange, so there only the replicas can be compared
+        assert_same_on_all_ranks(comm, mine.parameters, "clipped by hand")
+        if compression is None:
+            assert_close(mine.parameters, whole.parameters, 1e-9, "clipped by hand")
+
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {
+    f"one process: {name}": functools.partial(every_setting, kind) for name, kind in optimizer_classes().items()
+}
+SCENARIOS |= {
+    f"one process: {function.__name__}": function
+    for function in (
+        sgd_takes_sparse_and_dense,
+        ranks_take_other_branches,
+        odd_parameters,
+        dgc_at_ratio_one_is_dense,
+        two_optimizers,
+        average_by_hand,
+    )
+}

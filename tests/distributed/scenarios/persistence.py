@@ -1,0 +1,225 @@
+"""Promise 6, and starting alike: checkpoints continue bit for bit, and one rank's state reaches all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dgcopt
+from dgcopt import DGC, CheckpointError, Comm, Warmup
+from dgcopt.collectives import Barrier, Broadcast
+from dgcopt.comm import LocalComm
+
+from .optimizers import one_cycle, optimizer_classes, recipe_of
+from .training import (
+    TINY,
+    Recipe,
+    Replica,
+    assert_same_on_all_ranks,
+    fingerprint,
+    make_model,
+    memory_of,
+    tensors_in,
+    train,
+)
+
+
+@contextlib.contextmanager
+def shared_folder(comm: Comm) -> Iterator[Path]:
+    """A folder that rank 0 makes, and removes when all ranks are done with it."""
+    made = tempfile.TemporaryDirectory(dir=os.environ.get("DGCOPT_TEST_RECORDS")) if comm.rank == 0 else None
+    text = (made.name if made else "").encode().ljust(256)
+    name = comm.run(Broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8), label="folder"))
+    yield Path(bytes(name.tolist()).decode().strip())
+    comm.run(Barrier(label="folder is done with"))
+    if made:
+        made.cleanup()
+
+
+def fresh(comm: Comm, optimizer: str = "SGD") -> Replica:
+    kinds = {
+        "SGD": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, dampening=0.1),
+        "Adam": functools.partial(torch.optim.Adam, lr=0.01),
+    }
+    return Replica(
+        Recipe(
+            lambda named: kinds[optimizer]([param for _, param in named]),
+            model=functools.partial(make_model, torch.float32),
+            compression=DGC(0.02, warmup=Warmup(ratios=(0.5, 0.1), steps=2)),
+            schedule=one_cycle,
+            buckets=(*TINY.items(),),
+        ),
+        comm,
+    )
+
+
+def state_of(replica: Replica) -> dict[str, Any]:
+    return {
+        "model": replica.model.state_dict(),
+        "optimizer": replica.optimizer.state_dict(),
+        "schedule": replica.schedule.state_dict(),
+    }
+
+
+def put_back(replica: Replica, state: dict[str, Any]) -> None:
+    replica.model.load_state_dict(state["model"])
+    replica.optimizer.load_state_dict(state["optimizer"])
+    replica.schedule.load_state_dict(state["schedule"])
+
+
+def training_continues_bit_for_bit(comm: Comm) -> None:
+    """Three steps, a checkpoint and three more equal three steps in a new run that loads it: on every rank."""
+    with shared_folder(comm) as folder:
+        for optimizer in ("SGD", "Adam"):
+            whole = fresh(comm, optimizer)
+            train([whole], range(3))
+            dgcopt.checkpoint.save(folder / optimizer, state_of(whole), 3, comm)
+            train([whole], range(3, 6))
+            resumed = fresh(comm, optimizer)
+            train([resumed], range(100, 101))  # an optimizer that has been used forgets what it was
+            loaded = dgcopt.checkpoint.load(folder / optimizer, comm)
+            assert loaded is not None and loaded[0] == 3
+            put_back(resumed, loaded[1])
+            train([resumed], range(3, 6))
+            first, second = memory_of(whole.optimizer), memory_of(resumed.optimizer)
+            assert {k: set(v) for k, v in first.items()} == {k: set(v) for k, v in second.items()}
+            for kind, by_name in first.items():
+                for name, tensor in by_name.items():
+                    assert torch.equal(tensor, second[kind][name]), f"{optimizer}: {kind} of {name} differs"
+            for one, other in zip(whole.parameters, resumed.parameters, strict=True):
+                assert torch.equal(one, other), f"{optimizer}: parameters differ after resuming"
+            assert fingerprint(tensors_in(state_of(whole))) == fingerprint(tensors_in(state_of(resumed)))
+
+
+def damage(comm: Comm, change: Callable[[], object]) -> None:
+    """Rank 0 changes the checkpoint while the others wait."""
+    comm.run(Barrier(label="before damage"))
+    if comm.rank == 0:
+        change()
+    comm.run(Barrier(label="after damage"))
+
+
+def expect_checkpoint_error(action: Callable[[], object], *words: str) -> None:
+    try:
+        action()
+    except CheckpointError as error:
+        assert all(word in str(error) for word in words), f"does not say {words}: {error}"
+    else:
+        raise AssertionError(f"no CheckpointError about {words}")
+
+
+def damaged_checkpoints_are_passed_over(comm: Comm) -> None:
+    """Damage to one rank's part counts for all ranks; without a valid one left, all of them say so."""
+    last = comm.size - 1
+    with shared_folder(comm) as folder:
+        assert dgcopt.checkpoint.load(folder, comm) is None, "an empty folder holds no checkpoint"
+        for step in (1, 2, 3):
+            dgcopt.checkpoint.save(folder, {"w": torch.full((100,), float(step + comm.rank))}, step, comm, keep=3)
+
+        def loads(step: int) -> None:
+            loaded = dgcopt.checkpoint.load(folder, comm)
+            assert loaded is not None and loaded[0] == step and loaded[1]["w"][0] == step + comm.rank
+
+        loads(3)
+        part = folder / "step-00000003" / f"rank-{last}.pt"
+        damage(comm, lambda: os.truncate(part, part.stat().st_size // 2))
+        loads(2)
+        damage(comm, lambda: (folder / "step-00000002" / "manifest.json").unlink())
+        loads(1)
+
+        def flip() -> None:
+            path = folder / "step-00000001" / "rank-0.pt"
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+
+        damage(comm, flip)
+        expect_checkpoint_error(lambda: dgcopt.checkpoint.load(folder, comm), "no checkpoint", str(folder))
+
+
+def a_failed_save_fails_everywhere(comm: Comm) -> None:
+    """And leaves the checkpoint before it as it was."""
+    with shared_folder(comm) as folder:
+        dgcopt.checkpoint.save(folder, {"step": 1}, 1, comm)
+        state = {"step": 2, "what": (lambda: 0) if comm.rank == comm.size - 1 else 0}
+        save = functools.partial(dgcopt.checkpoint.save, folder, state, 2, comm)
+        expect_checkpoint_error(save, f"rank {comm.rank}")
+        assert dgcopt.checkpoint.load(folder, comm) == (1, {"step": 1})
+
+
+def another_number_of_ranks_is_refused(comm: Comm) -> None:
+    with shared_folder(comm) as folder:
+        damage(comm, lambda: dgcopt.checkpoint.save(folder, {"w": torch.ones(1)}, 7, LocalComm()))
+        expect_checkpoint_error(
+            lambda: dgcopt.checkpoint.load(folder, comm), "made by 1 ranks", f"this run has {comm.size}"
+        )
+
+
+def broadcast_parameters(comm: Comm) -> None:
+    """From a rank other than 0, for tensors of several dtypes and shapes, in place."""
+    root = comm.size - 1
+    model = make_model(seed=comm.rank)
+    model.register_buffer("count", torch.tensor(comm.rank, dtype=torch.int64))
+    model.register_buffer("low", torch.full((3,), comm.rank, dtype=torch.bfloat16))
+    model.register_buffer("mask", torch.tensor([comm.rank % 2 == 1, True]))
+    before = [param.data_ptr() for param in model.parameters()]
+    dgcopt.broadcast_parameters(model.state_dict(), root, comm)
+    expected = make_model(seed=root)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert model.count == root and model.low.tolist() == [root] * 3 and model.mask.tolist() == [root % 2 == 1, True]
+    assert before == [param.data_ptr() for param in model.parameters()], "tensors were replaced"
+
+
+def assert_state_is_the_roots(comm: Comm, optimizer: torch.optim.Optimizer, root: int, what: str) -> None:
+    """After broadcast_optimizer_state: the same bits on all ranks, and those that the root had."""
+    before = [tensor.double() for tensor in tensors_in(optimizer.state_dict()["state"])]
+    dgcopt.broadcast_optimizer_state(optimizer, root, comm)
+    after = optimizer.state_dict()
+    text = repr([after["state"].keys(), after["param_groups"]])
+    bits = [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8), *tensors_in(after["state"])]
+    assert_same_on_all_ranks(comm, bits, what)
+    if comm.rank == root:
+        now = [tensor.double() for tensor in tensors_in(after["state"])]
+        assert fingerprint(before) == fingerprint(now), f"{what}: the root's own state changed"
+
+
+def broadcast_optimizer_state(comm: Comm) -> None:
+    """Of every optimizer in torch, from the only rank that has any; and of wrapped ones that have come apart."""
+    root = comm.size - 1
+    for name, kind in optimizer_classes().items():
+        replica = Replica(recipe_of(kind, {"momentum": 0.9} if name == "SGD" else {}))
+        if comm.rank == root:
+            train([replica], range(2))
+            assert tensors_in(replica.optimizer.state_dict()["state"])
+            replica.optimizer.param_groups[0]["lr"] *= 0.5
+        assert_state_is_the_roots(comm, replica.optimizer, root, f"bare {name}")
+    for name in ("SGD", "Adam"):
+        replica = fresh(comm, name)
+        train([replica], range(3))
+        residuals = fingerprint(tensors_in(memory_of(replica.optimizer)))
+        for tensor in tensors_in(replica.optimizer.state_dict()["state"]):
+            tensor += comm.rank
+        assert_state_is_the_roots(comm, replica.optimizer, root, f"wrapped {name}")
+        assert residuals == fingerprint(tensors_in(memory_of(replica.optimizer))), "a rank's own memory was touched"
+
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {
+    **{
+        f"checkpoint: {function.__name__}": function
+        for function in (
+            training_continues_bit_for_bit,
+            damaged_checkpoints_are_passed_over,
+            a_failed_save_fails_everywhere,
+            another_number_of_ranks_is_refused,
+        )
+    },
+    **{f"start alike: {function.__name__}": function for function in (broadcast_parameters, broadcast_optimizer_state)},
+}

@@ -1,0 +1,95 @@
+"""Whatever goes wrong on one rank ends the whole job, in bounded time, with an error that says who waited for what."""
+
+import re
+
+import pytest
+from failures import FROZEN
+from launching import HERE, WIRES, Outcome, launch, missing
+
+pytestmark = pytest.mark.processes
+
+SIZE = 3
+DEADLINE = 5
+START = 30
+"""Seconds that three processes may take to start on a busy machine."""
+
+TIMED_OUT = rf"TimeoutExceeded: rank [01] waited {DEADLINE} s for \w+\[.*\] of .*bucket \d+ \(.*weight.*rank\(s\) .*2"
+LOST = r"(CommError|TimeoutExceeded): rank [01].* of optimizer 0 bucket \d"
+
+
+def fail(wire: str, what: str, limit: float) -> Outcome:
+    if missing(wire):
+        pytest.skip(missing(wire))
+    program = [str(HERE / "worker.py"), "--bare", what]
+    outcome = launch(wire, SIZE, program, limit=limit + START, env={"DGCOPT_TEST_DEADLINE": str(DEADLINE)})
+    assert outcome.code is not None, f"did not end within {limit + START:g} s:\n{outcome.tail}"
+    assert outcome.code != 0, f"ended as if nothing had happened:\n{outcome.tail}"
+    assert not outcome.orphans, f"left {len(outcome.orphans)} process(es) behind:\n{outcome.tail}"
+    return outcome
+
+
+def assert_says(outcome: Outcome, pattern: str) -> None:
+    assert re.search(pattern, outcome.output), f"no line like {pattern}:\n{outcome.tail}"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_other_shapes(wire: str) -> None:
+    """Long before any deadline; that every rank says so is tested by the scenario "disagreement"."""
+    outcome = fail(wire, "other_shape", limit=0)
+    assert_says(outcome, r"MismatchError: .*parameter 0\.weight: float32 \(3, 2\).*rank 2 has .*\(4, 2\)")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_exception(wire: str) -> None:
+    """The exception itself is the first thing to read, not other ranks' errors about it."""
+    outcome = fail(wire, "raises", limit=DEADLINE)
+    assert_says(outcome, "ZeroDivisionError: the last rank had enough")
+    assert "TimeoutExceeded" not in outcome.output, f"other ranks waited for the deadline:\n{outcome.tail}"
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_sleeping_rank(wire: str) -> None:
+    assert_says(fail(wire, "sleeps", limit=2 * DEADLINE), TIMED_OUT)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_killed_rank(wire: str) -> None:
+    """Without a chance to say goodbye."""
+    outcome = fail(wire, "dies", limit=2 * DEADLINE)
+    if wire in ("torch", "horovod-gloo"):  # mpirun ends the others before they can speak, and says why itself
+        assert_says(outcome, LOST)
+    assert_says(outcome, r"(?i)signal|killed")
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_uneven_data(wire: str) -> None:
+    """A rank that has finished is missed by those that go on."""
+    assert_says(fail(wire, "has_fewer_batches", limit=2 * DEADLINE), LOST)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_frozen_machine(wire: str) -> None:
+    """A rank whose very threads stand still, as when a machine hangs: the others leave without its help."""
+    if wire == "horovod-mpi":
+        pytest.xfail("Horovod's MPI controller holds its lock while it waits for a dead rank, also at exit")
+    outcome = fail(wire, "freezes", limit=FROZEN + DEADLINE)
+    assert_says(outcome, LOST)
+    if wire != "torch":  # torchrun waits 30 s for a process that does not react to SIGTERM
+        assert "was still frozen" not in outcome.records, f"waited for the frozen rank:\n{outcome.tail}"
+
+
+INIT = ["-c", f"import dgcopt; dgcopt.init(deadline={DEADLINE})"]
+
+
+def test_lone_rank() -> None:
+    """One of two ranks is started: an error of one line, at the deadline."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    outcome = launch("torch", 1, INIT, limit=3 * DEADLINE + START, env=env, bare=True)
+    assert outcome.code == 1, outcome.tail
+    assert_says(outcome, r"\n(dgcopt\.errors\.)?CommError: rank 0 of 2: not all ranks came to 127.0.0.1.*\n$")
+
+
+def test_half_an_environment() -> None:
+    outcome = launch("torch", 1, INIT, limit=START, env={"RANK": "0"}, bare=True)
+    assert outcome.code == 1, outcome.tail
+    assert_says(outcome, r"\n(dgcopt\.errors\.)?ConfigError: .*WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing.*\n$")

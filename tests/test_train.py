@@ -1,0 +1,314 @@
+"""train.py from the outside: every launcher, refusals in one line, exact resumption."""
+
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("jsonargparse")
+pytest.importorskip("sklearn")
+pytestmark = pytest.mark.processes
+
+REPOSITORY = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+SMALL = ["--config", "configs/tasks/digits.yaml", "--model.width", "8", "--epochs", "1", "--log_steps", "1"]
+DGC = ["--config", "configs/compressors/dgc.yaml"]
+
+# What a checkpoint has to get right beyond digits: dropout and augmentation draw random numbers, batch normalisation
+# has statistics that differ from rank to rank.
+NOISY = """
+import torch
+from torch import nn
+from dgcopt.tasks.digits import Digits
+
+
+class NoisyDigits(Digits):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image + 0.1 * torch.randn(image.shape), label
+
+
+class NoisyNet(nn.Sequential):
+    def __init__(self):
+        hidden = [nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout()]
+        super().__init__(nn.Flatten(), *hidden, nn.Linear(32, 10))
+"""
+
+
+def tool(name: str) -> str | None:
+    """A launcher that came with this Python, or is on the path."""
+    return str(BIN / name) if (BIN / name).exists() else shutil.which(name)
+
+
+def launch(workers: int, launcher: str = "torchrun") -> list[str]:
+    """What to put before ``train.py``; skips the test where the launcher is not installed."""
+    if launcher == "python":
+        return [sys.executable]
+    if launcher == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    needed = {"mpirun": "mpi4py", "horovodrun": "horovod"}[launcher]
+    path = tool(launcher)
+    if path is None or importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs {launcher} and {needed}")
+    options = ["--allow-run-as-root", "--oversubscribe"] if launcher == "mpirun" else []
+    return [path, "-n" if launcher == "mpirun" else "-np", str(workers), *options, sys.executable]
+
+
+def execute(command: list[str], *arguments: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run ``train.py`` in the repository, on the CPU, one thread per worker."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+    }
+    if path:
+        environment["PYTHONPATH"] = str(path)
+    return subprocess.run(
+        [*command, "train.py", *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def train(command: list[str], output: Path, *arguments: str, path: Path | None = None) -> dict[str, Any]:
+    """A run that must succeed; returns its result."""
+    done = execute(command, *arguments, "--output", str(output), path=path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    name = "evaluation.json" if "--evaluate" in arguments else "result.json"
+    return json.loads((output / name).read_text())
+
+
+def history(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
+
+
+def refusal(*arguments: str) -> str:
+    """The one line on stderr of a run that must fail without a traceback."""
+    done = execute(launch(1, "python"), *arguments)
+    assert done.returncode > 0
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("train.py: ")
+    return lines[0]
+
+
+@pytest.fixture
+def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The parser of ``train.py``, in this process and in the repository."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.syspath_prepend(REPOSITORY)
+    return importlib.import_module("train").make_parser()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process with the batches of two: dense data parallelism must equal it."""
+    output = tmp_path_factory.mktemp("reference")
+    return train(launch(1, "python"), output, *SMALL, "--scale_lr", "false", "--batch_size", "64")
+
+
+class TestLaunchers:
+    @pytest.mark.parametrize("launcher", ["torchrun", "mpirun", "horovodrun"])
+    def test_two_workers_equal_one_with_their_batches(
+        self, launcher: str, reference: dict[str, Any], tmp_path: Path
+    ) -> None:
+        result = train(launch(2, launcher), tmp_path, *SMALL, "--scale_lr", "false")
+        assert result["workers"] == 2 and reference["workers"] == 1
+        assert result["wire"] == {"torchrun": "torch", "mpirun": "mpi", "horovodrun": "horovod"}[launcher]
+        assert result["steps"] == reference["steps"] == 22
+        assert result["test_loss"] == pytest.approx(reference["test_loss"], rel=1e-5)
+        # 359 test samples over two ranks, none of them twice
+        assert result["accuracy"] * 359 == pytest.approx(round(result["accuracy"] * 359), abs=1e-9)
+        assert 1 <= 1 / result["ratio_fp32"] < 1.05 and result["sent_bytes"] > 0
+
+    def test_accumulated_batches_equal_large_ones(self, reference: dict[str, Any], tmp_path: Path) -> None:
+        accumulated = ["--scale_lr", "false", "--batches_per_step", "2"]
+        result = train(launch(1, "python"), tmp_path, *SMALL, *accumulated)
+        assert result["steps"] == 22
+        assert result["test_loss"] == pytest.approx(reference["test_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    path = tmp_path_factory.mktemp("task")
+    (path / "noisy.py").write_text(NOISY)
+    settings = [*SMALL, *DGC, "--model", "noisy.NoisyNet", "--train_data", "noisy.NoisyDigits"]
+    settings += ["--train_data.split", "train", "--checkpoint_steps", "4"]
+    settings += ["--scheduler_interval", "step", "--scheduler.T_max", "60"]
+    settings += ["--compressor.warmup.ratios", "[0.1]", "--compressor.ratio", "0.05"]
+    return lambda output, *more: train(launch(2), output, *settings, *more, path=path)
+
+
+@pytest.fixture(scope="module")
+def straight(task: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("straight")
+    task(output, "--epochs", "2")
+    return output
+
+
+def same(result: dict[str, Any], straight: Path) -> bool:
+    """Whether two runs ended in the same bits."""
+    expected = json.loads((straight / "result.json").read_text())
+    return all(result[key] == expected[key] for key in ("parameters_sha256", "test_loss", "accuracy", "steps"))
+
+
+class TestExactResumption:
+    """Two workers with DGC, dropout, augmentation and batch normalisation."""
+
+    def test_after_an_epoch(self, task: Callable[..., dict[str, Any]], straight: Path, tmp_path: Path) -> None:
+        halfway = task(tmp_path, "--epochs", "1")
+        assert not same(halfway, straight)
+        assert same(task(tmp_path, "--epochs", "2", "--resume"), straight)
+
+    def test_within_an_epoch(self, task: Callable[..., dict[str, Any]], straight: Path, tmp_path: Path) -> None:
+        shutil.copytree(straight, tmp_path, dirs_exist_ok=True)
+        checkpoints = sorted((tmp_path / "checkpoints").glob("step-*"))
+        assert [path.name for path in checkpoints] == ["step-00000040", "step-00000044"]
+        shutil.rmtree(checkpoints[-1])
+        (tmp_path / "result.json").unlink()
+        assert same(task(tmp_path, "--epochs", "2", "--resume"), straight)
+        # The steps that were taken again are recorded once.
+        assert [entry["step"] for entry in history(tmp_path)] == [entry["step"] for entry in history(straight)]
+
+    def test_ranks_hold_the_same_model(self, straight: Path) -> None:
+        files = sorted(straight.glob("checkpoints/step-00000044/rank-*.pt"))
+        first, second = (torch.load(file, weights_only=True) for file in files)
+        assert all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
+        assert not torch.equal(first["rng"], second["rng"])
+
+    def test_loader_processes_change_nothing(
+        self, task: Callable[..., dict[str, Any]], straight: Path, tmp_path: Path
+    ) -> None:
+        assert same(task(tmp_path, "--epochs", "2", "--loader_workers", "1"), straight)
+
+    def test_evaluate(self, task: Callable[..., dict[str, Any]], straight: Path) -> None:
+        result = json.loads((straight / "result.json").read_text())
+        evaluation = task(straight, "--evaluate")
+        assert evaluation == {key: result[key] for key in ("accuracy", "test_loss")}
+        assert 0.2 < evaluation["accuracy"] < 1
+
+    def test_a_fresh_run_does_not_mix_with_an_old_one(self, straight: Path) -> None:
+        assert "--resume" in refusal(*SMALL, "--output", str(straight))
+
+
+class TestSettings:
+    def test_short_run_with_dgc(self, tmp_path: Path) -> None:
+        """Learning rate and ratio follow their warm-ups, the files are there, and the task is learned."""
+        settings = ["--config", "configs/tasks/digits.yaml", "--epochs", "3", "--scheduler.T_max", "100"]
+        settings += [*DGC, "--compressor.warmup.ratios", "[0.25]", "--compressor.ratio", "0.01"]
+        settings += ["--warmup_epochs", "1", "--log_steps", "1", "--optimizer.lr", "0.03"]
+        result = train(launch(2), tmp_path, *settings)
+        steps = [entry for entry in history(tmp_path) if "loss" in entry]
+        assert [entry["step"] for entry in steps] == list(range(1, 67))
+        assert [steps[step]["lr"] for step in (0, 11, 22)] == pytest.approx([0.03, 0.045, 0.06], rel=1e-3)
+        # 8 bytes for each value that is sent of the four matrices; the vectors (234 values and padding) whole, in fp32
+        for step, values in ((21, 37_768), (22, 1_512)):
+            assert 4 * 234 <= steps[step]["payload_bytes"] - 8 * values <= 4 * 400
+        assert result["ratio_fp32"] == pytest.approx(2 * result["ratio_bf16"]) and result["ratio_fp32"] > 4
+        assert steps[-1]["residual_norm"] > 0 and steps[-1]["loss"] < steps[0]["loss"] / 2
+        assert result["accuracy"] > 0.5
+        assert list((tmp_path / "tensorboard").glob("events.*"))
+
+    def test_print_config_composes_left_to_right(self, tmp_path: Path) -> None:
+        yaml = pytest.importorskip("yaml")
+        second = tmp_path / "second.yaml"
+        second.write_text("epochs: 7\noptimizer:\n  init_args:\n    lr: 0.5\n")
+        arguments = ["--config", "configs/tasks/digits.yaml", *DGC, "--config", str(second)]
+        done = execute([sys.executable], *arguments, "--compressor.ratio", "0.01", "--print_config")
+        assert done.returncode == 0, done.stderr
+        shown = yaml.safe_load(done.stdout)
+        assert shown["epochs"] == 7 and shown["batch_size"] == 32
+        assert shown["optimizer"]["class_path"] == "torch.optim.SGD"
+        assert shown["optimizer"]["init_args"]["lr"] == 0.5 and shown["optimizer"]["init_args"]["momentum"] == 0.9
+        assert shown["compressor"]["init_args"]["ratio"] == 0.01
+        assert shown["compressor"]["init_args"]["warmup"]["ratios"] == [0.25, 0.0625, 0.015625, 0.004]
+
+    @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("configs/*/*.yaml")), ids=lambda path: path.stem)
+    def test_every_config_is_valid(self, path: Path, parser: Any) -> None:
+        if path.stem.startswith("imagenet"):
+            try:
+                importlib.import_module("torchvision")
+            except (ImportError, RuntimeError) as error:
+                pytest.skip(f"torchvision does not load: {error}")
+        task = [] if path.parent.name == "tasks" else ["--config", str(REPOSITORY / "configs/tasks/digits.yaml")]
+        config = parser.parse_args([*task, "--config", str(path)])
+        if config.scheduler.class_path.endswith("CosineAnnealingLR"):
+            assert config.scheduler.init_args.T_max == config.epochs
+        if path.stem == "dgc":
+            compressor = parser.instantiate(config).compressor
+            assert compressor.ratio == 0.001 and compressor.warmup.ratios == (0.25, 0.0625, 0.015625, 0.004)
+
+    def test_another_optimizer_keeps_what_fits(self, parser: Any) -> None:
+        config = parser.parse_args([*SMALL, "--optimizer", "torch.optim.AdamW", "--optimizer.weight_decay", "0.1"])
+        assert config.optimizer.class_path == "torch.optim.AdamW"
+        assert config.optimizer.init_args.lr == 0.02 and "momentum" not in config.optimizer.init_args
+
+
+class TestRefusals:
+    """Each ends in one line that names what is wrong and what would be right."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["--epoch_count", "3"], ["epoch_count", "epochs", "resume"]),
+            (["--optimizer.learning_rate", "1"], ["learning_rate", "lr", "momentum"]),
+            ([*DGC, "--compressor.ration", "0.1"], ["ration'", "ratio,"]),
+            ([*DGC, "--compressor.warmup.epoch", "1"], ["'epoch'", "epochs"]),
+            (["--model.widht", "8"], ["widht", "width"]),
+            (["--model", "dgcopt.tasks.digits.Digit"], ["dgcopt.tasks.digits", "'Digit'"]),
+            (["--epochs", "many"], ["epochs", "many"]),
+            (["--batch_size", "0"], ["batch_size", "0"]),
+            (["--wire", "pigeon"], ["wire", "pigeon", "horovod"]),
+            (["--config", "nowhere.yaml"], ["config", "nowhere.yaml"]),
+        ],
+        ids=lambda value: value[-2] if value[0].startswith("--") else "",
+    )
+    def test_arguments(
+        self, arguments: list[str], named: list[str], parser: Any, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args([*SMALL, *arguments])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train.py: ")
+        assert [name for name in named if name not in lines[0]] == []
+
+    def test_unknown_key_in_a_file(self, tmp_path: Path, parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "wrong.yaml").write_text("batchsize: 8\n")
+        with pytest.raises(SystemExit):
+            parser.parse_args([*SMALL, "--config", str(tmp_path / "wrong.yaml")])
+        message = capsys.readouterr().err
+        assert "batchsize" in message and "batch_size" in message
+
+    def test_unknown_key_ends_the_script(self) -> None:
+        line = refusal(*SMALL, "--batchsize", "3")
+        assert "--batchsize" in line and "batch_size" in line
+
+    def test_missing_data(self, tmp_path: Path) -> None:
+        line = refusal(
+            "--config", "configs/tasks/cifar10_resnet20.yaml", "--train_data.root", str(tmp_path / "nowhere")
+        )
+        for part in ("rank 0: ", str(tmp_path / "nowhere"), "cifar-10-batches-bin", "--train_data.init_args.root"):
+            assert part in line
+
+    def test_missing_data_on_two_workers(self, tmp_path: Path) -> None:
+        settings = ["--config", "configs/tasks/cifar10_resnet20.yaml", "--train_data.root", str(tmp_path / "nowhere")]
+        done = execute(launch(2), *settings)
+        assert done.returncode != 0 and f'File "{REPOSITORY}' not in done.stderr
+        assert "train.py: rank 0: no CIFAR-10" in done.stderr or "train.py: rank 1: no CIFAR-10" in done.stderr
+
+    def test_bad_value(self, tmp_path: Path) -> None:
+        assert "ratio" in refusal(*SMALL, *DGC, "--compressor.ratio", "20", "--output", str(tmp_path))
+
+    def test_too_little_data(self, tmp_path: Path) -> None:
+        assert "batch_size" in refusal(*SMALL, "--batch_size", "2000", "--output", str(tmp_path))
+
+    def test_nothing_to_evaluate(self, tmp_path: Path) -> None:
+        assert str(tmp_path) in refusal(*SMALL, "--evaluate", "--output", str(tmp_path))

@@ -1,0 +1,351 @@
+"""Train a model with data-parallel workers and compressed gradients; everything is chosen in configs/.
+
+    python train.py --config configs/tasks/digits.yaml
+    torchrun --nproc-per-node 2 train.py --config configs/tasks/digits.yaml --config configs/compressors/dgc.yaml
+    horovodrun -np 2 python train.py --config configs/tasks/digits.yaml --optimizer.lr 0.1
+    mpirun -n 2 python train.py --config configs/tasks/digits.yaml --compressor dgcopt.DGC --compressor.ratio 0.01
+
+Config files are composed from left to right and the command line overrides them; --print_config shows the outcome.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import re
+import sys
+import time
+from argparse import SUPPRESS
+from collections.abc import Callable, Iterable, Sized
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+import torch.nn.functional as F
+from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import dgcopt
+from dgcopt import checkpoint
+from dgcopt.collectives import AllReduce
+from dgcopt.comm import Comm
+
+
+@dataclasses.dataclass
+class Settings:
+    """What is trained, how and for how long. Objects are chosen by class_path, with their own settings in init_args."""
+
+    model: nn.Module
+    """the network: a class, or a function that returns one"""
+    train_data: Dataset
+    """(input, target) pairs to learn from; random augmentation has to draw from torch's global generator"""
+    test_data: Dataset
+    """(input, target) pairs to measure loss and accuracy on after each epoch"""
+    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    """any torch.optim optimizer; lr is that of one worker and one batch per step"""
+    compressor: dgcopt.Compressor = dataclasses.field(default_factory=dgcopt.NoCompression)
+    """what is sent of the gradients"""
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    """any torch.optim.lr_scheduler"""
+    scheduler_interval: Literal["epoch", "step"] = "epoch"
+    """when the scheduler moves on"""
+    scale_lr: bool = True
+    """multiply lr by workers x batches_per_step: the rule for SGD, too much for Adam"""
+    warmup_epochs: NonNegativeFloat = 5.0
+    """epochs over which lr grows from one worker's to the scaled one; more if many workers diverge at first"""
+    epochs: NonNegativeInt = 10
+    """passes over the training data"""
+    batch_size: PositiveInt = 32
+    """samples per worker and batch; fewer if memory runs out"""
+    batches_per_step: PositiveInt = 1
+    """batches whose gradients are averaged locally before they are exchanged; more to exchange less often"""
+    loader_workers: NonNegativeInt = 0
+    """processes per worker that prepare batches; more if the device waits for data"""
+    seed: int = 0
+    """of initial parameters, order of the data, augmentation and dropout"""
+    wire: Literal["torch", "horovod", "mpi", "local"] | None = None
+    """what carries the collectives; null follows the launcher"""
+    output: str = "runs/train"
+    """folder for checkpoints, history.jsonl, the TensorBoard log and result.json"""
+    log_steps: PositiveInt = 10
+    """steps between two entries in the history"""
+    checkpoint_steps: NonNegativeInt = 0
+    """steps between checkpoints within an epoch; 0 saves at the end of each epoch only"""
+
+
+class Parser(ArgumentParser):
+    """Refuses an unknown key in one line that names it and the keys that exist in its place."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if re.search("is not accepted$|unrecognized arguments", message):
+            keys = (action.dest.strip("\u200b") for action in self._actions if action.default != SUPPRESS)
+            message += f"; valid here: {', '.join(keys) or 'nothing; settings of a class_path belong under init_args'}"
+        if not self.exit_on_error:  # a class's own parser, which reports to the one that it is part of
+            super().error(message, ex)
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+class Shard(Dataset):
+    """What one rank reads in one epoch, in this order.
+
+    Each sample's augmentation draws from a seed of its own, so it depends neither on how many processes load the data
+    nor on where the run was interrupted.
+    """
+
+    def __init__(self, data: Dataset, indices: list[int], seed: int, epoch: int) -> None:
+        self.data, self.indices, self.seed, self.epoch = data, indices, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> Any:
+        index = self.indices[position]
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(hash((self.seed, self.epoch, index)))
+            return self.data[index]
+
+
+class Record:
+    """Rank 0's account of the run: a progress bar, TensorBoard scalars and a line of JSON per entry."""
+
+    def __init__(self, output: Path, step: int, steps: int) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self.path = output / "history.jsonl"
+        # A run that died after its last checkpoint has recorded steps that are now taken again.
+        kept = self.path.read_text().splitlines() if step and self.path.exists() else []
+        self.path.write_text("".join(line + "\n" for line in kept if json.loads(line)["step"] <= step))
+        self.tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
+        self.bar = tqdm(total=steps, initial=step, unit="step", disable=None)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add an entry, and show it beside the progress bar."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self.tensorboard.add_scalar(name, value, step)
+        self.bar.set_postfix({name: values[name] for name in ("loss", "ratio_fp32", "accuracy") if name in values})
+        self.bar.update(step - self.bar.n)
+
+
+def cross_entropy(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Of logits (N, C) with targets (N,), or logits (N, T, C) with targets (N, T)."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction=reduction)
+
+
+def per_step(now: Any, before: Any) -> dict[str, float]:
+    """Traffic and time of a mean step between two readings of the optimizer's telemetry."""
+    steps = max(1, now.steps - before.steps)
+    sent, dense = now.sent_bytes - before.sent_bytes, now.dense_bytes - before.dense_bytes
+    counted = ("sent_bytes", "payload_bytes", "compress_seconds", "wait_seconds", "apply_seconds")
+    ratios = {"ratio_fp32": dense / sent, "ratio_bf16": dense / sent / 2} if sent else {}
+    return {name: (getattr(now, name) - getattr(before, name)) / steps for name in counted} | ratios
+
+
+class Trainer:
+    """One rank's part in a run: what its settings describe, and how far it has come."""
+
+    def __init__(self, settings: Settings, comm: Comm) -> None:
+        self.settings, self.comm, self.output = settings, comm, Path(settings.output)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.sampler: DistributedSampler = DistributedSampler(
+            settings.train_data, comm.size, comm.rank, seed=settings.seed, drop_last=True
+        )
+        self.samples_per_step = settings.batch_size * settings.batches_per_step
+        self.steps_per_epoch = len(self.sampler) // self.samples_per_step
+        if not self.steps_per_epoch:
+            raise dgcopt.ConfigError(f"{len(self.sampler)} samples per worker are no full step: lower batch_size")
+        self.model = settings.model.to(self.device)
+        dgcopt.broadcast_parameters(self.model.state_dict(), root_rank=0, comm=comm)
+        optimizer = settings.optimizer(self.model.parameters())
+        self.lr_scale = comm.size * settings.batches_per_step if settings.scale_lr else 1
+        for group in optimizer.param_groups:
+            group["lr"] *= self.lr_scale
+        self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
+        settings.compressor.set_steps_per_epoch(self.steps_per_epoch)
+        self.optimizer: Any = dgcopt.DistributedOptimizer(
+            optimizer,
+            named_parameters=self.model.named_parameters(),
+            compression=settings.compressor,
+            backward_passes_per_step=settings.batches_per_step,
+            comm=comm,
+        )
+        self.stateful: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        self.stateful |= {"scheduler": self.scheduler} if self.scheduler else {}
+        self.step, self.epoch, self.step_in_epoch, self.best = 0, 0, 0, 0.0
+        torch.manual_seed(settings.seed + comm.rank)  # from here on ranks differ, in dropout for one
+
+    def save(self) -> None:
+        """Write a checkpoint, to which each rank adds what only it has: above all, what it has not sent yet."""
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self.stateful.items()}
+        state |= {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch, "best": self.best}
+        state["rng"] = torch.get_rng_state()
+        state["cuda_rng"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        checkpoint.save(self.output / "checkpoints", state, self.step, self.comm)
+
+    def restore(self) -> bool:
+        """Return to where the newest checkpoint was written; False if there is none."""
+        found = checkpoint.load(self.output / "checkpoints", self.comm)
+        if found is None:
+            return False
+        self.step, state = found
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
+        self.epoch, self.step_in_epoch, self.best = state["epoch"], state["step_in_epoch"], state["best"]
+        torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        return True
+
+    def train_step(self) -> float:
+        """One step of the optimizer, at the lr that is returned."""
+        warmup_steps = self.settings.warmup_epochs * self.steps_per_epoch
+        warm = min(1.0, self.step / warmup_steps) if warmup_steps else 1.0
+        # A scheduler may compute the next lr from the one it finds, so it must not find the one of the warm-up.
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * (warm + (1 - warm) / self.lr_scale)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if self.scheduler and self.settings.scheduler_interval == "step":
+            self.scheduler.step()
+        self.step, self.step_in_epoch = self.step + 1, self.step_in_epoch + 1
+        return lr
+
+    def train_epoch(self, record: Record | None) -> None:
+        """Train for what is left of the epoch."""
+        settings, telemetry = self.settings, self.optimizer.telemetry
+        self.sampler.set_epoch(self.epoch)
+        first, last = self.step_in_epoch * self.samples_per_step, self.steps_per_epoch * self.samples_per_step
+        loader = DataLoader(
+            Shard(settings.train_data, list(self.sampler)[first:last], settings.seed, self.epoch),
+            settings.batch_size,
+            num_workers=settings.loader_workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # its own, so that entering an epoch again draws nothing from the global one
+        )
+        before, losses = copy.copy(telemetry), []
+        self.model.train()
+        for batch, (inputs, targets) in enumerate(loader, start=1):
+            output = self.model(inputs.to(self.device, non_blocking=True))
+            loss = cross_entropy(output, targets.to(self.device, non_blocking=True))
+            (loss / settings.batches_per_step).backward()
+            losses.append(loss.detach())
+            if batch % settings.batches_per_step:
+                continue
+            lr = self.train_step()
+            if self.step % settings.log_steps == 0:
+                mean_loss = self.comm.run(AllReduce(torch.stack(losses).mean())).item()
+                if record:
+                    values = {"epoch": self.step / self.steps_per_epoch, "loss": mean_loss, "lr": lr}
+                    values["residual_norm"] = self.optimizer.residual_norm()
+                    record.write(self.step, values | per_step(telemetry, before))
+                before, losses = copy.copy(telemetry), []
+            in_between = settings.checkpoint_steps and self.step_in_epoch < self.steps_per_epoch
+            if in_between and self.step % settings.checkpoint_steps == 0:
+                self.save()
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy over the test data, every sample counted once: rank r reads samples r, r + size, ..."""
+        # The running statistics of batch normalisation are each rank's own: everyone measures the model of rank 0.
+        dgcopt.broadcast_parameters(dict(self.model.named_buffers()), root_rank=0, comm=self.comm)
+        data = self.settings.test_data
+        shard = Subset(data, range(self.comm.rank, len(cast(Sized, data)), self.comm.size))
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses, of correct answers, of targets
+        self.model.eval()
+        for inputs, targets in DataLoader(shard, self.settings.batch_size, num_workers=self.settings.loader_workers):
+            output, targets = self.model(inputs.to(self.device)), targets.to(self.device)
+            sums[0] += cross_entropy(output, targets, reduction="sum")
+            sums[1] += (output.argmax(-1) == targets).sum()
+            sums[2] += targets.numel()
+        loss, correct, count = self.comm.run(AllReduce(sums, op="sum")).tolist()
+        return {"test_loss": loss / count, "accuracy": correct / count}
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last epoch and return what came of it; rank 0 keeps the record."""
+        steps = self.settings.epochs * self.steps_per_epoch
+        record = Record(self.output, self.step, steps) if self.comm.rank == 0 else None
+        began, before, metrics = time.perf_counter(), copy.copy(self.optimizer.telemetry), {}
+        while self.epoch < self.settings.epochs:
+            self.train_epoch(record)
+            metrics = self.evaluate()
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step(metrics["test_loss"])
+            elif self.scheduler and self.settings.scheduler_interval == "epoch":
+                self.scheduler.step()
+            self.epoch, self.step_in_epoch, self.best = self.epoch + 1, 0, max(self.best, metrics["accuracy"])
+            self.save()
+            if record:
+                record.write(self.step, {"epoch": self.epoch, **metrics})
+                record.bar.write(
+                    f"epoch {self.epoch}: accuracy {metrics['accuracy']:.2%}, loss {metrics['test_loss']:.4f}"
+                )
+        result: dict[str, Any] = metrics or self.evaluate()
+        parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
+        result |= {"best_accuracy": self.best, "steps": self.step, "seconds": time.perf_counter() - began}
+        result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.optimizer.telemetry, before)
+        return result | {
+            "parameters_sha256": hashlib.sha256(parameters.view(torch.uint8).numpy().tobytes()).hexdigest()
+        }
+
+
+def run(trainer: Trainer, resume: bool, evaluate: bool) -> None:
+    """Train or evaluate; rank 0 writes what came of it to result.json or evaluation.json in the output."""
+    checkpoints = trainer.output / "checkpoints"
+    if resume or evaluate:
+        if not trainer.restore() and evaluate:
+            raise dgcopt.ConfigError(f"nothing to evaluate: no checkpoint in {checkpoints}")
+    elif any(checkpoints.glob("step-*")):
+        raise dgcopt.ConfigError(f"{checkpoints} is of an earlier run: --resume it, or choose another --output")
+    result = trainer.evaluate() if evaluate else trainer.train()
+    if trainer.comm.rank == 0:
+        path = trainer.output / ("evaluation.json" if evaluate else "result.json")
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"accuracy {result['accuracy']:.2%}, loss {result['test_loss']:.4f}: {path}")
+
+
+def make_parser() -> Parser:
+    """What the command line and the config files may say."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="a YAML file of settings; may be given more than once")
+    parser.add_class_arguments(Settings)
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in output, if any")
+    parser.add_argument("--evaluate", action="store_true", help="only measure the newest checkpoint in output")
+    return parser
+
+
+def main() -> None:
+    """Read the settings, join the other workers and train; what the user can put right ends in one line."""
+    parser = make_parser()
+    config = parser.parse_args()
+    rank = 0
+    try:
+        comm = dgcopt.init(config.wire)
+        rank = comm.rank
+        torch.manual_seed(config.seed)
+        try:
+            objects = parser.instantiate(config)
+            settings = Settings(**{field.name: objects[field.name] for field in dataclasses.fields(Settings)})
+            trainer = Trainer(settings, comm)
+        except (ImportError, OSError, ValueError) as error:
+            raise dgcopt.ConfigError(str(error)) from error
+        run(trainer, config.resume, config.evaluate)
+    except dgcopt.DGCError as error:
+        sys.exit(f"{parser.prog}: rank {rank}: {' '.join(str(error).removeprefix(f'rank {rank}: ').split())}")
+
+
+if __name__ == "__main__":
+    main()

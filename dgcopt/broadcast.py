@@ -55,8 +55,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Co
     for place, (dtype, shape) in enumerate(_tensors_in(received)):
         mine = tensors[place] if comm.rank == root_rank else torch.empty(shape, dtype=getattr(torch, dtype))
         values.append(_from_root(mine, root_rank, comm, f"optimizer state tensor {place}"))
-    if comm.rank != root_rank:
-        optimizer.load_state_dict(_decode(received, values))
+    # on the root too: load_state_dict may change dtypes, and all ranks must end up with the same
+    optimizer.load_state_dict(_decode(received, values))
 
 
 def _from_root(tensor: Tensor, root: int, comm: Comm, label: str) -> Tensor:

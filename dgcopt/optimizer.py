@@ -96,7 +96,7 @@ def DistributedOptimizer(
         )
         optimizer._agreement = _Agreement(comm, description)
         if not comm.constructs_in_turn:
-            optimizer._agreement.check()
+            optimizer._check_agreement()
         optimizer._hook_parameters()
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
@@ -130,9 +130,7 @@ class _Distributed(Optimizer):
         before the next backward pass, it does nothing.
         """
         if self._engine is not None and not self._synchronized:
-            if self._agreement is not None:
-                self._agreement.check()
-                self._agreement = None
+            self._check_agreement()
             self._hook_parameters()
             self._engine.synchronize()
             self._passes_left = {}
@@ -193,6 +191,12 @@ class _Distributed(Optimizer):
         return self._engine.residual_norm() if self._engine is not None else 0.0
 
     # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _check_agreement(self) -> None:
+        """Compare parameters and settings over ranks, once."""
+        if self._agreement is not None:
+            self._agreement.check()
+            self._agreement = None
 
     def _forget_step(self) -> None:
         self._passes_left = {}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt import DGC, Comm
 
-FROZEN = 25
+FROZEN = 15
 
 
 def replica(comm: Comm) -> Replica:
@@ -61,8 +61,8 @@ def freezes(comm: Comm) -> None:
         records = os.environ["DGCOPT_TEST_RECORDS"]
         note = json.dumps({"scenario": "was still frozen", "rank": comm.rank})
         wake = f"sleep {FROZEN}; kill -0 {me} && echo '{note}' >{records}/rank-{comm.rank}.jsonl; kill -KILL {me}"
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.Popen(["sh", "-c", wake], start_new_session=True, **quiet)
+        apart = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {"PATH": os.environ["PATH"]}}
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True, **apart)
         os.kill(me, signal.SIGSTOP)
     train([mine], range(2, 4))
 

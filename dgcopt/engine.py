@@ -148,11 +148,16 @@ class Engine:
             bucket, place = self._layout.place[param]
             bucket.fill(place, param.grad)
             self._filled[bucket] = self._filled.get(bucket, 0) + 1
-        if not self.compressor.whole_model:
+        if self.compressor.whole_model:
+            return
+        try:
             for bucket in self._layout.buckets[self._launched :]:
                 if self._filled.get(bucket, 0) < len(bucket.segments):
                     break
                 self._launch(bucket)
+        except Exception:
+            self._abandon()
+            raise
 
     def _begin(self) -> None:
         """At the first gradient of a step: notice that other parameters are trained than last time."""
@@ -298,7 +303,7 @@ class Engine:
             if flight.bucket is None:
                 assert flight.param is not None
                 flight.param.grad = flight.result
-                elements += flight.result._nnz()
+                elements += flight.param.numel()
                 continue
             bucket, result = flight.bucket, flight.result
             if result.shape != bucket.grad.shape:
@@ -395,7 +400,9 @@ class Engine:
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0.0 for compressors that hold nothing back."""
-        parts = [b.memory["residual"] for b in self._layout.buckets if "residual" in b.memory] if self._layout else []
+        parts = list(self._kept.get("residual", {}).values())
+        if self._layout is not None:
+            parts += [bucket.memory["residual"] for bucket in self._layout.buckets if "residual" in bucket.memory]
         norms = [torch.linalg.vector_norm(part, dtype=torch.float32).cpu() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 

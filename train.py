@@ -12,17 +12,15 @@ import copy
 import dataclasses
 import hashlib
 import json
-import re
 import sys
 import time
-from argparse import SUPPRESS
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import set_parsing_settings
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,18 +33,20 @@ import dgcopt
 from dgcopt import checkpoint
 from dgcopt.collectives import AllReduce
 from dgcopt.comm import Comm
+from dgcopt.config import Parser
+from dgcopt.tasks.shard import Shard
 
 
 @dataclasses.dataclass
 class Settings:
     """What is trained, how and for how long. Objects are chosen by class_path, with their own settings in init_args."""
 
-    model: nn.Module
-    """the network: a class, or a function that returns one"""
     train_data: Dataset
     """(input, target) pairs to learn from; random augmentation has to draw from torch's global generator"""
     test_data: Dataset
     """(input, target) pairs to measure loss and accuracy on after each epoch"""
+    model: nn.Module
+    """the network: a class, or a function that returns one"""
     optimizer: Callable[[Iterable[Tensor]], Optimizer]
     """any torch.optim optimizer; lr is that of one worker and one batch per step"""
     compressor: dgcopt.Compressor = dataclasses.field(default_factory=dgcopt.NoCompression)
@@ -77,38 +77,6 @@ class Settings:
     """steps between two entries in the history"""
     checkpoint_steps: NonNegativeInt = 0
     """steps between checkpoints within an epoch; 0 saves at the end of each epoch only"""
-
-
-class Parser(ArgumentParser):
-    """Refuses an unknown key in one line that names it and the keys that exist in its place."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        if re.search("is not accepted$|unrecognized arguments", message):
-            keys = (action.dest.strip("\u200b") for action in self._actions if action.default != SUPPRESS)
-            message += f"; valid here: {', '.join(keys) or 'nothing; settings of a class_path belong under init_args'}"
-        if not self.exit_on_error:  # a class's own parser, which reports to the one that it is part of
-            super().error(message, ex)
-        self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
-
-
-class Shard(Dataset):
-    """What one rank reads in one epoch, in this order.
-
-    Each sample's augmentation draws from a seed of its own, so it depends neither on how many processes load the data
-    nor on where the run was interrupted.
-    """
-
-    def __init__(self, data: Dataset, indices: list[int], seed: int, epoch: int) -> None:
-        self.data, self.indices, self.seed, self.epoch = data, indices, seed, epoch
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, position: int) -> Any:
-        index = self.indices[position]
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(hash((self.seed, self.epoch, index)))
-            return self.data[index]
 
 
 class Record:
@@ -331,10 +299,9 @@ def main() -> None:
     """Read the settings, join the other workers and train; what the user can put right ends in one line."""
     parser = make_parser()
     config = parser.parse_args()
-    rank = 0
+    comm: Comm | None = None
     try:
         comm = dgcopt.init(config.wire)
-        rank = comm.rank
         torch.manual_seed(config.seed)
         try:
             objects = parser.instantiate(config)
@@ -344,7 +311,9 @@ def main() -> None:
             raise dgcopt.ConfigError(str(error)) from error
         run(trainer, config.resume, config.evaluate)
     except dgcopt.DGCError as error:
-        sys.exit(f"{parser.prog}: rank {rank}: {' '.join(str(error).removeprefix(f'rank {rank}: ').split())}")
+        rank = comm.rank if comm else 0
+        print(f"{parser.prog}: rank {rank}:", *str(error).removeprefix(f"rank {rank}:").split(), file=sys.stderr)
+        sys.exit(1) if comm is None else comm.abort(1)  # which takes the other ranks along where exiting would not
 
 
 if __name__ == "__main__":

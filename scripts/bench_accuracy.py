@@ -72,7 +72,9 @@ def main() -> None:
 
     reference = rows[0]["runs"]
     print(f"{arguments.task}, {arguments.workers} workers, seeds {arguments.seeds}: mean over seeds (range)\n")
-    print("| compressor | accuracy | final loss | loss minus dense, paired | bytes sent per rank and step | vs fp32 | vs bf16 |")
+    print(
+        "| compressor | accuracy | final loss | loss minus dense, paired | bytes per rank, step | vs fp32 | vs bf16 |"
+    )
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         runs = row["runs"]

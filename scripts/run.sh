@@ -4,7 +4,7 @@
 #
 #   bash scripts/run.sh
 #
-# PYTHON chooses the interpreter (default: python3), DGCOPT_TORCH what to install where torch is missing
+# DGCOPT_PYTHON chooses the interpreter (default: python3), DGCOPT_TORCH what to install where torch is missing
 # (default: torch==2.13.0).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,24 +14,7 @@ fail() {
     exit 1
 }
 
-python=${PYTHON:-python3}
-if [ ! -x .venv/bin/python ]; then
-    command -v "$python" >/dev/null || fail "$python not found: install Python 3.10 or later, or set PYTHON"
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        fail "$("$python" --version) is too old: install Python 3.10 or later and set PYTHON to it"
-    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-        fail "$python cannot make virtual environments: sudo apt install python3-venv (or, without root, pip install" \
-            "--user virtualenv && $python -m virtualenv .venv), then run this again"
-    echo "making .venv"
-    "$python" -m venv .venv
-fi
-export PATH="$PWD/.venv/bin:$PATH"
-
-# torch first: whatever depends on it must not bring another version along.
-if ! python -c 'import torch' 2>/dev/null; then
-    echo "installing ${DGCOPT_TORCH:-torch==2.13.0}"
-    python -m pip install --quiet --disable-pip-version-check "${DGCOPT_TORCH:-torch==2.13.0}"
-fi
+source scripts/venv.sh
 if ! python -c 'import importlib.metadata as m; m.version("dgcopt")
 import jsonargparse, matplotlib, numpy, sklearn, tensorboard, tqdm' 2>/dev/null; then
     echo "installing dgcopt"

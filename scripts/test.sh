@@ -10,12 +10,12 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/venv.sh
-"$PYTHON" -m pip install --quiet -e ".[train,test]"
-PYTHON="$PYTHON" bash scripts/install_horovod.sh
+python -m pip install --quiet --editable ".[train,test]"
+PYTHON=python bash scripts/install_horovod.sh
 
-export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
+export OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .
 mypy
-lint-imports --no-cache >/dev/null || { lint-imports --no-cache; exit 1; }
-exec "$PYTHON" -m pytest "$@"
+lint-imports --no-cache
+exec python -m pytest "$@"

@@ -230,12 +230,14 @@ class TestImageNet:
         assert image.shape == (3, 224, 224) and image.dtype == torch.float32
         torch.testing.assert_close(image[:, 100, 100], torch.tensor([1.307, -2.036, -1.804]), atol=0.03, rtol=0)
         assert train[0][0].shape == (3, 224, 224)
+        assert parameters(imagenet.network("resnet18", classes=2)) == 11_177_538
 
     def test_no_torchvision(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         image_folder(tmp_path)
         monkeypatch.setitem(sys.modules, "torchvision", None)
-        with pytest.raises(ImportError, match="install the build that matches"):
-            imagenet.ImageNet(str(tmp_path))
+        for use in (lambda: imagenet.ImageNet(str(tmp_path)), imagenet.network):
+            with pytest.raises(ImportError, match="install the build that matches"):
+                use()
 
     @pytest.mark.parametrize("empty", [False, True])
     def test_missing(self, tmp_path: Path, empty: bool) -> None:

@@ -233,11 +233,6 @@ class TestSettings:
 
     @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("configs/*/*.yaml")), ids=lambda path: path.stem)
     def test_every_config_is_valid(self, path: Path, parser: Any) -> None:
-        if path.stem.startswith("imagenet"):
-            try:
-                importlib.import_module("torchvision")
-            except (ImportError, RuntimeError) as error:
-                pytest.skip(f"torchvision does not load: {error}")
         task = [] if path.parent.name == "tasks" else ["--config", str(REPOSITORY / "configs/tasks/digits.yaml")]
         config = parser.parse_args([*task, "--config", str(path)])
         if config.scheduler.class_path.endswith("CosineAnnealingLR"):

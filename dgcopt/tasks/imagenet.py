@@ -1,17 +1,17 @@
-"""ImageNet from class folders, through torchvision, whose models serve as well (``torchvision.models.resnet50``)."""
+"""ImageNet from class folders, and the networks for it, through torchvision, which is imported only when used."""
 
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 
 def import_torchvision() -> Any:
-    """torchvision with its ``datasets`` and ``transforms``; raises ImportError with the remedy when it cannot load."""
+    """The package torchvision; raises ImportError with the remedy where it is missing or made for another torch."""
     try:
         import torchvision
-    except (ImportError, RuntimeError, OSError) as error:  # the latter two: a build for another torch than this one
+    except (ImportError, RuntimeError, OSError) as error:  # the last two: its binary part does not fit
         raise ImportError(
             f"ImageNet needs torchvision, which does not load here ({error}); install the build that matches this torch"
         ) from error
@@ -55,3 +55,12 @@ class ImageNet(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index]
+
+
+def network(name: str = "resnet50", classes: int = 1000) -> nn.Module:
+    """A classification network of torchvision, untrained, by its name there: "resnet50", "vgg16_bn" and the like.
+
+    ``torchvision.models.resnet50`` as class_path is the same; this one needs torchvision only when it is built.
+    Raises ValueError for a name that torchvision does not have, and ImportError without torchvision.
+    """
+    return import_torchvision().models.get_model(name, num_classes=classes)

@@ -39,7 +39,9 @@ def test_half_an_environment_is_refused():
 
 
 def test_srun_meeting_place():
-    assert slurm_meeting_place({"SLURM_STEP_NODELIST": "node[003-007,9]", "SLURM_JOB_ID": "12"}) == "tcp://node003:20372"
+    assert (
+        slurm_meeting_place({"SLURM_STEP_NODELIST": "node[003-007,9]", "SLURM_JOB_ID": "12"}) == "tcp://node003:20372"
+    )
     assert slurm_meeting_place({"SLURM_NODELIST": "a1,b2", "MASTER_PORT": "99"}) == "tcp://a1:99"
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         slurm_meeting_place({})
@@ -129,9 +131,7 @@ def test_emulated_collectives_equal_the_real_ones():
         for build in make:
             direct = [comm.start(build(x)) for comm, x in zip(comms, inputs, strict=True)]
             expected = [comm.wait(handle) for comm, handle in zip(comms, direct, strict=True)]
-            emulated = dgcopt.simulate(
-                [comm.emulate(build(x)) for comm, x in zip(comms, inputs, strict=True)], comms
-            )
+            emulated = dgcopt.simulate([comm.emulate(build(x)) for comm, x in zip(comms, inputs, strict=True)], comms)
             for ours, theirs in zip(emulated, expected, strict=True):
                 assert torch.equal(ours, theirs)
 
@@ -140,7 +140,7 @@ def test_ranks_that_yield_different_collectives():
     def exchange(shape):
         return (yield AllReduce(torch.zeros(shape)))
 
-    with pytest.raises(MismatchError, match="rank 1.*rank 0"):
+    with pytest.raises(MismatchError, match=r"rank 1.*rank 0"):
         dgcopt.simulate([exchange(3), exchange(4)])
 
     def nothing():

@@ -53,7 +53,8 @@ def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios,
 
 
 def flat_gradient(model: nn.Module) -> torch.Tensor:
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads])
 
 
 def flat_memory(model: nn.Module, by_name: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -189,14 +190,14 @@ def test_a_world_of_one_is_the_bare_optimizer():
     def make(params):
         return SGD(params, lr=0.1, momentum=0.9)
 
-    (rank,) = [Ranks(1, make, compression=dgcopt.DGC(0.001))]
+    rank = Ranks(1, make, compression=dgcopt.DGC(0.001))
     StepLR(rank.optimizers[0], 1)
     for seed in range(4):
         rank.step(seed)
     for ours, bare in zip(rank.weights(), single(make, 4), strict=True):
         assert torch.equal(ours, bare)
     assert rank.optimizers[0].telemetry == dgcopt.Telemetry()
-    assert not list(rank.models[0].parameters())[0]._post_accumulate_grad_hooks
+    assert not next(rank.models[0].parameters())._post_accumulate_grad_hooks
 
 
 # -- accumulation ----------------------------------------------------------------------------------------------------

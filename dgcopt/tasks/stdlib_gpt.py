@@ -29,8 +29,8 @@ class StdlibText(Dataset[tuple[Tensor, Tensor]]):
     """Windows of standard-library source code as ``(characters, next characters)``, both int64 of shape (context,).
 
     A character is a byte, 0..255; a zero byte ends each file. Every tenth file of ``source_files`` is validation
-    text, the others are training text, so no file is in both. A file that would take the split beyond ``max_bytes`` is
-    left out. Windows do not overlap, and what does not fill the last one is dropped.
+    text, the others are training text, so no file is in both. Reading stops before a file that would take the split
+    beyond ``max_bytes``; windows do not overlap, and what does not fill the last one is left out.
 
     ``root`` is the folder to read, by default the library of the running Python, whose version decides the text.
 
@@ -55,9 +55,10 @@ class StdlibText(Dataset[tuple[Tensor, Tensor]]):
             if (number % 10 == 9) != (split == "validation"):
                 continue
             content = (folder / file).read_bytes() + b"\0"
-            if len(text) + len(content) <= max_bytes:
-                text += content
-                self.files.append(file)
+            if len(text) + len(content) > max_bytes:
+                break
+            text += content
+            self.files.append(file)
         if len(text) <= context:
             raise ValueError(f"{split} text of {len(text)} bytes is too short for a context of {context}")
         self.text = torch.frombuffer(text, dtype=torch.uint8)

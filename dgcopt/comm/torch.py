@@ -9,6 +9,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+# Its default arguments hold the default process group; imported after there is one, as torch does lazily, they would
+# keep Gloo's threads alive until the interpreter is gone, which then aborts.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from ..collectives import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class HorovodComm(Comm):
     """Horovod's world. Calls `hvd.init()` unless the script has. Raises CommError if Horovod cannot be used."""
 
     wire = "horovod"
+    _registered: ClassVar[dict[tuple[int, ...], Any]] = {}
+    """Process sets by their ranks; Horovod refuses to register the same ranks twice."""
 
     def __init__(self, deadline: float = DEADLINE) -> None:
         try:
@@ -71,9 +73,10 @@ class HorovodComm(Comm):
                 hvd.init()
             except Exception as error:  # Horovod raises whatever its controller did
                 raise CommError(f"Horovod could not start: {error}") from error
+            self._registered.clear()
         super().__init__(hvd.rank(), hvd.size(), deadline)
-        self._sequence = itertools.count()
-        self._process_sets = {self.ranks(): hvd.global_process_set}
+        self._unnamed: dict[tuple[int, ...], int] = {}
+        self._registered[tuple(range(hvd.size()))] = hvd.global_process_set
         self._find_nodes()
         self._make_groups()
 
@@ -85,13 +88,14 @@ class HorovodComm(Comm):
             mine[list(self.ranks(group))] = 1
             rows = self.run(AllGather(mine, label=f"members of group {group}"))
             for members in sorted({tuple(row.eq(1).nonzero().flatten().tolist()) for row in rows}):
-                if members not in self._process_sets and len(members) > 1:
+                if members not in self._registered and len(members) > 1:
                     try:
-                        self._process_sets[members] = self._hvd.add_process_set(list(members))
+                        self._registered[members] = self._hvd.add_process_set(list(members))
                     except Exception as error:
                         raise CommError(
-                            "Horovod refused a process set: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or "
-                            f"let dgcopt.init() start Horovod ({error})"
+                            f"Horovod refused a process set of ranks {list(members)}, which share a machine or a local "
+                            f"rank: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init() and do not register the same "
+                            f"ranks in the script, or let dgcopt.init() start Horovod ({error})"
                         ) from error
 
     def supports(self, collective: Collective) -> bool:
@@ -103,10 +107,11 @@ class HorovodComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         hvd, tensor = self._hvd, collective.tensor
-        where = self._process_sets[ranks]
-        name = f"dgcopt.{collective.label or type(collective).__name__}"
-        if not collective.label:
-            name += f".{next(self._sequence)}"
+        where = self._registered[ranks]
+        name = f"dgcopt.{collective.label}"
+        if not collective.label:  # Horovod matches by name: number those of each group, whose ranks start them alike
+            self._unnamed[ranks] = self._unnamed.get(ranks, 0) + 1
+            name += f"{type(collective).__name__} {self._unnamed[ranks]} of ranks {ranks[0]}..{ranks[-1]}"
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if isinstance(collective, AllReduce):
             op = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[collective.op]

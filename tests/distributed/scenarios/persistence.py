@@ -180,6 +180,7 @@ def broadcast_parameters(comm: Comm) -> None:
 
 def assert_state_is_the_roots(comm: Comm, optimizer: torch.optim.Optimizer, root: int, what: str) -> None:
     """After broadcast_optimizer_state: the same bits on all ranks, and those that the root had."""
+    groups = repr(optimizer.state_dict()["param_groups"])
     before = [tensor.double() for tensor in tensors_in(optimizer.state_dict()["state"])]
     dgcopt.broadcast_optimizer_state(optimizer, root, comm)
     after = optimizer.state_dict()
@@ -189,6 +190,7 @@ def assert_state_is_the_roots(comm: Comm, optimizer: torch.optim.Optimizer, root
     if comm.rank == root:
         now = [tensor.double() for tensor in tensors_in(after["state"])]
         assert fingerprint(before) == fingerprint(now), f"{what}: the root's own state changed"
+        assert groups == repr(after["param_groups"]), f"{what}: the root's own settings changed"
 
 
 def broadcast_optimizer_state(comm: Comm) -> None:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Sized
@@ -299,6 +300,8 @@ def main() -> None:
     """Read the settings, join the other workers and train; what the user can put right ends in one line."""
     parser = make_parser()
     config = parser.parse_args()
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("dgcopt").setLevel(logging.INFO)  # says which wire was joined, and why
     comm: Comm | None = None
     try:
         comm = dgcopt.init(config.wire)

@@ -88,7 +88,7 @@ class Comm(ABC):
     # -- who is there ------------------------------------------------------------------------------------------------
 
     def _set_nodes(self, node_of: list[int]) -> None:
-        """Derive the sub-groups from the machine that each rank runs on."""
+        """Derive the sub-groups of all ranks from the machine that each runs on."""
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(node_of):
             members.setdefault(node, []).append(rank)
@@ -98,8 +98,13 @@ class Comm(ABC):
         self.local_rank = on_node.index(self.rank)
         self.local_size = len(on_node)
         self._ranks["node"] = tuple(on_node)
-        peers = [ranks[self.local_rank] for ranks in members.values() if len(ranks) > self.local_rank]
-        self._ranks["across"] = tuple(sorted(peers))
+        across = [
+            tuple(sorted(ranks[place] for ranks in members.values() if len(ranks) > place))
+            for place in range(max(map(len, members.values())))
+        ]
+        self._ranks["across"] = across[self.local_rank]
+        groups = {*map(tuple, members.values()), *across} - {self._ranks["world"]}
+        self._subgroups = sorted(group for group in groups if len(group) > 1)
 
     def _find_nodes(self) -> None:
         """Ask every rank for the name of its machine. DGCOPT_NODE overrides it where host names do not tell."""

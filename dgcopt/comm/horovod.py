@@ -15,7 +15,6 @@ from ..collectives import (
     Barrier,
     Broadcast,
     Collective,
-    Group,
     ReduceScatter,
     SendRecv,
 )
@@ -81,22 +80,18 @@ class HorovodComm(Comm):
         self._make_groups()
 
     def _make_groups(self) -> None:
-        """Register a process set for every group of every node; all ranks register all, in the same order."""
-        groups: tuple[Group, ...] = ("node", "across")
-        for group in groups:
-            mine = torch.full((self.size,), -1, dtype=torch.int64)
-            mine[list(self.ranks(group))] = 1
-            rows = self.run(AllGather(mine, label=f"members of group {group}"))
-            for members in sorted({tuple(row.eq(1).nonzero().flatten().tolist()) for row in rows}):
-                if members not in self._registered and len(members) > 1:
-                    try:
-                        self._registered[members] = self._hvd.add_process_set(list(members))
-                    except Exception as error:
-                        raise CommError(
-                            f"Horovod refused a process set of ranks {list(members)}, which share a machine or a local "
-                            f"rank: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init() and do not register the same "
-                            f"ranks in the script, or let dgcopt.init() start Horovod ({error})"
-                        ) from error
+        """Register a process set for every sub-group; all ranks register all, in the same order."""
+        for members in self._subgroups:
+            if members in self._registered:
+                continue
+            try:
+                self._registered[members] = self._hvd.add_process_set(list(members))
+            except Exception as error:
+                raise CommError(
+                    f"Horovod refused a process set of ranks {list(members)}, which share a machine or a local rank: "
+                    f"set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init() and do not register the same ranks in the "
+                    f"script, or let dgcopt.init() start Horovod ({error})"
+                ) from error
 
     def supports(self, collective: Collective) -> bool:
         if isinstance(collective, AllReduce):

@@ -22,7 +22,6 @@ from ..collectives import (
     Barrier,
     Broadcast,
     Collective,
-    Group,
     ReduceScatter,
     SendRecv,
 )
@@ -109,18 +108,12 @@ class TorchComm(Comm):
         self._make_groups()
 
     def _make_groups(self) -> None:
-        """Make the process groups of all nodes; every rank has to take part in making each."""
-        groups: tuple[Group, ...] = ("node", "across")
-        for group in groups:
-            mine = torch.full((self.size,), -1, dtype=torch.int64)
-            mine[list(self.ranks(group))] = 1
-            rows = self.run(AllGather(self.to_wire(mine), label=f"members of group {group}")).cpu()
-            for members in sorted({tuple(row.eq(1).nonzero().flatten().tolist()) for row in rows}):
-                if members not in self._groups and len(members) > 1:
-                    globally = [dist.get_global_rank(self._world, r) for r in members] if self._world else list(members)
-                    made = dist.new_group(globally, timeout=timedelta(seconds=self.deadline))
-                    if self.rank in members:
-                        self._groups[members] = made
+        """Make a process group of every sub-group; every rank has to take part in making each."""
+        for members in self._subgroups:
+            everywhere = [self._global(rank) for rank in members]
+            made = dist.new_group(everywhere, timeout=timedelta(seconds=self.deadline))
+            if self.rank in members:
+                self._groups[members] = made
 
     def to_wire(self, tensor: Tensor) -> Tensor:
         return tensor.cuda() if self._gpu_only else tensor

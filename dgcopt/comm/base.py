@@ -165,7 +165,7 @@ class Comm(ABC):
             return handle.result()
         except DGCError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise self._failed(handle.collective, error) from error
 
     def run(self, collective: Collective, deadline: float | None = None) -> Tensor:

@@ -26,7 +26,7 @@ from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -53,9 +53,9 @@ class Settings:
     compressor: dgcopt.Compressor = dataclasses.field(default_factory=dgcopt.NoCompression)
     """what is sent of the gradients"""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """any torch.optim.lr_scheduler"""
+    """any torch.optim.lr_scheduler; it sees the lr of one worker"""
     scheduler_interval: Literal["epoch", "step"] = "epoch"
-    """when the scheduler moves on"""
+    """when the scheduler moves on; how many steps an epoch has depends on the number of workers"""
     scale_lr: bool = True
     """multiply lr by workers x batches_per_step: the rule for SGD, too much for Adam"""
     warmup_epochs: NonNegativeFloat = 5.0
@@ -125,19 +125,16 @@ class Trainer:
         if torch.cuda.is_available():
             self.device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        self.sampler: DistributedSampler = DistributedSampler(
-            settings.train_data, comm.size, comm.rank, seed=settings.seed, drop_last=True
-        )
-        self.samples_per_step = settings.batch_size * settings.batches_per_step
-        self.steps_per_epoch = len(self.sampler) // self.samples_per_step
+        self.samples = len(cast(Sized, settings.train_data))
+        self.samples_per_step = settings.batch_size * settings.batches_per_step * comm.size
+        self.steps_per_epoch = self.samples // self.samples_per_step
         if not self.steps_per_epoch:
-            raise dgcopt.ConfigError(f"{len(self.sampler)} samples per worker are no full step: lower batch_size")
+            per_worker = self.samples // comm.size
+            raise dgcopt.ConfigError(f"{per_worker} samples per worker are no full step: lower batch_size")
         self.model = settings.model.to(self.device)
         dgcopt.broadcast_parameters(self.model.state_dict(), root_rank=0, comm=comm)
         optimizer = settings.optimizer(self.model.parameters())
         self.lr_scale = comm.size * settings.batches_per_step if settings.scale_lr else 1
-        for group in optimizer.param_groups:
-            group["lr"] *= self.lr_scale
         self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
         settings.compressor.set_steps_per_epoch(self.steps_per_epoch)
         self.optimizer: Any = dgcopt.DistributedOptimizer(
@@ -149,13 +146,18 @@ class Trainer:
         )
         self.stateful: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.stateful |= {"scheduler": self.scheduler} if self.scheduler else {}
-        self.step, self.epoch, self.step_in_epoch, self.best = 0, 0, 0, 0.0
+        self.step, self.epoch, self.seen, self.best = 0, 0, 0, 0.0  # seen: samples of this epoch
         torch.manual_seed(settings.seed + comm.rank)  # from here on ranks differ, in dropout for one
+
+    @property
+    def position(self) -> float:
+        """Epochs so far. Warm-ups go by it, as the steps of an epoch depend on the number of workers."""
+        return self.epoch + min(1.0, self.seen / (self.steps_per_epoch * self.samples_per_step))
 
     def save(self) -> None:
         """Write a checkpoint, to which each rank adds what only it has: above all, what it has not sent yet."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self.stateful.items()}
-        state |= {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch, "best": self.best}
+        state |= {"epoch": self.epoch, "seen": self.seen, "best": self.best, "workers": self.comm.size}
         state["rng"] = torch.get_rng_state()
         state["cuda_rng"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         checkpoint.save(self.output / "checkpoints", state, self.step, self.comm)
@@ -166,22 +168,39 @@ class Trainer:
         if found is None:
             return False
         self.step, state = found
+        self.epoch, self.seen, self.best = state["epoch"], state["seen"], state["best"]
+        resized = state["workers"] != self.comm.size
+        if resized:
+            self.resize(state)
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
-        self.epoch, self.step_in_epoch, self.best = state["epoch"], state["step_in_epoch"], state["best"]
-        torch.set_rng_state(state["rng"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        if not resized:
+            torch.set_rng_state(state["rng"])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"])
         return True
+
+    def resize(self, state: dict[str, Any]) -> None:
+        """Fit a checkpoint of more or fewer workers, as it was loaded, to those there are now."""
+        rank, size = self.comm.rank, self.comm.size
+        alone = {"rank": rank, "world_size": size, "order": [], "memory": {}}  # a single worker may have kept nothing
+        step = round(self.position * self.steps_per_epoch)  # where the warm-up of the ratio goes on
+        kept = alone | state["optimizer"].get(checkpoint.STATE_KEY, {}) | {"step": step}
+        state["optimizer"][checkpoint.STATE_KEY] = kept
+        torch.manual_seed(hash((self.settings.seed, self.step, rank)))  # there may be more ranks than saved states
+        if rank == 0:
+            print(
+                f"step {self.step} was saved by {state['workers']} worker(s), and now there are {size}: what they held "
+                f"back is shared out anew, lr and the rest of the epoch follow"
+            )
 
     def train_step(self) -> float:
         """One step of the optimizer, at the lr that is returned."""
-        warmup_steps = self.settings.warmup_epochs * self.steps_per_epoch
-        warm = min(1.0, self.step / warmup_steps) if warmup_steps else 1.0
-        # A scheduler may compute the next lr from the one it finds, so it must not find the one of the warm-up.
+        warm = min(1.0, self.position / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
+        # Schedulers and checkpoints see the lr of one worker, which holds for any number of them.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * (warm + (1 - warm) / self.lr_scale)
+            group["lr"] = group["lr"] * (1 + (self.lr_scale - 1) * warm)
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -189,16 +208,18 @@ class Trainer:
             group["lr"] = rate
         if self.scheduler and self.settings.scheduler_interval == "step":
             self.scheduler.step()
-        self.step, self.step_in_epoch = self.step + 1, self.step_in_epoch + 1
+        self.step, self.seen = self.step + 1, self.seen + self.samples_per_step
         return lr
 
     def train_epoch(self, record: Record | None) -> None:
         """Train for what is left of the epoch."""
         settings, telemetry = self.settings, self.optimizer.telemetry
-        self.sampler.set_epoch(self.epoch)
-        first, last = self.step_in_epoch * self.samples_per_step, self.steps_per_epoch * self.samples_per_step
+        # One order for all: a step takes the next samples of it, however many workers share them.
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(settings.seed + self.epoch))
+        steps = (self.samples - self.seen) // self.samples_per_step
+        left = order[self.seen : self.seen + steps * self.samples_per_step]
         loader = DataLoader(
-            Shard(settings.train_data, list(self.sampler)[first:last], settings.seed, self.epoch),
+            Shard(settings.train_data, left[self.comm.rank :: self.comm.size].tolist(), settings.seed, self.epoch),
             settings.batch_size,
             num_workers=settings.loader_workers,
             pin_memory=self.device.type == "cuda",
@@ -217,11 +238,11 @@ class Trainer:
             if self.step % settings.log_steps == 0:
                 mean_loss = self.comm.run(AllReduce(torch.stack(losses).mean())).item()
                 if record:
-                    values = {"epoch": self.step / self.steps_per_epoch, "loss": mean_loss, "lr": lr}
+                    values = {"epoch": self.position, "loss": mean_loss, "lr": lr}
                     values["residual_norm"] = self.optimizer.residual_norm()
                     record.write(self.step, values | per_step(telemetry, before))
                 before, losses = copy.copy(telemetry), []
-            in_between = settings.checkpoint_steps and self.step_in_epoch < self.steps_per_epoch
+            in_between = settings.checkpoint_steps and self.samples - self.seen >= self.samples_per_step
             if in_between and self.step % settings.checkpoint_steps == 0:
                 self.save()
 
@@ -244,7 +265,8 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the last epoch and return what came of it; rank 0 keeps the record."""
-        steps = self.settings.epochs * self.steps_per_epoch
+        steps = self.step + (self.settings.epochs - self.epoch - 1) * self.steps_per_epoch
+        steps += (self.samples - self.seen) // self.samples_per_step
         record = Record(self.output, self.step, steps) if self.comm.rank == 0 else None
         began, before, metrics = time.perf_counter(), copy.copy(self.optimizer.telemetry), {}
         while self.epoch < self.settings.epochs:
@@ -254,7 +276,7 @@ class Trainer:
                 self.scheduler.step(metrics["test_loss"])
             elif self.scheduler and self.settings.scheduler_interval == "epoch":
                 self.scheduler.step()
-            self.epoch, self.step_in_epoch, self.best = self.epoch + 1, 0, max(self.best, metrics["accuracy"])
+            self.epoch, self.seen, self.best = self.epoch + 1, 0, max(self.best, metrics["accuracy"])
             self.save()
             if record:
                 record.write(self.step, {"epoch": self.epoch, **metrics})

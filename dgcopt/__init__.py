@@ -6,15 +6,16 @@ dgcopt.broadcast_parameters(model.state_dict())
 """
 
 from . import checkpoint
-from .broadcast import broadcast_optimizer_state, broadcast_parameters
+from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .comm import Comm, init, shutdown, simulate, simulated_world
-from .compressors import BF16, DGC, FP16, Compressor, Context, NoCompression
-from .engine import Telemetry
+from .compressors import BF16, DGC, FP16, Adasum, Compressor, Context, NoCompression
+from .divergence import check_replicas
 from .errors import (
     CheckpointError,
     CommError,
     ConfigError,
     DGCError,
+    DivergenceError,
     MismatchError,
     PayloadError,
     TimeoutExceeded,
@@ -22,13 +23,15 @@ from .errors import (
 from .memory import LocalClip
 from .optimizer import DistributedOptimizer
 from .schedule import Warmup
-
-__version__ = "0.1.0"
+from .telemetry import Telemetry
+from .uneven import join
+from .version import __version__
 
 __all__ = [
     "BF16",
     "DGC",
     "FP16",
+    "Adasum",
     "CheckpointError",
     "Comm",
     "CommError",
@@ -37,6 +40,7 @@ __all__ = [
     "Context",
     "DGCError",
     "DistributedOptimizer",
+    "DivergenceError",
     "LocalClip",
     "MismatchError",
     "NoCompression",
@@ -44,10 +48,14 @@ __all__ = [
     "Telemetry",
     "TimeoutExceeded",
     "Warmup",
+    "__version__",
+    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_replicas",
     "checkpoint",
     "init",
+    "join",
     "shutdown",
     "simulate",
     "simulated_world",

@@ -1,20 +1,20 @@
-"""Start alike: one rank's parameters or optimizer state on every rank. Nothing is pickled."""
+"""Start alike: one rank's parameters, optimizer state or plain values on every rank. Nothing is pickled."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .collectives import Broadcast
+from .collectives import Broadcast, Collective
 from .comm import Comm, current_comm
 from .errors import ConfigError
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(
@@ -36,74 +36,86 @@ def broadcast_parameters(
         tensor.copy_(comm.wait(handle))
 
 
+def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -> Any:
+    """Rank `root_rank`'s value on every rank, such as settings that one rank has read; the others' is not looked at.
+
+    Tensors, None, bool, int, float and str, and dicts, lists and tuples of them, at any depth; what comes back is a
+    copy, on the root too, with its tensors on the CPU. Subclasses arrive as what they are subclasses of. Nothing is
+    pickled, so no message can run code. Raises ConfigError, on every rank, for anything else.
+    """
+    comm = current_comm() if comm is None else comm
+    return comm.drive(_sent(value, root_rank, comm, "object"))
+
+
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Comm | None = None) -> None:
     """Load rank `root_rank`'s optimizer state on every rank: buffers, step counts, learning rates.
 
-    What each rank keeps for itself (residuals) is not touched. Raises ConfigError for state that is neither tensor
-    nor number, text, list or dict.
+    What each rank keeps for itself (residuals) is not touched. Raises ConfigError, on every rank, for state that
+    `broadcast_object` cannot send.
     """
     comm = current_comm() if comm is None else comm
     if comm.size == 1:
         return
-    tensors: list[Tensor] = []
-    state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
-    text = json.dumps(_encode(state, tensors)).encode() if comm.rank == root_rank else b""
-    length = int(_from_root(torch.tensor([len(text)]), root_rank, comm, "length of optimizer state"))
-    tree = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
-    received = json.loads(bytes(_from_root(tree, root_rank, comm, "optimizer state").tolist()))
-    values: list[Tensor] = []
-    for place, (dtype, shape) in enumerate(_tensors_in(received)):
-        mine = tensors[place] if comm.rank == root_rank else torch.empty(shape, dtype=getattr(torch, dtype))
-        values.append(_from_root(mine, root_rank, comm, f"optimizer state tensor {place}"))
+    state: dict[str, Any] = {}
+    if comm.rank == root_rank:
+        state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
+    received = comm.drive(_sent(state, root_rank, comm, "optimizer state"))
     # on the root too: load_state_dict may change dtypes, and all ranks must end up with the same
-    optimizer.load_state_dict(_decode(received, values))
+    optimizer.load_state_dict(received)
 
 
-def _from_root(tensor: Tensor, root: int, comm: Comm, label: str) -> Tensor:
-    return comm.run(Broadcast(comm.to_wire(tensor.clone()), root=root, label=label)).cpu()
+def _sent(value: Any, root: int, comm: Comm, what: str) -> Generator[Collective, Tensor, Any]:
+    """Text that describes the tree, then the bytes of its tensors. If the root cannot say it, the text says why."""
+    tensors: list[Tensor] = []
+    text = b""
+    if comm.rank == root:
+        try:
+            tree = _encode(value, tensors)
+            text = json.dumps({"tree": tree, "bytes": [tensor.numel() for tensor in tensors]}).encode()
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            text = json.dumps({"problem": f"{what} of rank {root} cannot be sent: {error}"}).encode()
+    length = yield from _from_root(torch.tensor([len(text)]), root, comm, f"length of {what}")
+    chars = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
+    received = json.loads(bytes((yield from _from_root(chars, root, comm, what)).tolist()))
+    if "problem" in received:
+        raise ConfigError(received["problem"])
+    values: list[Tensor] = []
+    for place, size in enumerate(received["bytes"]):
+        mine = tensors[place] if comm.rank == root else torch.empty(size, dtype=torch.uint8)
+        values.append((yield from _from_root(mine, root, comm, f"{what}, tensor {place}")) if size else mine)
+    return _decode(received["tree"], values)
+
+
+def _from_root(tensor: Tensor, root: int, comm: Comm, label: str) -> Generator[Collective, Tensor, Tensor]:
+    return (yield Broadcast(comm.to_wire(tensor.clone()), root=root, label=label)).cpu()
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
-    """The tree in JSON's types, every node a tagged pair; tensors become their dtype, shape and place."""
+    """The tree in JSON's types, every node a tagged pair; tensors become their place, dtype and shape."""
     if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu())
-        return ["tensor", len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        # as bytes, because not every wire has every dtype
+        tensors.append(value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8))
+        return ["tensor", [len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]]
     if isinstance(value, dict):
         return ["dict", [[_encode(k, tensors), _encode(v, tensors)] for k, v in value.items()]]
     if isinstance(value, list | tuple):
-        return [type(value).__name__, [_encode(v, tensors) for v in value]]
+        return ["list" if isinstance(value, list) else "tuple", [_encode(v, tensors) for v in value]]
     if value is None or isinstance(value, bool | int | float | str):
         return ["value", value]
-    raise ConfigError(f"optimizer state holds a {type(value).__name__}, which cannot be sent to other ranks: {value!r}")
+    raise ConfigError(
+        f"it holds a {type(value).__name__} ({value!r:.80}), and only tensors, numbers, text, None, and dicts, lists "
+        f"and tuples of them can be"
+    )
 
 
-def _tensors_in(node: Any) -> list[tuple[str, list[int]]]:
-    """Dtype and shape of every tensor of an encoded tree, by place."""
-    found: dict[int, tuple[str, list[int]]] = {}
-
-    def visit(node: Any) -> None:
-        kind, content = node[0], node[1]
-        if kind == "tensor":
-            found[content] = (node[2], node[3])
-        elif kind == "dict":
-            for key, value in content:
-                visit(key)
-                visit(value)
-        elif kind in ("list", "tuple"):
-            for value in content:
-                visit(value)
-
-    visit(node)
-    return [found[place] for place in sorted(found)]
-
-
-def _decode(node: Any, values: list[Tensor]) -> Any:
-    kind, content = node[0], node[1]
+def _decode(node: Any, tensors: list[Tensor]) -> Any:
+    kind, content = node
     if kind == "tensor":
-        return values[content]
+        place, dtype, shape = content
+        return tensors[place].view(getattr(torch, dtype)).reshape(shape)
     if kind == "dict":
-        return {_decode(key, values): _decode(value, values) for key, value in content}
+        return {_decode(key, tensors): _decode(value, tensors) for key, value in content}
     if kind in ("list", "tuple"):
-        items = [_decode(value, values) for value in content]
+        items = [_decode(value, tensors) for value in content]
         return items if kind == "list" else tuple(items)
     return content

@@ -7,7 +7,7 @@ and move with their parameters when buckets are built anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,24 +63,49 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self.views = [segment.view(self.grad) for segment in self.segments]
-        self._handed_out: tuple[Tensor, list[Tensor]] = (self.grad, self.views)
+        self._lent: list[Tensor] = []
+        self._lent_from: Tensor | None = None
+        self._versions: list[int] = []
+        self._other: Tensor | None = None
         first, last = self.segments[0].name, self.segments[-1].name
         self.label = f"bucket {self.index} ({first}{f' ... {last}' if len(self.segments) > 1 else ''})"
 
-    def fill(self, place: int, grad: Tensor | None) -> None:
-        """Take one parameter's gradient in; None counts as zero. Free where `grad` already is this bucket's view."""
-        view = self.views[place]
-        if grad is None:
-            view.zero_()
-        elif grad.data_ptr() != view.data_ptr() or grad.numel() == 0:
-            view.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+    def keep_clear(self) -> None:
+        """Before a step's first gradient is taken: move away if gradients themselves live in the flat one.
 
-    def hand_out(self, flat: Tensor) -> None:
-        """Make every parameter's gradient its view of `flat`."""
-        if self._handed_out[0] is not flat:
-            self._handed_out = (flat, [segment.view(flat) for segment in self.segments])
-        for segment, view in zip(self.segments, self._handed_out[1], strict=True):
-            segment.param.grad = view
+        They do after `hand_out(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites the flat
+        gradient, and what the user's code accumulated must outlive an exchange that has to be repeated.
+        """
+        if _same_memory(self._lent_from, self.grad) and any(
+            segment.param.grad is view for segment, view in zip(self.segments, self._lent, strict=True)
+        ):
+            other = torch.zeros_like(self.grad) if self._other is None else self._other
+            self.grad, self._other = other, self.grad
+            self.views = [segment.view(self.grad) for segment in self.segments]
+
+    def fill(self, place: int, grad: Tensor | None) -> None:
+        """Take one parameter's gradient in; None counts as zero."""
+        if grad is None:
+            self.views[place].zero_()
+        else:
+            self.views[place].copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+
+    def hand_out(self, flat: Tensor, used: Sequence[bool] | None = None) -> None:
+        """Make every parameter's gradient its view of `flat`, or None where it was not `used` on any rank.
+
+        Each view counts its changes by itself, which `written` and the engine rely on.
+        """
+        if not _same_memory(self._lent_from, flat):
+            self._lent_from = flat
+            self._lent = [segment.view(flat).data for segment in self.segments]
+        self._versions = [view._version for view in self._lent]
+        for place, segment in enumerate(self.segments):
+            segment.param.grad = self._lent[place] if used is None or used[place] else None
+
+    @property
+    def written(self) -> bool:
+        """Whether gradients that were handed out have been changed since, by the user or the optimizer."""
+        return any(view._version != version for view, version in zip(self._lent, self._versions, strict=True))
 
     def export(self, into: Memory) -> None:
         """Write the memory out by parameter name."""
@@ -101,11 +126,17 @@ class Bucket:
                 segment.view(flat).copy_(tensor)
 
 
+def _same_memory(one: Tensor | None, other: Tensor) -> bool:
+    """A wire may return another view of the tensor that it was given."""
+    return one is not None and one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
+
+
 def build_buckets(
     named: Sequence[tuple[str, Tensor]],
     kind_of: Callable[[str, Tensor], Hashable],
     bucket_bytes: int,
     first_bucket_bytes: int,
+    group_of: Mapping[str, int] | None = None,
 ) -> list[Bucket]:
     """Lay parameters out in buckets, in the order in which their gradients become ready.
 
@@ -114,6 +145,7 @@ def build_buckets(
         kind_of: parameters share a bucket only if this, their dtype and their device are equal.
         bucket_bytes: a bucket is closed once it holds as much.
         first_bucket_bytes: the same for the first one, small so that the exchange starts early.
+        group_of: names of parameters that the user put in groups, which share one bucket of any size.
 
     Returns the buckets by the time when their last gradient is ready: the order to launch them in.
     """
@@ -122,11 +154,12 @@ def build_buckets(
     filled: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
     for place, (name, param) in enumerate(named):
-        key = (param.device, param.dtype, kind_of(name, param))
+        group = None if group_of is None else group_of.get(name)
+        key = (param.device, param.dtype, kind_of(name, param), group)
         filling.setdefault(key, []).append((name, param))
         filled[key] = filled.get(key, 0) + param.numel() * param.element_size()
         last[key] = place
-        if filled[key] >= (bucket_bytes if closed else first_bucket_bytes):
+        if group is None and filled[key] >= (bucket_bytes if closed else first_bucket_bytes):
             closed.append((place, key[2], filling.pop(key)))
             del filled[key], last[key]
     closed += [(last[key], key[2], members) for key, members in filling.items()]  # type: ignore[index]

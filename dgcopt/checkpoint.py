@@ -3,32 +3,40 @@
     directory/
       step-00000100/
         rank-0.pt  rank-1.pt ...     what each rank gave, `torch.save`d, read with `weights_only=True`
-        manifest.json                step, number of ranks, SHA-256 of every file; written last
+        manifest.json                step, number of ranks, SHA-256 of every file, versions; written last
 
-The directory must be shared by all machines.
+The directory must be shared by all machines. A checkpoint can be loaded by more or fewer ranks than wrote it: what
+they held back is shared out anew (`reshare`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
-import pickle
 import shutil
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .collectives import AllGather, AllReduce, Broadcast
+from .collectives import AllGather, AllReduce, Broadcast, Collective
 from .comm import Comm, current_comm
 from .errors import CheckpointError, ConfigError
+from .version import __version__
 
-__all__ = ["load", "save"]
+__all__ = ["STATE_KEY", "load", "reshare", "save"]
+
+STATE_KEY = "dgcopt"
+"""Where an optimizer's `state_dict()` keeps what dgcopt adds: rank, world_size, step, order and memory."""
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+FINISHED, REPLACED, UNFINISHED = "step-", ".replaced-step-", ".unfinished-step-"
 
 
 def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | None = None, keep: int = 2) -> Path:
@@ -38,7 +46,7 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
         directory: where checkpoints go, shared by all machines; made if missing.
         state: this rank's own: tensors, numbers, text, and lists or dicts of them, such as
             `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`.
-        step: names the checkpoint; a later one must be larger.
+        step: names the checkpoint; a later one must be larger, and the same one again replaces it.
         keep: how many valid checkpoints stay; older ones are deleted.
 
     An interrupted save leaves the previous checkpoint valid. Raises CheckpointError on every rank if any could not
@@ -46,9 +54,65 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
     """
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, or nothing would be left: {keep}")
+    if step < 0:
+        raise ConfigError(f"step counts from 0: {step}")
     comm = current_comm() if comm is None else comm
-    directory = Path(directory)
-    final, unfinished = directory / f"step-{step:08d}", directory / f".step-{step:08d}.unfinished"
+    return comm.drive(_save(Path(directory), state, step, comm, keep))
+
+
+def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str, Any]] | None:
+    """The newest checkpoint that is valid on every rank, as `(step, this rank's state)`; collective.
+
+    None if the directory holds no checkpoint. Damaged and half-written ones are passed over in favour of older ones.
+    Loaded by as many ranks as wrote it, every rank gets what it gave, bit for bit; by more or fewer, see `reshare`.
+    Raises CheckpointError if there are only damaged ones, saying what is wrong with the newest.
+    """
+    comm = current_comm() if comm is None else comm
+    return comm.drive(_load(Path(directory), comm))
+
+
+def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """What rank `rank` of `size` starts from, where `states` are those of all the ranks that there were.
+
+    The state is that of old rank `rank % len(states)`: random-number states too, so whoever draws numbers with more
+    ranks than before has to seed them anew. Memory, wherever the state holds an optimizer's, is shared out so that
+    its sum over ranks stays what it was: rank r gets the sum of old ranks r, r + size, ..., or zeros if there are
+    none. What is pending moves the parameters by lr * sum / size, so with lr proportional to the number of ranks (the
+    linear scaling rule) it does what it would have done. The lr in the state is the one that was saved: scale it.
+
+    Nothing in `states` is changed. They are looked at one by one and only where needed, so they may be read on demand.
+    Raises ConfigError for a rank that does not exist, CheckpointError for states that are not of one run.
+    """
+    before = len(states)
+    if not before or not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} of {size} ranks cannot start from the states of {before}")
+    mine = copy.deepcopy(states[rank % before])
+    kept = dict(_kept_in(mine, rank % before, before))
+    for held in kept.values():
+        held |= {"rank": rank, "world_size": size}
+        for by_name in held["memory"].values() if rank >= before else ():
+            by_name |= {name: torch.zeros_like(tensor) for name, tensor in by_name.items()}
+    for other in range(rank + size, before, size):
+        theirs = dict(_kept_in(states[other], other, before))
+        if theirs.keys() != kept.keys():
+            raise CheckpointError(f"ranks {rank} and {other} gave the memory of other optimizers: {[*kept], [*theirs]}")
+        for where, held in theirs.items():
+            for kind, by_name in held["memory"].items():
+                sums = kept[where]["memory"].setdefault(kind, {})
+                for name, tensor in by_name.items():
+                    if name in sums and sums[name].shape != tensor.shape:
+                        raise CheckpointError(f"{where}: {kind} of {name!r} has other shapes on ranks {rank}, {other}")
+                    sums[name] = sums[name] + tensor if name in sums else tensor.clone()
+    return mine
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+
+def _save(
+    directory: Path, state: dict[str, Any], step: int, comm: Comm, keep: int
+) -> Generator[Collective, Tensor, Path]:
+    final, unfinished = directory / f"{FINISHED}{step:08d}", directory / f"{UNFINISHED}{step:08d}"
     problem = ""
     if comm.rank == 0:
         try:
@@ -56,106 +120,172 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
             unfinished.mkdir(parents=True)
         except OSError as error:
             problem = str(error)
-    _agree(comm, problem, f"cannot make {unfinished}")
+    yield from _agree(comm, problem, f"cannot make {unfinished}")
     digest = b""
     try:
         if not unfinished.is_dir():
             problem = f"{unfinished} was made by rank 0 but does not exist here; all machines must share the directory"
         else:
-            digest = _write(unfinished / f"rank-{comm.rank}.pt", state)
-    except (OSError, RuntimeError, pickle.PicklingError, AttributeError) as error:
-        problem = str(error)
-    _agree(comm, problem, f"cannot write a checkpoint to {directory}")
+            digest = _write(unfinished / _part(comm.rank), state)
+    except Exception as error:  # whatever the state holds, the other ranks wait to hear of it
+        problem = str(error) or type(error).__name__
+    yield from _agree(comm, problem, f"cannot write a checkpoint to {directory}")
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    digests = comm.run(AllGather(comm.to_wire(mine), label="checksums of a checkpoint")).cpu()
+    digests = (yield AllGather(comm.to_wire(mine), label="checksums of a checkpoint")).cpu()
     if comm.rank == 0:
         try:
-            sums = [bytes(row.tolist()).hex() for row in digests]
-            manifest = {"format": FORMAT, "step": step, "world_size": comm.size, "sha256": sums}
-            _write_text(unfinished / MANIFEST, json.dumps(manifest, indent=1))
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(unfinished, final)
-            _flush_folder(directory)
-            for old in _steps(directory)[keep:]:
-                shutil.rmtree(directory / f"step-{old:08d}", ignore_errors=True)
+            _write_text(unfinished / MANIFEST, _manifest(step, [bytes(row.tolist()).hex() for row in digests]))
+            _flush_folder(unfinished)
+            _put(unfinished, final, directory / f"{REPLACED}{step:08d}")
+            _clear(directory, keep)
         except OSError as error:
             problem = str(error)
-    _agree(comm, problem, f"cannot complete the checkpoint {final}")
+    yield from _agree(comm, problem, f"cannot complete the checkpoint {final}")
     return final
 
 
-def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str, Any]] | None:
-    """The newest checkpoint that is valid on every rank, as `(step, this rank's state)`; collective.
+def _manifest(step: int, sums: list[str]) -> str:
+    versions = {"dgcopt": __version__, "torch": torch.__version__}
+    return json.dumps({"format": FORMAT, "step": step, "world_size": len(sums), "sha256": sums} | versions, indent=1)
 
-    None if the directory holds no checkpoint. Damaged and half-written ones are passed over in favour of older ones.
-    Raises CheckpointError if there are only damaged ones, saying what is wrong with the newest, or if the newest was
-    made by another number of ranks.
-    """
-    comm = current_comm() if comm is None else comm
-    directory = Path(directory)
+
+def _put(unfinished: Path, final: Path, replaced: Path) -> None:
+    """Let the new checkpoint appear. One that it replaces counts under its other name until that has happened."""
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(final, replaced)
+    os.replace(unfinished, final)
+    _flush_folder(final.parent)
+
+
+def _clear(directory: Path, keep: int) -> None:
+    """Delete checkpoints that are too old, and what saves that were interrupted have left."""
+    finished = list(_checkpoints(directory).values())
+    leftovers = [path for path in directory.glob(".*-step-*") if path not in finished]
+    for path in finished[keep:] + leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _load(directory: Path, comm: Comm) -> Generator[Collective, Tensor, tuple[int, dict[str, Any]] | None]:
     tried: list[str] = []
     below = 2**62
     while True:
-        steps = [step for step in _steps(directory) if step < below] if comm.rank == 0 else []
+        steps = [step for step in _checkpoints(directory) if step < below] if comm.rank == 0 else []
         newest = torch.tensor([steps[0] if steps else -1], dtype=torch.int64)
-        below = int(comm.run(Broadcast(comm.to_wire(newest), label="newest checkpoint")))
+        below = int((yield Broadcast(comm.to_wire(newest), label="newest checkpoint")))
         if below < 0:
             if tried:
                 raise CheckpointError(f"no checkpoint in {directory} can be used: {tried[0]}")
             return None
-        state, problem = None, ""
+        state, problem = {}, ""
         try:
-            state = _read(directory / f"step-{below:08d}", comm)
-        except _WrongWorld as error:
-            problem = str(error)
-            _agree(comm, problem, f"cannot resume from {directory}")
+            state = _read(directory, below, comm)
         except CheckpointError as error:
             problem = str(error)
+        except Exception as error:  # whatever the files hold, the other ranks wait to hear of it
+            problem = f"step-{below:08d} cannot be read ({type(error).__name__}: {error})"
         valid = torch.tensor([int(not problem)], dtype=torch.int32)
-        if int(comm.run(AllReduce(comm.to_wire(valid), op="min", label="checkpoint is valid"))):
-            assert state is not None
+        if int((yield AllReduce(comm.to_wire(valid), op="min", label="checkpoint is valid"))):
             return below, state
-        tried.append(problem or f"another rank's part of step-{below:08d} is damaged")
+        tried.append(problem or f"another rank's part of step-{below:08d} is damaged, and that rank says how")
 
 
-class _WrongWorld(CheckpointError):
-    """A whole checkpoint, of another number of ranks."""
+def _read(directory: Path, step: int, comm: Comm) -> dict[str, Any]:
+    folder = _checkpoints(directory).get(step)
+    if folder is None:
+        raise CheckpointError(f"{directory / FINISHED}{step:08d} is not seen by rank {comm.rank}")
+    parts = _Parts(folder, _checksums(folder, step))
+    return parts[comm.rank] if len(parts) == comm.size else reshare(parts, comm.rank, comm.size)
 
 
-def _read(folder: Path, comm: Comm) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        world_size, sums = int(manifest["world_size"]), list(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
-    if world_size != comm.size:
-        raise _WrongWorld(
-            f"{folder} was made by {world_size} ranks and this run has {comm.size}; start it with {world_size}"
-        )
-    path = folder / f"rank-{comm.rank}.pt"
-    try:
-        if _sha256(path).hex() != sums[comm.rank]:
+class _Parts(Sequence[dict[str, Any]]):
+    """What each rank gave, verified and read when it is asked for: one at a time, and no more than are needed."""
+
+    def __init__(self, folder: Path, sums: list[str]) -> None:
+        self.folder, self.sums = folder, sums
+
+    def __len__(self) -> int:
+        return len(self.sums)
+
+    def __getitem__(self, rank: Any) -> Any:
+        path = self.folder / _part(rank)
+        try:
+            intact = _sha256(path).hex() == self.sums[rank]
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error})") from error
+        if not intact:
             raise CheckpointError(f"{path} is damaged: its checksum is not the one in {MANIFEST}")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, IndexError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0]})") from error
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # as many kinds as there are ways to refuse a file
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(f"{path} cannot be read ({reason})") from error
 
 
-def _agree(comm: Comm, problem: str, what: str) -> None:
+def _checksums(folder: Path, step: int) -> list[str]:
+    """SHA-256 of every rank's part, from a manifest that makes sense in every field that is used."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is missing or damaged ({error})") from error
+    fields = manifest if isinstance(manifest, dict) else {}
+    numbers = [fields.get(name) for name in ("format", "step", "world_size")]
+    sums = fields.get("sha256")
+    if not isinstance(sums, list) or not sums or any(type(number) is not int for number in numbers):
+        raise CheckpointError(f"{path} is damaged: it lacks format, step, world_size or sha256")
+    if numbers[0] != FORMAT:
+        raise CheckpointError(f"{path} is of format {numbers[0]}, and this version of dgcopt reads format {FORMAT}")
+    if numbers[1:] != [step, len(sums)] or any(not isinstance(digest, str) for digest in sums):
+        raise CheckpointError(f"{path} is damaged: it contradicts itself, or the name of its folder")
+    return sums
+
+
+def _kept_in(value: Any, rank: int, size: int, where: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+    """What dgcopt keeps for the optimizers whose states are in `value`, and where it is; all of this rank's own."""
+    if isinstance(value, dict):
+        held = value.get(STATE_KEY)
+        if isinstance(held, dict) and {"rank", "world_size", "memory"} <= held.keys():
+            if (held["rank"], held["world_size"]) != (rank, size):
+                raise CheckpointError(
+                    f"{where} was given by rank {rank} of {size}, but is that of rank {held['rank']} of "
+                    f"{held['world_size']}: save each rank's own"
+                )
+            yield where, held
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        if key != STATE_KEY:
+            yield from _kept_in(item, rank, size, f"{where}[{key!r}]")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _checkpoints(directory: Path) -> dict[int, Path]:
+    """The folders of the finished checkpoints by step, newest first."""
+    found: dict[int, Path] = {}
+    for prefix in (REPLACED, FINISHED):  # the latter is newer where there are both
+        for path in directory.glob(prefix + "*") if directory.is_dir() else ():
+            if path.name[len(prefix) :].isdecimal():
+                found[int(path.name[len(prefix) :])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _part(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def _agree(comm: Comm, problem: str, what: str) -> Generator[Collective, Tensor, None]:
     """Go on only if no rank has a problem; otherwise raise on all, with the words of those who know them."""
-    ranks = comm.run(AllGather(comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint problems"))
+    ranks = yield AllGather(comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint problems")
     affected = ranks.flatten().nonzero().flatten().tolist()
     if problem:
         raise CheckpointError(f"rank {comm.rank}: {what}: {problem}")
     if affected:
         raise CheckpointError(f"rank {comm.rank}: {what}: rank(s) {affected} failed, and say why")
-
-
-def _steps(directory: Path) -> list[int]:
-    """Steps of the finished checkpoints, newest first."""
-    names = [path.name for path in directory.glob("step-*")] if directory.is_dir() else []
-    return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
 
 
 def _write(path: Path, state: dict[str, Any]) -> bytes:

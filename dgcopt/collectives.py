@@ -29,8 +29,12 @@ __all__ = [
 ]
 
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
-Group: TypeAlias = Literal["world", "node", "across"]
-"""`world`: all ranks. `node`: those of one machine. `across`: one of each machine, those of equal local rank."""
+Group: TypeAlias = Literal["world", "node", "across", "control"]
+"""`world`: all ranks. `node`: those of one machine. `across`: one of each machine, those of equal local rank.
+
+`control`: all ranks again, for small CPU tensors, matched apart from the other groups: ranks may start such a vote
+before, between or after the same collectives of `world`, each in its own place.
+"""
 
 OPS: tuple[str, ...] = ("average", "sum", "min", "max")
 
@@ -40,12 +44,13 @@ class Collective:
     """One collective of one rank: every rank of `group` must yield the same kind with an equal shape and dtype.
 
     `tensor` belongs to the collective until its result is there, and may be overwritten. `label` says to people
-    what it carries; all ranks must use the same one.
+    what it carries; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave.
     """
 
     tensor: Tensor
     group: Group = field(default="world", kw_only=True)
     label: str = field(default="", kw_only=True)
+    user: int | None = field(default=None, kw_only=True)
 
     @property
     def nbytes(self) -> int:

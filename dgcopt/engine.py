@@ -1,58 +1,65 @@
-"""Exchanges in flight: when they start, in which order they go on, when they are done, and what they cost.
+"""Exchanges in flight: when they start, in which order they go on, and when their results may be used.
 
 Buckets are launched in one fixed order on all ranks, each as soon as its gradients are ready and its predecessor was
-launched, and run to their first collective while backward goes on. `synchronize` then takes them round by round, in
-bucket order: round two of the first bucket is on its way while round one of the second is still awaited. No order
-depends on timing, because torch.distributed and MPI match collectives by order.
+launched, and run to their first collective while backward goes on. This is done in hope: before any result is used,
+`synchronize` takes a vote (`dgcopt.vote`). If some rank's gradients are not finite, what was sent is taken back, all
+memory stays what it was, and nobody takes the step. If some rank's gradients have changed since they were sent (one
+more backward pass, clipping, unscaling), it is taken back and sent anew. Otherwise the exchanges are taken round by
+round, in bucket order: round two of the first bucket is on its way while round one of the second is still awaited.
+No order depends on timing, because torch.distributed and MPI match collectives by order.
 
-The first step only watches. Its gradients say in which order they become ready and which are sparse; the ranks agree
-on rank 0's order, and buckets are laid out by it. The same happens when parameters are added, frozen or unfrozen.
+The first step sends nothing early. Its gradients say in which order they become ready and which are sparse; the ranks
+agree on rank 0's order, and buckets are laid out by it. The same happens when other parameters are trained.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Generator
+import zlib
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from .agreement import compare
 from .buckets import Bucket, Memory, build_buckets
 from .collectives import AllReduce, Broadcast, Collective, Exchange
-from .comm import Comm, Handle
+from .comm import Comm, Handle, lowered
 from .compressors import Compressor, Context
 from .compressors.sparse_rows import gather_rows
-from .errors import ConfigError
+from .divergence import OnDivergence, replicas
+from .errors import CommError, ConfigError, MismatchError
+from .telemetry import Telemetry
+from .vote import Ballot, Verdict, used_anywhere, vote
 
-__all__ = ["Engine", "Telemetry"]
+__all__ = ["Engine", "Settings"]
+
+log = logging.getLogger("dgcopt")
+
+Result = TypeVar("Result")
+
+MEGABYTE = 1024 * 1024
+
+LONGEST_PAUSE = 1024
+"""Steps without early launches after launches that proved too early again and again."""
 
 
 @dataclass
-class Telemetry:
-    """What was sent and how long it took, on this rank, added up over all steps.
+class Settings:
+    """How gradients are exchanged, alike on all ranks; see `DistributedOptimizer` for what each means."""
 
-    Attributes:
-        steps: exchanges of the whole model.
-        payload_bytes: bytes of this rank's messages.
-        sent_bytes: bytes that this rank put on the wire, by the bandwidth-optimal algorithm of each collective.
-        dense_bytes: what a ring allreduce of the same gradients in float32 would have put there.
-        compress_seconds: making messages. wait_seconds: waiting for other ranks. apply_seconds: reading messages.
-    """
-
-    steps: int = 0
-    payload_bytes: int = 0
-    sent_bytes: int = 0
-    dense_bytes: int = 0
-    compress_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    apply_seconds: float = 0.0
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes than dense float32; 1.0 before anything was sent."""
-        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+    op: str = "average"
+    backward_passes_per_step: int = 1
+    gradient_predivide_factor: float = 1.0
+    groups: dict[str, int] | None = None
+    sparse_as_dense: bool = False
+    bucket_mb: float = 25.0
+    first_bucket_mb: float = 1.0
+    check_replicas_every: int = 0
+    on_divergence: OnDivergence = "raise"
 
 
 @dataclass(eq=False)
@@ -72,7 +79,7 @@ class _Flight:
 class _Layout:
     """Which gradients travel how: dense ones in buckets, sparse ones each on its own."""
 
-    trained: list[int]
+    trained: list[Tensor]
     order: list[str]
     buckets: list[Bucket]
     sparse: list[tuple[str, Tensor]]
@@ -88,11 +95,14 @@ class Engine:
     """The exchanges of one optimizer's gradients on one rank.
 
     Args:
-        names: every parameter and its unique name, in an order that is the same on all ranks.
+        names: every parameter and its unique name, in an order that is the same on all ranks; may grow.
         compressor: how gradients travel.
         comm: the wire.
-        op: "average" or "sum" over ranks.
-        bucket_bytes, first_bucket_bytes: when a bucket is full.
+        settings: how they are exchanged.
+        describe: everything that must be equal on all ranks, a line each; compared whenever buckets are laid out.
+        replicated: what must be equal on all ranks, bit for bit, by parameter name.
+        local_update: replaces each gradient by the update that the optimizer makes of it; for compressors whose
+            source is the update.
     """
 
     def __init__(
@@ -100,30 +110,52 @@ class Engine:
         names: dict[Tensor, str],
         compressor: Compressor,
         comm: Comm,
-        op: Literal["average", "sum"],
-        bucket_bytes: int,
-        first_bucket_bytes: int,
+        settings: Settings,
+        describe: Callable[[], list[str]],
+        replicated: Callable[[], dict[str, list[Tensor]]],
+        local_update: Callable[[], None],
     ) -> None:
         self.names = names
         self.compressor = compressor
         self.comm = comm
-        self.op: Literal["average", "sum"] = op
-        self.bucket_bytes = bucket_bytes
-        self.first_bucket_bytes = first_bucket_bytes
+        self.settings = settings
         self.telemetry = Telemetry()
         self.step = 0
+        self.void = False
+        """Whether the step that was synchronised last must not be taken, on any rank."""
+        self.active = True
+        """Whether this rank still has data of its own."""
+        self.actives = comm.size
+        """How many ranks had data at the last step."""
+        self.divide_by_active = True
+        """Whether averages divide by the ranks that have data, or by all."""
+        self.early = True
+        """Whether buckets may be launched before the step."""
+        self.on_shadowed: Callable[[], None] | None = None
+        """Takes the step of a rank without data when other ranks have moved it on (simulated wire)."""
+        self._describe = describe
+        self._replicated = replicated
+        self._local_update = local_update
         self._layout: _Layout | None = None
+        self._outdated = False
         self._kept: Memory = {}
         self._kept_order: list[str] = []
-        self._begun = False
-        self._seen: dict[Tensor, None] = {}
-        self._filled: dict[Bucket, int] = {}
         self._contexts: dict[Bucket, Context] = {}
+        self._arrivals: dict[Tensor, int] = {}
+        self._expected: dict[Tensor, int] = {}
+        self._taken: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._sums: dict[Tensor, Tensor] = {}
+        self._filled: dict[Bucket, int] = {}
+        self._sparse: set[Tensor] = set()
+        self._stale = False
+        self._mistakes = 0
+        self._pause_until = 0
         self._launched = 0
         self._flights: list[_Flight] = []
         self._driver: Generator[Handle, Tensor, None] | None = None
         self._awaited: Handle | None = None
         self._finished_by_others = False
+        self._failure: Exception | None = None
         self._number = comm.attend(self._progress)
 
     # -- during backward ---------------------------------------------------------------------------------------------
@@ -131,27 +163,41 @@ class Engine:
     @property
     def in_flight(self) -> bool:
         """Whether gradients of a step have come in that `synchronize` has not finished."""
-        return bool(self._seen)
-
-    def is_in(self, param: Tensor) -> bool:
-        """Whether this step already has the parameter's gradient."""
-        return param in self._seen
+        return bool(self._arrivals)
 
     @torch.no_grad()
-    def ready(self, param: Tensor) -> None:
-        """Take in a gradient that is final for this step, and launch what can be launched."""
-        self._begin()
-        self._seen[param] = None
-        if self._layout is None:
+    def arrived(self, param: Tensor) -> None:
+        """Take note of a backward pass that has added to a gradient, and launch what is complete.
+
+        Raises RuntimeError if it is one pass more than the user said there would be.
+        """
+        if not self._arrivals:
+            if self._driver is not None:
+                self._progress()  # the end of a `join` that other ranks have left since
+            self._finished_by_others = False
+            self._outdated = self._layout is not None and not self._is_current(self._layout)
+        passes = self._arrivals[param] = self._arrivals.get(param, 0) + 1
+        said = self.settings.backward_passes_per_step
+        if passes > said > 1:
+            raise RuntimeError(
+                f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed {passes} times "
+                f"before step(), but backward_passes_per_step is {said}. Raise it (set_backward_passes_per_step), do "
+                f"all but the last pass inside no_sync(), or call step() after every {said} passes."
+            )
+        expected = max(said, self._expected.get(param, 1))
+        if passes > expected:
+            expected = self._expected[param] = passes
+        layout = self._layout
+        if layout is None or self._outdated or self._stale or not self.active or param not in layout.place:
             return
-        if param in self._layout.place:
-            bucket, place = self._layout.place[param]
-            bucket.fill(place, param.grad)
-            self._filled[bucket] = self._filled.get(bucket, 0) + 1
-        if self.compressor.whole_model:
+        if layout.place[param][0].index < self._launched:
+            self._stale = True
             return
+        if passes < expected or not self._may_launch():
+            return
+        self._take(param)
         try:
-            for bucket in self._layout.buckets[self._launched :]:
+            for bucket in layout.buckets[self._launched :]:
                 if self._filled.get(bucket, 0) < len(bucket.segments):
                     break
                 self._launch(bucket)
@@ -159,33 +205,74 @@ class Engine:
             self._abandon()
             raise
 
-    def _begin(self) -> None:
-        """At the first gradient of a step: notice that other parameters are trained than last time."""
-        if self._begun:
-            return
-        self._begun = True
-        if self._layout is not None and self._layout.trained != [id(param) for param in self._trained()]:
-            self._drop_layout()
+    def _may_launch(self) -> bool:
+        """Whether buckets may be launched before the step is called for."""
+        needs_all = self.compressor.whole_model or self.compressor.source == "update"
+        return self.early and not needs_all and self.step >= self._pause_until
+
+    def discard(self) -> None:
+        """Forget this step's gradients, which the user has set to zero; what was sent is taken back at the next."""
+        if self._launched:
+            self._stale = True
+            self._be_careful()
+        self._arrivals = {}
+
+    def _take(self, param: Tensor) -> None:
+        """Copy a gradient into its bucket, and see whether it is finite."""
+        assert self._layout is not None
+        bucket, place = self._layout.place[param]
+        if bucket not in self._filled:
+            bucket.keep_clear()
+        if param not in self._taken:
+            self._filled[bucket] = self._filled.get(bucket, 0) + 1
+        grad = param.grad
+        bucket.fill(place, grad)
+        self._taken[param] = (grad, 0 if grad is None else grad._version)
+        if grad is not None:
+            self._sums[param] = _sum(bucket.views[place])
+
+    def _has_changed(self, param: Tensor) -> bool:
+        """Whether a gradient is not the one any more that was taken into its bucket."""
+        grad, version = self._taken[param]
+        return param.grad is not grad or (grad is not None and grad._version != version)
+
+    def _be_careful(self) -> None:
+        """After a launch that proved too early: launch none for a while, the longer the more often it happens."""
+        self._mistakes += 1
+        self._pause_until = self.step + 1 + min(2**self._mistakes, LONGEST_PAUSE)
 
     def _trained(self) -> list[Tensor]:
         return [param for param in self.names if param.requires_grad and param.numel()]
+
+    def _is_current(self, layout: _Layout) -> bool:
+        trained = self._trained()
+        return len(trained) == len(layout.trained) and all(a is b for a, b in zip(trained, layout.trained, strict=True))
 
     # -- launching and advancing -------------------------------------------------------------------------------------
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
+        if self._scale != 1:
+            bucket.grad.mul_(self._scale)
         exchange = self.compressor.exchange(bucket.grad, self._context(bucket))
-        flight = _Flight(_lowered(exchange, self.comm), bucket.label, bucket)
+        flight = _Flight(lowered(exchange, self.comm), bucket.label, bucket)
         self._flights.append(flight)
         self._advance(flight, None)
+
+    @property
+    def _scale(self) -> float:
+        """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
+        partial = self.settings.op == "average" and self.divide_by_active and self.actives
+        return (self.comm.size / self.actives if partial else 1.0) / self.settings.gradient_predivide_factor
 
     def _context(self, bucket: Bucket) -> Context:
         context = self._contexts.get(bucket)
         if context is None:
+            op: Literal["average", "sum"] = "average" if self.settings.op == "average" else "sum"
             context = self._contexts[bucket] = Context(
-                self.comm.rank, self.comm.size, self.op, self.step, bucket.kind, bucket.segments, bucket.memory
+                self.comm.rank, self.comm.size, op, self.step, bucket.kind, bucket.segments, bucket.memory
             )
-        context.step = self.step
+        context.step, context.written = self.step, bucket.written
         return context
 
     @torch.no_grad()
@@ -203,35 +290,50 @@ class Engine:
                 ) from None
             self.telemetry.apply_seconds += time.perf_counter() - start
             return
-        collective.label = f"optimizer {self._number} {flight.label} round {flight.round}"
+        flight.handle = self._start(collective, f"{flight.label} round {flight.round}")
         flight.round += 1
-        flight.handle = self._start(collective)
         elapsed = time.perf_counter() - start
         if flight.round == 1:
             self.telemetry.compress_seconds += elapsed
         else:
             self.telemetry.apply_seconds += elapsed
 
-    def _start(self, collective: Collective) -> Handle:
+    def _start(self, collective: Collective, label: str) -> Handle:
         """The one place where collectives leave, and their bytes are counted."""
+        collective.label, collective.user = f"optimizer {self._number} {label}", self._number
         self.telemetry.payload_bytes += collective.nbytes
         self.telemetry.sent_bytes += collective.sent(self.comm.size_of(collective.group))
         return self.comm.start(collective)
 
+    def _through(self, exchange: Generator[Collective, Tensor, Result]) -> Generator[Handle, Tensor, Result]:
+        """A whole exchange of the engine's own, in its place in the order of the step."""
+        result: Tensor | None = None
+        generator = lowered(exchange, self.comm)
+        while True:
+            try:
+                collective = generator.send(result)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as stop:
+                return stop.value
+            result = yield self._start(collective, collective.label)
+
     # -- at the end of the step --------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Finish the exchange of every gradient; afterwards each `param.grad` is the averaged one.
+        """Finish the exchange of every gradient; afterwards each `param.grad` is the averaged one, or None.
 
-        Gradients that are missing count as zero. Raises what the wire raises, naming rank and bucket; the step is
-        lost then, memory included.
+        It is None where no rank has a gradient; one that is missing on some ranks counts as zero there. If `void` is
+        true afterwards, gradients are as they were and the step must not be taken. Raises what the wire raises,
+        naming rank and bucket; the step is lost then.
         """
         if self._finished_by_others:
             self._finished_by_others = False
             return
-        if self._driver is None:
-            self._driver, self._awaited = self._drive(), None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         try:
+            if self._driver is None:
+                self._driver, self._awaited = self._drive(), None
             while True:
                 start = time.perf_counter()
                 result = self.comm.wait(self._awaited) if self._awaited is not None else None
@@ -239,14 +341,39 @@ class Engine:
                 self._awaited = self._driver.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration:
             self._driver = None
+        except CommError as error:
+            on_their_way = self._on_their_way()
+            self._abandon()
+            raise type(error)(f"{error}{on_their_way}") from error
         except Exception:
             self._abandon()
             raise
 
+    def hold(self) -> None:
+        """From now on launch nothing before the step, because until then gradients are scaled."""
+        self.early = False
+        self._stale = self._stale or self._launched > 0  # scaling them back does not count as a change
+
+    def agree_on_overflow(self) -> bool:
+        """Whether gradients hold NaN or Inf on any rank, so that loss scaling can react alike; collective."""
+        driver, result = self._take_vote(final=False), None
+        try:
+            while True:
+                result = self.comm.wait(driver.send(result))  # type: ignore[arg-type]
+        except StopIteration as stop:
+            return bool(stop.value.void)
+
+    def serve(self, on_shadowed: Callable[[], None]) -> None:
+        """This rank has no more data: whenever another one waits for it, take part without (simulated wire)."""
+        self.active, self.on_shadowed = False, on_shadowed
+        self._progress()
+
     def _progress(self) -> None:
         """Go on as far as possible without waiting, once this step's gradients have come in."""
+        if self._failure is not None:
+            raise self._failure
         if self._driver is None:
-            if not self._seen:
+            if self._finished_by_others or (self.active and not self._arrivals):
                 return
             self._driver, self._awaited = self._drive(), None
         try:
@@ -255,63 +382,203 @@ class Engine:
                 self._awaited = self._driver.send(result)  # type: ignore[arg-type]
         except StopIteration:
             self._driver = None
-            self._finished_by_others = True
+            if self.active:
+                self._finished_by_others = True
+            elif self.actives and self.on_shadowed is not None:
+                self.on_shadowed()
+                self._progress()
+            else:
+                self.active, self.actives = True, self.comm.size
+        except Exception as error:  # it is this rank's own, for when it steps, unless another one cannot go on for it
+            self._failure = error
+            self._abandon()
+
+    def _on_their_way(self) -> str:
+        """For an error: which buckets were sent and not finished, of which parameters."""
+        waiting = [flight.label for flight in self._flights if flight.handle is not None]
+        unsent = [bucket.label for bucket in self._layout.buckets[self._launched :]] if self._layout else []
+        return "".join(
+            f" {what}: {', '.join(labels[:4])}{f' and {len(labels) - 4} more' if len(labels) > 4 else ''}."
+            for what, labels in (("On their way", waiting), ("Not sent yet", unsent))
+            if labels
+        )
 
     def _abandon(self) -> None:
         """Forget a step that failed, so that the error is the last word about it."""
         self._driver = None
+        for context in self._contexts.values():
+            context.roll_back()
         self._end_step()
 
     @torch.no_grad()
     def _drive(self) -> Generator[Handle, Tensor, None]:
         """Everything that is left of the step; yields handles to wait for, is sent their results."""
-        self._begin()
-        new = self._layout is None
-        if self._layout is None:
-            self._layout = yield from self._agree_on_layout()
+        self.void = False
+        verdict = yield from self._take_vote()
+        while not verdict.final:  # only a rank without data of its own is not asked for its preliminary vote
+            if verdict.void:
+                self._make_void(verdict.void)
+                return
+            verdict = yield from self._take_vote()
+        if not verdict.alike:
+            yield from self._through(compare(self._describe(), self.comm.rank, "parameters"))
+        self.actives, before = verdict.active, self.actives
+        again = verdict.stale or not verdict.prepared or self.actives != before
+        if again or verdict.void or not verdict.active:
+            yield from self._take_back(verdict)
+        if verdict.void or not verdict.active:
+            self._make_void(verdict.void)
+            return
+        if not verdict.prepared:
+            self._drop_layout()
+            self._layout = yield from self._lay_out()
         layout = self._layout
-        for bucket in layout.buckets[self._launched :]:
-            for place, segment in enumerate(bucket.segments):
-                if new or segment.param not in self._seen:
-                    bucket.fill(place, segment.param.grad)
-        if self.compressor.whole_model:
-            self.compressor.prepare([b.grad for b in layout.buckets], [self._context(b) for b in layout.buckets])
-        while self._launched < len(layout.buckets):
-            self._launch(layout.buckets[self._launched])
-        divisor = self.comm.size if self.op == "average" else 1
-        for name, param in layout.sparse:
-            grad = param.grad
-            if grad is None:
-                grad = torch.zeros_like(param).to_sparse(1)
-            elif not grad.is_sparse:
-                grad = grad.to_sparse(1)
-            flight = _Flight(gather_rows(grad, divisor), f"sparse gradient {name}", None, param)
-            self._flights.append(flight)
-            self._advance(flight, None)
-
+        assert layout is not None
+        used = None
+        if not verdict.complete:
+            used = yield from self._find_used(layout)
+        if self.compressor.source == "update":
+            self._local_update()
+        self._launch_rest(layout, used)
         while any(flight.handle is not None for flight in self._flights):
             for flight in self._flights:
                 if flight.handle is not None:
                     self._advance(flight, (yield flight.handle))
-        self._hand_out()
+        self._hand_out(used)
+        every = self.settings.check_replicas_every
+        if every and self.step % every == 0:
+            yield from self._through(replicas(self._replicated(), self.comm, self.step, self.settings.on_divergence))
 
-    def _hand_out(self) -> None:
+    def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
+        trained = self._trained()
+        if not self.settings.sparse_as_dense:
+            self._sparse |= {param for param in trained if param.grad is not None and param.grad.is_sparse}
+        prepared = self._layout is not None and self._is_current(self._layout)
+        if self._layout is not None and any(param in self._layout.place for param in self._sparse):
+            prepared = False  # an embedding that has got its first gradient
+        changed = [param for param in self._taken if self._has_changed(param)]
+        too_early = [p for p in changed if self._layout and self._layout.place[p][0].index < self._launched]
+        if final and too_early:
+            if not self._stale:  # not by one more backward pass, which is expected from now on
+                self._be_careful()
+            self._stale = True
+        ballot = Ballot(
+            active=self.active,
+            finite=self._is_finite(trained, set(changed)) if self.active else True,
+            stale=self._stale,
+            prepared=prepared,
+            complete=all(param.grad is not None for param in trained),
+            final=final,
+            step=self.step,
+            trained=zlib.crc32("\n".join(self.names[param] for param in trained).encode()),
+            launched=self._launched,
+        )
+        return (yield from self._through(vote(ballot, "vote")))
+
+    def _is_finite(self, trained: Iterable[Tensor], changed: set[Tensor]) -> bool:
+        """Whether no gradient holds NaN or Inf: a sum tells nearly always, and costs one pass."""
+        sums = [
+            self._sums[param] if param in self._sums and param not in changed else _sum(param.grad)
+            for param in trained
+            if param.grad is not None
+        ]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for each in sums:
+            by_device.setdefault(each.device, []).append(each.double())
+        if all(bool(torch.stack(group).isfinite().all()) for group in by_device.values()):
+            return True
+        for param in trained:  # finite numbers may have an infinite sum
+            if param.grad is not None and not torch.isfinite(_values(param.grad)).all():
+                log.warning(
+                    "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
+                    *(self.comm.rank, self.step, self.names[param]),
+                )
+                return False
+        return True
+
+    def _take_back(self, verdict: Verdict) -> Generator[Handle, Tensor, None]:
+        """Let collectives that were started run out, on all ranks the same ones, and undo what they meant."""
+        if verdict.launched and self._layout is None:
+            raise MismatchError(
+                f"rank {self.comm.rank} lost its buckets while other ranks have sent theirs: load state or change "
+                f"parameters on all ranks alike, between steps"
+            )
+        while self._launched < verdict.launched:
+            assert self._layout is not None
+            bucket = self._layout.buckets[self._launched]
+            bucket.keep_clear()
+            bucket.grad.zero_()
+            self._launch(bucket)
+        for flight in self._flights:
+            assert flight.handle is not None
+            yield flight.handle
+            flight.exchange.close()
+        if self._flights and not verdict.void:
+            self.telemetry.repeated += 1
+        for context in self._contexts.values():
+            context.roll_back()
+        self._flights, self._launched, self._stale = [], 0, False
+        self._taken, self._sums, self._filled = {}, {}, {}
+
+    def _make_void(self, ranks: list[int]) -> None:
+        """End a step that nobody takes."""
+        self.void = True
+        if ranks:
+            self.telemetry.skipped += 1
+            log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
+        self._end_step()
+
+    def _find_used(self, layout: _Layout) -> Generator[Handle, Tensor, dict[Tensor, bool]]:
+        """Which parameters have a gradient on any rank."""
+        here = [self.active and param.grad is not None for param in layout.trained]
+        there = yield from self._through(used_anywhere(here, "gradients that there are"))
+        return dict(zip(layout.trained, there.tolist(), strict=True))
+
+    def _launch_rest(self, layout: _Layout, used: dict[Tensor, bool] | None) -> None:
+        for bucket in layout.buckets[self._launched :]:
+            for place, segment in enumerate(bucket.segments):
+                if not self.active:
+                    bucket.fill(place, None)
+                elif segment.param not in self._taken or self._has_changed(segment.param):
+                    self._take(segment.param)
+        if self.compressor.whole_model:
+            self.compressor.prepare([b.grad for b in layout.buckets], [self._context(b) for b in layout.buckets])
+        while self._launched < len(layout.buckets):
+            self._launch(layout.buckets[self._launched])
+        divisor = self.comm.size if self.settings.op == "average" else 1
+        for name, param in layout.sparse:
+            if used is not None and not used[param]:
+                param.grad = None
+                continue
+            grad = param.grad if self.active else None
+            if grad is None:
+                grad = torch.zeros_like(param).to_sparse(1)
+            elif not grad.is_sparse:
+                grad = grad.to_sparse(1)
+            flight = _Flight(gather_rows(grad * self._scale, divisor), f"sparse gradient {name}", None, param)
+            self._flights.append(flight)
+            self._advance(flight, None)
+
+    def _hand_out(self, used: dict[Tensor, bool] | None) -> None:
         start = time.perf_counter()
-        elements = 0
+        elements, factor = 0, self.settings.gradient_predivide_factor
         for flight in self._flights:
             assert flight.result is not None
+            result = flight.result if factor == 1 else flight.result * factor
             if flight.bucket is None:
                 assert flight.param is not None
-                flight.param.grad = flight.result
+                flight.param.grad = result
                 elements += flight.param.numel()
                 continue
-            bucket, result = flight.bucket, flight.result
+            bucket = flight.bucket
             if result.shape != bucket.grad.shape:
                 raise ConfigError(
                     f"{type(self.compressor).__name__} returned shape {tuple(result.shape)} for the flat gradient of "
                     f"shape {tuple(bucket.grad.shape)} of {bucket.label}"
                 )
-            bucket.hand_out(result if result.dtype == bucket.grad.dtype else bucket.grad.copy_(result))
+            flags = None if used is None else [used[segment.param] for segment in bucket.segments]
+            self._contexts[bucket].settle(flags)
+            bucket.hand_out(result if result.dtype == bucket.grad.dtype else bucket.grad.copy_(result), flags)
             elements += sum(segment.numel for segment in bucket.segments)
         self.telemetry.apply_seconds += time.perf_counter() - start
         self.telemetry.steps += 1
@@ -320,32 +587,34 @@ class Engine:
         self._end_step()
 
     def _end_step(self) -> None:
-        self._flights, self._seen, self._filled, self._launched, self._begun = [], {}, {}, 0, False
+        self._flights, self._launched, self._stale, self._outdated = [], 0, False, False
+        self._arrivals, self._taken, self._sums, self._filled = {}, {}, {}, {}
 
     # -- which gradients travel together -----------------------------------------------------------------------------
 
-    def _agree_on_layout(self) -> Generator[Handle, Tensor, _Layout]:
-        """Lay out buckets by the order in which rank 0's gradients became ready."""
+    def _lay_out(self) -> Generator[Handle, Tensor, _Layout]:
+        """Compare parameters, and lay out buckets by the order in which rank 0's gradients became ready."""
+        yield from self._through(compare(self._describe(), self.comm.rank, "parameters"))
         trained = self._trained()
         names = [self.names[param] for param in trained]
-        wanted = self._kept_order or [self.names[p] for p in self._seen]
+        wanted = self._kept_order or [self.names[p] for p in self._arrivals]
         place = {name: i for i, name in enumerate(wanted)}
         last = len(place)
         # what rank 0 has not seen comes after what it has, the last parameter first, as backward would
         order = sorted(range(len(names)), key=lambda i: (place.get(names[i], last), -i))
-        agreed = Broadcast(torch.tensor(order, dtype=torch.int64), label=f"optimizer {self._number} order of gradients")
-        sparse = torch.tensor([p.grad is not None and p.grad.is_sparse for p in trained], dtype=torch.int32)
-        results = []
-        for collective in (
-            agreed,
-            AllReduce(sparse, op="max", label=f"optimizer {self._number} sparse gradients"),
-        ):
-            collective.tensor = self.comm.to_wire(collective.tensor)
-            results.append((yield self._start(collective)).tolist())
-        ordered = [(names[i], trained[i]) for i in results[0]]
-        is_sparse = {names[i] for i, flag in enumerate(results[1]) if flag}
+        sparse = [param in self._sparse for param in trained]
+        agreed = yield from self._through(_agree_on(order, sparse))
+        ordered = [(names[i], trained[i]) for i in agreed[0].tolist()]
+        is_sparse = {names[i] for i, flag in enumerate(agreed[1].tolist()) if flag}
+        self._sparse |= {param for param, name in zip(trained, names, strict=True) if name in is_sparse}
         dense = [(name, param) for name, param in ordered if name not in is_sparse]
-        buckets = build_buckets(dense, self.compressor.kind, self.bucket_bytes, self.first_bucket_bytes)
+        buckets = build_buckets(
+            dense,
+            self.compressor.kind,
+            int(self.settings.bucket_mb * MEGABYTE),
+            int(self.settings.first_bucket_mb * MEGABYTE),
+            self.settings.groups,
+        )
         for bucket in buckets:
             bucket.adopt(self._kept)
             for by_name in self._kept.values():
@@ -354,7 +623,7 @@ class Engine:
         self._contexts = {}
         self._kept_order = []
         sparse_ones = [(name, param) for name, param in ordered if name in is_sparse]
-        return _Layout([id(param) for param in trained], [name for name, _ in ordered], buckets, sparse_ones)
+        return _Layout(trained, [name for name, _ in ordered], buckets, sparse_ones)
 
     def _drop_layout(self) -> None:
         """Take the buckets apart; what was kept for their parameters waits for the next ones."""
@@ -380,7 +649,7 @@ class Engine:
 
         Raises ConfigError in the middle of a step, or for memory of a parameter that does not exist or fit.
         """
-        if self.in_flight:
+        if self._arrivals or self._flights:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         shapes = {name: param.shape for param, name in self.names.items()}
         for kind, by_name in memory.items():
@@ -407,12 +676,20 @@ class Engine:
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
-def _lowered(exchange: Exchange, comm: Comm) -> Exchange:
-    """The same exchange in collectives that the wire's library has."""
-    result: Tensor | None = None
-    while True:
-        try:
-            collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as stop:
-            return stop.value
-        result = (yield collective) if comm.supports(collective) else (yield from comm.emulate(collective))
+def _agree_on(order: list[int], sparse: list[bool]) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
+    """Rank 0's order, and which gradients are sparse on any rank."""
+    agreed = yield Broadcast(torch.tensor(order, dtype=torch.int64), group="control", label="order of gradients")
+    anywhere = yield AllReduce(
+        torch.tensor(sparse, dtype=torch.int32), op="max", group="control", label="sparse gradients"
+    )
+    return agreed, anywhere
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _sum(grad: Tensor) -> Tensor:
+    """NaN or Inf if any element is; in float32 at least, where half precision would overflow."""
+    values = grad._values() if grad.is_sparse else grad
+    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32))

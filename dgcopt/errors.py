@@ -5,6 +5,7 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DGCError",
+    "DivergenceError",
     "MismatchError",
     "PayloadError",
     "TimeoutExceeded",
@@ -29,6 +30,10 @@ class TimeoutExceeded(CommError):
 
 class MismatchError(DGCError, RuntimeError):
     """Ranks disagree on their parameters, settings or order of collectives."""
+
+
+class DivergenceError(DGCError, RuntimeError):
+    """Replicas that should be equal are not: says which parameter, on which ranks."""
 
 
 class PayloadError(DGCError, RuntimeError):

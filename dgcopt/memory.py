@@ -26,7 +26,7 @@ log = logging.getLogger("dgcopt")
 class ErrorFeedback:
     """v <- v + g: what is not sent now is sent later."""
 
-    def correct(self, grad: Tensor, u: Tensor | None, segments: Sequence[Segment]) -> Tensor:
+    def correct(self, grad: Tensor, u: tuple[Tensor, Tensor] | None, segments: Sequence[Segment]) -> Tensor:
         """What this step adds to v: the gradient itself."""
         return grad
 
@@ -67,31 +67,29 @@ class MomentumCorrection(ErrorFeedback):
         self.optimizer = optimizer
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
 
-    def correct(self, grad: Tensor, u: Tensor | None, segments: Sequence[Segment]) -> Tensor:
-        """Update u from the gradient and return what this step adds to v (u itself, or `grad` overwritten)."""
+    def correct(self, grad: Tensor, u: tuple[Tensor, Tensor] | None, segments: Sequence[Segment]) -> Tensor:
+        """Write the new u from the old one and return what this step adds to v (u itself, or `grad` overwritten)."""
         assert u is not None
+        old, new = u
         group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
         spans = list(_spans(segments, group_of))
         for start, stop, rule, members in spans:
             g, m = grad[start:stop], rule.momentum
-            if m == 0:
-                continue  # torch's SGD leaves its buffer alone, and applies the gradient itself
-            part = u[start:stop]
-            if rule.dampening:
-                fresh = [s for s in members if not self.optimizer.state[s.param].get("momentum_started")]
-                part.mul_(m).add_(g, alpha=1 - rule.dampening)
-                for segment in fresh:  # torch's SGD does not dampen the first gradient
-                    u[segment.start : segment.stop].copy_(grad[segment.start : segment.stop])
-                    self.optimizer.state[segment.param]["momentum_started"] = True
-            else:
-                part.mul_(m).add_(g)
+            if m == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
+                new[start:stop] = old[start:stop]
+                continue
+            part = torch.mul(old[start:stop], m, out=new[start:stop]).add_(g, alpha=1 - rule.dampening)
+            for segment in members if rule.dampening else ():
+                if not {"momentum_started", "momentum_buffer"} & self.optimizer.state[segment.param].keys():
+                    # torch's SGD does not dampen the first gradient
+                    new[segment.start : segment.stop] = grad[segment.start : segment.stop]
             if rule.nesterov:
                 g.add_(part, alpha=m)
         if all(rule.momentum and not rule.nesterov for _, _, rule, _ in spans):
-            return u
+            return new
         for start, stop, rule, _ in spans:
             if rule.momentum and not rule.nesterov:
-                grad[start:stop].copy_(u[start:stop])
+                grad[start:stop] = new[start:stop]
         return grad
 
     def before_step(self) -> None:
@@ -115,9 +113,13 @@ class MomentumCorrection(ErrorFeedback):
         """b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b)."""
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         for param in group["params"]:
+            if param.grad is None:
+                continue
             state = self.optimizer.state[param]
+            if state.pop("momentum_buffer", None) is not None or rule.dampening:  # u has taken it over
+                state["momentum_started"] = True
             b = state.get("decay_momentum")
-            if param.grad is None or (b is None and weight_decay == 0):
+            if b is None and weight_decay == 0:
                 continue
             if b is None:
                 b = state["decay_momentum"] = param.detach() * weight_decay
@@ -128,13 +130,9 @@ class MomentumCorrection(ErrorFeedback):
             else:
                 param.add_(b, alpha=-lr)
 
-    def inherited(self, param: Tensor) -> Tensor | None:
-        """SGD's own momentum buffer of a parameter, from steps before it was wrapped; it is u from now on."""
-        state = self.optimizer.state.get(param, {})
-        buffer = state.pop("momentum_buffer", None)
-        if buffer is not None:
-            state["momentum_started"] = True
-        return buffer
+    def inherited(self, segment: Segment) -> Tensor | None:
+        """SGD's own momentum buffer of a parameter, from steps before it was wrapped: what u starts from."""
+        return self.optimizer.state.get(segment.param, {}).get("momentum_buffer")
 
 
 def _spans(

@@ -2,107 +2,151 @@
 
 from __future__ import annotations
 
-import collections
 import copy
+import copyreg
 import functools
-import hashlib
-import itertools
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .collectives import AllGather, AllReduce
-from .comm import Comm, Handle, current_comm
-from .compressors import Compressor, NoCompression
-from .engine import Engine, Telemetry
-from .errors import ConfigError, MismatchError
+from .agreement import compare
+from .arguments import (
+    check_groups,
+    check_op,
+    check_passes,
+    check_trainable,
+    describe,
+    given_names,
+    number,
+    unique_names,
+)
+from .checkpoint import STATE_KEY
+from .collectives import AllReduce
+from .comm import Comm, current_comm
+from .compressors import Adasum, Compressor, NoCompression, accept
+from .divergence import OnDivergence
+from .engine import Engine, Settings
+from .errors import ConfigError
+from .telemetry import Telemetry
+from .version import __version__
 
 __all__ = ["DistributedOptimizer"]
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
-STATE_KEY = "dgcopt"
-"""Where `state_dict()` keeps what dgcopt adds."""
-
 
 def DistributedOptimizer(
     optimizer: AnyOptimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: Compressor | None = None,
+    compression: Compressor | Any = None,
     backward_passes_per_step: int = 1,
-    op: Literal["average", "sum"] = "average",
+    op: Any = "average",
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
     *,
     comm: Comm | None = None,
     bucket_mb: float = 25.0,
     first_bucket_mb: float = 1.0,
+    check_replicas_every: int = 0,
+    on_divergence: OnDivergence = "raise",
 ) -> AnyOptimizer:
     """Make `optimizer` average its gradients over all ranks, compressed, while backward still runs.
 
     The very object comes back: its class becomes a subclass of the one it had, so schedulers, GradScaler and other
-    references keep working. It gains `synchronize()`, `skip_synchronize()`, `no_sync()`,
-    `set_backward_passes_per_step()`, `telemetry`, `compressor` and `residual_norm()`. In a single process nothing is
-    hooked and nothing sent.
+    references keep working. It gains `synchronize()`, `skip_synchronize()`, `no_sync()`, `clip_grad_norm_()`,
+    `set_backward_passes_per_step()`, `rejoin()`, `telemetry`, `compressor` and `residual_norm()`. In a single process
+    nothing is hooked and nothing sent. The first ten arguments are those of `horovod.torch.DistributedOptimizer`.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
         named_parameters: `model.named_parameters()`, for errors and checkpoints that name parameters. None numbers
             them by group and position.
         compression: how gradients travel; None sends them as they are. The optimizer takes a copy of its own.
-        backward_passes_per_step: gradients of so many backward passes are added up before they are exchanged.
-        op: "average" or "sum" over ranks.
+            Horovod's `hvd.Compression.none` and `fp16` are accepted too.
+        backward_passes_per_step: gradients of so many backward passes are added up before they are exchanged. Left at
+            1, any number may come before `step()`; how many usually do is learned from the first steps. Above 1, more
+            are an error.
+        op: "average", "sum" or "adasum" over ranks, or Horovod's `Average`, `Sum`, `Adasum`. Adasum
+            (Maleki et al., 2020) combines the updates that the optimizer makes of the local gradients.
+        gradient_predivide_factor: divide by so much before the sum, and by the rest after it; with "average" only.
+        num_groups, groups: put parameters that are to travel together into one bucket, by number or by list.
+        sparse_as_dense: exchange sparse gradients (of embeddings) like dense ones.
+        process_set: exchange only among these ranks: a sequence, or Horovod's ProcessSet; outside, a step is local.
+            Every rank must say the same.
         comm: the wire; None is the one of `dgcopt.init()`.
         bucket_mb, first_bucket_mb: megabytes of gradient per bucket. Larger costs overlap, smaller costs messages.
+        check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
+        on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0.
 
-    Raises ConfigError for parameters that have no name, two with one name, or that cannot be trained, and for
-    settings out of range; MismatchError if ranks differ in parameters or settings.
+    Raises ConfigError (a ValueError) for parameters that have no name, two with one name, or that cannot be trained,
+    and for settings out of range; MismatchError if ranks differ in parameters or settings.
     """
-    if getattr(optimizer, "_engine", None) is not None:
+    if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
     for name, value in (("bucket_mb", bucket_mb), ("first_bucket_mb", first_bucket_mb)):
         if not value > 0:
             raise ConfigError(f"{name} must be positive, not {value!r}")
-    if op not in ("average", "sum"):
-        raise ConfigError(f'op must be "average" or "sum", not {op!r}')
-    if compression is not None and not isinstance(compression, Compressor):
-        raise ConfigError(f"compression must be a dgcopt.Compressor such as dgcopt.DGC(), not {compression!r}")
-    given = _given_names(named_parameters)
-    names = _unique_names(optimizer, given)
-    _check_trainable(names)
-    passes = _check_passes(backward_passes_per_step)
+    op = check_op(op)
+    if not gradient_predivide_factor > 0:
+        raise ConfigError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}")
+    if gradient_predivide_factor != 1 and op != "average":
+        raise ConfigError("gradient_predivide_factor not supported with op != Average")
+    if check_replicas_every < 0 or on_divergence not in ("raise", "resync"):
+        raise ConfigError(
+            f'check_replicas_every counts steps and on_divergence is "raise" or "resync", not '
+            f"{check_replicas_every!r} and {on_divergence!r}"
+        )
+    compressor = NoCompression() if compression is None else copy.deepcopy(accept(compression))
+    if op == "adasum":
+        compressor = Adasum.carrying(compressor)
+    given = given_names(named_parameters)
+    names = unique_names(optimizer, given)
+    check_trainable(names)
+    settings = Settings(
+        op,
+        check_passes(backward_passes_per_step),
+        float(gradient_predivide_factor),
+        check_groups(names, groups, num_groups),
+        bool(sparse_as_dense),
+        bucket_mb,
+        first_bucket_mb,
+        check_replicas_every,
+        on_divergence,
+    )
 
     comm = current_comm() if comm is None else comm
-    compressor = copy.deepcopy(compression) if compression is not None else NoCompression()
-    description = _describe(optimizer, names, compressor, passes, op, bucket_mb, first_bucket_mb)
-    optimizer.__class__ = _subclass(type(optimizer))  # type: ignore[assignment, arg-type]
+    if process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
+        comm = comm.among(process_set)
+    _wrap(optimizer, names, given or {}, compressor, settings, comm)
+    return optimizer
+
+
+def _wrap(
+    optimizer: Optimizer,
+    names: dict[Tensor, str],
+    given: dict[Tensor, str],
+    compressor: Compressor,
+    settings: Settings,
+    comm: Comm,
+) -> None:
+    base: Any = type(optimizer)
+    optimizer.__class__ = _subclass(base, comm.wire == "horovod")
     assert isinstance(optimizer, _Distributed)
-    optimizer.comm = comm
     optimizer.compressor = compressor
     optimizer._parameter_names = names
-    optimizer._given_names = given or {}
-    optimizer._passes = passes
-    optimizer._agreement = None
-    optimizer._forget_step()
-    if comm.size > 1:
-        compressor.attach(optimizer)
-        megabyte = 1024 * 1024
-        optimizer._engine = Engine(
-            names, compressor, comm, op, int(bucket_mb * megabyte), int(first_bucket_mb * megabyte)
-        )
-        optimizer._agreement = _Agreement(comm, description)
-        if not comm.constructs_in_turn:
-            optimizer._check_agreement()
-        optimizer._hook_parameters()
-        optimizer.register_step_pre_hook(_before_step)
-        optimizer.register_step_post_hook(_after_step)
-        optimizer.register_state_dict_post_hook(_save_state)
-        optimizer.register_load_state_dict_pre_hook(_load_state)
-    return optimizer
+    optimizer._given_names = given
+    optimizer._settings = settings
+    optimizer.register_state_dict_post_hook(_save_state)
+    optimizer.register_load_state_dict_pre_hook(_load_state)
+    optimizer._join(comm)
 
 
 class _Distributed(Optimizer):
@@ -113,15 +157,30 @@ class _Distributed(Optimizer):
     _engine: Engine | None = None
     _parameter_names: dict[Tensor, str]
     _given_names: dict[Tensor, str]
-    _agreement: _Agreement | None
-    _passes: int
-    _passes_left: dict[Tensor, int]
-    _hooked: set[Tensor]
+    _settings: Settings
+    _hooked: dict[Tensor, Any]
     _synchronizing = True
     _accumulating = False
     _synchronized = False
+    _expects_step = False
+    _warned = False
+    _is_void = False
+    _raw = False
+    _hidden: list[tuple[Tensor, Tensor | None]]
 
-    # -- exchanging --------------------------------------------------------------------------------------------------
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's own step, without any exchange.
+
+        `optimizer.step()` is not this one but that of the generated subclass; this is what lies directly above it,
+        where `hvd.broadcast_optimizer_state` looks for the raw step.
+        """
+        before, self._raw = self._raw, True
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            self._raw = before
 
     def synchronize(self) -> None:
         """Wait until every parameter's gradient is the average over ranks. `step()` does it by itself.
@@ -130,10 +189,9 @@ class _Distributed(Optimizer):
         before the next backward pass, it does nothing.
         """
         if self._engine is not None and not self._synchronized:
-            self._check_agreement()
             self._hook_parameters()
             self._engine.synchronize()
-            self._passes_left = {}
+            self._is_void = self._engine.void
             self._synchronized = True
 
     @contextmanager
@@ -154,29 +212,43 @@ class _Distributed(Optimizer):
         finally:
             self._accumulating = before
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Average the gradients and clip the norm of all of them together; the next `step()` takes them as they are.
+
+        As `torch.nn.utils.clip_grad_norm_`, on the same values on every rank; returns the norm before clipping. Under
+        AMP call `scaler.unscale_(optimizer)` first. Clipping of each rank's own gradient, before it is compressed, is
+        `dgcopt.DGC(clip=...)`.
+        """
+        self.synchronize()
+        self._expects_step = True
+        params = [param for group in self.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are added up before gradients are exchanged, from the next step on."""
-        self._passes = _check_passes(passes)
-        self._passes_left = {}
+        self._settings.backward_passes_per_step = check_passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`. Raises RuntimeError while gradients are on their way."""
-        if self._engine is not None and self._engine.in_flight:
-            raise RuntimeError(
-                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): gradients are on their way to other ranks. Call it before the backward "
-                "pass or after the step."
-            )
+        """As `torch.optim.Optimizer.zero_grad`. Gradients that are on their way are taken back, on all ranks."""
+        if self._engine is not None:
+            self._engine.discard()
+            self._synchronized = self._expects_step = self._is_void = False
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `torch.optim.Optimizer.add_param_group`; the new parameters are exchanged from the next step on."""
         super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        for place, param in enumerate(self.param_groups[-1]["params"]):
+            self._parameter_names[param] = self._given_names.get(param, number(group, place))
+        check_trainable(self._parameter_names)
         if self._engine is not None:
-            group = len(self.param_groups) - 1
-            for place, param in enumerate(self.param_groups[-1]["params"]):
-                self._parameter_names[param] = self._given_names.get(param, _number(group, place))
-            _check_trainable(self._parameter_names)
             self._hook_parameters()
 
     # -- looking -----------------------------------------------------------------------------------------------------
@@ -190,43 +262,219 @@ class _Distributed(Optimizer):
         """Euclidean norm of what this rank holds back; 0.0 for compressors that hold nothing back."""
         return self._engine.residual_norm() if self._engine is not None else 0.0
 
+    # -- joining a wire ----------------------------------------------------------------------------------------------
+
+    def rejoin(self, comm: Comm | None = None) -> None:
+        """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
+
+        Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
+        """
+        comm = current_comm() if comm is None else comm
+        engine, self._engine = self._engine, None
+        kept = (engine.memory(), engine.order(), engine.step) if engine is not None else ({}, [], 0)
+        self._join(comm)
+        self._restore(*kept)
+
+    def _join(self, comm: Comm) -> None:
+        self.comm = comm
+        self._hidden = []
+        self._synchronized = self._expects_step = self._is_void = False
+        if comm.size > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Start to exchange. In one process, only if there is something left to add that others have held back."""
+        assert self._engine is None
+        self._engine = Engine(
+            self._parameter_names,
+            self.compressor,
+            self.comm,
+            self._settings,
+            self._describe,
+            self._replicated,
+            self._local_update,
+        )
+        if not self.comm.constructs_in_turn:
+            self.comm.drive(compare(self._describe(), self.comm.rank, "parameters and settings"))
+        if not hasattr(self, "_hooked"):
+            self._hooked = {}
+            self.compressor.attach(self)
+            self.register_step_pre_hook(_before_step)
+            self.register_step_post_hook(_after_step)
+        self._hook_parameters()
+
+    def _describe(self) -> list[str]:
+        settings = vars(self._settings)
+        return describe(self, self._parameter_names, self.compressor, settings, __version__)
+
+    def _replicated(self) -> dict[str, list[Tensor]]:
+        """Parameters, and the state kept of them where it comes from averaged gradients."""
+        found = {}
+        for param, name in self._parameter_names.items():
+            state = self.state.get(param, {}) if self.compressor.source == "gradient" else {}
+            kept = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+            found[name] = [param, *kept]
+        return found
+
+    def _restore(self, memory: dict[str, dict[str, Tensor]], order: list[str], step: int) -> None:
+        if self._engine is None and any(memory.values()):
+            self._connect()
+        if self._engine is not None:
+            self._engine.restore(memory, order, step)
+
+    def _warn_of_slowdown(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() "
+                "context if you use optimizer.synchronize() in your code.",
+                stacklevel=5,
+            )
+
     # -- hooks -------------------------------------------------------------------------------------------------------
-
-    def _check_agreement(self) -> None:
-        """Compare parameters and settings over ranks, once."""
-        if self._agreement is not None:
-            self._agreement.check()
-            self._agreement = None
-
-    def _forget_step(self) -> None:
-        self._passes_left = {}
-        self._hooked = set()
-        self._synchronized = False
 
     def _hook_parameters(self) -> None:
         """Watch every parameter that is trained and not watched yet."""
         for param in self._parameter_names:
             if param.requires_grad and param not in self._hooked:
-                self._hooked.add(param)
-                param.register_post_accumulate_grad_hook(self._gradient_arrived)
+                self._hooked[param] = param.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _gradient_arrived(self, param: Tensor) -> None:
-        assert self._engine is not None
-        self._synchronized = False
+        engine = self._engine
+        if engine is None:  # the only rank that is left after `rejoin`
+            return
+        self._synchronized = self._expects_step = self._is_void = False
         if self._accumulating:
             return
-        left = self._passes_left.get(param, self._passes) - 1
-        if left < 0 or self._engine.is_in(param):
-            name = self._parameter_names[param]
-            raise RuntimeError(
-                f"rank {self.comm.rank}: the gradient of parameter {name!r} was computed {self._passes - left} times "
-                f"before step(), but backward_passes_per_step is {self._passes}. Raise it "
-                f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
-                f"each backward pass."
+        if not engine.in_flight and getattr(self, "_join_config", None) is not None:
+            torch.distributed.algorithms.Join.notify_join_context(self)  # type: ignore[arg-type]
+        engine.arrived(param)
+
+    def _hide_gradients(self) -> None:
+        """Leave the optimizer's own step nothing to do: it passes over parameters without a gradient."""
+        for param in self._parameter_names:
+            self._hidden.append((param, param.grad))
+            param.grad = None
+
+    def _show_gradients(self) -> None:
+        while self._hidden:
+            param, grad = self._hidden.pop()
+            param.grad = grad
+
+    # -- the update as what travels ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _local_update(self) -> None:
+        """Replace every gradient by what the optimizer would add to its parameter, and leave the parameters."""
+        held = [(param, param.detach().clone()) for param in self._parameter_names if param.grad is not None]
+        _Distributed.step(self)
+        for param, before in held:
+            update = param.detach() - before
+            param.copy_(before)
+            param.grad = update
+
+    def _take_update(self) -> None:
+        """Add the combined update to the parameters, in place of the optimizer's own step."""
+        for param in self._parameter_names:
+            if param.grad is not None:
+                param.data.add_(param.grad)
+        self._hide_gradients()
+
+    # -- automatic mixed precision -----------------------------------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `torch.amp.GradScaler.step` when it is about to look for Inf: the moment for all ranks to agree.
+
+        If any rank has found NaN or Inf, every rank's scaler finds it too, skips the step and lowers its scale.
+        """
+        if self._engine is None:
+            return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+        undecided = self._engine.in_flight and not self._synchronized
+        if undecided:
+            self._engine.hold()
+        if undecided and not self.comm.constructs_in_turn and self._engine.agree_on_overflow():
+            self._engine.discard()
+            self._is_void = self._synchronized = True
+            self._engine.telemetry.skipped += 1
+        if self._is_void:
+            for param in self._parameter_names:
+                if param.grad is not None:
+                    (param.grad._values() if param.grad.is_sparse else param.grad).view(-1)[:1] = torch.nan
+                    break
+        return False
+
+    # -- uneven data -------------------------------------------------------------------------------------------------
+
+    def _shadow(self) -> bool:
+        """Take one step with the ranks that still have data; False once there are none."""
+        assert self._engine is not None
+        self._engine.active = False
+        self._synchronized = False
+        self.synchronize()
+        if self._engine.actives:
+            self._step_without_data()
+        return bool(self._engine.actives)
+
+    def _step_without_data(self) -> None:
+        assert self._engine is not None
+        self._is_void = self._engine.void
+        with self.skip_synchronize():
+            self.step()
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """For `torch.distributed.algorithms.Join`: steps without data until every rank has run out of it."""
+        return _JoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For `torch.distributed.algorithms.Join`: where its own collectives live."""
+        return self.comm.to_wire(torch.zeros(1)).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For `torch.distributed.algorithms.Join`. Raises ConfigError where the wire is not torch.distributed."""
+        if not hasattr(self.comm, "process_group"):
+            raise ConfigError(
+                f"torch.distributed.algorithms.Join needs the wire torch, and this optimizer exchanges over "
+                f"{self.comm.wire}: use dgcopt.join(optimizer), which works on every wire"
             )
-        self._passes_left[param] = left
-        if left == 0:
-            self._engine.ready(param)
+        return self.comm.process_group
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, it is the bare optimizer again: a wire cannot be stored."""
+        return copyreg.__newobj__, (_bare_class(self),), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A distributed optimizer of copied parameters; all ranks must copy alike."""
+        base = _bare_class(self)
+        twin: Any = base.__new__(base)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        params = [param for group in twin.param_groups for param in group["params"]]
+        names = dict(zip(params, self._parameter_names.values(), strict=True))
+        _wrap(twin, names, dict(names), copy.deepcopy(self.compressor), copy.copy(self._settings), self.comm)
+        if self._engine is not None:
+            twin._restore(self._engine.memory(), self._engine.order(), self._engine.step)
+        return twin
+
+
+class _JoinHook:
+    """One optimizer's part in torch's Join; see `torch.distributed.algorithms.JoinHook`."""
+
+    def __init__(self, optimizer: _Distributed) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self.optimizer._shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        engine = self.optimizer._engine
+        if engine is not None:
+            engine.active, engine.actives = True, self.optimizer.comm.size
 
 
 def _before_step(
@@ -234,22 +482,18 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Average gradients, or let the closure do it; runs also where a scheduler kept the unwrapped `step`."""
     assert isinstance(optimizer, _Distributed)
+    if optimizer._raw:
+        return None
     has_self = bool(args) and args[0] is optimizer
     place = 1 if has_self else 0
     closure = args[place] if len(args) > place else kwargs.get("closure")
     if closure is None:
         if optimizer._synchronizing:
-            if optimizer._synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(): the gradients are averaged already and are not sent again. Step inside "
-                    "`with optimizer.skip_synchronize():` to say so.",
-                    stacklevel=3,
-                )
-            else:
-                optimizer.synchronize()
-        optimizer._synchronized = False
-        optimizer.compressor.before_step(optimizer)
+            if optimizer._synchronized and not optimizer._expects_step and not optimizer._is_void:
+                optimizer._warn_of_slowdown()
+            optimizer.synchronize()
+        optimizer._synchronized = optimizer._expects_step = False
+        _use_gradients(optimizer)
         return None
     averaged = functools.partial(_averaged_closure, optimizer, closure)
     if len(args) > place:
@@ -259,6 +503,9 @@ def _before_step(
 
 def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere."""
+    engine = optimizer._engine
+    if engine is not None and (engine.actives < optimizer.comm.size or optimizer.compressor.source == "update"):
+        raise ConfigError("step(closure) works neither with Adasum nor while ranks have run out of data: step() does")
     loss = closure()
     if optimizer._synchronizing:
         optimizer.synchronize()
@@ -267,170 +514,71 @@ def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> An
             value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
             mean = optimizer.comm.run(AllReduce(optimizer.comm.to_wire(value), op="average", label="loss"))
             loss = mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
-    optimizer.compressor.before_step(optimizer)
+    _use_gradients(optimizer)
     return loss
+
+
+def _use_gradients(optimizer: _Distributed) -> None:
+    """What stands between the exchange and the optimizer's own step."""
+    if optimizer._is_void:
+        optimizer._hide_gradients()
+    elif optimizer.compressor.source == "update":
+        optimizer._take_update()
+    else:
+        optimizer.compressor.before_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, _Distributed)
-    optimizer.compressor.after_step(optimizer)
+    if not optimizer._raw:
+        optimizer._show_gradients()
+        optimizer.compressor.after_step(optimizer)
 
 
 def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    assert isinstance(optimizer, _Distributed) and optimizer._engine is not None
+    assert isinstance(optimizer, _Distributed)
     engine = optimizer._engine
-    state_dict[STATE_KEY] = {
-        "rank": optimizer.comm.rank,
-        "world_size": optimizer.comm.size,
-        "step": engine.step,
-        "order": engine.order(),
-        "memory": engine.memory(),
-    }
+    if engine is not None:
+        state_dict[STATE_KEY] = {
+            "rank": optimizer.comm.rank,
+            "world_size": optimizer.comm.size,
+            "step": engine.step,
+            "order": engine.order(),
+            "memory": engine.memory(),
+        }
 
 
 def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    assert isinstance(optimizer, _Distributed) and optimizer._engine is not None
+    assert isinstance(optimizer, _Distributed)
     if STATE_KEY not in state_dict:
         return None
     state = state_dict[STATE_KEY]
     if (state["rank"], state["world_size"]) != (optimizer.comm.rank, optimizer.comm.size):
         raise ConfigError(
             f"this state belongs to rank {state['rank']} of {state['world_size']} and cannot be loaded on rank "
-            f"{optimizer.comm.rank} of {optimizer.comm.size}: each rank keeps what it has not sent yet. Load the "
-            f"state that this rank saved (dgcopt.checkpoint does), or delete state_dict[{STATE_KEY!r}] to do without."
+            f"{optimizer.comm.rank} of {optimizer.comm.size}: each rank keeps what it has not sent yet. "
+            f"dgcopt.checkpoint.load hands it out to any number of ranks; or delete state_dict[{STATE_KEY!r}] to do "
+            f"without."
         )
-    optimizer._engine.restore(state["memory"], state["order"], state["step"])
+    optimizer._restore(state["memory"], state["order"], state["step"])
     return {key: value for key, value in state_dict.items() if key != STATE_KEY}
 
 
 @functools.cache
-def _subclass(base: type[Optimizer]) -> type[Optimizer]:
-    """The class that a wrapped `base` gets: the same name, with the methods above."""
-    return type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": base.__module__})
+def _subclass(base: type[Optimizer], as_horovods: bool) -> type[Optimizer]:
+    """The class that a wrapped `base` gets: the same name, with the methods above.
+
+    `hvd.broadcast_optimizer_state` knows a distributed optimizer by the module of its class.
+    """
+
+    @functools.wraps(base.step)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return base.step(self, *args, **kwargs)
+
+    step.hooked = True  # type: ignore[attr-defined]  # the base's own step runs the hooks, and must do so once
+    module = "horovod.torch.optimizer" if as_horovods else base.__module__
+    return type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": module, "step": step})
 
 
-# -- names, settings, and whether all ranks have the same ------------------------------------------------------------
-
-
-def _number(group: int, place: int) -> str:
-    return f"group{group}.parameter{place}"
-
-
-def _given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:
-    """The user's names by parameter; those of parameters that the optimizer gets later are welcome."""
-    if named_parameters is None:
-        return None
-    given = list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
-        raise ConfigError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()"
-        )
-    counts = collections.Counter(name for name, _ in given)
-    duplicates = sorted(name for name, count in counts.items() if count > 1)
-    if duplicates:
-        raise ConfigError(
-            f"parameter names in named_parameters must be unique; found duplicates: {', '.join(duplicates)}. Prefix "
-            f"the names when you chain the parameters of several modules."
-        )
-    return {param: name for name, param in given}
-
-
-def _unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:
-    """Every parameter of the optimizer with its name, in the optimizer's order."""
-    own = [
-        (_number(group, place), param)
-        for group, settings in enumerate(optimizer.param_groups)
-        for place, param in enumerate(settings["params"])
-    ]
-    if given is None:
-        return {param: name for name, param in own}
-    unnamed = [(place, param) for place, param in own if param not in given]
-    if unnamed:
-        raise ConfigError(
-            f"named_parameters was specified, but {len(unnamed)} parameter(s) of the optimizer were not named: "
-            + ", ".join(f"{place} of shape {tuple(param.shape)}" for place, param in unnamed[:5])
-            + ". Pass the names of all parameters given to the optimizer, or none."
-        )
-    return {param: given[param] for _, param in own}
-
-
-def _check_trainable(names: dict[Tensor, str]) -> None:
-    for param, name in names.items():
-        if not param.is_floating_point():
-            raise ConfigError(
-                f"parameter {name!r} has dtype {str(param.dtype).removeprefix('torch.')}: only floating-point "
-                f"parameters can be averaged. Do not give it to the optimizer."
-            )
-        if param.numel() >= 2**31:
-            raise ConfigError(f"parameter {name!r} has {param.numel()} elements; at most 2^31 - 1 can be indexed")
-    if names and not any(param.requires_grad for param in names):
-        raise ConfigError("none of the optimizer's parameters requires a gradient: there is nothing to train")
-
-
-def _check_passes(passes: int) -> int:
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be a whole number of at least 1, not {passes!r}")
-    return passes
-
-
-def _describe(
-    optimizer: Optimizer,
-    names: dict[Tensor, str],
-    compressor: Compressor,
-    passes: int,
-    op: str,
-    bucket_mb: float,
-    first_bucket_mb: float,
-) -> list[str]:
-    """Everything that must be equal on all ranks, a line each."""
-    return [
-        f"optimizer: {type(optimizer).__name__}",
-        f"compression: {re.sub(' at 0x[0-9a-f]+', '', repr(compressor))}",
-        f"backward_passes_per_step: {passes}",
-        f"op: {op}",
-        f"bucket_mb: {bucket_mb}, first_bucket_mb: {first_bucket_mb}",
-        f"number of parameters: {len(names)}",
-        *(
-            f"parameter {name}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} strides "
-            f"{param.stride()}{'' if param.requires_grad else ', frozen'}"
-            for param, name in names.items()
-        ),
-    ]
-
-
-class _Agreement:
-    """Compares what must be equal on all ranks: a hash first, the words only if hashes differ."""
-
-    def __init__(self, comm: Comm, lines: list[str]) -> None:
-        self.comm = comm
-        self.lines = lines
-        digest = bytearray(hashlib.sha256("\n".join(lines).encode()).digest())
-        self._handle: Handle = comm.start(self._bytes(digest, "hash of parameters and settings"))
-
-    def _bytes(self, data: bytearray, label: str) -> AllGather:
-        return AllGather(self.comm.to_wire(torch.frombuffer(data, dtype=torch.uint8)), label=label)
-
-    def check(self) -> None:
-        """Raises MismatchError on every rank if any differs from rank 0, saying where first."""
-        hashes = self.comm.wait(self._handle).cpu()
-        others = [rank for rank in range(self.comm.size) if not torch.equal(hashes[rank], hashes[0])]
-        if not others:
-            return
-        if self.comm.constructs_in_turn:
-            raise MismatchError(f"rank(s) {others} have other parameters or settings than rank 0")
-        text = "\n".join(self.lines).encode()
-        lengths = self.comm.run(AllGather(self.comm.to_wire(torch.tensor([len(text)])), label="lengths")).flatten()
-        padded = bytearray(text.ljust(int(lengths.max()), b"\n"))
-        rows = self.comm.run(self._bytes(padded, "parameters and settings")).cpu()
-        told = [bytes(row.tolist()).decode(errors="replace").rstrip("\n").split("\n") for row in rows]
-        differences = []
-        for rank in others[:4]:
-            for here, there in itertools.zip_longest(told[0], told[rank], fillvalue="(nothing)"):
-                if here != there:
-                    differences.append(f"rank 0 has [{here}], rank {rank} has [{there}]")
-                    break
-        raise MismatchError(
-            f"ranks disagree, seen on rank {self.comm.rank}: {'; '.join(differences)}. Build the same model with the "
-            f"same settings on every rank."
-        )
+def _bare_class(optimizer: _Distributed) -> type[Optimizer]:
+    return type(optimizer).__mro__[2]

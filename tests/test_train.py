@@ -1,5 +1,6 @@
 """train.py from the outside: every launcher, refusals in one line, exact resumption."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from dgcopt.comm import LocalComm
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
@@ -144,7 +147,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, An
     settings += ["--train_data.split", "train", "--checkpoint_steps", "4"]
     settings += ["--scheduler_interval", "step", "--scheduler.T_max", "60"]
     settings += ["--compressor.warmup.ratios", "[0.1]", "--compressor.ratio", "0.05"]
-    return lambda output, *more: train(launch(2), output, *settings, *more, path=path)
+    return lambda output, *more, workers=2: train(launch(workers), output, *settings, *more, path=path)
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +198,105 @@ class TestExactResumption:
         assert evaluation == {key: result[key] for key in ("accuracy", "test_loss")}
         assert 0.2 < evaluation["accuracy"] < 1
 
+    def test_evaluate_with_other_workers(self, task: Callable[..., dict[str, Any]], straight: Path) -> None:
+        """The model is measured as it was: what was held back is not in it yet."""
+        result = json.loads((straight / "result.json").read_text())
+        evaluation = task(straight, "--evaluate", workers=1)
+        assert evaluation["accuracy"] == result["accuracy"]
+        assert evaluation["test_loss"] == pytest.approx(result["test_loss"], rel=1e-5)
+
     def test_a_fresh_run_does_not_mix_with_an_old_one(self, straight: Path) -> None:
         assert "--resume" in refusal(*SMALL, "--output", str(straight))
+
+
+# Says which samples were drawn: each worker adds a line per sample to a file of its own.
+COUNTED = """
+import os
+from dgcopt.tasks.digits import Digits
+
+
+class CountedDigits(Digits):
+    def __getitem__(self, index):
+        with open(os.path.join(os.path.dirname(__file__), f"drawn-{os.getpid()}"), "a") as file:
+            file.write(f"{index}\\n")
+        return super().__getitem__(index)
+"""
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A folder with what two workers have done in 18 of 22 steps, and their settings."""
+    path = tmp_path_factory.mktemp("begun")
+    (path / "counted.py").write_text(COUNTED)
+    settings = [*SMALL, *DGC, "--train_data", "counted.CountedDigits", "--train_data.split", "train"]
+    settings += ["--checkpoint_steps", "6", "--warmup_epochs", "1", "--optimizer.lr", "0.03"]
+    settings += ["--optimizer.nesterov", "false", "--optimizer.weight_decay", "0"]
+    settings += ["--scheduler", "torch.optim.lr_scheduler.StepLR", "--scheduler.step_size", "100"]
+    settings += ["--compressor.warmup.ratios", "[0.5, 0.25]", "--compressor.ratio", "0.1"]
+    train(launch(2), path / "run", *settings, path=path)
+    shutil.rmtree(path / "run/checkpoints/step-00000022")
+    for file in path.glob("drawn-*"):
+        file.unlink()
+    return path, settings
+
+
+class TestOtherWorkers:
+    """A run that goes on with more or fewer workers than it was begun with."""
+
+    def test_nothing_held_back_is_lost(
+        self, begun: tuple[Path, list[str]], parser: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A single worker goes on with what both held back, and their momentum, at its own lr."""
+        path, settings = begun
+        monkeypatch.syspath_prepend(path)
+        module = importlib.import_module("train")
+        objects = parser.instantiate(parser.parse_args([*settings, "--output", str(path / "run")]))
+        fields = [field.name for field in dataclasses.fields(module.Settings)]
+        trainer = module.Trainer(module.Settings(**{name: objects[name] for name in fields}), LocalComm())
+        assert trainer.restore() and trainer.step == 18
+        states = [torch.load(path / f"run/checkpoints/step-00000018/rank-{rank}.pt") for rank in range(2)]
+        assert all(state["seen"] == 18 * 64 and state["optimizer"]["param_groups"][0]["lr"] == 0.03 for state in states)
+        before = [state["optimizer"]["dgcopt"]["memory"] for state in states]
+        memory = trainer.optimizer.state_dict()["dgcopt"]["memory"]
+        assert memory["residual"] and memory.keys() == before[0].keys()
+        for kind, by_name in memory.items():
+            for name, tensor in by_name.items():
+                torch.testing.assert_close(tensor, before[0][kind][name] + before[1][kind][name])
+
+    @pytest.mark.parametrize("workers", [1, 4])
+    def test_resume(self, workers: int, begun: tuple[Path, list[str]], tmp_path: Path) -> None:
+        """No sample is seen twice or left out, lr and ratio follow, and the run goes on learning."""
+        path, settings = begun
+        shutil.copytree(path, tmp_path, dirs_exist_ok=True)
+        output = tmp_path / "run"
+        done = execute(launch(workers), *settings, "--epochs", "2", "--resume", "--output", str(output), path=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"step 18 was saved by 2 worker(s), and now there are {workers}" in done.stdout
+        per_step, left = 32 * workers, 1438 - 18 * 64
+        steps = [entry for entry in history(output) if "loss" in entry]
+        first, whole = left // per_step, 1438 // per_step
+        assert [entry["step"] for entry in steps] == list(range(1, 18 + first + whole + 1))
+        assert steps[-1]["epoch"] == 2 and steps[17 + first]["epoch"] <= 1 < steps[18 + first]["epoch"]
+
+        drawn = sorted(int(line) for path in tmp_path.glob("drawn-*") for line in path.read_text().split())
+        counts = [drawn.count(index) for index in range(1438)]
+        order = torch.randperm(1438, generator=torch.Generator().manual_seed(0))
+        again = torch.randperm(1438, generator=torch.Generator().manual_seed(1))
+        expected = torch.zeros(1438, dtype=torch.int64)
+        expected[order[18 * 64 : 18 * 64 + first * per_step]] += 1
+        expected[again[: whole * per_step]] += 1
+        assert counts == expected.tolist()
+
+        # lr has been warmed up by 18 of 22 steps, and goes on from there to the new number of workers'
+        at = min(1.0, 18 * 64 / (whole * per_step))
+        assert steps[17]["lr"] == pytest.approx(0.03 * (1 + 17 / 22))
+        assert steps[18]["lr"] == pytest.approx(0.03 * (1 + (workers - 1) * at))
+        assert steps[-1]["lr"] == pytest.approx(0.03 * workers)
+        assert steps[-1]["loss"] < steps[0]["loss"]
+        if workers > 1:  # a single worker sends nothing
+            sent = [entry["payload_bytes"] for entry in steps]
+            assert sent[16] == pytest.approx(sent[18], rel=0.02)
+            assert sent[18 + first] == pytest.approx(sent[17 + first] / 2, rel=0.1)
 
 
 class TestSettings:

@@ -1,6 +1,6 @@
 """The wires: one interface (`Comm`), carried out by torch.distributed, Horovod, MPI, one process, or a simulator."""
 
-from .base import DEADLINE, Comm, Finished, Handle
+from .base import DEADLINE, Comm, Finished, Handle, lowered
 from .launch import current_comm, init, shutdown
 from .local import LocalComm
 from .simulated import SimulatedComm, simulate, simulated_world
@@ -14,6 +14,7 @@ __all__ = [
     "SimulatedComm",
     "current_comm",
     "init",
+    "lowered",
     "shutdown",
     "simulate",
     "simulated_world",

@@ -7,8 +7,9 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, NoReturn
+from collections.abc import Callable, Generator, Iterable, Sequence
+from operator import index
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,23 @@ from ..collectives import (
     reduce_rows,
 )
 from ..errors import CommError, ConfigError, DGCError, TimeoutExceeded
+from .checksum import checked
 
-__all__ = ["DEADLINE", "Comm", "Finished", "Handle"]
+__all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "RankSet", "lowered"]
 
 DEADLINE = 300.0
 """Seconds that a rank waits for a collective before it gives up, unless told otherwise."""
+
+Channel: TypeAlias = tuple[int, ...] | Literal["control"]
+"""Within which collectives are matched: groups of the same ranks are one channel, except `control`."""
+
+Result = TypeVar("Result")
+
+
+class RankSet(Protocol):
+    """Whatever names its ranks, as Horovod's ProcessSet does."""
+
+    ranks: Iterable[int] | None
 
 
 class Handle(ABC):
@@ -66,10 +79,12 @@ class Comm(ABC):
     """One rank's end of a wire.
 
     Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
-    machine among `nodes`. Collectives of one group must be started in the same order on all its ranks.
+    machine among `nodes`. Collectives of one group must be started in the same order on all its ranks; those of group
+    "control" are in no order with any others. `checksums`, alike on all ranks, says whether messages are verified.
     """
 
     wire: ClassVar[str]
+    checksums: bool = False
     constructs_in_turn: ClassVar[bool] = False
     """True where ranks are built one after another in one process, so that none may wait in its constructor."""
 
@@ -82,12 +97,15 @@ class Comm(ABC):
         self.size = size
         self.deadline = deadline
         self._users: list[Callable[[], None]] = []
-        self._ranks: dict[Group, tuple[int, ...]] = {"world": tuple(range(size)), "node": (rank,), "across": (rank,)}
+        everyone = tuple(range(size))
+        self._ranks: dict[Group, tuple[int, ...]] = {
+            "world": everyone, "node": (rank,), "across": (rank,), "control": everyone
+        }  # fmt: skip
         self._set_nodes([0] * size)
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
-    def _set_nodes(self, node_of: list[int]) -> None:
+    def _set_nodes(self, node_of: Sequence[int]) -> None:
         """Derive the sub-groups of all ranks from the machine that each runs on."""
         members: dict[int, list[int]] = {}
         for rank, node in enumerate(node_of):
@@ -127,6 +145,41 @@ class Comm(ABC):
         """How many ranks share the group."""
         return len(self._ranks[group])
 
+    def _channel(self, group: Group) -> Channel:
+        """The group's key in the tables of a wire."""
+        return "control" if group == "control" else self._ranks[group]
+
+    def among(self, ranks: Iterable[int] | RankSet) -> Comm:
+        """A comm of some of this comm's ranks, renumbered from 0 in ascending order.
+
+        A rank outside, or alone in the set, gets a LocalComm. Every rank of this comm must call it with the same
+        `ranks`: whole numbers, or an object that has them as `.ranks`, such as Horovod's ProcessSet. The new comm has
+        this one's deadline and checksums. On torch and Horovod it counts as one node, and only a comm of all ranks
+        can be asked. Raises ConfigError for ranks that are none, twice there or out of range, CommError if the
+        library refuses the group.
+        """
+        from .local import LocalComm
+
+        asked: Any = getattr(ranks, "ranks", ranks)
+        try:
+            members = tuple(sorted(map(index, asked)))
+        except TypeError as error:
+            raise ConfigError(f"among() needs the ranks as whole numbers, not {asked!r} of {ranks!r}") from error
+        if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
+            raise ConfigError(
+                f"among() needs one or more of the ranks 0 to {self.size - 1}, each once, not {list(members)}"
+            )
+        try:
+            comm = (self._among(members, ranks) if len(members) > 1 else None) or LocalComm(self.deadline)
+        except DGCError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise CommError(
+                f"rank {self.rank}: {self.wire} could not make a group of rank(s) {list(members)}: {error}"
+            ) from error
+        comm.checksums = self.checksums
+        return comm
+
     # -- one collective ----------------------------------------------------------------------------------------------
 
     def start(self, collective: Collective) -> Handle:
@@ -144,8 +197,8 @@ class Comm(ABC):
         except DGCError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise CommError(
-                f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}"
+            raise self._error(
+                CommError, f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}"
             ) from error
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
@@ -169,26 +222,32 @@ class Comm(ABC):
             raise self._failed(handle.collective, error) from error
 
     def run(self, collective: Collective, deadline: float | None = None) -> Tensor:
-        """Start a collective and wait for it, going through `emulate` where the library lacks it."""
-        if self.supports(collective):
-            return self.wait(self.start(collective), deadline)
-        return self.drive(self.emulate(collective), deadline)
+        """Start a collective and wait for it, `lowered` where need be."""
+        return self.drive(_one(collective), deadline)
 
-    def drive(self, exchange: Exchange, deadline: float | None = None) -> Tensor:
+    def drive(self, exchange: Generator[Collective, Tensor, Result], deadline: float | None = None) -> Result:
         """Run a whole exchange, waiting at each of its collectives; returns what it returns."""
+        exchange = lowered(exchange, self)
         result: Tensor | None = None
         while True:
             try:
                 collective = exchange.send(result)  # type: ignore[arg-type]  # the first send starts a generator
             except StopIteration as stop:
                 return stop.value
-            result = self.run(collective, deadline)
+            result = self.wait(self.start(collective), deadline)
 
     # -- for the wires -----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         """Start a supported collective among two or more ranks."""
+
+    @abstractmethod
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
+        """This rank's comm among two or more `members`, for which `given` was given; None if it is not one of them.
+
+        Called on every rank of this comm, so that all can take part in making the group.
+        """
 
     def supports(self, collective: Collective) -> bool:
         """Whether the library has this collective for this dtype; if not, `emulate` says it in terms of others."""
@@ -232,17 +291,22 @@ class Comm(ABC):
         """Leave the wire; its handles are void."""
         self._users.clear()
 
-    def _late(self, collective: Collective, limit: float) -> TimeoutExceeded:
+    def _late(self, collective: Collective, limit: float) -> CommError:
         others = [r for r in self._ranks[collective.group] if r != self.rank]
-        return TimeoutExceeded(
+        return self._error(
+            TimeoutExceeded,
             f"rank {self.rank} waited {limit:g} s for {collective.describe()} over {self.wire}, which also needs "
             f"rank(s) {', '.join(map(str, others[:16]))}{' ...' if len(others) > 16 else ''}. Look for a rank that "
-            f"died, is slower, or took another path; dgcopt.init(deadline=...) gives it longer."
+            f"died, is slower, or took another path; dgcopt.init(deadline=...) gives it longer.",
         )
 
     def _failed(self, collective: Collective, error: Exception) -> CommError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return CommError(f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}")
+        return self._error(CommError, f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}")
+
+    def _error(self, kind: type[CommError], message: str) -> CommError:
+        """A failure of the library as an exception."""
+        return kind(message)
 
     def _check(self, collective: Collective, size: int) -> None:
         tensor, problem = collective.tensor, ""
@@ -268,3 +332,23 @@ class Comm(ABC):
 def alone(collective: Collective) -> Tensor:
     """The result of a collective in a group of one rank."""
     return collective.tensor.unsqueeze(0) if isinstance(collective, AllGather) else collective.tensor
+
+
+def _one(collective: Collective) -> Exchange:
+    return (yield collective)
+
+
+def lowered(exchange: Generator[Collective, Tensor, Result], comm: Comm) -> Generator[Collective, Tensor, Result]:
+    """The same exchange as a wire carries it: in collectives that its library has, verified if checksums are on."""
+    exchange = _emulated(exchange, comm)
+    return checked(exchange, comm.rank) if comm.checksums else exchange
+
+
+def _emulated(exchange: Generator[Collective, Tensor, Result], comm: Comm) -> Generator[Collective, Tensor, Result]:
+    result: Tensor | None = None
+    while True:
+        try:
+            collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as stop:
+            return stop.value
+        result = (yield collective) if comm.supports(collective) else (yield from comm.emulate(collective))

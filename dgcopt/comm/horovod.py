@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -18,8 +21,8 @@ from ..collectives import (
     ReduceScatter,
     SendRecv,
 )
-from ..errors import CommError
-from .base import DEADLINE, Comm, Handle
+from ..errors import CommError, ConfigError
+from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
 __all__ = ["HorovodComm"]
 
@@ -50,13 +53,19 @@ class _Pending(Handle):
 
 
 class HorovodComm(Comm):
-    """Horovod's world. Calls `hvd.init()` unless the script has. Raises CommError if Horovod cannot be used."""
+    """Horovod's world, or a registered `process_set` of it. Calls `hvd.init()` unless the script has.
+
+    What Horovod fails with is a HorovodInternalError too, so that `hvd.elastic.run` starts anew. Raises CommError if
+    Horovod cannot be used.
+    """
 
     wire = "horovod"
     _registered: ClassVar[dict[tuple[int, ...], Any]] = {}
-    """Process sets by their ranks; Horovod refuses to register the same ranks twice."""
+    """Process sets by their ranks in Horovod's world; Horovod refuses to register the same ranks twice."""
+    _open: ClassVar[set[tuple[tuple[int, ...], int]]] = set()
+    """The comms in use, by their ranks in Horovod's world and a number, as those of the same ranks share a set."""
 
-    def __init__(self, deadline: float = DEADLINE) -> None:
+    def __init__(self, deadline: float = DEADLINE, process_set: Any = None) -> None:
         try:
             import horovod.torch as hvd
         except ImportError as error:
@@ -73,25 +82,53 @@ class HorovodComm(Comm):
             except Exception as error:  # Horovod raises whatever its controller did
                 raise CommError(f"Horovod could not start: {error}") from error
             self._registered.clear()
-        super().__init__(hvd.rank(), hvd.size(), deadline)
-        self._unnamed: dict[tuple[int, ...], int] = {}
-        self._registered[tuple(range(hvd.size()))] = hvd.global_process_set
-        self._find_nodes()
-        self._make_groups()
+            self._open.clear()
+        where = hvd.global_process_set if process_set is None else process_set
+        super().__init__(where.rank(), where.size(), deadline)
+        self._unnamed: dict[Channel, int] = {}
+        self._sets: dict[tuple[int, ...], Any] = {self.ranks(): where}
+        self._in_world = tuple(range(hvd.size())) if process_set is None else tuple(process_set.ranks)
+        self._number = next(number for number in itertools.count() if (self._in_world, number) not in self._open)
+        self._open.add((self._in_world, self._number))
+        if process_set is None:
+            self._registered[self.ranks()] = where
+            self._find_nodes()
+            for members in self._subgroups:
+                self._sets[members] = self._register(members, list(members))
 
-    def _make_groups(self) -> None:
-        """Register a process set for every sub-group; all ranks register all, in the same order."""
-        for members in self._subgroups:
-            if members in self._registered:
-                continue
-            try:
-                self._registered[members] = self._hvd.add_process_set(list(members))
-            except Exception as error:
-                raise CommError(
-                    f"Horovod refused a process set of ranks {list(members)}, which share a machine or a local rank: "
-                    f"set HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init() and do not register the same ranks in the "
-                    f"script, or let dgcopt.init() start Horovod ({error})"
-                ) from error
+    def _register(self, members: tuple[int, ...], given: Any) -> Any:
+        """The process set of these ranks, registered unless it is; all ranks ask for all, in the same order."""
+        if getattr(given, "process_set_id", None) is not None:
+            self._registered[members] = given
+        known = self._registered.get(members)
+        if known is not None and known.process_set_id is not None:  # or the script has removed it since
+            return known
+        try:
+            self._registered[members] = self._hvd.add_process_set(given)
+        except Exception as error:
+            raise CommError(
+                f"Horovod refused a process set of ranks {list(members)}: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before "
+                f"hvd.init(), or let dgcopt.init() start Horovod. If the script has registered the same ranks itself, "
+                f"give that ProcessSet to among(); if dgcopt.init() wants them because they share a machine or a "
+                f"local rank, do not register them ({error})"
+            ) from error
+        return self._registered[members]
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
+        if self.size < self._hvd.size():
+            raise ConfigError(
+                f"Horovod registers a process set with all {self._hvd.size()} ranks taking part, and this comm has "
+                f"{self.size} of them: ask the comm of all ranks for ranks {[self._in_world[r] for r in members]}"
+            )
+        chosen = self._register(members, given if isinstance(given, self._hvd.ProcessSet) else list(members))
+        return HorovodComm(self.deadline, chosen) if self.rank in members else None
+
+    def close(self) -> None:
+        super().close()
+        self._open.discard((self._in_world, self._number))
+
+    def _error(self, kind: type[CommError], message: str) -> CommError:
+        return _elastic(kind)(message)  # type: ignore[arg-type]  # mypy finds that types cannot be hashed
 
     def supports(self, collective: Collective) -> bool:
         if isinstance(collective, AllReduce):
@@ -102,11 +139,12 @@ class HorovodComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         hvd, tensor = self._hvd, collective.tensor
-        where = self._registered[ranks]
-        name = f"dgcopt.{collective.label}"
-        if not collective.label:  # Horovod matches by name: number those of each group, whose ranks start them alike
-            self._unnamed[ranks] = self._unnamed.get(ranks, 0) + 1
-            name += f"{type(collective).__name__} {self._unnamed[ranks]} of ranks {ranks[0]}..{ranks[-1]}"
+        where, channel = self._sets[ranks], self._channel(collective.group)
+        # by these names Horovod matches, so those of two comms or channels with the same process set must differ
+        name = f"dgcopt.{self.size}.{self._number}.{'control.' if channel == 'control' else ''}{collective.label}"
+        if not collective.label:  # number those of each channel, whose ranks start them alike
+            self._unnamed[channel] = self._unnamed.get(channel, 0) + 1
+            name += f"{type(collective).__name__} {self._unnamed[channel]} of ranks {ranks[0]}..{ranks[-1]}"
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if isinstance(collective, AllReduce):
             op = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[collective.op]
@@ -126,8 +164,9 @@ class HorovodComm(Comm):
                 each = torch.full((len(ranks),), raw.numel() // len(ranks), dtype=torch.int32)
                 handle = hvd.alltoall_async(raw, splits=each, name=name, process_set=where)
             elif isinstance(collective, Broadcast):
-                # a process set's root is named by its global rank
-                handle = hvd.broadcast_async(raw, ranks[collective.root], name=name, process_set=where)
+                # a process set's root is named by its rank in the world
+                root = self._in_world[ranks[collective.root]]
+                handle = hvd.broadcast_async(raw, root, name=name, process_set=where)
             elif isinstance(collective, SendRecv):
                 splits = torch.zeros(len(ranks), dtype=torch.int32)
                 if collective.to is not None:
@@ -151,3 +190,11 @@ class _Unchanged(_Pending):
     def result(self) -> Tensor:
         super().result()
         return self.collective.tensor
+
+
+@functools.cache
+def _elastic(kind: type[CommError]) -> type[CommError]:
+    """The same exception that is also Horovod's own, which `hvd.elastic.run` catches."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    return type(kind.__name__, (kind, HorovodInternalError), {"__module__": kind.__module__})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ..collectives import Collective
-from .base import DEADLINE, Comm, Handle
+from .base import DEADLINE, Comm, Handle, RankSet
 
 __all__ = ["LocalComm"]
 
@@ -18,3 +20,6 @@ class LocalComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         raise AssertionError("a single rank starts nothing")  # Comm.start answers groups of one by itself
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm:
+        raise AssertionError("a single rank has no two members")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from ..collectives import (
     SendRecv,
 )
 from ..errors import CommError
-from .base import DEADLINE, Comm, Handle
+from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
 __all__ = ["MPIComm"]
 
@@ -82,7 +83,7 @@ class MPIComm(Comm):
         world = (communicator if communicator is not None else MPI.COMM_WORLD).Dup()
         super().__init__(world.Get_rank(), world.Get_size(), deadline)
         self._in_flight: set[_Requests] = set()
-        self._communicators = {self.ranks(): world}
+        self._communicators: dict[Channel, Any] = {self.ranks(): world, "control": world.Dup()}
         self._find_nodes()
         for group in ("node", "across"):
             members = self.ranks(group)
@@ -97,7 +98,7 @@ class MPIComm(Comm):
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         for handle in list(self._in_flight):
             handle.done()  # MPI moves long messages only while it is called
-        comm, mpi, size = self._communicators[ranks], self._mpi, len(ranks)
+        comm, mpi, size = self._communicators[self._channel(collective.group)], self._mpi, len(ranks)
         tensor = collective.tensor
         if tensor.device.type != "cpu":
             tensor = tensor.cpu()
@@ -134,6 +135,15 @@ class MPIComm(Comm):
         handle = _Requests(self, collective, requests, output, divide_by)
         self._in_flight.add(handle)
         return handle
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
+        color = 0 if self.rank in members else self._mpi.UNDEFINED
+        part = self._communicators[self.ranks()].Split(color, key=self.rank)
+        if part == self._mpi.COMM_NULL:
+            return None
+        comm = MPIComm(part, self.deadline)
+        part.Free()  # the comm has its own duplicates
+        return comm
 
     def abort(self, code: int = 1) -> NoReturn:
         """End the whole job: leaving Python alone would wait in MPI_Finalize for ranks that wait for this one."""

@@ -10,7 +10,7 @@ another that has not come yet, the other's exchanges are moved on; if that does 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..collectives import (
     reduce_rows,
 )
 from ..errors import CommError, ConfigError, MismatchError
-from .base import DEADLINE, Comm, Handle
+from .base import DEADLINE, Channel, Comm, Handle, RankSet, lowered
 
 __all__ = ["SimulatedComm", "simulate", "simulated_world"]
 
@@ -63,6 +63,9 @@ class _Meeting(Handle):
         else:
             self.shared = torch.stack(tensors)
 
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.parts]
+
     def done(self) -> bool:
         return self.shared is not None
 
@@ -76,7 +79,7 @@ class _Meeting(Handle):
         if isinstance(mine, AllToAll):
             return self.shared[:, place].clone()
         if isinstance(mine, ReduceScatter):
-            return self.shared.view(size, -1, *self.shared.shape[1:])[place].clone()
+            return self.shared.view(size, self.shared.shape[0] // size, *self.shared.shape[1:])[place].clone()
         if isinstance(mine, SendRecv):
             if mine.source is None:
                 return mine.tensor
@@ -106,48 +109,59 @@ class _Seat(Handle):
 
 
 class _World:
-    """The meetings of all groups, in their order."""
+    """The meetings of all groups, in their order, and the worlds made of some of its ranks."""
 
-    def __init__(self, size: int) -> None:
-        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self.turn: dict[tuple[tuple[int, ...], int], int] = {}
-        self.users: list[list[Callable[[], None]]] = [[] for _ in range(size)]
+    def __init__(self, node_of: Sequence[int]) -> None:
+        self.node_of = node_of
+        self.meetings: dict[tuple[Channel, int], _Meeting] = {}
+        self.turn: dict[tuple[Channel, int], int] = {}
+        self.started = 0
+        self.users: list[list[Callable[[], None]]] = [[] for _ in node_of]
+        self.subsets: dict[tuple[int, ...], list[SimulatedComm]] = {}
 
-    def start(self, rank: int, ranks: tuple[int, ...], collective: Collective) -> _Seat:
-        turn = self.turn.get((ranks, rank), 0)
-        self.turn[ranks, rank] = turn + 1
-        meeting = self.meetings.setdefault((ranks, turn), _Meeting(ranks))
+    def start(self, rank: int, channel: Channel, ranks: tuple[int, ...], collective: Collective) -> _Seat:
+        turn = self.turn.get((channel, rank), 0)
+        self.turn[channel, rank] = turn + 1
+        self.started += 1
+        meeting = self.meetings.setdefault((channel, turn), _Meeting(ranks))
         meeting.bring(rank, collective)
         if meeting.done():
-            del self.meetings[ranks, turn]
+            del self.meetings[channel, turn]
         return _Seat(meeting, rank, collective)
 
 
 class SimulatedComm(Comm):
-    """One rank of a simulated world; made by `simulated_world`."""
+    """One rank of a simulated world; made by `simulated_world`, or by `among` from one that was."""
 
     wire = "simulated"
     constructs_in_turn = True
 
-    def __init__(self, world: _World, rank: int, node_of: list[int]) -> None:
-        super().__init__(rank, len(node_of), DEADLINE)
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__(rank, len(world.node_of), DEADLINE)
         self._world = world
-        self._set_nodes(node_of)
+        self._set_nodes(world.node_of)
         world.users[rank] = self._users
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
-        return self._world.start(self.rank, ranks, collective)
+        return self._world.start(self.rank, self._channel(collective.group), ranks, collective)
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
+        if self.rank not in members:
+            return None
+        if members not in self._world.subsets:  # the first who asks makes it for all, or they would never meet
+            self._world.subsets[members] = _comms([self._world.node_of[rank] for rank in members])
+        return self._world.subsets[members][members.index(self.rank)]
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        """Wait by moving the missing ranks' exchanges on. Raises CommError if they cannot get there."""
+        """Wait by moving the missing ranks' exchanges on.
+
+        Raises what their own code raises, as it is, and CommError if they cannot get there.
+        """
         while not handle.done():
             assert isinstance(handle, _Seat)
-            meeting = handle.meeting
-            missing = [r for r in meeting.ranks if r not in meeting.parts]
-            for rank in missing:
-                for progress in self._world.users[rank]:
-                    progress()
-            if not handle.done() and missing == [r for r in meeting.ranks if r not in meeting.parts]:
+            missing, user = handle.meeting.missing(), handle.collective.user
+            # those that are missed may themselves wait for one that has come here, but is behind elsewhere
+            if not self._move(missing, user) and not self._move((r for r in range(self.size) if r != self.rank), user):
                 raise CommError(
                     f"rank {self.rank} waits for {handle.collective.describe()}, which rank(s) "
                     f"{', '.join(map(str, missing))} did not start: in a simulated world every rank must finish its "
@@ -155,14 +169,38 @@ class SimulatedComm(Comm):
                 )
         return handle.result()
 
+    def nudge(self) -> None:
+        """Move all ranks' exchanges on as far as they get without any rank waiting."""
+        while self._move(range(self.size), None):
+            pass
 
-def simulated_world(size: int, nodes: int = 1) -> list[SimulatedComm]:
-    """`size` ranks spread evenly over `nodes` machines, rank 0 first. Raises ConfigError if they do not divide."""
+    def _move(self, ranks: Iterable[int], user: int | None) -> bool:
+        """Move the exchanges of these ranks on, those of one user or of all; returns whether any got further."""
+        before = self._world.started
+        for rank in ranks:
+            for number, progress in enumerate(self._world.users[rank]):
+                if user is None or number == user:
+                    progress()
+        return self._world.started > before
+
+
+def simulated_world(size: int, nodes: int = 1, checksums: bool = False) -> list[SimulatedComm]:
+    """`size` ranks spread evenly over `nodes` machines, rank 0 first, with `checksums` as in `dgcopt.init`.
+
+    Raises ConfigError if the ranks do not divide.
+    """
     if size < 1 or nodes < 1 or size % nodes:
         raise ConfigError(f"{size} ranks cannot be spread evenly over {nodes} nodes")
-    world = _World(size)
-    node_of = [rank // (size // nodes) for rank in range(size)]
-    return [SimulatedComm(world, rank, node_of) for rank in range(size)]
+    comms = _comms([rank // (size // nodes) for rank in range(size)])
+    for comm in comms:
+        comm.checksums = checksums
+    return comms
+
+
+def _comms(node_of: Sequence[int]) -> list[SimulatedComm]:
+    """All ranks of a new world, one for each machine number."""
+    world = _World(node_of)
+    return [SimulatedComm(world, rank) for rank in range(len(node_of))]
 
 
 def simulate(exchanges: Sequence[Exchange], comms: Sequence[SimulatedComm] | None = None) -> list[Tensor]:
@@ -171,6 +209,7 @@ def simulate(exchanges: Sequence[Exchange], comms: Sequence[SimulatedComm] | Non
     Raises MismatchError if the ranks do not yield the same collectives.
     """
     comms = simulated_world(len(exchanges)) if comms is None else comms
+    exchanges = [lowered(exchange, comm) for comm, exchange in zip(comms, exchanges, strict=True)]
     results: list[Tensor | None] = [None] * len(exchanges)
     sent: list[Tensor | None] = [None] * len(exchanges)
     active = list(range(len(exchanges)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
@@ -25,8 +26,8 @@ from ..collectives import (
     ReduceScatter,
     SendRecv,
 )
-from ..errors import CommError
-from .base import DEADLINE, Comm, Handle
+from ..errors import CommError, ConfigError
+from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
 __all__ = ["TorchComm"]
 
@@ -61,10 +62,11 @@ class _Work(Handle):
 
 
 class TorchComm(Comm):
-    """torch.distributed over its default process group, or one given as `process_group`.
+    """torch.distributed over its default process group, or another of all ranks given as `process_group`.
 
-    If the script has not called `init_process_group`, `init_method` must say where the ranks meet ("env://" under
-    torchrun). Raises CommError if they do not all come before `deadline`.
+    One of fewer ranks needs a second, of Gloo, as `control`: `among` makes both. If the script has not called
+    `init_process_group`, `init_method` must say where the ranks meet ("env://" under torchrun), and `close` ends what
+    was started here. Raises CommError if the ranks do not all come before `deadline`.
     """
 
     wire = "torch"
@@ -73,12 +75,14 @@ class TorchComm(Comm):
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
+        control: dist.ProcessGroup | None = None,
         init_method: str = "env://",
         rank: int = -1,
         size: int = -1,
         deadline: float = DEADLINE,
     ) -> None:
-        if not dist.is_initialized():
+        self._owner = not dist.is_initialized()
+        if self._owner:
             place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             place = place if init_method == "env://" else init_method
             if torch.cuda.is_available():
@@ -102,18 +106,48 @@ class TorchComm(Comm):
             atexit.register(self.close)  # Gloo's threads must be gone before the interpreter is
         self._world = process_group
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {self.ranks(): self._world}
+        self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
         self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
+        if control is not None:
+            self._groups["control"] = control
+            return
+        if self.size < dist.get_world_size():
+            raise ConfigError(
+                f"TorchComm(process_group=...) has {self.size} of {dist.get_world_size()} ranks: make it with "
+                f"dgcopt.init().among(ranks), called on all ranks, which torch needs to make a second group of them"
+            )
         self._find_nodes()
         self._make_groups()
 
     def _make_groups(self) -> None:
         """Make a process group of every sub-group; every rank has to take part in making each."""
+        self._groups["control"] = self._new_group(self.ranks(), "gloo")
         for members in self._subgroups:
-            everywhere = [self._global(rank) for rank in members]
-            made = dist.new_group(everywhere, timeout=timedelta(seconds=self.deadline))
+            made = self._new_group(members)
             if self.rank in members:
                 self._groups[members] = made
+
+    def _new_group(self, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+        everywhere = [self._global(rank) for rank in members]
+        return dist.new_group(everywhere, timeout=timedelta(seconds=self.deadline), backend=backend)
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
+        if self.size < dist.get_world_size():
+            raise ConfigError(
+                f"torch makes a group with all {dist.get_world_size()} ranks taking part, and this comm has "
+                f"{self.size} of them: ask the comm of all ranks for ranks {[self._global(r) for r in members]}"
+            )
+        group, control = self._new_group(members), self._new_group(members, "gloo")
+        if self.rank not in members:
+            return None
+        return TorchComm(group, control=control, deadline=self.deadline)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's own name for these ranks."""
+        group = self._world if self._world is not None else dist.group.WORLD
+        assert group is not None
+        return group
 
     def to_wire(self, tensor: Tensor) -> Tensor:
         return tensor.cuda() if self._gpu_only else tensor
@@ -122,7 +156,7 @@ class TorchComm(Comm):
         return not (isinstance(collective, ReduceScatter) and collective.tensor.device.type == "cpu")
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
-        group, tensor, size = self._groups[ranks], collective.tensor, len(ranks)
+        group, tensor, size = self._groups[self._channel(collective.group)], collective.tensor, len(ranks)
         divide_by = size if getattr(collective, "op", None) == "average" else 1
         output = tensor
         works: list[dist.Work | None]
@@ -174,8 +208,9 @@ class TorchComm(Comm):
 
     def close(self) -> None:
         super().close()
-        with contextlib.suppress(RuntimeError, AssertionError):
-            dist.destroy_process_group()
+        if self._owner:
+            with contextlib.suppress(RuntimeError, AssertionError):
+                dist.destroy_process_group()
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:

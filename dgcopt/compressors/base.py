@@ -8,7 +8,7 @@ A new compressor is a subclass with either
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -33,8 +33,10 @@ class Context:
         kind: what `Compressor.kind` said of the bucket's parameters.
         segments: which span of the flat gradient belongs to which parameter.
         memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
-            through checkpoints and new buckets. What was held back is called "residual".
+            through checkpoints and new buckets, as the last step left them. Change them through `remember` or
+            `advance`, whose result replaces them once the whole step has succeeded on every rank.
         scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
+        written: whether anyone wrote to the tensor that the last exchange returned.
     """
 
     rank: int
@@ -45,6 +47,9 @@ class Context:
     segments: Sequence[Segment]
     memory: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
+    written: bool = False
+    _next: dict[str, Tensor] = field(default_factory=dict)
+    _spare: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def divisor(self) -> int:
@@ -52,11 +57,48 @@ class Context:
         return self.size if self.op == "average" else 1
 
     def remember(self, kind: str, like: Tensor) -> Tensor:
-        """The memory called `kind`, zero at first; float32 where the gradient is of half precision."""
+        """The memory called `kind`, to be changed in place; zero at first, float32 where `like` is of half precision.
+
+        What was held back is called "residual".
+        """
+        if kind in self._next:
+            return self._next[kind]
+        old, new = self.advance(kind, like)
+        return new.copy_(old)
+
+    def advance(
+        self, kind: str, like: Tensor, start: Callable[[Segment], Tensor | None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`remember` without its copy: the memory as it is, and as it will be, yet to be written, all of it.
+
+        `start` gives what a parameter's memory begins with, where that is not zero.
+        """
         if kind not in self.memory:
             half = like.dtype in (torch.float16, torch.bfloat16)
             self.memory[kind] = torch.zeros_like(like, dtype=torch.float32 if half else like.dtype)
-        return self.memory[kind]
+            for segment in self.segments:
+                value = None if start is None else start(segment)
+                if value is not None:
+                    segment.view(self.memory[kind]).copy_(value)
+        if kind not in self._next:
+            spare = self._spare.pop(kind, None)
+            self._next[kind] = torch.zeros_like(self.memory[kind]) if spare is None else spare
+        return self.memory[kind], self._next[kind]
+
+    def settle(self, used: Sequence[bool] | None = None) -> None:
+        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
+        for kind, new in self._next.items():
+            old = self.memory[kind]
+            for segment, was_used in zip(self.segments, used or (), strict=used is not None):
+                if not was_used:
+                    new[segment.start : segment.stop] = old[segment.start : segment.stop]
+            self.memory[kind], self._spare[kind] = new, old
+        self._next = {}
+
+    def roll_back(self) -> None:
+        """The step is void: the memory stays what it was before."""
+        self._spare |= self._next
+        self._next = {}
 
 
 class Compressor:
@@ -67,6 +109,9 @@ class Compressor:
 
     whole_model: bool = False
     """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""
+
+    source: Literal["gradient", "update"] = "gradient"
+    """What travels: the gradient, or the update that the wrapped optimizer makes of the local one, by itself."""
 
     def __repr__(self) -> str:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,7 +41,8 @@ class DGC(Compressor):
         dense_vectors: send tensors of at most one dimension (biases, norms) whole, in one bucket of their own.
 
     Costs one allgather per bucket of 8 (6 with 16-bit values) bytes per selected coordinate and rank, and one
-    allreduce for the vectors. Memory: v, u and the averaged update, 3 values per parameter beside the gradient.
+    allreduce for the vectors. Memory: v and u, each twice so that a step can be taken back, and the averaged update:
+    5 values per parameter beside the gradient.
 
     Raises ConfigError for a ratio outside (0, 1] or an unknown value format, PayloadError for a damaged message.
     """
@@ -58,6 +60,9 @@ class DGC(Compressor):
             raise ConfigError(f"values must be one of {', '.join(VALUE_DTYPES)}, not {self.values!r}")
         self.whole_model = self.clip is not None and self.clip.per == "model"
         self._memory: ErrorFeedback = ErrorFeedback()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy is attached to an optimizer of its own
 
     def attach(self, optimizer: Optimizer) -> None:
         self._memory = memory_for(optimizer)
@@ -81,11 +86,14 @@ class DGC(Compressor):
         if self.clip is not None and self.clip.per == "tensor":
             self.clip.clip_tensors(grad, ctx.segments)
 
-        u = self._momentum(grad, ctx)
+        u = None
+        if isinstance(self._memory, MomentumCorrection):
+            u = ctx.advance("momentum", grad, start=self._memory.inherited)
         increment = self._memory.correct(grad, u, ctx.segments)
         if ctx.kind == "vector":
             return (yield AllReduce(grad.copy_(increment), op=ctx.op))
-        v = ctx.remember("residual", grad).add_(increment)
+        held_back, v = ctx.advance("residual", grad)
+        torch.add(held_back, increment, out=v)
 
         ratio = self.ratio_at(ctx.step)
         if ratio == 1:
@@ -97,30 +105,16 @@ class DGC(Compressor):
         message, arriving = encode_coordinates(indices, v[indices], VALUE_DTYPES[self.values])
         v[indices] -= arriving
         if u is not None and self.momentum_masking:
-            u[indices] = 0
+            u[1][indices] = 0
         messages = yield AllGather(message)
-        return self._add_up(messages, ctx, ratio)
+        return self._add_up(messages, v, ctx, ratio)
 
-    def _momentum(self, grad: Tensor, ctx: Context) -> Tensor | None:
-        """u of this bucket, where momentum is corrected."""
-        if not isinstance(self._memory, MomentumCorrection):
-            return None
-        first = "momentum" not in ctx.memory
-        u = ctx.remember("momentum", grad)
-        if first:
-            for segment in ctx.segments:
-                buffer = self._memory.inherited(segment.param)
-                if buffer is not None:
-                    segment.view(u).copy_(buffer)
-        return u
-
-    def _add_up(self, messages: Tensor, ctx: Context, ratio: float) -> Tensor:
+    def _add_up(self, messages: Tensor, v: Tensor, ctx: Context, ratio: float) -> Tensor:
         """The sum of the ranks' messages, in rank order, divided by N."""
-        v = ctx.memory["residual"]
         if "update" not in ctx.scratch:
             ctx.scratch["update"] = SparseSum(v)
         update: SparseSum = ctx.scratch["update"]
-        update.clear()
+        update.clear(everywhere=ctx.written)
         count = sum(count_of(ratio, segment.numel) for segment in ctx.segments)
         for rank, message in enumerate(messages):
             indices, values = decode_coordinates(message, count, VALUE_DTYPES[self.values], v.numel(), rank)

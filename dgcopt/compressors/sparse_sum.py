@@ -9,24 +9,19 @@ __all__ = ["SparseSum"]
 
 
 class SparseSum:
-    """Adds sparse messages up without a pass over all elements.
-
-    The parameters' gradients are views of the sum, so the user's code may write to it (clipping, `zero_()`). Torch
-    counts such writes; after one, the next `clear` is a full one.
-    """
+    """Adds sparse messages up without a pass over all elements."""
 
     def __init__(self, like: Tensor) -> None:
         self._sum = torch.zeros_like(like)
         self._touched: list[Tensor] = []
-        self._version = self._sum._version
 
-    def clear(self) -> None:
-        """Make every element zero."""
-        if self._sum._version == self._version:
+    def clear(self, everywhere: bool = False) -> None:
+        """Make every element zero; `everywhere` if others wrote to the sum, as to gradients that are views of it."""
+        if everywhere:
+            self._sum.zero_()
+        else:
             for indices in self._touched:
                 self._sum[indices] = 0
-        else:
-            self._sum.zero_()
         self._touched = []
 
     def add(self, indices: Tensor, values: Tensor) -> None:
@@ -36,5 +31,4 @@ class SparseSum:
 
     def total(self) -> Tensor:
         """The sum. Valid until the next `clear`."""
-        self._version = self._sum._version
         return self._sum

@@ -110,6 +110,7 @@ def test_one_worker(nesterov):
         bucket.fill(0, gradients_of([param.detach()], 0, step)[0])
         context = dgcopt.Context(0, 1, "average", step, bucket.kind, bucket.segments, bucket.memory)
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
+        context.settle()
         with torch.no_grad():
             param -= 0.1 * bucket.segments[0].view(update)
     theirs, _ = naive_dgc(

@@ -11,7 +11,7 @@ import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv, reduce_rows
 from dgcopt.comm.launch import _detect, slurm_meeting_place
 from dgcopt.comm.local import LocalComm
-from dgcopt.errors import CommError, ConfigError, MismatchError
+from dgcopt.errors import CommError, ConfigError, MismatchError, TimeoutExceeded
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,7 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
         comm = dgcopt.init()
         assert (comm.wire, comm.rank, comm.size, comm.local_rank, comm.nodes) == ("local", 0, 1, 0, 1)
         assert dgcopt.init("local") is comm
+        assert not comm.checksums and dgcopt.init(checksums=True).checksums and dgcopt.init().checksums
         with pytest.raises(ConfigError, match="already joined"):
             dgcopt.init("mpi")
     finally:
@@ -76,7 +77,7 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])
 def test_every_collective_of_every_group(size, nodes):
     comms = dgcopt.simulated_world(size, nodes)
-    for group in ("world", "node", "across"):
+    for group in ("world", "node", "across", "control"):
         ranks = [comm.ranks(group) for comm in comms]
         k = len(ranks[0])
         inputs = [torch.arange(4.0 * k) + 10 * rank for rank in range(size)]
@@ -105,6 +106,66 @@ def test_every_collective_of_every_group(size, nodes):
             assert torch.equal(passed[rank], rows[rank][place[rank] - 1])
 
 
+def test_control_collectives_are_in_no_order_with_others():
+    """Every rank casts its votes at another point between the same exchanges of the world."""
+    size = 4
+    comms = dgcopt.simulated_world(size, nodes=2)
+    assert all(comm.ranks("control") == (0, 1, 2, 3) and comm.size_of("control") == 4 for comm in comms)
+    votes, sums = [[] for _ in comms], [[] for _ in comms]
+    for rank, comm in enumerate(comms):
+        for turn in range(2 * size):
+            if turn in (rank, rank + 1):
+                votes[rank].append(comm.start(AllGather(torch.tensor([10 * rank + turn - rank]), group="control")))
+            if turn < size:
+                sums[rank].append(comm.start(AllReduce(torch.tensor([float(turn)]), op="sum")))
+    for number in range(2):
+        expected = [[10 * rank + number] for rank in range(size)]
+        assert all(comm.wait(mine[number]).tolist() == expected for comm, mine in zip(comms, votes, strict=True))
+    assert [float(comms[1].wait(handle)) for handle in sums[1]] == [0, 4, 8, 12]
+
+
+def test_a_vote_is_awaited_while_the_world_is_behind():
+    comms = dgcopt.simulated_world(2)
+    behind = comms[0].start(AllReduce(torch.ones(1), op="sum"))
+    started = [comm.start(AllReduce(torch.tensor([comm.rank]), op="max", group="control")) for comm in comms]
+    assert [int(comm.wait(handle)) for comm, handle in zip(comms, started, strict=True)] == [1, 1]
+    assert not behind.done()
+    comms[1].start(AllReduce(torch.ones(1), op="sum"))
+    assert float(comms[0].wait(behind)) == 2
+
+
+def test_what_a_rank_raises_while_another_waits_comes_out_as_it_is():
+    comms = dgcopt.simulated_world(2)
+
+    def fails():
+        raise ZeroDivisionError("in rank 1's compressor")
+
+    comms[1].attend(fails)
+    with pytest.raises(ZeroDivisionError, match="rank 1's compressor"):
+        comms[0].run(AllReduce(torch.ones(1)))
+
+
+def test_a_missing_rank_may_wait_for_one_that_is_behind_elsewhere():
+    """Rank 0 waits for rank 1's vote, and rank 1 for a sum that rank 2 starts after its own vote."""
+    comms = dgcopt.simulated_world(3)
+    mine = comms[0].start(AllGather(torch.tensor([0]), group="control"))
+    comms[2].start(AllGather(torch.tensor([2]), group="control"))
+    sums = [comms[rank].start(AllReduce(torch.ones(1), op="sum")) for rank in (0, 1)]
+    late, vote = [], []
+
+    def of_rank_1():
+        if sums[1].done() and not vote:
+            vote.append(comms[1].start(AllGather(torch.tensor([1]), group="control")))
+
+    def of_rank_2():
+        if not late:
+            late.append(comms[2].start(AllReduce(torch.ones(1), op="sum")))
+
+    comms[1].attend(of_rank_1)
+    comms[2].attend(of_rank_2)
+    assert comms[0].wait(mine).tolist() == [[0], [1], [2]]
+
+
 def test_shapes_that_do_not_fit_the_group():
     comm = dgcopt.simulated_world(3)[0]
     for bad in (
@@ -118,6 +179,17 @@ def test_shapes_that_do_not_fit_the_group():
             comm.start(bad)
     with pytest.raises(ConfigError, match="evenly"):
         dgcopt.simulated_world(5, nodes=2)
+
+
+def test_failures_of_horovod_are_horovods_own_too():
+    """`hvd.elastic.run` starts anew after a HorovodInternalError, and after no other exception."""
+    exceptions = pytest.importorskip("horovod.common.exceptions")
+    from dgcopt.comm.horovod import HorovodComm
+
+    for kind in (CommError, TimeoutExceeded):
+        error = HorovodComm._error(None, kind, "rank 0 waited")
+        assert isinstance(error, kind) and isinstance(error, exceptions.HorovodInternalError)
+        assert (type(error).__name__, str(error)) == (kind.__name__, "rank 0 waited")
 
 
 def test_emulated_collectives_equal_the_real_ones():
@@ -164,6 +236,7 @@ def test_a_thousand_ranks():
 def test_a_local_comm_answers_by_itself():
     comm = LocalComm()
     x = torch.arange(4.0)
+    assert torch.equal(comm.run(AllGather(x.clone(), group="control")), x[None])
     assert torch.equal(comm.run(AllReduce(x.clone())), x)
     assert torch.equal(comm.run(AllGather(x.clone())), x[None])
     with pytest.raises(ConfigError, match="deadline"):
@@ -184,7 +257,13 @@ def test_rounds_of_all_buckets_are_in_flight_together():
     )
     comm = ranks.comms[0]
     start = comm.start
-    comm.start = lambda collective: (started.append(collective.label), start(collective))[1]
+
+    def watched(collective):
+        if collective.group == "world":  # not the vote
+            started.append(collective.label)
+        return start(collective)
+
+    comm.start = watched
     ranks.step(0)
     started.clear()
     for optimizer in ranks.optimizers:
@@ -208,5 +287,6 @@ def test_the_byte_ledger_equals_the_collectives_own_account():
     telemetry = ranks.optimizers[0].telemetry
     k = sum(-(-p.numel() // 10) for p in ranks.models[0].parameters())
     padded = -(-k * 4 // 8) * 8  # indices and values, each padded to a multiple of 8
-    assert telemetry.sent_bytes - sent == 3 * 2 * padded
+    vote = 12
+    assert telemetry.sent_bytes - sent == 3 * (2 * padded + vote)
     assert telemetry.dense_bytes == 2 * (2 * 4 * sum(p.numel() for p in ranks.models[0].parameters()) * 3 // 4)

@@ -116,22 +116,16 @@ def test_ranks_with_different_settings():
     ]
     for model in models:
         model(torch.randn(3, 12, dtype=torch.float64)).sum().backward()
-    with pytest.raises(MismatchError, match=r"\[1\]"):
+    with pytest.raises(MismatchError, match=r"rank 0 has \[.*ratio=0\.1.*rank 1 has \[.*ratio=0\.2"):
         optimizers[0].step()
 
 
-def test_one_backward_pass_too_many():
-    ranks = Ranks(2, lambda p: SGD(p, lr=0.1))
+def test_more_backward_passes_than_were_announced():
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1), backward_passes_per_step=2)
     ranks.backward()
-    with pytest.raises(RuntimeError, match=r"rank 0.*'4\.(weight|bias)' was computed 2 times.*no_sync"):
+    ranks.backward()
+    with pytest.raises(RuntimeError, match=r"rank 0.*'4\.(weight|bias)' was computed 3 times.*is 2.*no_sync"):
         ranks.backward()
-
-
-def test_zero_grad_while_gradients_are_on_their_way():
-    ranks = Ranks(2, lambda p: SGD(p, lr=0.1))
-    ranks.backward()
-    with pytest.raises(RuntimeError, match="on their way"):
-        ranks.optimizers[0].zero_grad()
 
 
 def test_step_after_synchronize_warns_and_sends_nothing():

@@ -5,8 +5,8 @@ from typing import Any
 
 from dgcopt import Comm
 
-from . import algorithms, collectives, disagreement, optimizers, overlap, persistence
+from . import algorithms, checksums, collectives, disagreement, loops, optimizers, overlap, persistence, subsets
 
 SCENARIOS: dict[str, Callable[[Comm], dict[str, Any] | None]] = {}
-for module in (collectives, optimizers, algorithms, overlap, persistence, disagreement):
+for module in (collectives, optimizers, algorithms, overlap, persistence, disagreement, subsets, checksums, loops):
     SCENARIOS.update(module.SCENARIOS)

@@ -19,16 +19,17 @@ from .training import TINY, Recipe, Replica, gather_text, train
 
 
 class Spy:
-    """Writes down what a comm starts."""
+    """Writes down what a comm starts: the votes, and everything else."""
 
     def __init__(self, comm: Comm) -> None:
         self.started: list[str] = []
+        self.votes: list[str] = []
         self._start = comm.start
         self._comm = comm
 
     def __enter__(self) -> Spy:
         def start(collective: Collective) -> Handle:
-            self.started.append(collective.describe())
+            (self.votes if collective.group == "control" else self.started).append(collective.describe())
             return self._start(collective)
 
         self._comm.start = start  # type: ignore[method-assign]
@@ -60,15 +61,16 @@ def buckets_leave_during_backward(comm: Comm) -> None:
 
 
 def order_is_the_same_on_all_ranks(comm: Comm) -> None:
-    """Though gradients become ready in other orders on each."""
+    """Though gradients become ready in other orders on each: that of the buckets, and that of the votes."""
     mine = Replica(
         Recipe(sgd, model=lambda: Branches(comm.size, comm.rank), compression=DGC(0.1), buckets=(*TINY.items(),)), comm
     )
     with Spy(comm) as spy:
         train([mine], range(5))
-    hashes = gather_text(comm, hashlib.sha256("\n".join(spy.started).encode()).hexdigest())
-    assert len(set(hashes)) == 1, f"ranks started collectives in other orders: {hashes}"
-    assert len(spy.started) > 30
+    for started in (spy.started, spy.votes):
+        hashes = gather_text(comm, hashlib.sha256("\n".join(started).encode()).hexdigest())
+        assert len(set(hashes)) == 1, f"ranks started collectives in other orders: {hashes}"
+    assert len(spy.started) > 30 and len(spy.votes) > 5
 
 
 def layered() -> nn.Module:
@@ -79,7 +81,9 @@ def layered() -> nn.Module:
 def bytes_are_counted(comm: Comm) -> None:
     """The ledger of a step equals what can be worked out with pencil and paper, whatever is accumulated."""
     n = comm.size
-    agreement = [4 * 8 * (n - 1) // n, 2 * 4 * 4 * (n - 1) // n]  # order: 4 int64, broadcast; sparse: 4 int32, reduced
+    # order: 4 int64, broadcast; sparse: 4 int32, reduced; hash of parameters
+    agreement = [4 * 8 * (n - 1) // n, 2 * 4 * 4 * (n - 1) // n, 32 * (n - 1)]
+    vote = 12 * (n - 1)
     whole = (1024 + 64 + 192 + 64) * 4  # float32, every tensor on blocks of 64 elements
     vectors = 2 * 2 * 64 * 4 // 2 * 2 * (n - 1) // n
     cases = {
@@ -103,7 +107,7 @@ def bytes_are_counted(comm: Comm) -> None:
                 for _ in range(passes):
                     (model[0](torch.randn(4, 50)).sum() + model[2](torch.randn(4, 13)).sum()).backward()
                 optimizer.step()
-                expected = sum(agreement) + (step + 1) * per_step
+                expected = sum(agreement) + (step + 1) * (per_step + vote)
                 assert telemetry.sent_bytes == expected, f"{name}: {telemetry.sent_bytes} bytes, not {expected}"
                 assert telemetry.steps == step + 1, f"{name}: {telemetry.steps} exchanges in {step + 1} steps"
             assert telemetry.dense_bytes == 3 * (2 * 4 * 1160 * (n - 1) // n)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +15,8 @@ from typing import Any
 import torch
 
 import dgcopt
-from dgcopt import DGC, CheckpointError, Comm, Warmup
-from dgcopt.collectives import Barrier, Broadcast
+from dgcopt import DGC, CheckpointError, Comm, ConfigError, Warmup
+from dgcopt.collectives import AllReduce, Barrier, Broadcast
 from dgcopt.comm import LocalComm
 
 from .optimizers import one_cycle, optimizer_classes, recipe_of
@@ -22,8 +24,10 @@ from .training import (
     TINY,
     Recipe,
     Replica,
+    assert_close,
     assert_same_on_all_ranks,
     fingerprint,
+    generator,
     make_model,
     memory_of,
     tensors_in,
@@ -154,12 +158,67 @@ def a_failed_save_fails_everywhere(comm: Comm) -> None:
         assert dgcopt.checkpoint.load(folder, comm) == (1, {"step": 1})
 
 
-def another_number_of_ranks_is_refused(comm: Comm) -> None:
+def another_number_of_ranks(comm: Comm) -> None:
+    """What N ranks wrote, one process loads with the sum of all that they held back; and the other way round."""
     with shared_folder(comm) as folder:
-        damage(comm, lambda: dgcopt.checkpoint.save(folder, {"w": torch.ones(1)}, 7, LocalComm()))
-        expect_checkpoint_error(
-            lambda: dgcopt.checkpoint.load(folder, comm), "made by 1 ranks", f"this run has {comm.size}"
-        )
+        for optimizer in ("SGD", "Adam"):
+            whole = fresh(comm, optimizer)
+            for step in (1, 2):
+                train([whole], range(step, step + 1))
+                dgcopt.checkpoint.save(folder / optimizer, state_of(whole), step, comm)
+            sums = {
+                (kind, name): comm.run(AllReduce(tensor.double(), op="sum", label=f"{kind} of {name}"))
+                for kind, by_name in memory_of(whole.optimizer).items()
+                for name, tensor in by_name.items()
+            }
+            loaded = dgcopt.checkpoint.load(folder / optimizer, LocalComm())
+            assert loaded is not None and loaded[0] == 2
+            memory = loaded[1]["optimizer"]["dgcopt"]["memory"]
+            assert sums.keys() == {(kind, name) for kind, by_name in memory.items() for name in by_name}
+            for (kind, name), expected in sums.items():
+                assert_close([memory[kind][name].double()], [expected], 1e-6, f"{optimizer}: {kind} of {name}")
+            assert any(tensor.any() for (kind, _), tensor in sums.items() if kind == "residual")
+
+            alone = fresh(LocalComm(), optimizer)
+            put_back(alone, loaded[1])
+            train([alone], range(3, 5))
+            assert_same_on_all_ranks(comm, alone.parameters, f"{optimizer}, each in one process")
+            write = functools.partial(dgcopt.checkpoint.save, folder / optimizer, state_of(alone), 4, LocalComm())
+            damage(comm, write)  # by rank 0 alone
+            together = fresh(comm, optimizer)
+            grown = dgcopt.checkpoint.load(folder / optimizer, comm)
+            assert grown is not None and grown[0] == 4
+            put_back(together, grown[1])
+            train([together], range(5, 7))
+            assert_same_on_all_ranks(comm, together.parameters, f"{optimizer}, of one process")
+
+            part = folder / optimizer / "step-00000002" / f"rank-{comm.size - 1}.pt"
+            damage(comm, lambda part=part: (shutil.rmtree(part.parents[1] / "step-00000004"), part.unlink()))
+            expect_checkpoint_error(
+                lambda name=optimizer: dgcopt.checkpoint.load(folder / name, LocalComm()), "no checkpoint", part.name
+            )
+
+
+def broadcast_object(comm: Comm) -> None:
+    """From a rank other than 0, to the bit; and what cannot be sent is an error on every rank, not a hang."""
+    root = comm.size - 1
+    tensors = [torch.arange(5), torch.tensor(1 + 2j), torch.ones(2, 0), torch.randn(3, generator=generator(1)).half()]
+    value = {"floats": [math.inf, -0.0, 0.1], ("a", 1): (None, True, "\u00e9"), 7: tensors}
+    got = dgcopt.broadcast_object(value if comm.rank == root else comm, root, comm)
+    assert repr(got) == repr(value), got
+    assert fingerprint(tensors_in(got)) == fingerprint(tensors)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["odd"] = object() if comm.rank == root else None
+    for send in (
+        lambda: dgcopt.broadcast_object({1, 2} if comm.rank == root else 0, root, comm),
+        lambda: dgcopt.broadcast_optimizer_state(optimizer, root, comm),
+    ):
+        try:
+            send()
+        except ConfigError as error:
+            assert f"of rank {root} cannot be sent" in str(error), error
+        else:
+            raise AssertionError("sent what cannot be sent")
 
 
 def broadcast_parameters(comm: Comm) -> None:
@@ -220,8 +279,11 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             training_continues_bit_for_bit,
             damaged_checkpoints_are_passed_over,
             a_failed_save_fails_everywhere,
-            another_number_of_ranks_is_refused,
+            another_number_of_ranks,
         )
     },
-    **{f"start alike: {function.__name__}": function for function in (broadcast_parameters, broadcast_optimizer_state)},
+    **{
+        f"start alike: {function.__name__}": function
+        for function in (broadcast_parameters, broadcast_object, broadcast_optimizer_state)
+    },
 }

@@ -1,0 +1,164 @@
+"""What a user gives to DistributedOptimizer, checked before anything is joined or sent."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .compressors import Compressor
+from .errors import ConfigError
+
+__all__ = [
+    "Op",
+    "check_groups",
+    "check_op",
+    "check_passes",
+    "check_trainable",
+    "describe",
+    "given_names",
+    "number",
+    "split",
+    "unique_names",
+]
+
+Op: TypeAlias = Literal["average", "sum", "adasum"]
+
+
+def check_op(op: Any) -> Op:
+    """Ours, or Horovod's `Average`, `Sum` and `Adasum`, which are numbers. Raises ConfigError for others."""
+    if op in ("average", "sum", "adasum"):
+        return op
+    # horovod.common.basics: Average = 0, Sum = 1, Adasum = 2 in all versions that have process sets
+    if isinstance(op, int) and not isinstance(op, bool) and op in (0, 1, 2):
+        return ("average", "sum", "adasum")[op]
+    raise ConfigError(f'op must be "average", "sum" or "adasum", or Horovod\'s Average, Sum or Adasum, not {op!r}')
+
+
+def check_passes(passes: int) -> int:
+    """A whole number of at least 1. Raises ConfigError for others."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be a whole number of at least 1, not {passes!r}")
+    return passes
+
+
+def number(group: int, place: int) -> str:
+    """The name of a parameter that the user gave none."""
+    return f"group{group}.parameter{place}"
+
+
+def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:
+    """The user's names by parameter; those of parameters that the optimizer gets later are welcome.
+
+    Raises ConfigError (a ValueError) if they are no pairs, or two have one name.
+    """
+    if named_parameters is None:
+        return None
+    given = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
+        raise ConfigError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()"
+        )
+    counts = collections.Counter(name for name, _ in given)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
+        raise ConfigError(
+            f"parameter names in named_parameters must be unique; found duplicates: {', '.join(duplicates)}. Prefix "
+            f"the names when you chain the parameters of several modules."
+        )
+    return {param: name for name, param in given}
+
+
+def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:
+    """Every parameter of the optimizer with its name, in the optimizer's order. Raises ConfigError if one has none."""
+    own = [
+        (number(group, place), param)
+        for group, settings in enumerate(optimizer.param_groups)
+        for place, param in enumerate(settings["params"])
+    ]
+    if not given:
+        return {param: name for name, param in own}
+    unnamed = [(place, param) for place, param in own if param not in given]
+    if unnamed:
+        raise ConfigError(
+            f"named_parameters was specified, but {len(unnamed)} parameter(s) of the optimizer were not named: "
+            + ", ".join(f"{place} of shape {tuple(param.shape)}" for place, param in unnamed[:5])
+            + ". Pass the names of all parameters given to the optimizer, or none."
+        )
+    return {param: given[param] for _, param in own}
+
+
+def check_trainable(names: dict[Tensor, str]) -> None:
+    """Raises ConfigError for parameters that cannot be averaged, or if none can be trained."""
+    for param, name in names.items():
+        if not param.is_floating_point():
+            raise ConfigError(
+                f"parameter {name!r} has dtype {str(param.dtype).removeprefix('torch.')}: only floating-point "
+                f"parameters can be averaged. Do not give it to the optimizer."
+            )
+        if param.numel() >= 2**31:
+            raise ConfigError(f"parameter {name!r} has {param.numel()} elements; at most 2^31 - 1 can be indexed")
+    if names and not any(param.requires_grad for param in names):
+        raise ConfigError("none of the optimizer's parameters requires a gradient: there is nothing to train")
+
+
+def check_groups(
+    names: dict[Tensor, str], groups: Sequence[Sequence[Tensor]] | None, num_groups: int
+) -> dict[str, int] | None:
+    """Which group each parameter's name is in, from `groups` or by splitting all parameters in `num_groups`.
+
+    Raises ConfigError for both at once, unknown parameters, one in two groups, or a negative number.
+    """
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+        raise ConfigError(f"num_groups must be a whole number of at least 0, not {num_groups!r}")
+    if groups is None:
+        if num_groups == 0:
+            return None
+        trained = [name for param, name in names.items() if param.requires_grad]
+        return {name: group for group, members in enumerate(split(trained, num_groups)) for name in members}
+    if num_groups:
+        raise ConfigError("give groups or num_groups, not both")
+    if isinstance(groups, Tensor) or not all(isinstance(group, list | tuple) for group in groups):
+        raise ConfigError("groups should be a list of lists of parameters; every list shares one bucket")
+    group_of: dict[str, int] = {}
+    for group, members in enumerate(groups):
+        for param in members:
+            if not isinstance(param, Tensor) or param not in names:
+                raise ConfigError(f"groups[{group}] holds something that is no parameter of this optimizer")
+            if names[param] in group_of:
+                raise ConfigError(f"parameter {names[param]!r} is in groups twice")
+            group_of[names[param]] = group
+    return group_of
+
+
+def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
+    """`items` cut into at most `parts` runs whose lengths differ by one at most."""
+    parts = min(parts, max(1, len(items)))
+    short, longer = divmod(len(items), parts)
+    bounds = [place * short + min(place, longer) for place in range(parts + 1)]
+    return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def describe(
+    optimizer: Optimizer, names: dict[Tensor, str], compressor: Compressor, settings: dict[str, Any], version: str
+) -> list[str]:
+    """Everything that must be equal on all ranks, a line each."""
+    return [
+        f"versions: dgcopt {version}, torch {torch.__version__}",
+        f"optimizer: {type(optimizer).__name__}",
+        f"compression: {re.sub(' at 0x[0-9a-f]+', '', repr(compressor))}",
+        *(f"{name}: {value}" for name, value in settings.items()),
+        f"number of parameters: {len(names)}",
+        *(
+            f"parameter {name}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} strides "
+            f"{param.stride()}{'' if param.requires_grad else ', frozen'}"
+            for param, name in names.items()
+        ),
+    ]

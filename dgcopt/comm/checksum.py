@@ -1,0 +1,97 @@
+"""A checksum behind every message, for links, cards and memory that are not trusted to keep every bit."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Exchange, SendRecv
+from ..errors import PayloadError
+
+__all__ = ["checked"]
+
+_Messages = AllGather | AllToAll | Broadcast | SendRecv
+_CRC = 4
+Result = TypeVar("Result")
+
+
+def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Generator[Collective, Tensor, Result]:
+    """The same exchange, of this `rank`, whose messages carry a CRC-32 and are verified on arrival.
+
+    A sum has no sender: after an AllReduce the ranks compare checksums of its result instead, in one more round. A
+    ReduceScatter gives every rank something else and passes as it is. Raises PayloadError, naming the sender where
+    there is one.
+    """
+    result: Tensor | None = None
+    while True:
+        try:
+            collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(collective, _Messages):
+            result = yield from _sealed(collective, rank)
+        else:
+            result = yield collective
+            if isinstance(collective, AllReduce):
+                yield from _compare(collective, result, rank)
+
+
+def _sealed(collective: _Messages, rank: int) -> Exchange:
+    """Send the collective's tensor as bytes with a checksum behind each message; returns what the plain one would."""
+    tensor = collective.tensor.detach()
+    to_each = isinstance(collective, AllToAll) and tensor.dim() > 0
+    messages = tensor.reshape(len(tensor) if to_each else 1, -1).view(torch.uint8)
+    sums = torch.stack([_crc(message) for message in messages])
+    packed = torch.cat([messages, sums], dim=1)
+    sent = replace(collective, tensor=packed if to_each else packed[0])
+    arrived = yield sent
+    collective.label = sent.label  # whoever started it may have labelled it
+    if isinstance(collective, SendRecv) and collective.source is None:
+        return collective.tensor
+    rows = arrived.view(-1, packed.shape[1])
+    for place, row in enumerate(rows):
+        if not torch.equal(_crc(row[:-_CRC]), row[-_CRC:]):
+            raise PayloadError(
+                f"rank {rank}: {collective.describe()} arrived damaged from {_sender(collective, place)}: its bits "
+                f"are not those that were sent, by their CRC-32. Suspect network card, cable or memory of the two "
+                f"machines; go on from the last checkpoint"
+            )
+    everyone = (len(rows),) if isinstance(collective, AllGather) else ()
+    return rows[:, :-_CRC].reshape(-1).view(tensor.dtype).view(*everyone, *tensor.shape)
+
+
+def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllGather, Tensor, None]:
+    """Raise PayloadError on every rank unless all got the same result."""
+    flat = result.detach().reshape(-1)
+    if flat.is_floating_point():
+        # which of two NaNs, or of two zeros, survives a sum or a maximum depends on their order
+        flat = (flat + 0.0).masked_fill_(flat.isnan(), torch.nan)
+    label = f"checksum of {collective.label}" if collective.label else ""
+    sums = yield AllGather(_crc(flat.view(torch.uint8)), group=collective.group, label=label)
+    others = [place for place, row in enumerate(sums) if not torch.equal(row, sums[0])]
+    if others:
+        raise PayloadError(
+            f"rank {rank}: the result of {collective.describe()} in group {collective.group} is not the same on all "
+            f"ranks: its rank(s) {', '.join(map(str, others))} have other bits than its rank 0, by their CRC-32. "
+            f"Suspect network card, cable or memory of these machines; go on from the last checkpoint"
+        )
+
+
+def _crc(message: Tensor) -> Tensor:
+    """CRC-32 of a row of bytes, as 4 bytes on the row's device."""
+    value = zlib.crc32(message.cpu().numpy())  # type: ignore[arg-type]
+    return torch.tensor(list(value.to_bytes(_CRC, "little")), dtype=torch.uint8, device=message.device)
+
+
+def _sender(collective: _Messages, place: int) -> str:
+    if isinstance(collective, Broadcast):
+        place = collective.root
+    elif isinstance(collective, SendRecv) and collective.source is not None:
+        place = collective.source
+    whole = collective.group in ("world", "control")
+    return f"rank {place}" if whole else f"rank {place} of group {collective.group}"

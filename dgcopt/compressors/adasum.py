@@ -1,0 +1,76 @@
+"""Adasum (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021, arXiv:2006.02924)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..collectives import Exchange, SendRecv
+from ..errors import ConfigError
+from .base import Compressor, Context
+from .dense import BF16, FP16, NoCompression
+
+__all__ = ["Adasum"]
+
+
+@dataclass(eq=False)
+class Adasum(Compressor):
+    """Combine the updates of all ranks: orthogonal ones add up, parallel ones are averaged.
+
+    For two updates a and b of a parameter (section 3.1):
+
+        Adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
+
+    and for 2^n ranks recursively, neighbours first. What is combined is the update that the wrapped optimizer makes of
+    each rank's own gradient, so its learning rate needs no scaling with the number of ranks.
+
+    Args:
+        dtype: float16 or bfloat16 on the wire, or None for the gradient's own.
+
+    Costs log2(N) rounds of one bucket each, and no overlap with backward. Raises ConfigError if the number of ranks is
+    no power of two.
+    """
+
+    dtype: torch.dtype | None = None
+    source = "update"
+
+    @classmethod
+    def carrying(cls, compressor: Compressor) -> Adasum:
+        """Adasum over what `compressor` puts on the wire. Raises ConfigError for compressors that are not dense."""
+        if isinstance(compressor, FP16 | BF16):
+            return cls(compressor.dtype)
+        if isinstance(compressor, cls):
+            return compressor
+        if not isinstance(compressor, NoCompression):
+            raise ConfigError(
+                f"op Adasum combines whole updates and cannot carry {compressor!r}: use no compression, FP16 or BF16"
+            )
+        return cls()
+
+    def exchange(self, grad: Tensor, ctx: Context) -> Exchange:
+        if ctx.size & (ctx.size - 1):
+            raise ConfigError(f"Adasum needs a number of ranks that is a power of two, not {ctx.size}")
+        distance = 1
+        while distance < ctx.size:
+            neighbour = ctx.rank ^ distance
+            mine = grad.to(self.dtype or grad.dtype)
+            theirs = yield SendRecv(mine, to=neighbour, source=neighbour)
+            # rounded alike on both, and in the same order, so that both get the same bits
+            pair = (mine.to(grad.dtype), theirs.to(grad.dtype))
+            a, b = pair if ctx.rank < neighbour else pair[::-1]
+            for segment in ctx.segments:
+                span = slice(segment.start, segment.stop)
+                grad[span] = adasum(a[span], b[span])
+            distance *= 2
+        return grad
+
+
+def adasum(a: Tensor, b: Tensor) -> Tensor:
+    """The formula above for two vectors; the other one where one of them is zero."""
+    x, y = a.double(), b.double()
+    dot, aa, bb = x.dot(y), x.dot(x), y.dot(y)
+    left = torch.where(aa > 0, 1 - dot / (2 * aa), 1.0)
+    right = torch.where(bb > 0, 1 - dot / (2 * bb), 1.0)
+    return (left * x + right * y).to(a.dtype)

@@ -1,0 +1,83 @@
+"""Do all replicas still hold the same parameters, bit for bit? If not, which differ, and what then."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .collectives import AllGather, Broadcast, Collective
+from .comm import Comm, current_comm
+from .errors import ConfigError, DivergenceError
+
+__all__ = ["OnDivergence", "check_replicas", "replicas"]
+
+log = logging.getLogger("dgcopt")
+
+OnDivergence: TypeAlias = Literal["raise", "resync"]
+
+
+def check_replicas(
+    params: Mapping[str, Any] | Iterable[tuple[str, Tensor]],
+    on_divergence: OnDivergence = "raise",
+    comm: Comm | None = None,
+) -> None:
+    """Compare tensors over ranks, bit for bit, at 16 bytes on the wire each; collective.
+
+    `params` maps names to tensors, typically `model.state_dict()`, or lists pairs. Raises DivergenceError on every
+    rank, naming the first tensor that differs and the ranks that do not agree with rank 0; with "resync" everyone
+    takes rank 0's instead of the tensors that differ, and the error is a warning in the log.
+    """
+    comm = current_comm() if comm is None else comm
+    pairs = params.items() if isinstance(params, Mapping) else params
+    tensors = {name: [value.detach()] for name, value in pairs if isinstance(value, Tensor)}
+    comm.drive(replicas(tensors, comm, None, on_divergence))
+
+
+def replicas(
+    tensors: Mapping[str, Sequence[Tensor]], comm: Comm, step: int | None, on_divergence: OnDivergence
+) -> Generator[Collective, Tensor, None]:
+    """`check_replicas` as an exchange: one digest per name in one message, then tensors only where they differ.
+
+    A name stands for a parameter and the state that the optimizer keeps of it, which must be mended together.
+    """
+    if on_divergence not in ("raise", "resync"):
+        raise ConfigError(f'on_divergence must be "raise" or "resync", not {on_divergence!r}')
+    if not tensors:
+        return
+    names = list(tensors)
+    mine = torch.cat([_digest(tensors[name]) for name in names])
+    rows = (yield AllGather(mine, group="control", label="digests of parameters")).view(comm.size, len(names), -1)
+    differs = (rows != rows[:1]).any(-1)
+    if not differs.any():
+        return
+    first = int(differs.any(0).nonzero()[0])
+    others = differs[:, first].nonzero().flatten().tolist()
+    count = int(differs.any(0).sum())
+    when = "" if step is None else f" after step {step}"
+    words = (
+        f"rank {comm.rank}: replicas have come apart{when}: parameter {names[first]!r} is not the same on rank(s) "
+        f"{others} as on rank 0 ({count} of {len(names)} parameters differ). Look for weights that were not "
+        f"broadcast, random numbers or code that differ over ranks, or a broken machine"
+    )
+    if on_divergence == "raise":
+        raise DivergenceError(f'{words}; on_divergence="resync" takes over what rank 0 has.')
+    log.warning("dgcopt: %s; they take over what rank 0 has", words)
+    for place in differs.any(0).nonzero().flatten().tolist():
+        for tensor in tensors[names[place]]:
+            received = yield Broadcast(comm.to_wire(tensor.detach().clone()), label=f"parameter {names[place]}")
+            with torch.no_grad():
+                tensor.copy_(received)
+
+
+def _digest(tensors: Sequence[Tensor]) -> Tensor:
+    """16 bytes that two ranks share only if their tensors are equal in every bit, dtype and shape."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

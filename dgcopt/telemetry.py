@@ -1,0 +1,37 @@
+"""What the exchanges of one optimizer cost on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Telemetry"]
+
+
+@dataclass
+class Telemetry:
+    """What was sent and how long it took, on this rank, added up over all steps.
+
+    Attributes:
+        steps: exchanges of the whole model.
+        skipped: steps that no rank took, because some rank's gradients were not finite.
+        repeated: exchanges made again, because gradients changed after they had been sent.
+        payload_bytes: bytes of this rank's messages.
+        sent_bytes: bytes that this rank put on the wire, by the bandwidth-optimal algorithm of each collective.
+        dense_bytes: what a ring allreduce of the same gradients in float32 would have put there.
+        compress_seconds: making messages. wait_seconds: waiting for other ranks. apply_seconds: reading messages.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    repeated: int = 0
+    payload_bytes: int = 0
+    sent_bytes: int = 0
+    dense_bytes: int = 0
+    compress_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    apply_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes than dense float32; 1.0 before anything was sent."""
+        return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0

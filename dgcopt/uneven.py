@@ -1,0 +1,58 @@
+"""Uneven data: ranks that run out of it go on serving those that have more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from .errors import ConfigError
+from .optimizer import _Distributed
+
+__all__ = ["join"]
+
+
+@contextmanager
+def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active") -> Iterator[None]:
+    """Let ranks take different numbers of steps; every rank leaves once all have run out of data.
+
+        with dgcopt.join(optimizer):
+            for inputs, targets in loader:  # longer on some ranks than on others
+                ...
+
+    A rank whose loop has ended takes part in the others' steps without gradients of its own: what it held back is
+    still sent, and its parameters follow. Works on every wire; what else the loop sends (batch norm statistics, a
+    logged loss) it must not wait for.
+
+    Args:
+        optimizers: those that step in the loop, in the order in which they step.
+        divide_by: averages divide by the ranks that still have data ("active") or by all of them ("all").
+
+    Raises ConfigError for optimizers that are not distributed or use Adasum; `step(closure)` is refused once a rank
+    has run out of data. After an exception in the loop nobody is served: the others end at their deadline.
+    """
+    if divide_by not in ("active", "all"):
+        raise ConfigError(f'divide_by must be "active" or "all", not {divide_by!r}')
+    joined = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, _Distributed):
+            raise ConfigError("join takes optimizers that DistributedOptimizer returned")
+        if optimizer.compressor.source == "update":
+            raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
+        if optimizer._engine is not None:
+            optimizer._engine.divide_by_active = divide_by == "active"
+            joined.append(optimizer)
+    yield
+    for optimizer in joined:
+        if optimizer.comm.constructs_in_turn:
+            assert optimizer._engine is not None
+            optimizer._engine.serve(optimizer._step_without_data)
+            optimizer.comm.nudge()  # type: ignore[attr-defined]  # of the simulated one
+    serving = [optimizer for optimizer in joined if not optimizer.comm.constructs_in_turn]
+    while serving:
+        serving = [optimizer for optimizer in serving if optimizer._shadow()]
+    for optimizer in joined:
+        if optimizer._engine is not None and not optimizer.comm.constructs_in_turn:
+            optimizer._engine.active, optimizer._engine.actives = True, optimizer.comm.size

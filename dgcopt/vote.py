@@ -1,0 +1,122 @@
+"""The vote of a step: what every rank must know of the others before anyone uses what was exchanged.
+
+Buckets are sent while backward runs, in the hope that all goes well. Before any result is used, every rank tells the
+others in 12 bytes whether its gradients are finite, whether they are still those that it sent, and where it stands.
+The votes travel in a group of their own, so they do not wait for buckets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .collectives import AllGather, Collective, Exchange
+from .errors import MismatchError
+
+__all__ = ["Ballot", "Verdict", "used_anywhere", "vote"]
+
+_FORMAT = struct.Struct("<BIIHx")
+
+
+@dataclass
+class Ballot:
+    """One rank's part in the vote on a step.
+
+    Attributes:
+        active: it has data; a rank that has run out of data goes on serving the others.
+        finite: it has seen no NaN or Inf in its gradients.
+        stale: gradients have changed since they were sent.
+        prepared: it has laid out its buckets.
+        complete: every trained parameter has a gradient.
+        final: gradients are what the step will use; a preliminary vote only asks whether they are finite.
+        step: the step it is at.
+        trained: checksum of which parameters are trained.
+        launched: how many buckets it has sent.
+    """
+
+    active: bool
+    finite: bool
+    stale: bool
+    prepared: bool
+    complete: bool
+    final: bool
+    step: int
+    trained: int
+    launched: int
+
+    def pack(self) -> Tensor:
+        """As bytes, uint8 of a fixed length."""
+        flags = (self.active, self.finite, self.stale, self.prepared, self.complete, self.final)
+        bits = sum(flag << place for place, flag in enumerate(flags))
+        data = _FORMAT.pack(bits, self.step & 0xFFFFFFFF, self.trained, self.launched)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(row: Tensor) -> Ballot:
+        """What `pack` made."""
+        bits, step, trained, launched = _FORMAT.unpack(bytes(row.tolist()))
+        active, finite, stale, prepared, complete, final = (bool(bits >> place & 1) for place in range(6))
+        return Ballot(active, finite, stale, prepared, complete, final, step, trained, launched)
+
+
+@dataclass
+class Verdict:
+    """What all ranks conclude from their ballots, alike.
+
+    Attributes:
+        active: how many ranks have data.
+        void: ranks whose gradients are not finite; if there are any, nobody takes the step.
+        stale: whether what was sent must be taken back and sent anew.
+        prepared: whether all ranks have laid out their buckets.
+        complete: whether no rank with data misses a gradient.
+        final: whether this was the last vote on the step, unless it is void.
+        alike: whether all ranks train the same parameters.
+        launched: the most buckets that any rank has sent.
+    """
+
+    active: int
+    void: list[int]
+    stale: bool
+    prepared: bool
+    complete: bool
+    final: bool
+    alike: bool
+    launched: int
+
+
+def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:
+    """Tell all ranks and hear what they conclude. Raises MismatchError, on all, if they are not at the same step."""
+    rows = yield AllGather(ballot.pack(), group="control", label=label)
+    ballots = [Ballot.unpack(row) for row in rows]
+    steps = {ballot.step for ballot in ballots}
+    if len(steps) > 1:
+        listed = ", ".join(f"rank {rank} is at step {ballot.step}" for rank, ballot in enumerate(ballots[:16]))
+        raise MismatchError(
+            f"ranks are not at the same step: {listed}. Load the same checkpoint on every rank, and call step() "
+            f"equally often."
+        )
+    return Verdict(
+        active=sum(ballot.active for ballot in ballots),
+        void=[rank for rank, ballot in enumerate(ballots) if not ballot.finite],
+        stale=any(ballot.stale for ballot in ballots),
+        prepared=all(ballot.prepared for ballot in ballots),
+        complete=all(ballot.complete for ballot in ballots if ballot.active),
+        final=all(ballot.final for ballot in ballots),
+        alike=len({ballot.trained for ballot in ballots}) == 1,
+        launched=max(ballot.launched for ballot in ballots),
+    )
+
+
+def used_anywhere(used: list[bool], label: str) -> Exchange:
+    """Which parameters have a gradient on any rank, from which have one here: one bit each, gathered."""
+    padded = torch.zeros(-(-len(used) // 8) * 8, dtype=torch.uint8)
+    padded[: len(used)] = torch.tensor(used, dtype=torch.uint8)
+    weights = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8)
+    packed = (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    rows = yield AllGather(packed, group="control", label=label)
+    bits = (rows.unsqueeze(-1) & weights).ne(0).any(0)
+    return bits.flatten()[: len(used)]

@@ -1,0 +1,515 @@
+"""Every training loop that people write, against the same loop in one process on the whole batch.
+
+A loop is a generator: it yields where, in a simulated world, every rank must have come before any may go on. Real
+ranks run straight through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import dgcopt
+from dgcopt import DGC, Comm, Warmup
+
+from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in
+
+Loop = Generator[None, None, None]
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)
+COMPRESSIONS: dict[str, Any] = {"dense": None, "DGC at ratio 1": DGC(1.0), "DGC": DGC(0.1, values="fp64")}
+
+
+def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, comm: Comm, compression: Any = None, **more: Any) -> Any:
+    return dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), compression, comm=comm, **{**TINY, **more})
+
+
+class Pair:
+    """The same training twice: on the whole batch with the bare optimizer, and on this rank's rows with ours."""
+
+    def __init__(self, comm: Comm, make: Callable[..., Any] = SGD, compression: Any = None, **more: Any) -> None:
+        self.comm = comm
+        self.models = (make_model(), make_model())
+        self.bare = make(self.models[0].parameters())
+        self.ours = wrap(make(self.models[1].parameters()), self.models[1], comm, compression, **more)
+        self.optimizers = (self.bare, self.ours)
+
+    def loss(self, which: int, step: int, micro: int = 0) -> Tensor:
+        x, y = batch(step, micro, self.comm if which else None)
+        return mse_loss(self.models[which](x), y)
+
+    def both(self) -> Iterator[tuple[int, nn.Module, Any]]:
+        return iter([(which, self.models[which], self.optimizers[which]) for which in (0, 1)])
+
+    def assert_equal(self, what: str) -> None:
+        assert_close(list(self.models[1].parameters()), list(self.models[0].parameters()), 1e-9, what)
+
+
+# -- accumulation ----------------------------------------------------------------------------------------------------
+
+
+def passes_vary(comm: Comm) -> Loop:
+    """One, two or three backward passes before a step, announced or not, and a short last window."""
+    for compression in ("dense", "DGC at ratio 1"):
+        for announced, windows in ((1, [1, 2, 2, 3, 1, 3, 2]), (3, [3, 3, 2, 3, 1])):
+            for set_to_none in (True, False):
+                pair = Pair(comm, compression=COMPRESSIONS[compression], backward_passes_per_step=announced)
+                for step, passes in enumerate(windows):
+                    for which, _, optimizer in pair.both():
+                        optimizer.zero_grad(set_to_none=set_to_none)
+                        for micro in range(passes):
+                            pair.loss(which, step, micro).backward()
+                    yield
+                    for optimizer in pair.optimizers:
+                        optimizer.step()
+                    yield
+                pair.assert_equal(f"{compression}, {announced} announced, set_to_none={set_to_none}")
+                telemetry = pair.ours.telemetry
+                assert telemetry.steps == len(windows) * (comm.size > 1), "not one exchange per step"
+                assert telemetry.repeated <= 2 * (announced == 1), f"{telemetry.repeated} exchanges were repeated"
+
+
+def backward_in_evaluation(comm: Comm) -> Loop:
+    """A backward pass whose gradients are thrown away, between two steps."""
+    pair = Pair(comm, compression=DGC(1.0))
+    for step in range(6):
+        for which, _, optimizer in pair.both():
+            if step in (2, 4):
+                pair.loss(which, step, 5).backward()
+            optimizer.zero_grad()
+            pair.loss(which, step).backward()
+        yield
+        for optimizer in pair.optimizers:
+            optimizer.step()
+        yield
+    pair.assert_equal("a backward pass in evaluation")
+    assert pair.ours.telemetry.repeated == 1 * (comm.size > 1), "the second one should have found it careful"
+
+
+def a_count_that_is_wrong(comm: Comm) -> Loop:
+    """Said to be 2, but a third pass comes: refused with the name, the count and the fix, on every rank alike."""
+    pair = Pair(comm, backward_passes_per_step=2)
+    for micro in (0, 1):
+        pair.loss(1, 0, micro).backward()
+    try:
+        pair.loss(1, 0, 2).backward()
+    except RuntimeError as error:
+        for words in (f"rank {comm.rank}", "computed 3 times", "backward_passes_per_step is 2", "no_sync()", "'4."):
+            assert words in str(error), f"does not say {words!r}: {error}"
+    else:
+        raise AssertionError("a third pass was accepted")
+    yield
+
+
+# -- several optimizers ----------------------------------------------------------------------------------------------
+
+
+def two_players(comm: Comm) -> Loop:
+    """As in a GAN: the first player's loss leaves gradients at the second one, who throws them away before its own."""
+    for compression in (None, DGC(1.0)):
+        sides = []
+        for whole in (True, False):
+            maker, judge = make_model(seed=2), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+            with torch.no_grad():
+                for place, param in enumerate(judge.parameters()):
+                    param.fill_(0.1 + 0.05 * place)
+            players: list[Any] = [ADAM(maker.parameters()), SGD(judge.parameters())]
+            if not whole:
+                players = [wrap(players[0], maker, comm, compression), wrap(players[1], judge, comm, compression)]
+            sides.append((maker, judge, players, None if whole else comm))
+        for step in range(5):
+            for maker, judge, (make, _), where in sides:
+                make.zero_grad()
+                judge(maker(batch(step, 0, where)[0])).square().mean().backward()
+            yield
+            for _, _, (make, _), _ in sides:
+                make.step()
+            yield
+            for maker, judge, (_, decide), where in sides:
+                decide.zero_grad()
+                x, y = batch(step, 1, where)
+                (judge(y) - 1).square().mean().backward()
+                judge(maker(x).detach()).square().mean().backward()
+            yield
+            for _, _, (_, decide), _ in sides:
+                decide.step()
+            yield
+        for place in (0, 1):
+            assert_close(
+                list(sides[1][place].parameters()), list(sides[0][place].parameters()), 1e-9, f"player {place}"
+            )
+
+
+# -- clipping --------------------------------------------------------------------------------------------------------
+
+
+def clipped(comm: Comm) -> Loop:
+    """The norm of the averaged gradient: by one call, or by hand between synchronize() and skip_synchronize()."""
+    for way in ("one call", "by hand"):
+        for make in (SGD, ADAM):
+            pair = Pair(comm, make)
+            for step in range(4):
+                for which, _, optimizer in pair.both():
+                    optimizer.zero_grad()
+                    pair.loss(which, step).backward()
+                yield
+                expected = nn.utils.clip_grad_norm_(pair.models[0].parameters(), 0.05)
+                pair.bare.step()
+                if way == "one call":
+                    norm = pair.ours.clip_grad_norm_(0.05)
+                    torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+                    pair.ours.step()
+                else:
+                    pair.ours.synchronize()
+                    nn.utils.clip_grad_norm_(pair.models[1].parameters(), 0.05)
+                    with pair.ours.skip_synchronize():
+                        pair.ours.step()
+                yield
+            pair.assert_equal(f"clipped {way}")
+            assert pair.ours.telemetry.steps == 4 * (comm.size > 1) and pair.ours.telemetry.repeated == 0
+
+
+def clipped_locally(comm: Comm) -> Loop:
+    """Gradients changed between backward and step, after they were sent: what counts is what the step finds."""
+    pair = Pair(comm)
+    for step in range(8):
+        pair.bare.zero_grad()
+        parts = []
+        for rank in range(comm.size):
+            x, y = batch(step, 0, None)
+            loss = mse_loss(pair.models[0](x[rank :: comm.size]), y[rank :: comm.size])
+            grads = list(torch.autograd.grad(loss, list(pair.models[0].parameters())))
+            norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]))
+            parts.append([grad * (0.05 / (norm + 1e-6)).clamp(max=1) for grad in grads])
+        for place, param in enumerate(pair.models[0].parameters()):
+            param.grad = sum(part[place] for part in parts) / comm.size
+        pair.ours.zero_grad()
+        pair.loss(1, step).backward()
+        nn.utils.clip_grad_norm_(pair.models[1].parameters(), 0.05)
+        yield
+        for optimizer in pair.optimizers:
+            optimizer.step()
+        yield
+    pair.assert_equal("clipped locally")
+    repeated = pair.ours.telemetry.repeated
+    assert comm.size == 1 or 1 <= repeated <= 3, f"gradients were sent too early {repeated} times in 8 steps"
+
+
+# -- steps that nobody takes -----------------------------------------------------------------------------------------
+
+
+def bits_of(model: nn.Module, optimizer: Any) -> str:
+    """Parameters, the optimizer's state, what is held back, and the position in schedules."""
+    state = optimizer.state_dict()
+    kept = state.get("dgcopt", {"memory": {}, "step": 0})
+    memory = {kind: dict(sorted(by_name.items())) for kind, by_name in sorted(kept["memory"].items())}
+    step = torch.tensor(kept["step"])
+    return fingerprint([*model.parameters(), *tensors_in(state["state"]), *tensors_in(memory), step])
+
+
+def a_step_without_finite_gradients(comm: Comm) -> Loop:
+    """NaN or Inf in one number on one rank: nobody takes the step, nothing is remembered of it."""
+    makers: dict[str, Any] = {"SGD": SGD, "damped": functools.partial(SGD, weight_decay=0, dampening=0.2), "Adam": ADAM}
+    for name, make in makers.items():
+        for compression in (None, DGC(0.1, warmup=Warmup(ratios=(0.5, 0.2), steps=2)), DGC(1.0, dense_vectors=False)):
+            # the very first step, one in the middle, and two in a row
+            for bad in ([0], [3], [2, 3]):
+                disturbed, calm = (Pair(comm, make, compression) for _ in range(2))
+                for step in range(6):
+                    before = bits_of(disturbed.models[1], disturbed.ours)
+                    for pair in (disturbed, calm):
+                        if pair is calm and step in bad:
+                            continue
+                        pair.ours.zero_grad()
+                        pair.loss(1, step).backward()
+                        if step in bad and comm.rank == comm.size - 1:
+                            grad = pair.models[1][2].weight.grad
+                            assert grad is not None
+                            grad[1, 2] = (torch.nan, torch.inf)[step % 2]
+                        yield
+                        pair.ours.step()
+                        yield
+                    if step in bad:
+                        after = bits_of(disturbed.models[1], disturbed.ours)
+                        assert step == 0 or after == before, f"{name}: a skipped step left something behind"
+                what = f"{name}, {compression}, steps {bad}"
+                assert_close(list(disturbed.models[1].parameters()), list(calm.models[1].parameters()), 0, what)
+                if compression is not None:
+                    ours, theirs = (memory_of(pair.ours) for pair in (disturbed, calm))
+                    assert {k: sorted(v) for k, v in ours.items()} == {k: sorted(v) for k, v in theirs.items()}
+                    for kind, by_name in ours.items():
+                        assert all(torch.equal(value, theirs[kind][key]) for key, value in by_name.items()), what
+                assert disturbed.ours.telemetry.skipped == len(bad)
+
+
+def loss_scaling(comm: Comm) -> Loop:
+    """The loop of torch's documentation, unmodified, with an overflow on one rank: skipped and rescaled on all."""
+    for compression in (None, DGC(0.1, warmup=Warmup(ratios=(0.5, 0.2), steps=2))):
+        for unscale in (False, True):
+            runs = []
+            for overflow in (True, False):
+                model = make_model(torch.float32)
+                optimizer = wrap(SGD(model.parameters()), model, comm, compression)
+                scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+                for step in range(6):
+                    bad = step in (2, 4)
+                    if bad and not overflow:
+                        continue
+                    before = bits_of(model, optimizer)
+                    optimizer.zero_grad()
+                    x, y = batch(step, 0, comm, torch.float32)
+                    with torch.autocast("cpu", torch.bfloat16):
+                        output = model(x)
+                    loss = mse_loss(output.float(), y)
+                    if bad and comm.rank == comm.size - 1:
+                        loss = loss * torch.inf
+                    scaler.scale(loss).backward()
+                    if unscale or comm.constructs_in_turn:
+                        scaler.unscale_(optimizer)
+                        yield
+                    scaler.step(optimizer)
+                    scaler.update()
+                    yield
+                    assert not bad or bits_of(model, optimizer) == before, "a skipped step left something behind"
+                assert optimizer.telemetry.steps == 4
+                runs.append((model, optimizer, scaler.get_scale()))
+            (disturbed, _, scale), (calm, _, calm_scale) = runs
+            # scaling by powers of two changes no bits, so skipping must not either
+            assert_close(list(disturbed.parameters()), list(calm.parameters()), 0, "loss scaling")
+            assert calm_scale == 256.0
+            if not unscale and not comm.constructs_in_turn:
+                assert scale == 64.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"
+
+
+# -- parameters that come and go -------------------------------------------------------------------------------------
+
+
+def parameters_come_and_go(comm: Comm) -> Loop:
+    """Frozen, unfrozen, added, unused on every rank (with momentum and weight decay), and used by some ranks only."""
+    for name in ("dense", "DGC at ratio 1"):
+        for make in (SGD, ADAM):
+            models = [make_model(), make_model()]
+            optimizers: list[Any] = [make(list(model.parameters())[:4]) for model in models]
+            wrap(optimizers[1], models[1], comm, COMPRESSIONS[name])
+            for step in range(12):
+                for which in (0, 1):
+                    model, optimizer = models[which], optimizers[which]
+                    model.zero_grad()
+                    model[0].requires_grad_(step not in (2, 3))
+                    if step == 5:
+                        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.05})
+                    x, y = batch(step, 0, comm if which else None)
+                    if step in (7, 8):  # the first layer is used by nobody
+                        x = torch.cat([x, x, x], dim=1)[:, :17]
+                        mse_loss(model[2:](x), y).backward()
+                    elif step == 9:  # the bias of the last layer by rank 0 only
+                        bias = model[4].bias if which == 0 or comm.rank == 0 else model[4].bias.detach()
+                        hidden = model[:4](x) @ model[4].weight.T
+                        if which == 0:
+                            mask = torch.zeros(len(x), 1, dtype=x.dtype)
+                            mask[:: comm.size] = 1
+                            bias = bias * mask + bias.detach() * (1 - mask)
+                        mse_loss(hidden + bias, y).backward()
+                    else:
+                        mse_loss(model(x), y).backward()
+                yield
+                for optimizer in optimizers:
+                    optimizer.step()
+                yield
+                for ours, whole in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                    unused = whole.grad is None and step >= 5
+                    assert not unused or ours.grad is None, "a parameter that nobody used has got a gradient"
+            assert_close(list(models[1].parameters()), list(models[0].parameters()), 1e-9, f"come and go, {name}")
+
+
+def what_nobody_used_is_left_alone(comm: Comm) -> Loop:
+    """Also what is remembered of it: residual and momentum."""
+    pair = Pair(comm, SGD, DGC(0.1))
+    for step in range(4):
+        if step == 3:
+            before = memory_of(pair.ours)
+        pair.ours.zero_grad()
+        x, y = batch(step, 0, comm)
+        output = pair.models[1](x) if step < 3 else pair.models[1][2:](torch.cat([x, x, x], dim=1)[:, :17])
+        mse_loss(output, y).backward()
+        yield
+        weights = [param.detach().clone() for param in pair.models[1][0].parameters()]
+        pair.ours.step()
+        yield
+    after = memory_of(pair.ours)
+    for kind, by_name in after.items():
+        for name, tensor in by_name.items():
+            assert torch.equal(tensor, before[kind][name]) == name.startswith("0."), f"{kind} of {name}"
+    for old, param in zip(weights, pair.models[1][0].parameters(), strict=True):
+        assert torch.equal(old, param)
+
+
+# -- uneven data -----------------------------------------------------------------------------------------------------
+
+
+def batches_of(rank: int) -> int:
+    return 3 + 2 * rank
+
+
+def uneven_data(comm: Comm) -> Loop:
+    """Rank r has 3 + 2r batches: averages divide by the ranks that have one, or by all; then all go on together."""
+    most = batches_of(comm.size - 1)
+    for divide_by in ("active", "all"):
+        for compression in (None, DGC(1.0)):
+            whole, mine = make_model(), make_model()
+            bare = SGD(whole.parameters())
+            ours = wrap(SGD(mine.parameters()), mine, comm, compression)
+            for step in range(most + 2):
+                bare.zero_grad()
+                active = [rank for rank in range(comm.size) if step < batches_of(rank) or step >= most]
+                for rank in active:
+                    x, y = batch(step, 0, None)
+                    loss = mse_loss(whole(x[rank :: comm.size]), y[rank :: comm.size])
+                    (loss / (len(active) if divide_by == "active" else comm.size)).backward()
+                bare.step()
+
+            def train(step: int, mine: nn.Module = mine, ours: Any = ours) -> Loop:
+                ours.zero_grad()
+                x, y = batch(step, 0, comm)
+                mse_loss(mine(x), y).backward()
+                yield
+                ours.step()
+                yield
+
+            with dgcopt.join(ours, divide_by=divide_by):
+                for step in range(batches_of(comm.rank)):
+                    yield from train(step)
+            for _ in range(2 * (most - batches_of(comm.rank)) + 1):
+                yield
+            for step in (most, most + 1):
+                yield from train(step)
+            assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, f"divided by {divide_by}")
+
+
+def uneven_data_of_two(comm: Comm) -> Loop:
+    """Two optimizers that step in turn, and residuals that are still sent after their rank has run out of data."""
+    if comm.constructs_in_turn:
+        return
+    models = [make_model(torch.float32, seed=place) for place in (1, 2)]
+    optimizers = [wrap(SGD(model.parameters()), model, comm, DGC(0.3)) for model in models]
+    with dgcopt.join(*optimizers):
+        for step in range(batches_of(comm.rank)):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                x, y = batch(step, 0, comm, torch.float32)
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+            held = [optimizer.residual_norm() for optimizer in optimizers]
+    if comm.rank == 0:
+        for optimizer, norm in zip(optimizers, held, strict=True):
+            assert optimizer.telemetry.steps == batches_of(comm.size - 1) and norm > 0
+    dgcopt.check_replicas([(f"{i}.{n}", p) for i, m in enumerate(models) for n, p in m.named_parameters()], comm=comm)
+    yield
+
+
+def torch_join(comm: Comm) -> Loop:
+    """torch's own Join context takes our optimizer where the wire is torch.distributed."""
+    from torch.distributed.algorithms import Join
+
+    whole, mine = make_model(), make_model()
+    bare = SGD(whole.parameters())
+    ours = wrap(SGD(mine.parameters()), mine, comm)
+    if comm.wire != "torch":
+        try:
+            Join([ours])
+        except dgcopt.ConfigError as error:
+            assert "dgcopt.join" in str(error)
+        return
+    for step in range(batches_of(comm.size - 1)):
+        bare.zero_grad()
+        active = [rank for rank in range(comm.size) if step < batches_of(rank)]
+        for rank in active:
+            x, y = batch(step, 0, None)
+            (mse_loss(whole(x[rank :: comm.size]), y[rank :: comm.size]) / len(active)).backward()
+        bare.step()
+    with Join([ours]):
+        for step in range(batches_of(comm.rank)):
+            ours.zero_grad()
+            x, y = batch(step, 0, comm)
+            mse_loss(mine(x), y).backward()
+            ours.step()
+    assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, "torch's Join")
+    yield
+
+
+# -- divergence ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def refused(comm: Comm, kind: type[Exception], *words: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        for part in words:
+            assert part in str(error), f"does not say {part!r}: {error}"
+    else:
+        raise AssertionError(f"rank {comm.rank}: no {kind.__name__}")
+
+
+def replicas_come_apart(comm: Comm) -> Loop:
+    """One bit on the last rank: named on every rank, or mended from rank 0."""
+    last = comm.size - 1
+    for on_divergence in ("raise", "resync"):
+        pair = Pair(comm, SGD, DGC(0.1), check_replicas_every=2, on_divergence=on_divergence)
+        for step in range(4):
+            pair.ours.zero_grad()
+            pair.loss(1, step).backward()
+            if step == 2 and comm.rank == last:
+                with torch.no_grad():
+                    pair.models[1][2].bias[3] += 1e-12
+            yield
+            if step == 3 and on_divergence == "raise":
+                with refused(comm, dgcopt.DivergenceError, f"rank {comm.rank}", "'2.bias'", f"rank(s) [{last}]"):
+                    pair.ours.step()
+                return_ = True
+            else:
+                pair.ours.step()
+                return_ = False
+            yield
+            if return_:
+                break
+        if on_divergence == "resync" and not comm.constructs_in_turn:
+            dgcopt.check_replicas(pair.models[1].state_dict(), comm=comm)
+
+
+LOOPS: dict[str, Callable[[Comm], Loop]] = {
+    function.__name__: function
+    for function in (
+        passes_vary,
+        backward_in_evaluation,
+        a_count_that_is_wrong,
+        two_players,
+        clipped,
+        clipped_locally,
+        a_step_without_finite_gradients,
+        loss_scaling,
+        parameters_come_and_go,
+        what_nobody_used_is_left_alone,
+        uneven_data,
+        uneven_data_of_two,
+        torch_join,
+        replicas_come_apart,
+    )
+}
+
+
+def straight_through(loop: Callable[[Comm], Loop], comm: Comm) -> None:
+    for _ in loop(comm):
+        pass
+
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {
+    f"loop: {name}": functools.partial(straight_through, loop) for name, loop in LOOPS.items()
+}

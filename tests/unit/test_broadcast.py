@@ -1,0 +1,155 @@
+"""One rank's values reach all ranks as they are, and what cannot be sent is an error on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dgcopt
+from dgcopt import Comm, ConfigError
+from dgcopt.broadcast import _sent, broadcast_object, broadcast_optimizer_state
+from dgcopt.collectives import Collective
+from dgcopt.comm import LocalComm
+
+
+def together(
+    size: int, exchange_of: Callable[[Comm], Generator[Collective, Tensor, Any]], catch: type[Exception] = ConfigError
+) -> list[Any]:
+    """What came of an exchange on each of `size` ranks in lockstep: its result, or its error where it is a `catch`.
+
+    Fails if a rank ends while others go on, which on a real wire would be a hang.
+    """
+    comms = dgcopt.simulated_world(size)
+    exchanges = [exchange_of(comm) for comm in comms]
+    outcomes: list[Any] = [None] * size
+    received: Sequence[Any] = [None] * size
+    while True:
+        started, ended = [], []
+        for comm, exchange, tensor in zip(comms, exchanges, received, strict=True):
+            try:
+                started.append((comm, comm.start(exchange.send(tensor))))
+            except StopIteration as stop:
+                outcomes[comm.rank] = stop.value
+                ended.append(comm.rank)
+            except catch as error:
+                outcomes[comm.rank] = error
+                ended.append(comm.rank)
+        assert not ended or not started, f"ranks {ended} ended while the others go on: {outcomes}"
+        if ended:
+            return outcomes
+        received = [comm.wait(handle) for comm, handle in started]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit and of the same types."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(
+            same(here, there) for here, there in zip(one.items(), other.items(), strict=True)
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(v, w) for v, w in zip(one, other, strict=True))
+    if isinstance(one, float):
+        return (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
+    return one == other
+
+
+def raw(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 3).to(
+        draw(st.sampled_from(DTYPES))
+    )
+
+
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | tensors()
+keys = st.text() | st.integers() | st.booleans() | st.tuples(st.text(), st.integers())
+trees = st.recursive(
+    leaves, lambda t: st.lists(t, max_size=4) | st.dictionaries(keys, t, max_size=4) | st.tuples(t, t), max_leaves=12
+)
+
+
+@given(value=trees, size=st.integers(1, 4), data=st.data())
+def test_any_tree_arrives_as_it_was(value: Any, size: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    outcomes = together(size, lambda comm: _sent(value if comm.rank == root else "not looked at", root, comm, "tree"))
+    assert all(same(outcome, value) for outcome in outcomes)
+
+
+def test_floats_survive() -> None:
+    values = [math.inf, -math.inf, math.nan, -0.0, 5e-324, 0.1, 1.7976931348623157e308]
+    assert same(broadcast_object(values, comm=LocalComm()), values)
+
+
+def test_views_arrive_as_what_they_show() -> None:
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    value = [conjugate, conjugate.imag, torch.arange(6).view(2, 3).t(), torch.zeros(1).expand(4)]
+    assert conjugate.is_conj() and conjugate.imag.is_neg()
+    got = broadcast_object(value, comm=LocalComm())
+    assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in value]
+
+
+def test_what_arrives_is_a_copy() -> None:
+    value = {"t": torch.zeros(3), "view": torch.arange(6.0).view(2, 3).t(), "p": torch.nn.Parameter(torch.ones(2))}
+    for got in together(2, lambda comm: _sent(value, 0, comm, "tree")):
+        assert torch.equal(got["view"], value["view"]) and type(got["p"]) is Tensor
+        got["t"] += 1
+    assert value["t"].sum() == 0
+
+
+cycle: list[Any] = []
+cycle.append(cycle)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, b"bytes", lambda: 0, torch.float32, [torch.eye(3).to_sparse()], cycle, {"deep": ({"x": 1j},)}],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_sent_is_an_error_on_every_rank(value: Any) -> None:
+    outcomes = together(3, lambda comm: _sent(value if comm.rank == 1 else None, 1, comm, "settings"))
+    assert all(isinstance(error, ConfigError) for error in outcomes), outcomes
+    assert {str(error) for error in outcomes} == {str(outcomes[0])}
+    assert "settings of rank 1 cannot be sent" in str(outcomes[0])
+    with pytest.raises(ConfigError, match="object of rank 0 cannot be sent"):
+        broadcast_object(value, comm=LocalComm())
+
+
+def test_a_root_that_does_not_exist() -> None:
+    with pytest.raises(dgcopt.CommError, match="root 3"):
+        broadcast_object(1, 3, LocalComm())
+
+
+def test_subclasses_arrive_as_what_they_are_subclasses_of() -> None:
+    value = {"size": torch.Size([2, 3]), "state": torch.nn.Linear(1, 1).state_dict()}
+    got = broadcast_object(value, comm=LocalComm())
+    assert type(got["size"]) is tuple and type(got["state"]) is dict and got["size"] == (2, 3)
+
+
+def test_optimizer_state_alone_is_left_as_it_is() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.param_groups[0]["odd"] = object()
+    broadcast_optimizer_state(optimizer, comm=LocalComm())
+    assert optimizer.param_groups[0]["lr"] == 0.1

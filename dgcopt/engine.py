@@ -17,21 +17,23 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from .agreement import compare
-from .buckets import Bucket, Memory, build_buckets
-from .collectives import AllReduce, Broadcast, Collective, Exchange
+from .buckets import Bucket, Memory
+from .collectives import Collective, Exchange
 from .comm import Comm, Handle, lowered
 from .compressors import Compressor, Context
 from .compressors.sparse_rows import gather_rows
 from .divergence import OnDivergence, replicas
 from .errors import CommError, ConfigError, MismatchError
+from .gradients import Gradients
+from .layout import Layout, lay_out
 from .telemetry import Telemetry
 from .vote import Ballot, Verdict, used_anywhere, vote
 
@@ -40,8 +42,6 @@ __all__ = ["Engine", "Settings"]
 log = logging.getLogger("dgcopt")
 
 Result = TypeVar("Result")
-
-MEGABYTE = 1024 * 1024
 
 LONGEST_PAUSE = 1024
 """Steps without early launches after launches that proved too early again and again."""
@@ -73,22 +73,6 @@ class _Flight:
     round: int = 0
     handle: Handle | None = None
     result: Tensor | None = None
-
-
-@dataclass(eq=False)
-class _Layout:
-    """Which gradients travel how: dense ones in buckets, sparse ones each on its own."""
-
-    trained: list[Tensor]
-    order: list[str]
-    buckets: list[Bucket]
-    sparse: list[tuple[str, Tensor]]
-    place: dict[Tensor, tuple[Bucket, int]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for bucket in self.buckets:
-            for place, segment in enumerate(bucket.segments):
-                self.place[segment.param] = (bucket, place)
 
 
 class Engine:
@@ -136,16 +120,12 @@ class Engine:
         self._describe = describe
         self._replicated = replicated
         self._local_update = local_update
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._outdated = False
         self._kept: Memory = {}
         self._kept_order: list[str] = []
         self._contexts: dict[Bucket, Context] = {}
-        self._arrivals: dict[Tensor, int] = {}
-        self._expected: dict[Tensor, int] = {}
-        self._taken: dict[Tensor, tuple[Tensor | None, int]] = {}
-        self._sums: dict[Tensor, Tensor] = {}
-        self._filled: dict[Bucket, int] = {}
+        self._gradients = Gradients()
         self._sparse: set[Tensor] = set()
         self._stale = False
         self._mistakes = 0
@@ -163,7 +143,7 @@ class Engine:
     @property
     def in_flight(self) -> bool:
         """Whether gradients of a step have come in that `synchronize` has not finished."""
-        return bool(self._arrivals)
+        return bool(self._gradients.arrivals)
 
     @torch.no_grad()
     def arrived(self, param: Tensor) -> None:
@@ -171,34 +151,32 @@ class Engine:
 
         Raises RuntimeError if it is one pass more than the user said there would be.
         """
-        if not self._arrivals:
+        arrivals, announced = self._gradients.arrivals, self.settings.backward_passes_per_step
+        if not arrivals:
             if self._driver is not None:
                 self._progress()  # the end of a `join` that other ranks have left since
             self._finished_by_others = False
-            self._outdated = self._layout is not None and not self._is_current(self._layout)
-        passes = self._arrivals[param] = self._arrivals.get(param, 0) + 1
-        said = self.settings.backward_passes_per_step
-        if passes > said > 1:
+            self._outdated = self._layout is not None and not self._layout.fits(self._trained(), self._sparse)
+        is_last = self._gradients.arrived(param, announced)
+        if arrivals[param] > announced > 1:
             raise RuntimeError(
-                f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed {passes} times "
-                f"before step(), but backward_passes_per_step is {said}. Raise it (set_backward_passes_per_step), do "
-                f"all but the last pass inside no_sync(), or call step() after every {said} passes."
+                f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed "
+                f"{arrivals[param]} times before step(), but backward_passes_per_step is {announced}. Raise it "
+                f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
+                f"every {announced} passes."
             )
-        expected = max(said, self._expected.get(param, 1))
-        if passes > expected:
-            expected = self._expected[param] = passes
         layout = self._layout
         if layout is None or self._outdated or self._stale or not self.active or param not in layout.place:
             return
         if layout.place[param][0].index < self._launched:
             self._stale = True
             return
-        if passes < expected or not self._may_launch():
+        if not is_last or not self._may_launch():
             return
-        self._take(param)
+        self._gradients.take(param, *layout.place[param])
         try:
             for bucket in layout.buckets[self._launched :]:
-                if self._filled.get(bucket, 0) < len(bucket.segments):
+                if not self._gradients.has_filled(bucket):
                     break
                 self._launch(bucket)
         except Exception:
@@ -215,26 +193,7 @@ class Engine:
         if self._launched:
             self._stale = True
             self._be_careful()
-        self._arrivals = {}
-
-    def _take(self, param: Tensor) -> None:
-        """Copy a gradient into its bucket, and see whether it is finite."""
-        assert self._layout is not None
-        bucket, place = self._layout.place[param]
-        if bucket not in self._filled:
-            bucket.keep_clear()
-        if param not in self._taken:
-            self._filled[bucket] = self._filled.get(bucket, 0) + 1
-        grad = param.grad
-        bucket.fill(place, grad)
-        self._taken[param] = (grad, 0 if grad is None else grad._version)
-        if grad is not None:
-            self._sums[param] = _sum(bucket.views[place])
-
-    def _has_changed(self, param: Tensor) -> bool:
-        """Whether a gradient is not the one any more that was taken into its bucket."""
-        grad, version = self._taken[param]
-        return param.grad is not grad or (grad is not None and grad._version != version)
+        self._gradients.arrivals = {}
 
     def _be_careful(self) -> None:
         """After a launch that proved too early: launch none for a while, the longer the more often it happens."""
@@ -243,10 +202,6 @@ class Engine:
 
     def _trained(self) -> list[Tensor]:
         return [param for param in self.names if param.requires_grad and param.numel()]
-
-    def _is_current(self, layout: _Layout) -> bool:
-        trained = self._trained()
-        return len(trained) == len(layout.trained) and all(a is b for a, b in zip(trained, layout.trained, strict=True))
 
     # -- launching and advancing -------------------------------------------------------------------------------------
 
@@ -373,7 +328,7 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         if self._driver is None:
-            if self._finished_by_others or (self.active and not self._arrivals):
+            if self._finished_by_others or (self.active and not self.in_flight):
                 return
             self._driver, self._awaited = self._drive(), None
         try:
@@ -450,23 +405,25 @@ class Engine:
             yield from self._through(replicas(self._replicated(), self.comm, self.step, self.settings.on_divergence))
 
     def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
-        trained = self._trained()
+        trained, gradients, layout = self._trained(), self._gradients, self._layout
         if not self.settings.sparse_as_dense:
             self._sparse |= {param for param in trained if param.grad is not None and param.grad.is_sparse}
-        prepared = self._layout is not None and self._is_current(self._layout)
-        if self._layout is not None and any(param in self._layout.place for param in self._sparse):
-            prepared = False  # an embedding that has got its first gradient
-        changed = [param for param in self._taken if self._has_changed(param)]
-        too_early = [p for p in changed if self._layout and self._layout.place[p][0].index < self._launched]
-        if final and too_early:
+        changed = {param for param in gradients.taken if gradients.has_changed(param)}
+        if final and layout is not None and any(layout.place[p][0].index < self._launched for p in changed):
             if not self._stale:  # not by one more backward pass, which is expected from now on
                 self._be_careful()
             self._stale = True
+        infinite = gradients.find_infinite(trained, changed) if self.active else None
+        if infinite is not None:
+            log.warning(
+                "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
+                *(self.comm.rank, self.step, self.names[infinite]),
+            )
         ballot = Ballot(
             active=self.active,
-            finite=self._is_finite(trained, set(changed)) if self.active else True,
+            finite=infinite is None,
             stale=self._stale,
-            prepared=prepared,
+            prepared=layout is not None and layout.fits(trained, self._sparse),
             complete=all(param.grad is not None for param in trained),
             final=final,
             step=self.step,
@@ -474,27 +431,6 @@ class Engine:
             launched=self._launched,
         )
         return (yield from self._through(vote(ballot, "vote")))
-
-    def _is_finite(self, trained: Iterable[Tensor], changed: set[Tensor]) -> bool:
-        """Whether no gradient holds NaN or Inf: a sum tells nearly always, and costs one pass."""
-        sums = [
-            self._sums[param] if param in self._sums and param not in changed else _sum(param.grad)
-            for param in trained
-            if param.grad is not None
-        ]
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for each in sums:
-            by_device.setdefault(each.device, []).append(each.double())
-        if all(bool(torch.stack(group).isfinite().all()) for group in by_device.values()):
-            return True
-        for param in trained:  # finite numbers may have an infinite sum
-            if param.grad is not None and not torch.isfinite(_values(param.grad)).all():
-                log.warning(
-                    "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
-                    *(self.comm.rank, self.step, self.names[param]),
-                )
-                return False
-        return True
 
     def _take_back(self, verdict: Verdict) -> Generator[Handle, Tensor, None]:
         """Let collectives that were started run out, on all ranks the same ones, and undo what they meant."""
@@ -510,15 +446,15 @@ class Engine:
             bucket.grad.zero_()
             self._launch(bucket)
         for flight in self._flights:
-            assert flight.handle is not None
-            yield flight.handle
+            if flight.handle is not None:
+                yield flight.handle
             flight.exchange.close()
         if self._flights and not verdict.void:
             self.telemetry.repeated += 1
         for context in self._contexts.values():
             context.roll_back()
+        self._gradients.put_back()
         self._flights, self._launched, self._stale = [], 0, False
-        self._taken, self._sums, self._filled = {}, {}, {}
 
     def _make_void(self, ranks: list[int]) -> None:
         """End a step that nobody takes."""
@@ -528,19 +464,19 @@ class Engine:
             log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
         self._end_step()
 
-    def _find_used(self, layout: _Layout) -> Generator[Handle, Tensor, dict[Tensor, bool]]:
+    def _find_used(self, layout: Layout) -> Generator[Handle, Tensor, dict[Tensor, bool]]:
         """Which parameters have a gradient on any rank."""
         here = [self.active and param.grad is not None for param in layout.trained]
         there = yield from self._through(used_anywhere(here, "gradients that there are"))
         return dict(zip(layout.trained, there.tolist(), strict=True))
 
-    def _launch_rest(self, layout: _Layout, used: dict[Tensor, bool] | None) -> None:
+    def _launch_rest(self, layout: Layout, used: dict[Tensor, bool] | None) -> None:
         for bucket in layout.buckets[self._launched :]:
             for place, segment in enumerate(bucket.segments):
                 if not self.active:
                     bucket.fill(place, None)
-                elif segment.param not in self._taken or self._has_changed(segment.param):
-                    self._take(segment.param)
+                elif segment.param not in self._gradients.taken or self._gradients.has_changed(segment.param):
+                    self._gradients.take(segment.param, bucket, place)
         if self.compressor.whole_model:
             self.compressor.prepare([b.grad for b in layout.buckets], [self._context(b) for b in layout.buckets])
         while self._launched < len(layout.buckets):
@@ -587,43 +523,35 @@ class Engine:
         self._end_step()
 
     def _end_step(self) -> None:
+        self._gradients.clear()
         self._flights, self._launched, self._stale, self._outdated = [], 0, False, False
-        self._arrivals, self._taken, self._sums, self._filled = {}, {}, {}, {}
 
     # -- which gradients travel together -----------------------------------------------------------------------------
 
-    def _lay_out(self) -> Generator[Handle, Tensor, _Layout]:
-        """Compare parameters, and lay out buckets by the order in which rank 0's gradients became ready."""
+    def _lay_out(self) -> Generator[Handle, Tensor, Layout]:
+        """Compare parameters, and lay out buckets by the order in which gradients became ready."""
         yield from self._through(compare(self._describe(), self.comm.rank, "parameters"))
-        trained = self._trained()
-        names = [self.names[param] for param in trained]
-        wanted = self._kept_order or [self.names[p] for p in self._arrivals]
-        place = {name: i for i, name in enumerate(wanted)}
-        last = len(place)
-        # what rank 0 has not seen comes after what it has, the last parameter first, as backward would
-        order = sorted(range(len(names)), key=lambda i: (place.get(names[i], last), -i))
-        sparse = [param in self._sparse for param in trained]
-        agreed = yield from self._through(_agree_on(order, sparse))
-        ordered = [(names[i], trained[i]) for i in agreed[0].tolist()]
-        is_sparse = {names[i] for i, flag in enumerate(agreed[1].tolist()) if flag}
-        self._sparse |= {param for param, name in zip(trained, names, strict=True) if name in is_sparse}
-        dense = [(name, param) for name, param in ordered if name not in is_sparse]
-        buckets = build_buckets(
-            dense,
-            self.compressor.kind,
-            int(self.settings.bucket_mb * MEGABYTE),
-            int(self.settings.first_bucket_mb * MEGABYTE),
-            self.settings.groups,
+        settings = self.settings
+        layout = yield from self._through(
+            lay_out(
+                [(self.names[param], param) for param in self._trained()],
+                self._kept_order or [self.names[param] for param in self._gradients.arrivals],
+                self._sparse,
+                self.compressor.kind,
+                settings.bucket_mb,
+                settings.first_bucket_mb,
+                settings.groups,
+            )
         )
-        for bucket in buckets:
+        self._sparse |= {param for _, param in layout.sparse}
+        for bucket in layout.buckets:
             bucket.adopt(self._kept)
             for by_name in self._kept.values():
                 for segment in bucket.segments:
                     by_name.pop(segment.name, None)
         self._contexts = {}
         self._kept_order = []
-        sparse_ones = [(name, param) for name, param in ordered if name in is_sparse]
-        return _Layout(trained, [name for name, _ in ordered], buckets, sparse_ones)
+        return layout
 
     def _drop_layout(self) -> None:
         """Take the buckets apart; what was kept for their parameters waits for the next ones."""
@@ -649,7 +577,7 @@ class Engine:
 
         Raises ConfigError in the middle of a step, or for memory of a parameter that does not exist or fit.
         """
-        if self._arrivals or self._flights:
+        if self.in_flight or self._flights:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         shapes = {name: param.shape for param, name in self.names.items()}
         for kind, by_name in memory.items():
@@ -672,24 +600,5 @@ class Engine:
         parts = list(self._kept.get("residual", {}).values())
         if self._layout is not None:
             parts += [bucket.memory["residual"] for bucket in self._layout.buckets if "residual" in bucket.memory]
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float32).cpu() for part in parts]
+        norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
-
-
-def _agree_on(order: list[int], sparse: list[bool]) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
-    """Rank 0's order, and which gradients are sparse on any rank."""
-    agreed = yield Broadcast(torch.tensor(order, dtype=torch.int64), group="control", label="order of gradients")
-    anywhere = yield AllReduce(
-        torch.tensor(sparse, dtype=torch.int32), op="max", group="control", label="sparse gradients"
-    )
-    return agreed, anywhere
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def _sum(grad: Tensor) -> Tensor:
-    """NaN or Inf if any element is; in float32 at least, where half precision would overflow."""
-    values = grad._values() if grad.is_sparse else grad
-    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -274,6 +273,8 @@ class _Distributed(Optimizer):
         kept = (engine.memory(), engine.order(), engine.step) if engine is not None else ({}, [], 0)
         self._join(comm)
         self._restore(*kept)
+        if engine is not None and self._engine is not None:
+            self._engine.telemetry = engine.telemetry
 
     def _join(self, comm: Comm) -> None:
         self.comm = comm
@@ -446,7 +447,8 @@ class _Distributed(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, it is the bare optimizer again: a wire cannot be stored."""
-        return copyreg.__newobj__, (_bare_class(self),), self.__getstate__()  # type: ignore[attr-defined]
+        # not copyreg.__newobj__, which pickle takes for the object's own class alone
+        return object.__new__, (_bare_class(self),), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A distributed optimizer of copied parameters; all ranks must copy alike."""

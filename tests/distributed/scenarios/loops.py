@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 
 import dgcopt
 from dgcopt import DGC, Comm, Warmup
+from dgcopt.collectives import AllReduce, Exchange
 
 from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in
 
@@ -25,6 +26,16 @@ Loop = Generator[None, None, None]
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)
 COMPRESSIONS: dict[str, Any] = {"dense": None, "DGC at ratio 1": DGC(1.0), "DGC": DGC(0.1, values="fp64")}
+
+
+class Halves(dgcopt.Compressor):
+    """Sends half of what it has, and keeps its memory in place, as a compressor of a user's own would."""
+
+    def exchange(self, grad: Tensor, ctx: dgcopt.Context) -> Exchange:
+        residual = ctx.remember("residual", grad).add_(grad)
+        grad.copy_(residual).mul_(0.5)
+        residual.sub_(grad)
+        return (yield AllReduce(grad, op=ctx.op))
 
 
 def wrap(optimizer: torch.optim.Optimizer, model: nn.Module, comm: Comm, compression: Any = None, **more: Any) -> Any:
@@ -218,7 +229,8 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
     """NaN or Inf in one number on one rank: nobody takes the step, nothing is remembered of it."""
     makers: dict[str, Any] = {"SGD": SGD, "damped": functools.partial(SGD, weight_decay=0, dampening=0.2), "Adam": ADAM}
     for name, make in makers.items():
-        for compression in (None, DGC(0.1, warmup=Warmup(ratios=(0.5, 0.2), steps=2)), DGC(1.0, dense_vectors=False)):
+        warmup = Warmup(ratios=(0.5, 0.2), steps=2)
+        for compression in (None, DGC(0.1, warmup=warmup), DGC(1.0, dense_vectors=False), Halves()):
             # the very first step, one in the middle, and two in a row
             for bad in ([0], [3], [2, 3]):
                 disturbed, calm = (Pair(comm, make, compression) for _ in range(2))

@@ -1,0 +1,75 @@
+"""Which gradients travel together: dense ones in buckets, in the order of their becoming ready; sparse ones alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .buckets import Bucket, build_buckets
+from .collectives import AllReduce, Broadcast, Collective
+
+__all__ = ["Layout", "lay_out"]
+
+MEGABYTE = 1024 * 1024
+
+
+@dataclass(eq=False)
+class Layout:
+    """How the gradients of the `trained` parameters travel.
+
+    Attributes: `order`, all names as their gradients become ready; `buckets` in the order of their launch; `sparse`,
+    parameters whose gradient is sparse, with their names; `place`, a dense parameter's bucket and its place in it.
+    """
+
+    trained: Sequence[Tensor]
+    order: Sequence[str]
+    buckets: Sequence[Bucket]
+    sparse: Sequence[tuple[str, Tensor]]
+    place: dict[Tensor, tuple[Bucket, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for bucket in self.buckets:
+            for place, segment in enumerate(bucket.segments):
+                self.place[segment.param] = (bucket, place)
+
+    def fits(self, trained: Sequence[Tensor], sparse: Iterable[Tensor]) -> bool:
+        """Whether it still serves: the same parameters are trained, and no embedding turned out to be sparse."""
+        same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
+        return same and not any(param in self.place for param in sparse)
+
+
+def lay_out(
+    named: Sequence[tuple[str, Tensor]],
+    wanted: Sequence[str],
+    sparse: Collection[Tensor],
+    kind_of: Callable[[str, Tensor], Hashable],
+    bucket_mb: float,
+    first_bucket_mb: float,
+    groups: dict[str, int] | None,
+) -> Generator[Collective, Tensor, Layout]:
+    """Agree on rank 0's order and on what is sparse on any rank, and lay out buckets by it.
+
+    Args:
+        named: the trained parameters, alike on all ranks.
+        wanted: names in the order in which gradients became ready here.
+        sparse: parameters whose gradients have been sparse here.
+        kind_of, groups: which parameters may share a bucket; see `build_buckets`.
+        bucket_mb, first_bucket_mb: when a bucket is full.
+    """
+    place = {name: i for i, name in enumerate(wanted)}
+    # what rank 0 has not seen comes after what it has, the last parameter first, as backward would
+    mine = sorted(range(len(named)), key=lambda i: (place.get(named[i][0], len(place)), -i))
+    order = yield Broadcast(torch.tensor(mine, dtype=torch.int64), group="control", label="order of gradients")
+    flags = torch.tensor([param in sparse for _, param in named], dtype=torch.int32)
+    anywhere = yield AllReduce(flags, op="max", group="control", label="sparse gradients")
+    is_sparse = anywhere.bool().tolist()
+    dense = [named[i] for i in order.tolist() if not is_sparse[i]]
+    return Layout(
+        [param for _, param in named],
+        [named[i][0] for i in order.tolist()],
+        build_buckets(dense, kind_of, int(bucket_mb * MEGABYTE), int(first_bucket_mb * MEGABYTE), groups),
+        [named[i] for i in order.tolist() if is_sparse[i]],
+    )

@@ -1,0 +1,76 @@
+"""The vote of a step: ballots survive their 12 bytes, and ranks conclude what their ballots say."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dgcopt
+from dgcopt.agreement import compare
+from dgcopt.vote import Ballot, used_anywhere, vote
+
+BALLOT = Ballot(True, True, False, True, True, True, step=7, trained=0xDEADBEEF, launched=3)
+flags, words = st.booleans(), st.integers(0, 2**32 - 1)
+ballots = st.builds(
+    Ballot, flags, flags, flags, flags, flags, flags, step=words, trained=words, launched=st.integers(0, 2**16 - 1)
+)
+
+
+def run(exchanges):
+    """Drive one exchange per rank in lockstep, whatever they return."""
+    return dgcopt.simulate(exchanges)
+
+
+def verdict_on(*changes: dict):
+    cast = [dataclasses.replace(BALLOT, **change) for change in changes]
+    verdicts = run([vote(ballot, "vote") for ballot in cast])
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    return verdicts[0]
+
+
+@given(ballots)
+def test_twelve_bytes(ballot):
+    packed = ballot.pack()
+    assert packed.numel() == 12 and Ballot.unpack(packed) == ballot
+
+
+def test_one_rank_decides_for_all():
+    calm = verdict_on({}, {}, {})
+    assert (calm.active, calm.void, calm.launched) == (3, [], 3)
+    assert not calm.stale and calm.prepared and calm.complete and calm.final and calm.alike
+    assert verdict_on({}, {"finite": False}, {}).void == [1]
+    assert verdict_on({}, {"stale": True}, {}).stale
+    assert not verdict_on({}, {"prepared": False}, {}).prepared
+    assert not verdict_on({}, {"complete": False}, {}).complete
+    assert verdict_on({}, {"complete": False, "active": False}, {}).complete, "a rank without data misses nothing"
+    assert verdict_on({}, {"active": False}, {}).active == 2
+    assert not verdict_on({}, {"final": False}, {}).final
+    assert not verdict_on({}, {"trained": 1}, {}).alike
+    assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9
+
+
+def test_other_steps():
+    with pytest.raises(dgcopt.MismatchError, match="rank 0 is at step 7, rank 1 is at step 8"):
+        verdict_on({}, {"step": 8})
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=19, max_size=19), min_size=1, max_size=4))
+def test_used_anywhere(used):
+    for result in run([used_anywhere(mine, "used") for mine in used]):
+        assert result.tolist() == [any(column) for column in zip(*used, strict=True)]
+
+
+def test_words_only_if_they_differ():
+    comms = dgcopt.simulated_world(3)
+    started = []
+    for comm in comms:
+        comm.start = lambda collective, start=comm.start: (started.append(collective.label), start(collective))[1]
+    run_on(comms, [["a", "b"]] * 3)
+    assert started == ["hash of settings"] * 3
+    with pytest.raises(dgcopt.MismatchError, match=r"rank 0 has \[b\], rank 2 has \[\(nothing\)\]"):
+        run_on(comms, [["a", "b"], ["a", "b"], ["a"]])
+
+
+def run_on(comms, lines):
+    return dgcopt.simulate([compare(mine, rank, "settings") for rank, mine in enumerate(lines)], comms)

@@ -392,9 +392,8 @@ class _Distributed(Optimizer):
         """
         if self._engine is None:
             return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+        self._engine.hold()
         undecided = self._engine.in_flight and not self._synchronized
-        if undecided:
-            self._engine.hold()
         if undecided and not self.comm.constructs_in_turn and self._engine.agree_on_overflow():
             self._engine.discard()
             self._is_void = self._synchronized = True

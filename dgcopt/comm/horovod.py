@@ -53,7 +53,7 @@ class _Pending(Handle):
 
 
 class HorovodComm(Comm):
-    """Horovod's world, or a registered `process_set` of it. Calls `hvd.init()` unless the script has.
+    """Horovod's world; `among` makes those of a `process_set`. Calls `hvd.init()` unless the script has.
 
     What Horovod fails with is a HorovodInternalError too, so that `hvd.elastic.run` starts anew. Raises CommError if
     Horovod cannot be used.
@@ -62,10 +62,10 @@ class HorovodComm(Comm):
     wire = "horovod"
     _registered: ClassVar[dict[tuple[int, ...], Any]] = {}
     """Process sets by their ranks in Horovod's world; Horovod refuses to register the same ranks twice."""
-    _open: ClassVar[set[tuple[tuple[int, ...], int]]] = set()
-    """The comms in use, by their ranks in Horovod's world and a number, as those of the same ranks share a set."""
+    _open: ClassVar[set[str]] = set()
+    """Names of the comms in use. Horovod matches by name, and comms may share a process set."""
 
-    def __init__(self, deadline: float = DEADLINE, process_set: Any = None) -> None:
+    def __init__(self, deadline: float = DEADLINE, process_set: Any = None, name: str = "") -> None:
         try:
             import horovod.torch as hvd
         except ImportError as error:
@@ -83,25 +83,43 @@ class HorovodComm(Comm):
                 raise CommError(f"Horovod could not start: {error}") from error
             self._registered.clear()
             self._open.clear()
+        elif process_set is None:
+            self._forget_what_is_void()
         where = hvd.global_process_set if process_set is None else process_set
         super().__init__(where.rank(), where.size(), deadline)
         self._unnamed: dict[Channel, int] = {}
         self._sets: dict[tuple[int, ...], Any] = {self.ranks(): where}
         self._in_world = tuple(range(hvd.size())) if process_set is None else tuple(process_set.ranks)
-        self._number = next(number for number in itertools.count() if (self._in_world, number) not in self._open)
-        self._open.add((self._in_world, self._number))
+        self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._open)
+        self._open.add(self._name)
+        self._subsets = 0
         if process_set is None:
             self._registered[self.ranks()] = where
             self._find_nodes()
             for members in self._subgroups:
                 self._sets[members] = self._register(members, list(members))
 
+    def _forget_what_is_void(self) -> None:
+        """Forget all process sets and comms if others have started Horovod anew, as Horovod Elastic does.
+
+        It does not invalidate the sets of before, but knows none of them, or gives their ids to others.
+        """
+        for members, known in self._registered.items():
+            try:
+                is_void = known.size() not in (None, len(members))
+            except ValueError:
+                is_void = True
+            if is_void:
+                self._registered.clear()
+                self._open.clear()
+                break
+
     def _register(self, members: tuple[int, ...], given: Any) -> Any:
         """The process set of these ranks, registered unless it is; all ranks ask for all, in the same order."""
         if getattr(given, "process_set_id", None) is not None:
             self._registered[members] = given
         known = self._registered.get(members)
-        if known is not None and known.process_set_id is not None:  # or the script has removed it since
+        if known is not None and _is_alive(known):
             return known
         try:
             self._registered[members] = self._hvd.add_process_set(given)
@@ -121,11 +139,12 @@ class HorovodComm(Comm):
                 f"{self.size} of them: ask the comm of all ranks for ranks {[self._in_world[r] for r in members]}"
             )
         chosen = self._register(members, given if isinstance(given, self._hvd.ProcessSet) else list(members))
-        return HorovodComm(self.deadline, chosen) if self.rank in members else None
+        self._subsets += 1
+        return HorovodComm(self.deadline, chosen, f"{self._name}.{self._subsets}") if self.rank in members else None
 
     def close(self) -> None:
         super().close()
-        self._open.discard((self._in_world, self._number))
+        self._open.discard(self._name)
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
         return _elastic(kind)(message)  # type: ignore[arg-type]  # mypy finds that types cannot be hashed
@@ -140,8 +159,8 @@ class HorovodComm(Comm):
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         hvd, tensor = self._hvd, collective.tensor
         where, channel = self._sets[ranks], self._channel(collective.group)
-        # by these names Horovod matches, so those of two comms or channels with the same process set must differ
-        name = f"dgcopt.{self.size}.{self._number}.{'control.' if channel == 'control' else ''}{collective.label}"
+        # the channels of a comm, too, may share a process set
+        name = f"dgcopt.{self._name}.{'control.' if channel == 'control' else ''}{collective.label}"
         if not collective.label:  # number those of each channel, whose ranks start them alike
             self._unnamed[channel] = self._unnamed.get(channel, 0) + 1
             name += f"{type(collective).__name__} {self._unnamed[channel]} of ranks {ranks[0]}..{ranks[-1]}"
@@ -190,6 +209,14 @@ class _Unchanged(_Pending):
     def result(self) -> Tensor:
         super().result()
         return self.collective.tensor
+
+
+def _is_alive(process_set: Any) -> bool:
+    """Whether Horovod still knows a process set that was registered."""
+    try:
+        return process_set.size() is not None
+    except ValueError:
+        return False
 
 
 @functools.cache

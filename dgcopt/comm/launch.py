@@ -8,7 +8,10 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 
-from ..errors import ConfigError
+import torch
+
+from ..collectives import AllGather
+from ..errors import ConfigError, MismatchError
 from .base import DEADLINE, Comm
 from .local import LocalComm
 
@@ -34,25 +37,39 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
             and receiver (CUDA tensors are copied there), and another small round after each allreduce.
 
     The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
-    itself, CommError if the ranks do not meet.
+    itself, CommError if the ranks do not meet, MismatchError if they differ in `checksums`.
     """
     global _current
     if _current is not None:
         if wire is not None and wire != _current.wire:
             raise ConfigError(f"dgcopt.init({wire!r}): this process has already joined over {_current.wire!r}")
-        _current.checksums |= checksums
+        if checksums and not _current.checksums:
+            raise ConfigError(
+                "dgcopt.init(checksums=True): this process has already joined without; say so the first time"
+            )
         return _current
     chosen, reason = (wire, "asked for") if wire is not None else _detect(os.environ)
     if chosen not in WIRES:
         raise ConfigError(f"unknown wire {chosen!r}; the wires are {', '.join(WIRES)}")
-    _current = _makers[chosen](deadline)
-    _current.checksums = checksums
+    comm = _makers[chosen](deadline)
+    comm.checksums = _alike(comm, checksums)
+    _current = comm
     log.info(
         "dgcopt: wire %s (%s): rank %d of %d, local rank %d of %d, node %d of %d",
         *(chosen, reason, _current.rank, _current.size, _current.local_rank, _current.local_size),
         *(_current.node, _current.nodes),
     )
     return _current
+
+
+def _alike(comm: Comm, checksums: bool) -> bool:
+    """`checksums` if all ranks say the same: those that differ would misread each other's messages."""
+    said = comm.run(AllGather(torch.tensor([checksums], dtype=torch.uint8), group="control", label="checksums"))
+    if len(said.unique()) > 1:
+        ranks = said.flatten().nonzero().flatten().tolist()
+        comm.close()
+        raise MismatchError(f"rank {comm.rank}: only rank(s) {ranks} of {comm.size} called dgcopt.init(checksums=True)")
+    return checksums
 
 
 def current_comm() -> Comm:

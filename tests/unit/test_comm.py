@@ -65,6 +65,9 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
         comm = dgcopt.init()
         assert (comm.wire, comm.rank, comm.size, comm.local_rank, comm.nodes) == ("local", 0, 1, 0, 1)
         assert dgcopt.init("local") is comm
+        with pytest.raises(ConfigError, match="joined without"):
+            dgcopt.init(checksums=True)
+        dgcopt.shutdown()
         assert not comm.checksums and dgcopt.init(checksums=True).checksums and dgcopt.init().checksums
         with pytest.raises(ConfigError, match="already joined"):
             dgcopt.init("mpi")

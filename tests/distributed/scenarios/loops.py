@@ -264,7 +264,7 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
 def loss_scaling(comm: Comm) -> Loop:
     """The loop of torch's documentation, unmodified, with an overflow on one rank: skipped and rescaled on all."""
     for compression in (None, DGC(0.1, warmup=Warmup(ratios=(0.5, 0.2), steps=2))):
-        for unscale in (False, True):
+        for way in ("as documented", "unscale_", "unscale_ and clip_grad_norm_"):
             runs = []
             for overflow in (True, False):
                 model = make_model(torch.float32)
@@ -283,8 +283,11 @@ def loss_scaling(comm: Comm) -> Loop:
                     if bad and comm.rank == comm.size - 1:
                         loss = loss * torch.inf
                     scaler.scale(loss).backward()
-                    if unscale or comm.constructs_in_turn:
+                    if way != "as documented" or comm.constructs_in_turn:
                         scaler.unscale_(optimizer)
+                        yield
+                    if "clip" in way:
+                        optimizer.clip_grad_norm_(1e6)
                         yield
                     scaler.step(optimizer)
                     scaler.update()
@@ -294,9 +297,9 @@ def loss_scaling(comm: Comm) -> Loop:
                 runs.append((model, optimizer, scaler.get_scale()))
             (disturbed, _, scale), (calm, _, calm_scale) = runs
             # scaling by powers of two changes no bits, so skipping must not either
-            assert_close(list(disturbed.parameters()), list(calm.parameters()), 0, "loss scaling")
+            assert_close(list(disturbed.parameters()), list(calm.parameters()), 0, f"loss scaling, {way}")
             assert calm_scale == 256.0
-            if not unscale and not comm.constructs_in_turn:
+            if way == "as documented" and not comm.constructs_in_turn:
                 assert scale == 64.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"
 
 

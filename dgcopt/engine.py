@@ -491,7 +491,8 @@ class Engine:
                 grad = torch.zeros_like(param).to_sparse(1)
             elif not grad.is_sparse:
                 grad = grad.to_sparse(1)
-            flight = _Flight(gather_rows(grad * self._scale, divisor), f"sparse gradient {name}", None, param)
+            exchange = lowered(gather_rows(grad * self._scale, divisor), self.comm)
+            flight = _Flight(exchange, f"sparse gradient {name}", None, param)
             self._flights.append(flight)
             self._advance(flight, None)
 

@@ -45,10 +45,8 @@ class Gradients:
         if param not in self.taken:
             self._filled[bucket] = self._filled.get(bucket, 0) + 1
         grad = param.grad
-        bucket.fill(place, grad)
+        self._sums[param] = bucket.fill(place, grad)
         self.taken[param] = (grad, 0 if grad is None else grad._version)
-        if grad is not None:
-            self._sums[param] = _sum(bucket.views[place])
 
     def has_filled(self, bucket: Bucket) -> bool:
         """Whether all of the bucket's gradients are in it."""

@@ -7,30 +7,42 @@ accumulation of what has not been sent yet.
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .buckets import Segment
+from .buckets import BLOCK, Segment, block_maxima, chunks
 from .errors import ConfigError
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
 
 log = logging.getLogger("dgcopt")
 
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Memory as it is, and as it will be."""
+
 
 class ErrorFeedback:
     """v <- v + g: what is not sent now is sent later."""
 
-    def correct(self, grad: Tensor, u: tuple[Tensor, Tensor] | None, segments: Sequence[Segment]) -> Tensor:
-        """What this step adds to v: the gradient itself."""
-        return grad
+    def accumulate(self, grad: Tensor, v: Pair, u: Pair | None, segments: Sequence[Segment]) -> Tensor:
+        """Write the new v (and u) from the old ones in one pass over memory; returns the new v's block maxima."""
+        maxima = torch.empty(grad.numel() // BLOCK, dtype=v[1].dtype, device=grad.device)
+        for span in chunks(0, grad.numel(), grad.device):
+            self._add(v, grad[span], span, maxima)
+        return maxima
 
-    needs_momentum = False
+    def correct(self, grad: Tensor, u: Pair | None, segments: Sequence[Segment]) -> None:
+        """Make the gradient what `accumulate` would add to v, and write the new u."""
+
+    @staticmethod
+    def _add(v: Pair, increment: Tensor, span: slice, maxima: Tensor) -> None:
+        new = torch.add(v[0][span], increment, out=v[1][span])
+        block_maxima(new, out=maxima[span.start // BLOCK : span.stop // BLOCK])
 
     def before_step(self) -> None:
         """Nothing to take over: the wrapped optimizer does all of its own update."""
@@ -41,15 +53,19 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class _Rule:
-    """How one SGD parameter group treats its momentum."""
+    """How SGD treats the momentum of neighbouring parameters."""
 
     momentum: float
     dampening: float
     nesterov: bool
 
     @staticmethod
-    def of(group: dict[str, Any]) -> "_Rule":
-        return _Rule(float(group["momentum"]), float(group["dampening"]), bool(group["nesterov"]))
+    def of(group: dict[str, Any], state: Mapping[str, Any]) -> "_Rule":
+        """Of a parameter group, or of one parameter in its `state`: torch's SGD does not dampen the first gradient."""
+        dampening = float(group["dampening"])
+        if dampening and not {"momentum_started", "momentum_buffer"} & state.keys():
+            dampening = 0.0
+        return _Rule(float(group["momentum"]), dampening, bool(group["nesterov"]))
 
 
 class MomentumCorrection(ErrorFeedback):
@@ -61,45 +77,56 @@ class MomentumCorrection(ErrorFeedback):
     optimizer's state as "decay_momentum". By linearity the sum of both parts is what SGD would have applied.
     """
 
-    needs_momentum = True
-
     def __init__(self, optimizer: SGD) -> None:
         self.optimizer = optimizer
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
 
-    def correct(self, grad: Tensor, u: tuple[Tensor, Tensor] | None, segments: Sequence[Segment]) -> Tensor:
-        """Write the new u from the old one and return what this step adds to v (u itself, or `grad` overwritten)."""
+    def accumulate(self, grad: Tensor, v: Pair, u: Pair | None, segments: Sequence[Segment]) -> Tensor:
         assert u is not None
-        old, new = u
+        maxima = torch.empty(grad.numel() // BLOCK, dtype=v[1].dtype, device=grad.device)
+        for start, stop, rule in self._spans(segments):
+            for span in chunks(start, stop, grad.device):
+                self._add(v, self._momentum(grad[span], u, span, rule), span, maxima)
+        return maxima
+
+    def correct(self, grad: Tensor, u: Pair | None, segments: Sequence[Segment]) -> None:
+        assert u is not None
+        for start, stop, rule in self._spans(segments):
+            grad[start:stop] = self._momentum(grad[start:stop], u, slice(start, stop), rule)
+
+    @staticmethod
+    def _momentum(g: Tensor, u: Pair, span: slice, rule: _Rule) -> Tensor:
+        """Write the new u of a span; returns what it adds to v (u itself, or `g` overwritten)."""
+        old, new = u[0][span], u[1][span]
+        if rule.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
+            new.copy_(old)
+            return g
+        if rule.dampening:
+            torch.mul(old, rule.momentum, out=new).add_(g, alpha=1 - rule.dampening)
+        else:
+            torch.add(g, old, alpha=rule.momentum, out=new)
+        return g.add_(new, alpha=rule.momentum) if rule.nesterov else new
+
+    def _spans(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, _Rule]]:
+        """Runs of neighbouring segments that share a rule, whole blocks of them, as `start, stop, rule`."""
         group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
-        spans = list(_spans(segments, group_of))
-        for start, stop, rule, members in spans:
-            g, m = grad[start:stop], rule.momentum
-            if m == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
-                new[start:stop] = old[start:stop]
-                continue
-            part = torch.mul(old[start:stop], m, out=new[start:stop]).add_(g, alpha=1 - rule.dampening)
-            for segment in members if rule.dampening else ():
-                if not {"momentum_started", "momentum_buffer"} & self.optimizer.state[segment.param].keys():
-                    # torch's SGD does not dampen the first gradient
-                    new[segment.start : segment.stop] = grad[segment.start : segment.stop]
-            if rule.nesterov:
-                g.add_(part, alpha=m)
-        if all(rule.momentum and not rule.nesterov for _, _, rule, _ in spans):
-            return new
-        for start, stop, rule, _ in spans:
-            if rule.momentum and not rule.nesterov:
-                grad[start:stop] = new[start:stop]
-        return grad
+
+        def rule_of(segment: Segment) -> _Rule:
+            return _Rule.of(group_of[id(segment.param)], self.optimizer.state.get(segment.param, {}))
+
+        for rule, run in itertools.groupby(segments, rule_of):
+            members = list(run)
+            yield members[0].start, -(-members[-1].stop // BLOCK) * BLOCK, rule
 
     def before_step(self) -> None:
         """Subtract the weight-decay term and make SGD's own momentum and weight decay zero for its next step."""
         self.after_step()
         for group in self.optimizer.param_groups:
-            rule = _Rule.of(group)
+            rule = _Rule.of(group, {"momentum_started": True})
             if rule.momentum == 0:
                 continue
             self._decay(group, rule)
+            self._add_momentum_of_rows(group, rule)
             self._set_aside.append((group, group["momentum"], group["weight_decay"]))
             group["momentum"], group["weight_decay"] = 0.0, 0.0
 
@@ -113,7 +140,7 @@ class MomentumCorrection(ErrorFeedback):
         """b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b)."""
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         for param in group["params"]:
-            if param.grad is None:
+            if param.grad is None or param.grad.is_sparse:
                 continue
             state = self.optimizer.state[param]
             if state.pop("momentum_buffer", None) is not None or rule.dampening:  # u has taken it over
@@ -130,18 +157,24 @@ class MomentumCorrection(ErrorFeedback):
             else:
                 param.add_(b, alpha=-lr)
 
+    @torch.no_grad()
+    def _add_momentum_of_rows(self, group: dict[str, Any], rule: _Rule) -> None:
+        """Sparse gradients arrive whole and have no u: do for them what torch's SGD would, in its own buffer."""
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None or not grad.is_sparse:
+                continue
+            state = self.optimizer.state[param]
+            buffer = state.get("momentum_buffer")
+            if buffer is None:
+                buffer = state["momentum_buffer"] = grad.clone()
+            else:
+                buffer.mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
+            param.grad = grad.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer.clone()
+
     def inherited(self, segment: Segment) -> Tensor | None:
         """SGD's own momentum buffer of a parameter, from steps before it was wrapped: what u starts from."""
         return self.optimizer.state.get(segment.param, {}).get("momentum_buffer")
-
-
-def _spans(
-    segments: Sequence[Segment], group_of: dict[int, dict[str, Any]]
-) -> Iterator[tuple[int, int, _Rule, list[Segment]]]:
-    """Runs of neighbouring segments that share a rule, as `start, stop, rule, members`."""
-    for rule, run in itertools.groupby(segments, lambda segment: _Rule.of(group_of[id(segment.param)])):
-        members = list(run)
-        yield members[0].start, members[-1].stop, rule, members
 
 
 def memory_for(optimizer: Optimizer) -> ErrorFeedback:

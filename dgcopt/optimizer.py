@@ -526,6 +526,10 @@ def _use_gradients(optimizer: _Distributed) -> None:
     elif optimizer.compressor.source == "update":
         optimizer._take_update()
     else:
+        if isinstance(optimizer, torch.optim.SparseAdam):  # it takes no other gradients, also where they came densely
+            for param in optimizer._parameter_names:
+                if param.grad is not None and not param.grad.is_sparse:
+                    param.grad = param.grad.to_sparse(1)
         optimizer.compressor.before_step(optimizer)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -89,11 +88,12 @@ class DGC(Compressor):
         u = None
         if isinstance(self._memory, MomentumCorrection):
             u = ctx.advance("momentum", grad, start=self._memory.inherited)
-        increment = self._memory.correct(grad, u, ctx.segments)
         if ctx.kind == "vector":
-            return (yield AllReduce(grad.copy_(increment), op=ctx.op))
-        held_back, v = ctx.advance("residual", grad)
-        torch.add(held_back, increment, out=v)
+            self._memory.correct(grad, u, ctx.segments)
+            return (yield AllReduce(grad, op=ctx.op))
+        residual = ctx.advance("residual", grad)
+        maxima = self._memory.accumulate(grad, residual, u, ctx.segments)
+        _, v = residual
 
         ratio = self.ratio_at(ctx.step)
         if ratio == 1:
@@ -101,7 +101,7 @@ class DGC(Compressor):
             v.zero_()
             return (yield AllReduce(grad, op=ctx.op))
 
-        indices = largest(v, ctx.segments, ratio)
+        indices = largest(v, maxima, ctx.segments, ratio)
         message, arriving = encode_coordinates(indices, v[indices], VALUE_DTYPES[self.values])
         v[indices] -= arriving
         if u is not None and self.momentum_masking:

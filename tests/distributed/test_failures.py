@@ -13,8 +13,9 @@ DEADLINE = 5
 START = 60
 """Seconds that two processes may take to start on a busy machine."""
 
-TIMED_OUT = rf"TimeoutExceeded: rank 0 waited {DEADLINE} s for \w+\[.*\] of .*bucket \d+ \(.*weight.*rank\(s\) 1"
-LOST = r"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 bucket \d"
+BUCKETS = r"(On their way|Not sent yet): .*bucket \d+ \(.*weight"
+TIMED_OUT = rf"TimeoutExceeded: rank 0 waited {DEADLINE} s for \w+\[.*\] of optimizer 0 .*rank\(s\) 1\..*{BUCKETS}"
+LOST = rf"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 (bucket \d+ \(.*weight|vote.*{BUCKETS})"
 
 
 def fail(wire: str, what: str, limit: float) -> Outcome:

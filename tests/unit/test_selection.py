@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import bucket_of
 
-from dgcopt.selection import block_maxima, count_of, largest
+from dgcopt.buckets import block_maxima
+from dgcopt.selection import count_of, largest
 
 KINDS = {
     "normal": lambda n: torch.randn(n),
@@ -25,7 +26,7 @@ def assert_exact(tensors: list[torch.Tensor], ratio: float) -> None:
     bucket = bucket_of(tensors)
     for segment in bucket.segments:
         segment.view(bucket.grad).copy_(segment.param)
-    chosen = largest(bucket.grad, bucket.segments, ratio)
+    chosen = largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, ratio)
     assert len(chosen.unique()) == len(chosen)
     for segment, tensor in zip(bucket.segments, tensors, strict=True):
         mine = chosen[(chosen >= segment.start) & (chosen < segment.stop)]
@@ -66,7 +67,7 @@ def test_nan_is_selected_first() -> None:
     tensor[777] = math.nan
     bucket = bucket_of([tensor])
     bucket.fill(0, tensor)
-    assert 777 in largest(bucket.grad, bucket.segments, 0.001)
+    assert 777 in largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, 0.001)
 
 
 def test_block_maxima() -> None:
@@ -86,6 +87,6 @@ def test_gaps_between_tensors_never_win(monkeypatch: pytest.MonkeyPatch) -> None
         bucket = bucket_of([torch.zeros(numel), torch.zeros(numel)])
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "topk", last_wins)
-            chosen = largest(bucket.grad, bucket.segments, 1e-6)
+            chosen = largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, 1e-6)
         assert torch.Tensor.topk is topk
         assert chosen.tolist() == [numel - 1, bucket.segments[1].stop - 1]

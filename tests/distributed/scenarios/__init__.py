@@ -5,8 +5,30 @@ from typing import Any
 
 from dgcopt import Comm
 
-from . import algorithms, checksums, collectives, disagreement, loops, optimizers, overlap, persistence, subsets
+from . import (
+    algorithms,
+    checksums,
+    collectives,
+    contract,
+    disagreement,
+    loops,
+    optimizers,
+    overlap,
+    persistence,
+    subsets,
+)
 
 SCENARIOS: dict[str, Callable[[Comm], dict[str, Any] | None]] = {}
-for module in (collectives, optimizers, algorithms, overlap, persistence, disagreement, subsets, checksums, loops):
+for module in (
+    collectives,
+    optimizers,
+    algorithms,
+    overlap,
+    persistence,
+    disagreement,
+    subsets,
+    checksums,
+    loops,
+    contract,
+):
     SCENARIOS.update(module.SCENARIOS)

@@ -1,0 +1,545 @@
+"""One rank of a training that something happens to, or all ranks where they are simulated.
+
+faults.py PLAN.json    does what scripts/inject_faults.py has planned, and records what it saw as lines of JSON
+
+What is judged here is judged without dgcopt: by hashes of all parameters and memory, by comparison with a training
+that nothing happens to, and by adding up in float64 what was computed and what was applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dgcopt
+from dgcopt import DGC, Comm, DGCError, MismatchError, PayloadError
+from dgcopt.collectives import AllGather, AllReduce, Barrier, Collective
+
+STEPS, SAVE_EVERY, FROZEN = 8, 2, 15
+PARAMETERS = ("embed.weight", "body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias")
+TINY = {"bucket_mb": 0.0004, "first_bucket_mb": 0.0001}
+Fault = dict[str, Any]
+Problems = list[tuple[str, str]]
+
+RECIPES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "plain": (functools.partial(torch.optim.SGD, lr=0.1), {"compression": DGC(0.05)}),
+    "momentum": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"compression": DGC(0.05, momentum_masking=False)},
+    ),
+    "masked": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+        {"compression": DGC(0.05, values="fp16"), "sparse_as_dense": True},
+    ),
+    "adam": (functools.partial(torch.optim.Adam, lr=0.01), {"compression": DGC(0.05), "sparse_as_dense": True}),
+}
+"""How to train: masking drops momentum on purpose, so with "masked" only bits are compared, not sums."""
+
+
+class Model(nn.Module):
+    """An embedding with sparse gradients, matrices that are compressed, and vectors that are not."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6, sparse=True)
+        self.body = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) / 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.body(self.embed(words).mean(1))
+
+
+def digest(value: Any) -> str:
+    """A hash of every bit of the tensors in a nest of dicts and lists, and of where they are."""
+    found = hashlib.sha256()
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{path} {value.dtype} {tuple(value.shape)}".encode())
+            dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+            found.update(dense.contiguous().numpy().tobytes())
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, item in sorted(items, key=lambda pair: str(pair[0])):
+            walk(item, f"{path}/{key}")
+
+    walk(value, "")
+    return found.hexdigest()[:16]
+
+
+class Rank:
+    """One rank's training, and its own books: what it computed, and what was applied in all."""
+
+    def __init__(self, comm: Comm, recipe: str, odd: str = "") -> None:
+        self.comm, self.recipe = comm, recipe
+        make, settings = RECIPES[recipe]
+        settings = {**TINY, **settings}
+        self.model = Model(17 if odd == "wrong shape" else 16)
+        if odd == "wrong dtype":
+            self.model.double()
+        if odd == "other optimizer":
+            make, settings["sparse_as_dense"] = torch.optim.AdamW, settings.get("sparse_as_dense", False)
+        if odd == "frozen parameter":
+            self.model.body[2].bias.requires_grad_(False)
+        settings |= {
+            "other ratio": {"compression": DGC(0.06)},
+            "other compression": {"compression": dgcopt.FP16()},
+            "other op": {"op": "sum"},
+            "other buckets": {"bucket_mb": 0.0008},
+            "other passes": {"backward_passes_per_step": 2},
+        }.get(odd, {})
+        params = list(self.model.parameters())
+        named = list(self.model.named_parameters())
+        if odd == "fewer parameters":
+            params, named = params[:-1], named[:-1]
+        self.optimizer: Any = make(params)
+        if odd == "one more group":
+            named.append(("extra", nn.Parameter(torch.ones(3))))
+            self.optimizer.add_param_group({"params": [named[-1][1]]})
+        dgcopt.DistributedOptimizer(self.optimizer, named, comm=comm, **settings)
+        self.books = {
+            kind: {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in self.model.named_parameters()}
+            for kind in ("computed", "applied", "momentum")
+        }
+
+    def backward(self, step: int, disturb: Callable[[str], None] = lambda moment: None) -> None:
+        """A batch of this rank's own, telling `disturb` when it is the moment for mischief."""
+        self.optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(1000 * step + self.comm.rank)
+        words = torch.randint(12, (8, 3), generator=generator)
+        targets = torch.randn(8, 4, generator=generator)
+        disturb("before backward")
+        out = self.model(words)
+        nn.functional.mse_loss(out, targets.to(out.dtype)).backward()
+        disturb("after backward")
+        named = self.model.named_parameters()
+        self.local = {name: param.grad.to_dense().double() for name, param in named if param.grad is not None}
+
+    def apply(self, void: bool = False) -> None:
+        """The rest of the step; the books are kept unless it must be `void`."""
+        self.optimizer.synchronize()
+        for name, param in self.model.named_parameters() if not void else ():
+            if name in self.local and param.grad is not None:
+                # sparse gradients travel whole, and get their momentum after the exchange
+                factor = 0.9 if self.recipe == "momentum" and not param.grad.is_sparse else 0.0
+                self.books["momentum"][name].mul_(factor).add_(self.local[name])
+                self.books["computed"][name] += self.books["momentum"][name]
+                self.books["applied"][name] += self.comm.size * param.grad.to_dense().double()
+
+    def finish(self) -> None:
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "books": self.books}
+        )
+
+    def put_back(self, state: dict[str, Any]) -> None:
+        state = copy.deepcopy(state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.books = state["books"]
+
+    def digests(self) -> tuple[str, str]:
+        """Hashes of what is equal on all ranks, and of what this rank alone holds."""
+        return digest(self.model.state_dict()), digest(self.optimizer.state_dict())
+
+    def mass(self) -> dict[str, list[float]]:
+        """What was computed here and is not held back, and what was applied: over all ranks they must be equal."""
+        residual = self.optimizer.state_dict()["dgcopt"]["memory"].get("residual", {})
+        gone = [self.books["computed"][name] - residual.get(name, torch.zeros(())) for name in PARAMETERS]
+        return {
+            "gone": torch.cat([tensor.flatten() for tensor in gone]).tolist(),
+            "applied": torch.cat([self.books["applied"][name].flatten() for name in PARAMETERS]).tolist(),
+        }
+
+
+class Team:
+    """The ranks that this process runs: one of real ones, or all simulated ones, who take turns."""
+
+    def __init__(self, comms: Sequence[Comm], recipe: str, fault: Fault | None = None) -> None:
+        odd = fault or {"rank": -1, "what": ""}
+        self.ranks = [Rank(comm, recipe, odd["what"] if comm.rank == odd["rank"] else "") for comm in comms]
+
+    def step(self, step: int, disturb: Callable[[Rank, str], None] = lambda rank, moment: None, **how: Any) -> None:
+        for rank in self.ranks:
+            rank.backward(step, functools.partial(disturb, rank))
+        for rank in self.ranks:
+            rank.apply(**how)
+        for rank in self.ranks:
+            disturb(rank, "before step")
+            rank.finish()
+
+    def digests(self) -> list[tuple[str, str]]:
+        return [rank.digests() for rank in self.ranks]
+
+
+def record(rank: int, scenario: str, **facts: Any) -> None:
+    path = Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{rank}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"scenario": scenario, "rank": rank, "at": time.time(), **facts}) + "\n")
+
+
+def undisturbed(comms: Sequence[Comm], recipe: str, steps: int) -> list[list[tuple[str, str]]]:
+    """The digests after every step of a training that nothing happens to."""
+    team = Team(comms, recipe)
+    digests = [team.digests()]
+    for step in range(steps):
+        team.step(step)
+        digests.append(team.digests())
+    return digests
+
+
+# -- faults that a training survives ---------------------------------------------------------------------------------
+
+
+class Survivable:
+    """Many faults in one launch, each of which leaves the wire as it was."""
+
+    def __init__(self, world: Callable[[], Sequence[Comm]], plan: dict[str, Any], folder: Path) -> None:
+        self.world, self.folder = world, folder
+        self.comms = world()
+        recipes = {fault["recipe"] for fault in plan["faults"]}
+        self.expected = {recipe: undisturbed(world(), recipe, plan["steps"]) for recipe in sorted(recipes)}
+        self.teams = {recipe: Team(world(), recipe) for recipe in self.expected}
+        self.at = dict.fromkeys(self.teams, 0)
+        self.saved = False
+
+    def run(self, fault: Fault) -> None:
+        team, problems = getattr(self, fault["kind"].replace(" ", "_").replace("-", "_"))(fault)
+        for rank in team.ranks if team else []:
+            sums = rank.mass() if rank.recipe != "masked" else None
+            record(rank.comm.rank, fault["id"], problems=problems, digest=rank.digests()[0], mass=sums)
+        for comm in self.comms if not team else ():
+            record(comm.rank, fault["id"], problems=problems)
+
+    def go_on(self, team: Team, recipe: str, start: int, stop: int) -> Problems:
+        """Train on, and be where an undisturbed training is, bit for bit."""
+        expected = self.expected[recipe]
+        for step in range(start, stop):
+            if team.digests() != expected[step]:
+                return [("lost state", f"not what an undisturbed training has after {step} steps")]
+            team.step(step)
+        return [] if team.digests() == expected[stop] else [("lost state", f"{stop} steps are not those undisturbed")]
+
+    def not_finite(self, fault: Fault) -> tuple[Team, Problems]:
+        """A step with NaN or Inf in a gradient is nobody's; the next ones are as if it had not been."""
+        recipe, problems = fault["recipe"], []
+        team, step, before = self.teams[recipe], self.at[recipe], self.teams[recipe].digests()
+
+        def disturb(rank: Rank, moment: str) -> None:
+            param = dict(rank.model.named_parameters())[fault["parameter"]]
+            if rank.comm.rank != fault["rank"] and not fault["everywhere"]:
+                return
+            if moment == "before backward" and fault["moment"] == "in backward":
+                hook = param.register_hook(lambda grad: (hook.remove(), spoil(grad.clone(), fault))[1])
+            elif moment == "after backward" == fault["moment"]:
+                spoil(param.grad, fault)
+
+        team.step(step, disturb, void=True)
+        if team.digests() != before:
+            problems.append(("lost state", "parameters or memory changed in a step with NaN or Inf"))
+        for _ in range(fault["then"]):
+            team.step(self.at[recipe])
+            self.at[recipe] += 1
+        if team.digests() != self.expected[recipe][self.at[recipe]]:
+            problems.append(("lost state", "afterwards not what an undisturbed training has"))
+        return team, problems
+
+    def disagreement(self, fault: Fault) -> tuple[None, Problems]:
+        """One rank builds something else: found before anything is sent, by all."""
+        try:
+            Team(self.world(), fault["recipe"], fault).step(0)
+        except MismatchError as error:
+            return None, [] if f"rank {fault['rank'] or 1} has" in str(error) else [("unnoticed", f"said {error}")]
+        return None, [("unnoticed", f"no MismatchError about {fault['what']}")]
+
+    def checkpoint(self, fault: Fault) -> tuple[Team, Problems]:
+        """The newest checkpoint is damaged: the one before it is found by all, and training goes on from there."""
+        (comm,), recipe, good = self.comms, fault["recipe"], self.folder / "intact"
+        team = Team(self.comms, recipe)
+        (me,) = team.ranks
+        if not self.saved:
+            self.saved = True
+            for step in range(6):
+                team.step(step)
+                if (step + 1) % 2 == 0:
+                    dgcopt.checkpoint.save(good, me.state(), step + 1, comm, keep=3)
+        comm.run(Barrier(label="before damage"))
+        bad = self.folder / fault["id"].replace("/", "-")
+        if comm.rank == 0:
+            shutil.copytree(good, bad)
+            for step in (6, 4)[: fault["how_many"]]:
+                damage(bad / f"step-{step:08d}", fault)
+        comm.run(Barrier(label="after damage"))
+        loaded = dgcopt.checkpoint.load(bad, comm)
+        if loaded is None:
+            return team, [("lost state", "no checkpoint was found")]
+        # a bit of the manifest that says which version wrote it does not matter
+        allowed = {6 - 2 * fault["how_many"]} | ({6, 4} if "manifest" in fault["what"] else set())
+        if loaded[0] not in allowed:
+            return team, [("lost state", f"found step {loaded[0]}, not {sorted(allowed)}")]
+        me.put_back(loaded[1])
+        return team, self.go_on(team, recipe, loaded[0], STEPS)
+
+    def payload(self, fault: Fault) -> tuple[Team, Problems]:
+        """A message loses a bit where it is sent: all see it, none applies anything, and the checkpoint helps."""
+        comms, recipe, problems = self.world(), fault["recipe"], []
+        team = Team(comms, recipe)
+        for step in range(fault["step"]):
+            with flipped(comms, fault, armed=False) as count:
+                team.step(step)
+            if step == fault["step"] - 2:
+                states = [rank.state() for rank in team.ranks]
+                if len(comms) == 1:
+                    dgcopt.checkpoint.save(self.folder / fault["id"].replace("/", "-"), states[0], step + 1, comms[0])
+        before, said = team.digests(), ""
+        fault = {**fault, "which": fault["which"] % count[fault["rank"]]} if fault["rank"] in count else fault
+        try:
+            with flipped(comms, fault):
+                team.step(fault["step"])
+        except PayloadError as error:
+            said = str(error)
+        if not said:
+            problems.append(("unnoticed", "no PayloadError although a bit was flipped"))
+        elif f"from rank {fault['rank']}" not in said and "have other bits than its rank 0" not in said:
+            problems.append(("unnoticed", f"does not name rank {fault['rank']}: {said}"))
+        if team.digests() != before:
+            problems.append(("lost state", "parameters or memory changed in a step with a damaged message"))
+        if len(comms) > 1:
+            team = Team(self.world(), recipe)
+            for rank, state in zip(team.ranks, states, strict=True):
+                rank.put_back(state)
+        else:
+            loaded = dgcopt.checkpoint.load(self.folder / fault["id"].replace("/", "-"), comms[0])
+            if loaded is None:
+                return team, [*problems, ("lost state", "no checkpoint was found")]
+            team.ranks[0].put_back(loaded[1])
+        return team, problems + self.go_on(team, recipe, fault["step"] - 1, STEPS)
+
+
+def spoil(grad: Tensor, fault: Fault) -> Tensor:
+    """Put NaN or Inf at a random place, in place."""
+    values = (grad._values() if grad.is_sparse else grad).view(-1)
+    values[fault["element"] % len(values)] = float(fault["value"])
+    return grad
+
+
+def damage(folder: Path, fault: Fault) -> None:
+    """What disks and people do to one file of a checkpoint."""
+    how, _, what = fault["what"].partition(" ")
+    path = folder / ("manifest.json" if what == "manifest" else f"rank-{fault['rank']}.pt")
+    size = path.stat().st_size
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        os.truncate(path, int(size * fault["place"]))
+    else:
+        content = bytearray(path.read_bytes())
+        content[int(size * fault["place"])] ^= 1 << fault["bit"]
+        path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def flipped(comms: Sequence[Comm], fault: Fault, armed: bool = True) -> Iterator[dict[int, int]]:
+    """One message of the step loses a bit: where it is sent, or where its sum or itself has arrived.
+
+    Yields how many messages there were to choose from, by rank, for those who only want to know (not `armed`).
+    """
+    seen: dict[int, int] = {}
+
+    def meet(comm: Comm, tensor: Tensor) -> Tensor:
+        place = seen.get(comm.rank, 0)
+        seen[comm.rank] = place + 1
+        if armed and comm.rank == fault["rank"] and place == fault["which"]:
+            raw = tensor.view(-1).view(torch.uint8)
+            raw[fault["byte"] % len(raw)] ^= 1 << fault["bit"]
+        return tensor
+
+    def start(comm: Comm, original: Callable[..., Any], collective: Collective) -> Any:
+        if fault["where"] == "sent" and isinstance(collective, AllGather) and collective.tensor.numel():
+            collective.tensor = meet(comm, collective.tensor.clone())
+        return original(collective)
+
+    def wait(comm: Comm, original: Callable[..., Any], handle: Any, deadline: float | None = None) -> Tensor:
+        result = original(handle, deadline)
+        kind = {"sum": AllReduce, "received": AllGather}.get(fault["where"])
+        if kind and isinstance(handle.collective, kind) and (kind is AllReduce or comm.rank == fault["rank"]):
+            if kind is AllGather:  # the others' part, not its own
+                meet(comm, result[(comm.rank + 1) % comm.size])
+            else:
+                meet(comm, result)
+        return result
+
+    for comm in comms:
+        comm.start, comm.wait = (functools.partial(f, comm, getattr(comm, f.__name__)) for f in (start, wait))  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        for comm in comms:
+            del comm.start, comm.wait  # type: ignore[method-assign]
+
+
+# -- faults that end a launch, and what comes after --------------------------------------------------------------------
+
+
+def end_badly(comm: Comm, plan: dict[str, Any], folder: Path) -> None:
+    """Train, with checkpoints, into one fault; every rank records how it ended, and ends as a user's script would."""
+    fault: Fault = plan["faults"][0]
+    team = Team([comm], fault["recipe"])
+    (me,) = team.ranks
+    mine = comm.rank == fault["rank"]
+    last: tuple[str, str] | None = None
+    kept: dict[str, Any] = {}
+
+    def disturb(rank: Rank, moment: str) -> None:
+        if step != fault["step"] or not mine:
+            return
+        if moment == "before backward" and fault["moment"] == "in backward":
+            param = dict(me.model.named_parameters())[fault["parameter"]]
+            param.register_hook(lambda grad: strike(me, fault, kept))
+        elif moment == fault["moment"]:
+            strike(me, fault, kept)
+
+    record(comm.rank, "joined")
+    try:
+        for step in range(STEPS):
+            flips = fault["kind"] == "payload" and step == fault["step"]
+            last = me.digests()
+            with flipped([comm], fault) if flips else contextlib.nullcontext():
+                if flips and mine:
+                    record(comm.rank, "struck")
+                team.step(step, disturb)
+            last = None
+            record(comm.rank, f"step {step + 1}", digest=me.digests()[0])
+            if (step + 1) % SAVE_EVERY == 0:
+                if mine and fault["moment"] == "while saving" and step >= fault["step"]:
+                    record(comm.rank, "struck")
+                    kill_while_saving(fault)
+                kept = me.optimizer.state_dict()
+                dgcopt.checkpoint.save(folder, me.state(), step + 1, comm)
+                record(comm.rank, "saved", step=step + 1)
+    except Exception as error:
+        now = me.digests()
+        # what the fault itself has changed on its rank is not held against the exchange
+        touched = last is not None and (now[0] != last[0] or (not mine and now[1] != last[1]))
+        names = [kind.__name__ for kind in type(error).__mro__]
+        record(comm.rank, "ended", names=names, dgc=isinstance(error, DGCError), said=str(error), touched=touched)
+        time.sleep(1)  # launchers end the other ranks when the first one has ended
+        raise
+    record(comm.rank, "ended", names=[], dgc=False, said="", touched=False)
+
+
+def strike(me: Rank, fault: Fault, kept: dict[str, Any]) -> None:
+    """Do to this rank what was planned."""
+    record(me.comm.rank, "struck")
+    what = fault["what"]
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "sleep":
+        time.sleep(120)
+    elif what == "freeze":
+        freeze(me.comm)
+    elif what == "exception":
+        raise ZeroDivisionError("something in the user's code")
+    elif what == "one more group":
+        me.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    elif what == "frozen parameter":
+        dict(me.model.named_parameters())[fault["parameter"]].requires_grad_(False)
+    elif what == "older state":
+        me.optimizer.load_state_dict(copy.deepcopy(kept))
+
+
+def freeze(comm: Comm) -> None:
+    """Stop all threads, as when a machine hangs; ended from outside after FROZEN seconds."""
+    me = os.getpid()
+    apart = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {"PATH": os.environ["PATH"]}}
+    subprocess.Popen(["sh", "-c", f"sleep {FROZEN}; kill -KILL {me}"], start_new_session=True, **apart)
+    os.kill(me, signal.SIGSTOP)
+
+
+def kill_while_saving(fault: Fault) -> None:
+    """Die with half of the file written, or on rank 0 just before or after the checkpoint appears under its name."""
+
+    def half(state: Any, file: Any) -> None:
+        file.write(b"PK" * 500)
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def replace(source: Any, target: Any) -> None:
+        if fault["bit"] % 2:
+            os.rename(source, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if fault["rank"] == 0 and fault["byte"] % 2:
+        os.replace = replace
+    else:
+        torch.save = half
+
+
+def resume(comm: Comm, plan: dict[str, Any], folder: Path) -> None:
+    """New processes go on from the checkpoints that were left behind: to the bits of an undisturbed training."""
+    expected: dict[str, list[list[tuple[str, str]]]] = {}
+    for fault in plan["faults"]:
+        recipe, problems = fault["recipe"], []
+        if recipe not in expected:
+            expected[recipe] = undisturbed([comm], recipe, STEPS)
+        team = Team([comm], recipe)
+        (me,) = team.ranks
+        loaded = dgcopt.checkpoint.load(folder / fault["id"].replace("/", "-"), comm)
+        if loaded is None:
+            problems.append(("lost state", "no checkpoint was found"))
+        else:
+            me.put_back(loaded[1])
+            early = me.mass()
+            for step in range(loaded[0], STEPS):
+                if team.digests() != expected[recipe][step]:
+                    problems.append(("lost state", f"resumed, not what an undisturbed training has at step {step}"))
+                    break
+                team.step(step)
+            if not problems and team.digests() != expected[recipe][STEPS]:
+                problems.append(("lost state", "resumed, not what an undisturbed training has at the end"))
+        found = None if loaded is None else loaded[0]
+        sums = [early, me.mass()] if loaded is not None and recipe != "masked" else []
+        record(comm.rank, fault["id"], problems=problems, digest=me.digests()[0], found=found, masses=sums)
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(plan["folder"])
+    torch.set_num_threads(1)
+    if plan["wire"] == "simulated":
+        world = functools.partial(dgcopt.simulated_world, plan["size"], checksums=plan["checksums"])
+        survivable = Survivable(world, plan, folder)
+        for fault in plan["faults"]:
+            survivable.run(fault)
+        return
+    comm = dgcopt.init(deadline=plan["deadline"], checksums=plan["checksums"])
+    if plan["task"] == "survivable":
+        survivable = Survivable(lambda: [comm], plan, folder)
+        for fault in plan["faults"]:
+            survivable.run(fault)
+    else:
+        {"ending": end_badly, "resume": resume}[plan["task"]](comm, plan, folder)
+
+
+if __name__ == "__main__":
+    main()

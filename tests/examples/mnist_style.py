@@ -1,0 +1,23 @@
+"""A classifier, data-parallel: sampler, learning rate by the number of ranks, one start for all, averaged metrics."""
+
+import torch
+from library import accuracy, classifier, digits, hvd, report
+
+hvd.init()
+loader, sampler, tests = digits(batch_size=32)
+model = classifier()
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for images, targets in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), targets).backward()
+        optimizer.step()
+
+loss, right = accuracy(model, tests)
+report(model, loss=loss, accuracy=right)

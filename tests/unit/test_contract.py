@@ -1,0 +1,299 @@
+"""What scripts written for Horovod or for a bare optimizer count on, on simulated ranks."""
+
+import copy
+import pickle
+import warnings
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import StepLR
+from worlds import Ranks, small_batch, small_model
+
+import dgcopt
+import dgcopt.hvd as hvd
+
+SLOWDOWN = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+
+
+def momentum_sgd(params) -> SGD:
+    return SGD(params, lr=0.1, momentum=0.9)
+
+
+def weights_after(steps: int = 3, make=momentum_sgd, size: int = 2, **settings) -> list[torch.Tensor]:
+    ranks = Ranks(size, make, **settings)
+    for seed in range(steps):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+    return ranks.weights()
+
+
+def assert_close(ours, theirs, tolerance: float = 1e-12) -> None:
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+# -- one object, as torch made it ------------------------------------------------------------------------------------
+
+
+def test_names_of_parameters_and_class():
+    ranks = Ranks(2, momentum_sgd)
+    optimizer, model = ranks.optimizers[0], ranks.models[0]
+    assert isinstance(optimizer, SGD) and type(optimizer).__name__ == "SGD" and type(optimizer).__doc__ == SGD.__doc__
+    assert optimizer._parameter_names == {param: name for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1)])
+def test_pickled_it_is_the_bare_optimizer(compression):
+    ranks = Ranks(2, momentum_sgd, compression=compression)
+    schedules = [StepLR(optimizer, 1, gamma=0.5) for optimizer in ranks.optimizers]
+    for seed in range(2):
+        ranks.step(seed)
+    schedules[0].step()
+    optimizer = ranks.optimizers[0]
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert type(twin) is SGD and twin.param_groups[0]["lr"] == 0.05
+    assert_close(twin.param_groups[0]["params"], ranks.weights(), 0)
+    held = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
+    assert_close([state["momentum_buffer"] for state in twin.state.values() if "momentum_buffer" in state], held, 0)
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1)])
+def test_its_pickled_state_goes_on_alike(compression):
+    first, second = (Ranks(2, momentum_sgd, compression=compression) for _ in range(2))
+    for seed in range(2):
+        first.step(seed)
+    for here, there, ours, theirs in zip(second.optimizers, first.optimizers, second.models, first.models, strict=True):
+        here.load_state_dict(pickle.loads(pickle.dumps(there.state_dict())))
+        ours.load_state_dict(theirs.state_dict())
+    for ranks in (first, second):
+        ranks.step(2)
+    assert_close(second.weights(), first.weights(), 0)
+
+
+def test_a_deep_copy_trains_apart():
+    ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.1))
+    ranks.step(0)
+    before = ranks.weights()
+    twins = copy.copy(ranks)
+    pairs = [copy.deepcopy((m, o)) for m, o in zip(ranks.models, ranks.optimizers, strict=True)]
+    twins.models, twins.optimizers = ([pair[place] for pair in pairs] for place in (0, 1))
+    twins.step(1)
+    twins.assert_replicas_equal()
+    assert_close(ranks.weights(), before, 0)
+    ranks.step(1)
+    assert_close(ranks.weights(), twins.weights(), 0)
+    assert not torch.equal(ranks.weights()[0], before[0])
+
+
+# -- stepping --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_after_synchronize_warns_once_and_sends_nothing():
+    ranks = Ranks(2, momentum_sgd)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(5):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+            for optimizer in ranks.optimizers:
+                optimizer.synchronize()
+            sent = [optimizer.telemetry.sent_bytes for optimizer in ranks.optimizers]
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+            assert [optimizer.telemetry.sent_bytes for optimizer in ranks.optimizers] == sent
+    assert [str(warning.message) for warning in caught] == [SLOWDOWN] * len(ranks.optimizers)
+    assert {warning.filename for warning in caught} == {__file__}
+    assert_close(ranks.weights(), weights_after(5), 0)
+
+
+# -- compression as Horovod knows it ---------------------------------------------------------------------------------
+
+
+class Halves:
+    """Another library's compression: static methods, and a context of its own."""
+
+    @staticmethod
+    def compress(tensor):
+        return (tensor / 2).half(), (tensor.dtype, 2)
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        dtype, factor = ctx
+        return tensor.to(dtype) * factor
+
+
+def test_a_class_with_static_methods():
+    assert_close(weights_after(compression=Halves), weights_after(), 1e-3)
+    assert not torch.equal(weights_after(compression=Halves)[0], weights_after()[0])
+
+
+@pytest.mark.parametrize("source", ["dgcopt.hvd", "horovod.torch"])
+def test_none_and_fp16(source: str):
+    library = pytest.importorskip(source)
+    assert_close(weights_after(compression=library.Compression.none), weights_after(), 0)
+    assert_close(weights_after(compression=library.Compression.fp16), weights_after(compression=dgcopt.FP16()), 0)
+    assert not torch.equal(weights_after(compression=library.Compression.fp16)[0], weights_after()[0])
+
+
+# -- reduction -------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """Keeps what would travel."""
+
+    tensors: ClassVar[list[torch.Tensor]] = []
+
+    @classmethod
+    def compress(cls, tensor):
+        cls.tensors.append(tensor.clone())
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        return tensor
+
+
+def test_a_divisor_before_the_sum_changes_what_travels_but_not_what_comes_of_it():
+    travelled = {}
+    for factor in (1.0, 0.5, 4.0):
+        Seen.tensors.clear()
+        weights = weights_after(1, gradient_predivide_factor=factor, compression=Seen)
+        travelled[factor] = torch.cat(Seen.tensors) * factor
+        assert_close(weights, weights_after(1))
+        assert_close([travelled[factor]], [travelled[1.0]])
+        assert factor == 1 or not torch.equal(torch.cat(Seen.tensors), travelled[1.0])
+    with pytest.raises(ValueError, match=r"gradient_predivide_factor not supported with op != Average"):
+        weights_after(gradient_predivide_factor=2.0, op=hvd.Sum)
+
+
+def test_a_sum_is_size_averages():
+    def scaled(params):
+        return SGD(params, lr=0.1 / 3, momentum=0.9)
+
+    assert_close(weights_after(make=scaled, size=3, op=hvd.Sum), weights_after(size=3, op=hvd.Average))
+
+
+def adasum(vectors: list[np.ndarray]) -> np.ndarray:
+    """Adasum of 2^n vectors, from the paper's formula alone: of the first half's and the second half's Adasum."""
+    if len(vectors) == 1:
+        return vectors[0]
+    half = len(vectors) // 2
+    a, b = adasum(vectors[:half]), adasum(vectors[half:])
+    dot, aa, bb = float(a @ b), float(a @ a), float(b @ b)
+    return (1 - dot / (2 * aa) if aa else 1) * a + (1 - dot / (2 * bb) if bb else 1) * b
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("make", [momentum_sgd, lambda params: Adam(params, lr=0.01)], ids=["sgd", "adam"])
+def test_adasum_is_the_papers_formula_of_each_ranks_own_updates(size: int, make):
+    ranks = Ranks(size, make, op=hvd.Adasum, bucket_mb=0.001)
+    alone = [small_model() for _ in range(size)]
+    optimizers = [make(model.parameters()) for model in alone]
+    for seed in range(3):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+        start = [[param.detach().clone() for param in model.parameters()] for model in alone]
+        inputs, targets = small_batch(seed=seed)
+        for rank, (model, optimizer) in enumerate(zip(alone, optimizers, strict=True)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs[rank::size]), targets[rank::size]).backward()
+            optimizer.step()
+        for place, before in enumerate(start[0]):
+            params = [list(model.parameters())[place] for model in alone]
+            updates = [(param.detach() - before).numpy().ravel() for param in params]
+            combined = before + torch.from_numpy(adasum(updates)).view_as(before)
+            for param in params:
+                param.data.copy_(combined)
+        assert_close(ranks.weights(), list(alone[0].parameters()))
+
+
+# -- what travels together -------------------------------------------------------------------------------------------
+
+
+def with_unused() -> nn.Module:
+    """A parameter that never gets a gradient, which in Horovod holds up the whole group that it is in."""
+    model = small_model()
+    model[2].unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1)])
+def test_groups_change_the_buckets_and_nothing_else(compression):
+    settings = {
+        "by size": lambda model: {},
+        "by number": lambda model: {"num_groups": 3},
+        "by list": lambda model: {"groups": [[model[0].weight, model[4].bias], [model[2].unused, model[4].weight]]},
+    }
+    buckets, weights = {}, {}
+    for way, chosen in settings.items():
+        ranks = Ranks(2, momentum_sgd, model=with_unused)
+        ranks.models = [with_unused() for _ in ranks.models]
+        ranks.optimizers = [
+            dgcopt.DistributedOptimizer(
+                momentum_sgd(model.parameters()), model.named_parameters(), compression, comm=comm, **chosen(model)
+            )
+            for model, comm in zip(ranks.models, dgcopt.simulated_world(2), strict=True)
+        ]
+        for seed in range(3):
+            ranks.step(seed)
+            ranks.assert_replicas_equal()
+        layout = ranks.optimizers[0]._engine._layout
+        buckets[way] = {frozenset(segment.name for segment in bucket.segments) for bucket in layout.buckets}
+        weights[way] = ranks.weights()
+    assert buckets["by size"] != buckets["by number"] != buckets["by list"] != buckets["by size"]
+    for way in ("by number", "by list"):
+        assert_close(weights[way], weights["by size"], 0)
+
+
+class Rows(nn.Module):
+    """Reads some rows of a table, other ones on every rank."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.EmbeddingBag(30, 5, mode="sum", sparse=sparse, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table((10 * x).long().abs() % 30)
+
+
+@pytest.mark.parametrize("kind", [SGD, torch.optim.Adagrad])
+def test_sparse_gradients_as_dense_ones(kind: type):
+    def make(params):
+        return kind(list(params), lr=0.1)
+
+    as_sparse = weights_after(make=make, model=lambda: Rows(True))
+    as_dense = weights_after(make=make, model=lambda: Rows(True), sparse_as_dense=True)
+    assert_close(as_dense, as_sparse)
+    assert_close(as_dense, weights_after(make=make, model=lambda: Rows(False)))
+    ranks = Ranks(2, make, model=lambda: Rows(True), sparse_as_dense=True)
+    ranks.step(0)
+    assert not ranks.models[0].table.weight.grad.is_sparse and ranks.optimizers[0]._engine._layout.buckets
+
+
+def test_sparse_adam_takes_sparse_gradients_also_where_they_travel_as_dense_ones():
+    def make(params):
+        return torch.optim.SparseAdam(list(params), lr=0.1)
+
+    as_sparse = weights_after(make=make, model=lambda: Rows(True))
+    assert_close(weights_after(make=make, model=lambda: Rows(True), sparse_as_dense=True), as_sparse)
+
+
+@pytest.mark.parametrize("flavour", [{}, {"nesterov": True}, {"dampening": 0.3}])
+def test_rows_have_momentum_too(flavour: dict):
+    """Sparse gradients bypass DGC's memory, and the optimizer's own momentum with it."""
+
+    def make(params):
+        return SGD(list(params), lr=0.1, momentum=0.9, **flavour)
+
+    bare = weights_after(make=make, model=lambda: Rows(True))
+    assert_close(weights_after(make=make, model=lambda: Rows(True), compression=dgcopt.DGC(1.0)), bare)

@@ -6,9 +6,9 @@ import pytest
 from launching import HERE, WIRES, Outcome, launch, missing
 from scenarios import SCENARIOS
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-LIMIT = 300
+LIMIT = 500
 WORLDS = [(wire, size) for size in (2, 4) for wire in WIRES]
 
 

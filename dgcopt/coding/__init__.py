@@ -1,5 +1,23 @@
 """Values and indices as bytes, and back."""
 
-from .coordinates import VALUE_DTYPES, decode_coordinates, encode_coordinates, message_bytes
+from .dense import DENSE_CODES, decode_dense, dense_bytes, encode_dense
+from .message import SparseCode
+from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
+from .values import VALUE_CODES, VALUE_DTYPES, decode_values, encode_values, value_bytes
 
-__all__ = ["VALUE_DTYPES", "decode_coordinates", "encode_coordinates", "message_bytes"]
+__all__ = [
+    "DENSE_CODES",
+    "VALUE_CODES",
+    "VALUE_DTYPES",
+    "SparseCode",
+    "decode_dense",
+    "decode_rice",
+    "decode_values",
+    "dense_bytes",
+    "encode_dense",
+    "encode_rice",
+    "encode_values",
+    "rice_bytes",
+    "rice_excess",
+    "value_bytes",
+]

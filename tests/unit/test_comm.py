@@ -283,7 +283,7 @@ def test_rounds_of_all_buckets_are_in_flight_together():
 
 
 def test_the_byte_ledger_equals_the_collectives_own_account():
-    ranks = Ranks(4, lambda p: torch.optim.SGD(p, lr=0.1), compression=dgcopt.DGC(0.1, dense_vectors=False))
+    ranks = Ranks(4, lambda p: torch.optim.SGD(p, lr=0.1), compression=dgcopt.DGC(0.1, vectors="sparse"))
     ranks.step(0)
     sent = ranks.optimizers[0].telemetry.sent_bytes
     ranks.step(1)

@@ -24,13 +24,14 @@ def assert_close(ours, theirs, **tolerance):
     size=st.sampled_from([2, 3, 5]),
     ratio=st.floats(0.001, 1.0),
     ratios=st.lists(st.floats(0.001, 1.0), max_size=3),
-    values=st.sampled_from(["fp64", "fp32", "fp16", "bf16"]),
-    dense_vectors=st.booleans(),
+    values=st.sampled_from(["fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]),
+    indices=st.sampled_from(["int32", "rice"]),
+    vectors=st.sampled_from(["dense", "sparse", "fp32", "int8", "int4", "sign"]),
     bucket_mb=st.sampled_from([0.0005, 25.0]),
 )
-def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios, values, dense_vectors, bucket_mb):
+def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios, values, indices, vectors, bucket_mb):
     warmup = dgcopt.Warmup(ratios=tuple(ratios), steps=1) if ratios else None
-    compressor = dgcopt.DGC(ratio, warmup=warmup, values=values, dense_vectors=dense_vectors)
+    compressor = dgcopt.DGC(ratio, warmup=warmup, values=values, indices=indices, vectors=vectors)
     ranks = Ranks(size, lambda p: SGD(p, lr=0.1), compression=compressor, bucket_mb=bucket_mb)
     computed, applied = 0.0, 0.0
     for seed in range(6):
@@ -100,7 +101,9 @@ def test_replicas_are_bit_identical_after_every_step():
         dgcopt.BF16(),
         dgcopt.DGC(0.01),
         dgcopt.DGC(0.02, warmup=warmup, values="fp16", clip=clip),
-        dgcopt.DGC(0.02, values="bf16", momentum_masking=False, dense_vectors=False),
+        dgcopt.DGC(0.02, values="bf16", momentum_masking=False, vectors="sparse"),
+        dgcopt.DGC(0.05, values="int8", indices="rice", vectors="int8"),
+        dgcopt.DGC(0.05, values="int2", indices="rice", vectors="int4"),
     ):
         for make in (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2), AdamW):
             ranks = Ranks(3, make, compression=compressor, bucket_mb=0.001, first_bucket_mb=0.0005)
@@ -120,7 +123,7 @@ def test_replicas_are_bit_identical_after_every_step():
     weight_decay=st.sampled_from([0.0, 0.02]),
     maximize=st.booleans(),
     size=st.sampled_from([2, 3, 4]),
-    compression=st.sampled_from([None, dgcopt.DGC(1.0), dgcopt.DGC(1.0, dense_vectors=False)]),
+    compression=st.sampled_from([None, dgcopt.DGC(1.0), dgcopt.DGC(1.0, vectors="sparse")]),
 )
 def test_dense_is_large_batch_sgd(momentum, nesterov, dampening, weight_decay, maximize, size, compression):
     nesterov = nesterov and momentum > 0
@@ -314,4 +317,4 @@ def test_channels_last_parameters():
     assert_close(*trained, rtol=1e-9, atol=1e-12)
 
 
-DGC_ALL = dgcopt.DGC(1.0, dense_vectors=False)
+DGC_ALL = dgcopt.DGC(1.0, vectors="sparse")

@@ -37,6 +37,8 @@ SPARSE = {
     "DGC, warm-up": DGC(0.02, warmup=WARMUP),
     "DGC, fp16": DGC(0.1, values="fp16", momentum_masking=False),
     "DGC, bf16": DGC(0.1, values="bf16"),
+    "DGC, int8": DGC(0.05, values="int8", indices="rice", vectors="int8"),
+    "DGC, int2": DGC(0.05, values="int2", indices="rice", vectors="int4"),
     "DGC, clipped per model": DGC(0.1, clip=LocalClip(0.05)),
     "DGC, clipped per tensor": DGC(0.1, clip=LocalClip(0.05, per="tensor")),
 }
@@ -98,7 +100,7 @@ def simulated_ranks_equal_real_ones(compression: Any, comm: Comm) -> dict[str, s
     """Promise 3 where dgcopt does the sum: parameters after every step, and every rank's memory, bit for bit."""
     found = {}
     for optimizer in OPTIMIZERS:
-        recipe = simulated_recipe(optimizer, replace(compression, dense_vectors=False), accumulate=2)
+        recipe = simulated_recipe(optimizer, replace(compression, vectors="sparse"), accumulate=2)
         mine, hashes = Replica(recipe, comm), []
         for step in range(6):
             train([mine], [step])
@@ -186,6 +188,6 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{f"simulated: {n}": functools.partial(simulated_ranks_equal_real_ones, c) for n, c in SPARSE.items()},
     "simulated: dense": simulated_ranks_are_close_to_real_ones,
     "nothing is lost": functools.partial(nothing_is_lost, DGC(0.02, warmup=WARMUP)),
-    "nothing is lost: fp16": functools.partial(nothing_is_lost, DGC(0.02, values="fp16", dense_vectors=False)),
-    "nothing is lost: bf16": functools.partial(nothing_is_lost, DGC(0.3, values="bf16", dense_vectors=False)),
+    "nothing is lost: fp16": functools.partial(nothing_is_lost, DGC(0.02, values="fp16", vectors="sparse")),
+    "nothing is lost: bf16": functools.partial(nothing_is_lost, DGC(0.3, values="bf16", vectors="sparse")),
 }

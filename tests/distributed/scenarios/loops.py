@@ -235,7 +235,7 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
     makers: dict[str, Any] = {"SGD": SGD, "damped": functools.partial(SGD, weight_decay=0, dampening=0.2), "Adam": ADAM}
     for name, make in makers.items():
         warmup = Warmup(ratios=(0.5, 0.2), steps=2)
-        for compression in (None, DGC(0.1, warmup=warmup), DGC(1.0, dense_vectors=False), Halves()):
+        for compression in (None, DGC(0.1, warmup=warmup), DGC(1.0, vectors="sparse"), Halves()):
             # the very first step, and two in a row
             for bad in ([0], [2, 3]):
                 disturbed, calm = (Pair(comm, make, compression) for _ in range(2))

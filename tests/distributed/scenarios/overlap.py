@@ -92,8 +92,8 @@ def bytes_are_counted(comm: Comm) -> None:
         # 10 + 2 coordinates of 8 bytes to each other rank
         "DGC, vectors dense": (DGC(0.01), 12 * 8 * (n - 1) + vectors),
         # 10 + 2 + 1 + 1 coordinates of 6 bytes are 84, and messages are multiples of 8
-        "DGC, fp16": (DGC(0.01, values="fp16", dense_vectors=False), 88 * (n - 1)),
-        "DGC at ratio 1": (DGC(1.0, dense_vectors=False), 2 * whole * (n - 1) // n),
+        "DGC, fp16": (DGC(0.01, values="fp16", vectors="sparse"), 88 * (n - 1)),
+        "DGC at ratio 1": (DGC(1.0, vectors="sparse"), 2 * whole * (n - 1) // n),
     }
     for name, (compression, per_step) in cases.items():
         for passes in (1, 3):

@@ -1,0 +1,98 @@
+"""Sparse coordinates in one message of fixed length: indices by one code, then values by another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, PayloadError
+from .bits import aligned, read_as
+from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
+from .values import VALUE_CODES, ValueCode, code_of
+
+__all__ = ["SparseCode"]
+
+
+@dataclass(frozen=True)
+class SparseCode:
+    """How coordinates travel. Both parts are padded to multiples of 8 bytes.
+
+    Args:
+        indices: "rice", at 0.1% density 11.5 bits each, or "int32" (below 2^31), which needs no order.
+        values: a kind of VALUE_CODES, from "fp64" to "sign".
+
+    Raises ConfigError for any other.
+    """
+
+    indices: Literal["rice", "int32"] = "rice"
+    values: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.indices not in ("rice", "int32"):
+            raise ConfigError(f"indices must be 'rice' or 'int32', not {self.indices!r}")
+        code_of(self.values, VALUE_CODES)
+
+    @property
+    def _values(self) -> ValueCode:
+        return VALUE_CODES[self.values]
+
+    def _index_bytes(self, count: int, numel: int) -> int:
+        return rice_bytes(count, numel) if self.indices == "rice" else count * torch.int32.itemsize
+
+    def nbytes(self, count: int, numel: int) -> int:
+        """Length of a message of `count` of `numel` coordinates."""
+        return aligned(self._index_bytes(count, numel)) + aligned(self._values.nbytes(count))
+
+    def encode(self, indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pack indices (int64, distinct, below `numel`; ascending for "rice") and as many values into one message.
+
+        Where indices cluster so much that not all fit, those of the smallest values are left out.
+
+        Returns the message (uint8), the indices that travel, and the values as the receivers will read them, in the
+        dtype of `values`: what the sender's residual loses there.
+        """
+        count = len(indices)
+        message = torch.zeros(self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
+        index_part = message[: self._index_bytes(count, numel)]
+        if self.indices == "rice":
+            excess = rice_excess(indices, numel)
+            if excess:
+                kept = values.abs().topk(count - excess, sorted=False).indices.sort().values
+                indices, values = indices[kept], values[kept]
+            index_part.copy_(encode_rice(indices, count, numel))
+        else:
+            index_part.view(torch.int32).copy_(indices)
+        payload = self._values.encode(values)
+        message[aligned(len(index_part)) :][: len(payload)] = payload
+        arriving = self._values.decode(payload, len(values), rank=-1)
+        return message, indices, arriving.to(values.dtype)
+
+    def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
+        """The indices (int64), at most `count`, and values of a message from `rank` for a tensor of `numel` elements.
+
+        Raises PayloadError if its length, an index or a scale cannot be right. Waits for the device.
+        """
+        if message.dtype != torch.uint8 or message.shape != (self.nbytes(count, numel),):
+            raise PayloadError(
+                f"the message from rank {rank} has {message.numel()} bytes where {count} coordinates take "
+                f"{self.nbytes(count, numel)}"
+            )
+        index_part = message[: self._index_bytes(count, numel)]
+        if self.indices == "rice":
+            indices = decode_rice(index_part, count, numel, rank)
+        else:
+            indices = _checked(read_as(index_part, torch.int32), numel, rank)
+        payload = message[aligned(len(index_part)) :][: self._values.nbytes(len(indices))]
+        return indices, self._values.decode(payload, len(indices), rank)
+
+
+def _checked(indices: Tensor, numel: int, rank: int) -> Tensor:
+    if len(indices) and not 0 <= int(indices.amin()) <= int(indices.amax()) < numel:
+        raise PayloadError(
+            f"the message from rank {rank} holds index {int(indices.amin())} .. {int(indices.amax())} for a bucket of "
+            f"{numel} elements: it was damaged on the way, or that rank runs another model or version"
+        )
+    return indices.long()

@@ -1,0 +1,133 @@
+"""Sorted indices as Rice-coded gaps, within 2% of what any code needs for positions that are spread at random.
+
+A gap g between neighbours is written as g mod 2^b, in b bits, and g div 2^b, in unary (Golomb 1966, Rice 1979). The
+gaps of random positions are geometric, for which b near log2(ln 2 / density) is best; both sides know it beforehand.
+
+The message has a fixed length: what random positions take, and some more. Positions that cluster may take up to 0.5
+bits each beyond it, so a few must be left out: `rice_excess` says how many.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..errors import PayloadError
+from .bits import aligned, pack, pack_small, packed_bytes, unpack, unpack_small
+
+__all__ = ["decode_rice", "encode_rice", "rice_bytes", "rice_excess"]
+
+_HEADER = 4  # bytes, which hold the number of indices
+_SIGMAS = 4  # random positions exceed the message once in 30,000 times
+
+
+def remainder_bits(count: int, numel: int) -> int:
+    """b = round(log2(ln 2 / density)), and at least 0.
+
+    Taken from the exponent of a product: a logarithm may differ in its last bit between machines, which must agree.
+    """
+    return max(0, math.frexp(math.log(2) * math.sqrt(2) * (numel / count))[1] - 1)
+
+
+def _unary_bits(count: int, numel: int) -> int:
+    """Room for the unary parts of all gaps: their mean for random positions and some more, at most what they can take.
+
+    The gaps' sum is fixed, and so the sum of the unary parts varies only with that of the remainders, each of which
+    has a variance of nearly 1/12 in units of 2^b.
+    """
+    b = remainder_bits(count, numel)
+    longer = 1 - count / numel  # the chance that a gap goes on; squared b times, that it reaches 2^b
+    for _ in range(b):
+        longer *= longer
+    margin = _SIGMAS * math.sqrt(count / 12)
+    most = (numel - count) >> b
+    return count + (min(most, math.ceil(count * longer / (1 - longer) + margin)) if longer < 1 else most)
+
+
+def rice_bytes(count: int, numel: int) -> int:
+    """Length of the message for `count` indices below `numel`, a multiple of 8; 0 for none."""
+    if count == 0:
+        return 0
+    remainders = packed_bytes(count, remainder_bits(count, numel))
+    return aligned(_HEADER + remainders + -(-_unary_bits(count, numel) // 8))
+
+
+def _gaps(indices: Tensor) -> Tensor:
+    """How many positions lie between an index and the one before it."""
+    gaps = indices.clone()
+    gaps[1:] -= indices[:-1] + 1
+    return gaps
+
+
+def rice_excess(indices: Tensor, numel: int) -> int:
+    """How many of `indices`, whichever they are, have to be left out for the others to fit; 0 as a rule.
+
+    Leaving one out saves its b bits, and joins two gaps whose unary parts never grow together. Raises ValueError if
+    `indices` (int64) do not ascend strictly within [0, numel). Waits for the device.
+    """
+    count = len(indices)
+    if count == 0:
+        return 0
+    b = remainder_bits(count, numel)
+    gaps = _gaps(indices)
+    smallest, last, quotients = torch.stack((gaps.amin(), indices[-1], (gaps >> b).sum())).tolist()
+    if smallest < 0 or last >= numel:
+        raise ValueError(f"indices have to ascend strictly from 0 or more to less than {numel}")
+    room = rice_bytes(count, numel) - _HEADER - packed_bytes(count, b)
+    missing = -(-(count + quotients) // 8) - room
+    return min(count, 8 * -(-missing // b)) if missing > 0 else 0  # eight remainders are b bytes
+
+
+def encode_rice(indices: Tensor, count: int, numel: int) -> Tensor:
+    """The message that carries `indices` in the `rice_bytes(count, numel)` bytes meant for `count`.
+
+    Takes int64, strictly ascending in [0, numel), all `count` of them or those that `rice_excess` leaves. Returns
+    uint8: their number, the remainders, the unary parts as zeros that end with a one, and zeros.
+    """
+    message = torch.zeros(rice_bytes(count, numel), dtype=torch.uint8, device=indices.device)
+    if count == 0:
+        return message
+    b, sent = remainder_bits(count, numel), len(indices)
+    start = _HEADER + packed_bytes(sent, b)
+    message[:_HEADER].copy_(torch.tensor(list(sent.to_bytes(_HEADER, "little")), dtype=torch.uint8))
+    if sent:
+        gaps = _gaps(indices)
+        message[_HEADER:start] = pack(gaps, b)
+        ends = ((gaps >> b) + 1).cumsum(0) - 1
+        unary = message.new_zeros(8 * (len(message) - start)).index_fill_(0, ends, 1)
+        message[start:] = pack_small(unary, 1)
+    return message
+
+
+def decode_rice(message: Tensor, count: int, numel: int, rank: int) -> Tensor:
+    """The indices (int64, at most `count`, strictly ascending in [0, numel)) of a message from `rank`.
+
+    Raises PayloadError if it cannot be right. Waits for the device.
+    """
+    if message.dtype != torch.uint8 or message.shape != (rice_bytes(count, numel),):
+        raise PayloadError(
+            f"the message from rank {rank} has {message.numel()} bytes of indices where {count} of {numel} take "
+            f"{rice_bytes(count, numel)}"
+        )
+    if count == 0:
+        return message.new_zeros(0, dtype=torch.int64)
+    sent = int.from_bytes(bytes(message[:_HEADER].tolist()), "little")
+    if sent > count:
+        raise PayloadError(f"the message from rank {rank} claims {sent} indices where at most {count} are sent")
+    b = remainder_bits(count, numel)
+    start = _HEADER + packed_bytes(sent, b)
+    unary = unpack_small(message[start:], 8 * (len(message) - start), 1)
+    ends = unary.cumsum(0)
+    lengths = torch.bincount(ends - unary)[:sent]  # of the unary parts: their bits have equally many ends before them
+    remainders = unpack(message[_HEADER:start], sent, b)
+    found = int(ends[-1])
+    if found == sent:
+        indices = ((lengths - 1 << b) + remainders + 1).cumsum(0) - 1
+        if sent == 0 or int(indices[-1]) < numel:
+            return indices
+    raise PayloadError(
+        f"the message from rank {rank} holds {found} indices where it claims {sent}, or one beyond {numel}: it was "
+        f"damaged on the way, or that rank runs another model or version"
+    )

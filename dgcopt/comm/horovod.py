@@ -96,7 +96,9 @@ class HorovodComm(Comm):
         if process_set is None:
             self._registered[self.ranks()] = where
             self._find_nodes()
-            for members in self._subgroups:
+            # while there are process sets, Horovod 0.28.1 aborts the workers that are left when one dies
+            is_elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
+            for members in () if is_elastic else self._subgroups:
                 self._sets[members] = self._register(members, list(members))
 
     def _forget_what_is_void(self) -> None:
@@ -158,6 +160,11 @@ class HorovodComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         hvd, tensor = self._hvd, collective.tensor
+        if ranks not in self._sets:
+            raise CommError(
+                f"rank {self.rank}: {collective.describe()} is for the ranks of one machine, or one of each, and under "
+                f"Horovod Elastic there is only the group of all ranks"
+            )
         where, channel = self._sets[ranks], self._channel(collective.group)
         # the channels of a comm, too, may share a process set
         name = f"dgcopt.{self._name}.{'control.' if channel == 'control' else ''}{collective.label}"

@@ -1,0 +1,167 @@
+"""Go on when workers are lost or come, under Horovod Elastic, without losing what the lost ones held back.
+
+    optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parameters(), dgcopt.DGC())
+    state = dgcopt.elastic.State("/shared/run1", model=model, optimizer=optimizer, epoch=0, batch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, 90):
+            ...
+            state.commit()
+
+    train(state)
+
+Horovod's own TorchState keeps what is committed in each worker's memory, where a residual dies with its worker. Here
+it is a checkpoint of all ranks in a directory that all machines share, shared out anew by `dgcopt.checkpoint.load`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from . import checkpoint
+from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .comm import current_comm, init, shutdown
+from .errors import CommError, ConfigError
+
+if TYPE_CHECKING:
+    from horovod.common.elastic import State as _HorovodsState
+else:
+    _HorovodsState = object  # the package can be imported without Horovod
+
+__all__ = ["State"]
+
+
+def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **values: Any) -> Any:
+    """What training goes back to after workers were lost or have come: a `horovod.common.elastic.State`.
+
+    Args:
+        directory: where commits go, shared by all machines. One that holds commits already is gone on with.
+        model: its parameters and buffers; after a loss, each rank takes those of one rank.
+        optimizer: as `DistributedOptimizer` returned it, for all ranks.
+        values: become attributes and are committed, as rank 0 has them: where training is, and whatever else has to
+            be taken back with it. Tensors, numbers, text, None, and dicts, lists and tuples of them.
+
+    Methods that are used, besides those for `hvd.elastic.run`:
+        `commit()` writes a checkpoint and then looks for hosts that were added or are to be removed. Collective.
+        `check_host_updates()` only looks; if the hosts have changed, it commits before it says so.
+        `register_reset_callbacks(callbacks)`: called on every rank, new ones too, whenever a commit has been loaded,
+        so that none of them keeps a learning rate that was scaled for another number of ranks.
+
+    As with every Horovod Elastic script, nothing between wrapping the optimizer and `hvd.elastic.run` may be
+    collective: workers that come later have nobody to do it with. Parameters need no broadcast, as the first thing
+    that is done is to take rank 0's. An error in the middle of a step costs what was done since the last commit.
+
+    Give `dgcopt.init(deadline=...)` fewer seconds than the default, as a worker that is left may have to wait so long
+    for another that has already given up. Horovod 0.28.1 itself sometimes hangs after a worker has died (about once in
+    ten times here, inside the call that hands it a tensor), and aborts if process sets are registered; the groups
+    "node" and "across" therefore do not exist under Horovod Elastic.
+
+    Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
+    method; CommError if Horovod is not installed.
+    """
+    return _class()(directory, model, optimizer, values)
+
+
+@functools.cache
+def _class() -> type[_State]:
+    """`_State` as a subclass of Horovod's, which is imported no earlier than it is needed."""
+    try:
+        from horovod.common.elastic import State as base
+    except ImportError as error:
+        raise CommError(
+            f"dgcopt.elastic.State is for Horovod Elastic, but Horovod cannot be imported ({error}); "
+            f"scripts/install_horovod.sh installs it"
+        ) from error
+    return type("State", (_State, base), {"__module__": __name__, "__doc__": State.__doc__})
+
+
+class _State(_HorovodsState):
+    """What differs from Horovod's base class, which listens for changes of hosts."""
+
+    def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
+        if not hasattr(optimizer, "rejoin"):
+            raise ConfigError("dgcopt.elastic.State needs the optimizer that DistributedOptimizer returned")
+        joined = optimizer.comm.wire == "horovod"
+        if joined and optimizer.comm is not current_comm():
+            raise ConfigError("dgcopt.elastic.State needs an optimizer of all ranks: wrap it without process_set")
+        super().__init__(bcast_object=broadcast_object, get_rank=lambda: optimizer.comm.rank)
+        self.model = model
+        self.optimizer = optimizer
+        self._directory = directory
+        self._names = list(values)
+        self._commits = 0
+        self._joined = joined
+        self._after_loading: list[Callable[[], None]] = []
+        if taken := [name for name in values if hasattr(self, name)]:
+            raise ConfigError(f"dgcopt.elastic.State has {taken[0]!r} itself: give that value another name")
+        self._set(values)
+
+    def save(self) -> None:
+        """Write the next checkpoint; `commit()` is the one to call."""
+        values = self._values_of_rank_0()
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "values": values}
+        checkpoint.save(self._directory, state, self._commits + 1)
+        self._commits += 1
+
+    def restore(self) -> None:
+        """Drop the gradients of the step that failed; the rest is for `sync`, when it is known who is left."""
+        for param in self.model.parameters():
+            param.grad = None
+
+    def reset(self) -> None:
+        """Take note that Horovod was started anew. Joining it is left to `sync`, whose failure is caught."""
+        self._joined = False
+
+    def sync(self) -> None:
+        """Join the ranks that there are now and take the newest commit over, or else what rank 0 starts from."""
+        if not self._joined:
+            left = self.optimizer.comm
+            shutdown()
+            init("horovod", deadline=left.deadline, checksums=left.checksums)
+            self.optimizer.rejoin()
+            self._joined = True
+        found = checkpoint.load(self._directory)
+        if found is None:
+            broadcast_parameters(self.model.state_dict())
+            broadcast_optimizer_state(self.optimizer)
+            self._set(self._values_of_rank_0())
+            self._commits = 0
+            self.save()  # so that there is something to go back to from the first step on
+            return
+        self._commits, state = found
+        self.model.load_state_dict(state["model"])
+        # a single rank commits no memory, and what was held back since must not stay
+        nothing = {"rank": self.optimizer.comm.rank, "world_size": self.optimizer.comm.size}
+        nothing |= {"step": 0, "order": [], "memory": {}}
+        self.optimizer.load_state_dict({checkpoint.STATE_KEY: nothing} | state["optimizer"])
+        self._set(state["values"])
+        for callback in self._after_loading:
+            callback()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """As Horovod's, but called once the commit has been loaded, which would undo them."""
+        self._after_loading.extend(callbacks)
+
+    def check_host_updates(self) -> None:
+        """As Horovod's, but everything is committed, and every rank synchronises even if ranks only left."""
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        try:
+            super().check_host_updates()
+        except HostsUpdatedInterrupt:
+            self.save()
+            raise HostsUpdatedInterrupt(skip_sync=False) from None
+
+    def _values_of_rank_0(self) -> dict[str, Any]:
+        return broadcast_object({name: getattr(self, name) for name in self._names})
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)

@@ -1,0 +1,108 @@
+"""Workers are killed in the middle of a step, or come: training goes on, and the account of every gradient is right.
+
+The scripts of tests/examples assert it themselves; here they are launched, and what they met on the way is checked.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Outcome, launch, missing
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
+
+EXAMPLES = ROOT / "tests" / "examples"
+LIMIT = 120.0
+STEPS, KILL_AT, LAST_COMMIT = 12, 7, 6
+
+
+def torchrun(size: int, directory: Path, *options: str) -> Outcome:
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    program = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--max-restarts", "1"]
+    program += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(EXAMPLES / "elastic_torchrun.py")]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return done(launch("torch", size, [*program, str(directory), *options], limit=LIMIT, env=env, bare=True))
+
+
+def horovodrun(size: int, hosts: str, directory: Path, *options: str) -> Outcome:
+    """`hosts` are shell commands that print a host and its slots per line; Horovod runs them again every second.
+
+    About once in ten times that a worker dies, one that is left never returns from the call that hands Horovod a
+    tensor, while Horovod's own thread ends. That no one outside of Horovod can help it is the reason to try again.
+    """
+    for attempt in range(3):
+        outcome = horovodrun_once(size, hosts, directory / str(attempt), *options)
+        if outcome.code is not None or not (directory / str(attempt) / "killed").exists():
+            break
+        warnings.warn(f"Horovod hung after a worker had died:\n{outcome.tail}", stacklevel=2)
+    return done(outcome)
+
+
+def horovodrun_once(size: int, hosts: str, directory: Path, *options: str) -> Outcome:
+    if missing("horovod-gloo"):
+        pytest.skip(missing("horovod-gloo"))
+    directory.mkdir(parents=True)
+    discover = directory / "discover.sh"
+    discover.write_text(f"#!/bin/sh\ncd {directory}\n{hosts}")
+    discover.chmod(0o755)
+    program = ["-m", "horovod.runner.launch", "-np", str(size), "--min-np", "2", "--elastic-timeout", "60"]
+    program += ["--host-discovery-script", str(discover), sys.executable, str(EXAMPLES / "elastic_horovod.py")]
+    return launch("horovod-gloo", size, [*program, str(directory), *options], limit=LIMIT, bare=True)
+
+
+def done(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, f"ended with {outcome.code} after {outcome.seconds:.0f} s:\n{outcome.tail}"
+    assert not outcome.orphans, f"left {len(outcome.orphans)} process(es) behind:\n{outcome.tail}"
+    return outcome
+
+
+def starts(outcome: Outcome) -> list[tuple[int, int, int]]:
+    """Rank, size of the world and first step, whenever a rank began to train."""
+    found = re.findall(r"rank (\d+) of (\d+) goes on from step (\d+)", outcome.output)
+    return [(int(rank), int(size), int(step)) for rank, size, step in found]
+
+
+def everyone(size: int, step: int) -> set[tuple[int, int, int]]:
+    return {(rank, size, step) for rank in range(size)}
+
+
+def assert_right(outcome: Outcome, size: int) -> None:
+    account = re.search(rf"account on {size} ranks: .*off by at most (\S+)", outcome.output)
+    assert account is not None and float(account[1]) < 1e-11, outcome.tail
+
+
+def test_torchrun_starts_all_workers_anew(tmp_path: Path) -> None:
+    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT)]
+    outcome = torchrun(3, tmp_path, *options)
+    assert "exitcode: -9" in outcome.output, outcome.tail
+    assert len(starts(outcome)) == 6
+    assert set(starts(outcome)) == everyone(3, 0) | everyone(3, LAST_COMMIT)
+    assert_right(outcome, 3)
+
+    fewer = torchrun(2, tmp_path, "--steps", str(STEPS + 6))
+    assert set(starts(fewer)) == everyone(2, STEPS)
+    assert_right(fewer, 2)
+
+
+def test_horovod_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
+    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT), "--kill-host", "127.0.0.1"]
+    outcome = horovodrun(3, "echo localhost:2; echo 127.0.0.1:1", tmp_path, *options)
+    assert "exit with status code 137" in outcome.output, outcome.tail
+    assert set(starts(outcome)) == everyone(3, 0) | everyone(2, LAST_COMMIT)
+    assert outcome.output.count("has seen worlds of [3, 2]") == 2, outcome.tail
+    assert_right(outcome, 2)
+
+
+def test_horovod_takes_in_workers_that_come(tmp_path: Path) -> None:
+    """Nothing is lost, as what was done is committed first."""
+    hosts = "ls | grep -q 'step-0000000[3-9]' && touch grown\n"
+    hosts += "echo localhost:2; [ -e grown ] && echo 127.0.0.1:2 || echo 127.0.0.1:1"
+    outcome = horovodrun(3, hosts, tmp_path, "--steps", "60", "--seconds", "0.2")
+    assert [size for _, size, _ in starts(outcome)] == [3] * 3 + [4] * 4, outcome.tail
+    assert outcome.output.count("has seen worlds of [3, 4]") == 4, outcome.tail
+    assert_right(outcome, 4)

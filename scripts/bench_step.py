@@ -1,0 +1,495 @@
+"""Seconds, CPU seconds and bytes of a training step over slow links, for dgcopt and what else there is.
+
+    python scripts/bench_step.py                                       # as root: 2 and 4 ranks, 100 Mbit/s, 1 Gbit/s
+    python scripts/bench_step.py --systems local ddp "DGC(ratio=0.01)" --ranks 2 --links 100mbit --steps 3 --rounds 1
+
+Every rank is a process in a network namespace of its own; the links between them are shaped by tc. Without root or
+iproute2 the ranks share the loopback interface, unshaped. The model has ResNet-50's 161 parameters; its gradients are
+made once, heavy-tailed and different on each rank, and cost backward next to nothing: `local`, the same step without
+any exchange, is the floor. Systems take turns, round after round, so that ratios hold on a machine with other work.
+Prints a table per number of ranks and link; --json and --plot write files. Exit code 1 if a system failed.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from links import Loopback, Namespaces, bits_per_second, lacking
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, Optimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+DENSE = ("ddp", "ddp-fp16", "ddp-bf16", "horovod", "horovod-fp16")
+PEERS = ("local", *DENSE, "powersgd-1", "powersgd-2", "naive-dgc")
+PRESETS = ("NoCompression()", "FP16()", "BF16()", "DGC(ratio=0.001)", "DGC(ratio=0.001, values='fp16')")
+PATIENCE = timedelta(seconds=300)
+HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps before the payload of a packet
+WARMUP = 4  # DDP and dgcopt learn their buckets, PowerSGD begins with its third step
+
+# -- what is trained ---------------------------------------------------------------------------------------------------
+
+
+def resnet50_shapes() -> Iterator[tuple[int, ...]]:
+    """The shapes of ResNet-50's 161 parameters (25,557,032 values), in the order of the model."""
+
+    def convolution(out: int, into: int, size: int) -> Iterator[tuple[int, ...]]:
+        yield from ((out, into, size, size), (out,), (out,))  # and the weight and bias of its BatchNorm
+
+    yield from convolution(64, 3, 7)
+    into = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            yield from convolution(width, into, 1)
+            yield from convolution(width, width, 3)
+            yield from convolution(4 * width, width, 1)
+            if block == 0:
+                yield from convolution(4 * width, into, 1)
+            into = 4 * width
+    yield from ((1000, into), (1000,))
+
+
+class Given(torch.autograd.Function):
+    """One layer: forward does nothing, backward hands out a gradient that was there before."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, param: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return signal.clone()
+
+    @staticmethod
+    def backward(ctx: Any, signal: Tensor) -> tuple[Tensor, Tensor, None]:
+        return signal, ctx.gradient, None
+
+
+class Synthetic(nn.Module):
+    """ResNet-50's parameters, whose gradients become ready one after the other, from the last to the first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        shapes = list(resnet50_shapes())
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        random = torch.Generator().manual_seed(rank)
+        # N(0, 1) cubed has the heavy tails of real gradients; tensors differ in scale, as they do in a network
+        scales = (torch.rand(len(shapes), generator=random) * 4 - 5).exp()
+        self.gradients = [
+            torch.randn(shape, generator=random).pow_(3).mul_(scale)
+            for shape, scale in zip(shapes, scales.tolist(), strict=True)
+        ]
+
+    def forward(self) -> Tensor:
+        signal = torch.zeros(())
+        for param, gradient in zip(self.params, self.gradients, strict=True):
+            signal = Given.apply(signal, param, gradient)
+        return signal
+
+
+# -- who trains it -----------------------------------------------------------------------------------------------------
+
+
+# torch compares the annotations of a hook with the types, so this file must not postpone them
+def bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What torch's own hook does, which torch refuses to run without NCCL."""
+    work = dist.all_reduce(bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+class NaiveDGC(Optimizer):
+    """Deep Gradient Compression as its authors' code computes it, at 0.1%, but with a single message for all tensors.
+
+    Per tensor: momentum correction; a threshold from the top of a strided 1% sample, adapted until 0.8 to 1.3 times as
+    many as wanted pass, of which the first are sent; 64-bit indices. Vectors travel whole. Nothing overlaps.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float, ratio: float = 0.001) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+        every = self.param_groups[0]["params"]
+        self.matrices = [param for param in every if param.dim() > 1]
+        self.vectors = [param for param in every if param.dim() <= 1]
+        self.wanted = [math.ceil(ratio * param.numel()) for param in self.matrices]
+        self.ratio = ratio
+        for param in every:
+            self.state[param] = {"u": torch.zeros(param.numel()), "v": torch.zeros(param.numel())}
+
+    def _select(self, importance: Tensor, wanted: int) -> Tensor:
+        size = importance.numel()
+        stride = max(1, size // math.ceil(max(size / 100, 2 / self.ratio)))
+        sample = importance[int(torch.randint(stride, ())) :: stride]
+        threshold = float(sample.topk(math.ceil(self.ratio * len(sample))).values.min())
+        indices = (importance >= threshold).nonzero().view(-1)
+        for _ in range(10):
+            if len(indices) > 1.3 * wanted:
+                indices = indices[importance[indices].topk(wanted).indices]
+            elif len(indices) < 0.8 * wanted:
+                threshold *= 0.8
+                indices = (importance >= threshold).nonzero().view(-1)
+            else:
+                break
+        return indices[:wanted]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        lr, momentum = self.param_groups[0]["lr"], self.param_groups[0]["momentum"]
+        # a place for every index that may be sent; those not needed add a zero to the first coordinate
+        indices = torch.zeros(sum(self.wanted), dtype=torch.int64)
+        values = torch.zeros(sum(self.wanted))
+        slots = list(zip(self.matrices, indices.split(self.wanted), values.split(self.wanted), strict=True))
+        for param, to_indices, to_values in slots:
+            u, v = self.state[param]["u"], self.state[param]["v"]
+            v.add_(u.mul_(momentum).add_(param.grad.view(-1)))
+            chosen = self._select(v.abs(), len(to_indices))
+            to_indices[: len(chosen)] = chosen
+            to_values[: len(chosen)] = v[chosen]
+            u.index_fill_(0, chosen, 0)
+            v.index_fill_(0, chosen, 0)
+
+        vectors = torch.cat([param.grad for param in self.vectors])
+        message = torch.cat([indices.view(torch.uint8), values.view(torch.uint8)])
+        messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+        works = [dist.all_gather(messages, message, async_op=True), dist.all_reduce(vectors, async_op=True)]
+        for work in works:
+            work.wait()
+
+        arrived = [message.split([8 * len(indices), 4 * len(indices)]) for message in messages]
+        theirs = [
+            (i.view(torch.int64).split(self.wanted), v.view(torch.float32).split(self.wanted)) for i, v in arrived
+        ]
+        for place, param in enumerate(self.matrices):
+            update = param.grad.view(-1).zero_()
+            for each_indices, each_values in theirs:
+                update.index_put_((each_indices[place],), each_values[place], accumulate=True)
+            param.add_(param.grad.div_(len(messages)), alpha=-lr)
+        vectors.div_(len(messages))
+        for param, mean in zip(self.vectors, vectors.split([len(param) for param in self.vectors]), strict=True):
+            param.add_(self.state[param]["u"].mul_(momentum).add_(mean), alpha=-lr)
+
+
+def build(system: str, model: Synthetic) -> tuple[nn.Module, Optimizer]:
+    """The module whose backward is run, and the optimizer that steps."""
+    sgd = functools.partial(SGD, model.parameters(), lr=1e-6, momentum=0.9)
+    if system == "local":
+        return model, sgd()
+    if "(" in system:
+        import dgcopt
+
+        dgcopt.init()
+        compressor = eval(system, vars(dgcopt))
+        return model, dgcopt.DistributedOptimizer(sgd(), model.named_parameters(), compressor)
+    if system == "naive-dgc":
+        return model, NaiveDGC(model.parameters(), lr=1e-6, momentum=0.9)
+    if system.startswith("horovod"):
+        hvd = start_horovod()
+        compression = hvd.Compression.fp16 if system == "horovod-fp16" else hvd.Compression.none
+        return model, hvd.DistributedOptimizer(sgd(), model.named_parameters(), compression=compression)
+    if system.startswith("powersgd-"):
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        # with several buckets the hook's exchanges meet those of the next bucket on Gloo, and it aborts
+        ddp = DDP(model, bucket_cap_mb=1000)
+        state = powerSGD_hook.PowerSGDState(None, int(system.removeprefix("powersgd-")), start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return ddp, sgd()
+
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    ddp = DDP(model, gradient_as_bucket_view=True)
+    if system != "ddp":
+        ddp.register_comm_hook(None, {"ddp-fp16": fp16_compress_hook, "ddp-bf16": bf16_hook}[system])
+    return ddp, sgd()
+
+
+def start_horovod() -> Any:
+    """Start Horovod's Gloo controller as horovodrun would, each rank being a host of its own."""
+    import horovod.torch as hvd
+    from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+    from horovod.runner.http.http_server import RendezvousServer
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        server = RendezvousServer()
+        port += server.start()
+        server.init(get_host_assignments([HostInfo(f"host{each}", 1) for each in range(size)], size))
+    dist.broadcast(port, 0)
+    world = {"RANK": rank, "SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "CROSS_RANK": rank, "CROSS_SIZE": size}
+    world |= {"HOSTNAME": f"host{rank}", "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    world |= {"GLOO_RENDEZVOUS_ADDR": os.environ["MASTER_ADDR"], "GLOO_RENDEZVOUS_PORT": int(port)}
+    world |= {"GLOO_IFACE": os.environ["GLOO_SOCKET_IFNAME"]}
+    world |= {"GLOO_TIMEOUT_SECONDS": int(PATIENCE.total_seconds())}
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in world.items()})
+    hvd.init()
+    return hvd
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def serve(system: str) -> None:
+    """One rank: build, warm up, then measure as many steps as each line of standard input says."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not come between the replies
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    model = Synthetic(dist.get_rank())
+    module, optimizer = build(system, model)
+    counters = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics")
+
+    def step() -> float:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        module().backward()
+        optimizer.step()
+        return time.perf_counter() - start
+
+    def used() -> dict[str, float]:
+        cpu = resource.getrusage(resource.RUSAGE_SELF)  # of all threads
+        sent, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+        values = {"cpu": cpu.ru_utime + cpu.ru_stime, "sent": sent, "payload": sent - HEADERS * packets}
+        return values | ({"ledger": optimizer.telemetry.sent_bytes} if "(" in system else {})
+
+    for _ in range(WARMUP):
+        step()
+    print(json.dumps("ready"), file=replies)
+    for line in sys.stdin:
+        dist.barrier()
+        before = used()
+        seconds = [step() for _ in range(int(line))]
+        cpu = used()["cpu"]
+        dist.barrier()  # what this rank sent is out when all have received it
+        after = used() | {"cpu": cpu}
+        reply = {name: (after[name] - before[name]) / len(seconds) for name in before}
+        print(json.dumps({"seconds": seconds, **reply}), file=replies)
+
+
+class Ranks:
+    """The processes of one system, started in their places and warmed up; all gone when the block ends."""
+
+    def __init__(self, system: str, network: Loopback) -> None:
+        self.system = system
+        self.network = network
+        self.processes: list[subprocess.Popen[str]] = []
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the block ends
+
+    def __enter__(self) -> "Ranks":
+        try:
+            network, port = self.network, str(self.network.port())
+            for rank in range(network.size):
+                place = {"RANK": str(rank), "WORLD_SIZE": str(network.size), "DGCOPT_NODE": str(rank)}
+                place |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": port}
+                place |= {"GLOO_SOCKET_IFNAME": network.interface, "PYTHONPATH": str(ROOT)}
+                place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                process = subprocess.Popen(
+                    [*network.enter(rank), sys.executable, __file__, "--serve", self.system],
+                    env={**os.environ, **place},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.errors,
+                    text=True,
+                )
+                self.processes.append(process)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # a line that the rank did not live to read
+                    pipe.close()
+        self.errors.close()
+
+    def replies(self) -> list[Any]:
+        """What each rank says next; RuntimeError with the last of its errors if one has ended instead."""
+        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not all(lines):
+            self.errors.seek(0)
+            raise RuntimeError(f"rank {lines.index('')} ended:\n{self.errors.read()[-3000:].strip()}")
+        return [json.loads(line) for line in lines]
+
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Run `steps` steps; the mean over ranks of what they took."""
+        for process in self.processes:
+            print(steps, file=process.stdin, flush=True)
+        replies = self.replies()
+        seconds = [statistics.mean(each) for each in zip(*(reply.pop("seconds") for reply in replies), strict=True)]
+        return {"seconds": seconds, **{name: statistics.mean(reply[name] for reply in replies) for name in replies[0]}}
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------------
+
+
+def run(network: Loopback, arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Measure everything among the ranks of one network; per link a record of each system."""
+    size = network.size
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    failures: dict[str, str] = {}
+    for number in range(arguments.rounds):
+        for system in arguments.systems:
+            if system in failures:
+                continue
+            note(f"{size} ranks, round {number + 1} of {arguments.rounds}: {system}")
+            network.shape("none")
+            try:
+                with Ranks(system, network) as ranks:
+                    ranks.replies()
+                    for link in arguments.links:
+                        network.shape(link)
+                        once = ranks.measure(1)["seconds"][0]
+                        steps = max(1, min(arguments.steps, int(arguments.seconds / once)))
+                        runs.setdefault((link, system), []).append(ranks.measure(steps))
+            except (RuntimeError, OSError) as error:
+                failures[system] = str(error)
+                note(f"{system} failed: {error}")
+    for link in arguments.links:
+        about = {"ranks": size, "link": link}
+        yield [
+            {**about, "system": system, "error": failures.get(system)}
+            | summary(runs.get((link, system), []), network.can_shape)
+            for system in arguments.systems
+        ]
+
+
+def summary(rounds: list[dict[str, Any]], has_counters: bool) -> dict[str, Any]:
+    """Medians over all steps and rounds."""
+    if not rounds:
+        return {"rounds": []}
+    values = {name: statistics.median(each[name] for each in rounds) for name in rounds[0] if name != "seconds"}
+    values["seconds"] = statistics.median(second for each in rounds for second in each["seconds"])
+    if not has_counters:
+        del values["sent"], values["payload"]
+    return {**values, "rounds": rounds}
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """One row per system of one number of ranks and link, with its seconds over those of the ones to compare with."""
+    seconds = {record["system"]: record["seconds"] for record in records if "seconds" in record}
+    dense = {system: seconds[system] for system in DENSE if system in seconds}
+    best = min(dense, key=lambda system: dense[system]) if dense else None
+    against = [name for name in ("local", "powersgd-1", "naive-dgc", best) if name in seconds]
+    titles = [f"vs {name}{' (best dense)' if name == best else ''}" for name in against]
+    lines = [f"**{records[0]['ranks']} ranks, {records[0]['link']}**\n"]
+    lines.append(
+        " | ".join(["| system", "s per step", "CPU s", "bytes sent", "without headers", "ledger", *titles]) + " |"
+    )
+    lines.append("|---" * (6 + len(titles)) + "|")
+    for record in records:
+        if "seconds" not in record:
+            lines.append(f"| {record['system']} | failed" + " | " * (4 + len(titles)) + " |")
+            continue
+        sent, payload, noted = (record.get(name) for name in ("sent", "payload", "ledger"))
+        cells = [f"{record['seconds']:.3f}", f"{record['cpu']:.3f}"]
+        cells += ["" if count is None else f"{count:,.0f}" for count in (sent, payload, noted)]
+        if noted and payload:
+            cells[-1] += f" ({noted / payload - 1:+.1%})"
+        cells += [f"{record['seconds'] / seconds[name]:.2f}x" for name in against]
+        lines.append(" | ".join([f"| {record['system']}", *cells]) + " |")
+    return "\n".join(lines)
+
+
+def plot(groups: list[list[dict[str, Any]]], path: Path) -> None:
+    """Bars of seconds per step: a row of panels per number of ranks, a column per link."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    sizes, links = (list(dict.fromkeys(group[0][key] for group in groups)) for key in ("ranks", "link"))
+    height = 1 + 0.28 * max(map(len, groups))
+    area = (2 + 3.5 * len(links), height * len(sizes))
+    figure, panels = plt.subplots(len(sizes), len(links), figsize=area, sharex=True, sharey=True, squeeze=False)
+    for records in groups:
+        size, link = records[0]["ranks"], records[0]["link"]
+        panel = panels[sizes.index(size)][links.index(link)]
+        done = [record for record in records if "seconds" in record]
+        names = [record["system"] for record in done]
+        colors = ["C7" if name == "local" else "C1" if "(" in name else "C0" for name in names]
+        bars = panel.barh(names, [record["seconds"] for record in done], color=colors)
+        panel.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
+        panel.set(title=f"{size} ranks, {'unshaped' if link == 'none' else link}", xlabel="seconds per step")
+    # all panels share both axes: systems from top to bottom, and room for the numbers behind the bars
+    seconds = [record["seconds"] for group in groups for record in group if "seconds" in record]
+    if seconds:
+        panels[0][0].set(xscale="log", xlim=(min(seconds) / 2, max(seconds) * 4))
+    panels[0][0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit", "none"], help="rates as tc writes them")
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        default=[*PEERS, *PRESETS],
+        metavar="SYSTEM",
+        help=f"{', '.join(PEERS)}, or a compressor of dgcopt as an expression, such as 'DGC(ratio=0.01)'",
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps measured per system, link and round")
+    parser.add_argument("--seconds", type=float, default=10, help="fewer steps where they would take longer than this")
+    parser.add_argument("--rounds", type=int, default=3, help="how often the systems take turns")
+    parser.add_argument("--json", type=Path, help="file for all that was measured")
+    parser.add_argument("--plot", type=Path, help="file for a bar chart, such as step.png")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        return serve(arguments.serve)
+    for system in arguments.systems:
+        if system not in PEERS and "(" not in system:
+            parser.error(f"unknown system {system!r}: {', '.join(PEERS)}, or a compressor such as 'DGC(ratio=0.01)'")
+    for link in arguments.links:
+        try:
+            bits_per_second(link)
+        except ValueError as error:
+            parser.error(str(error))
+
+    # an exit by signal, too, must leave the blocks that remove processes and namespaces
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    reason = lacking()
+    if reason:
+        note(f"no shaped links: {reason}. All ranks share the loopback interface instead.")
+        arguments.links = ["none"]
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {'loopback' if reason else 'network namespaces'}")
+    groups = []
+    for size in arguments.ranks:
+        with (Loopback if reason else Namespaces)(size) as network:
+            for records in run(network, arguments):
+                groups.append(records)
+                print(f"\n{table(records)}", flush=True)
+    everything = [record for records in groups for record in records]
+    if arguments.json:
+        about = {"cores": os.cpu_count(), "load": load, "torch": torch.__version__, "shaped": not reason}
+        arguments.json.write_text(json.dumps({"machine": about, "records": everything}, indent=1))
+    if arguments.plot:
+        plot(groups, arguments.plot)
+    sys.exit(any(record["error"] for record in everything))
+
+
+if __name__ == "__main__":
+    main()

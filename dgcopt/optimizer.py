@@ -136,6 +136,7 @@ def _wrap(
     settings: Settings,
     comm: Comm,
 ) -> None:
+    """Give the optimizer its new class, and what that needs."""
     base: Any = type(optimizer)
     optimizer.__class__ = _subclass(base, comm.wire == "horovod")
     assert isinstance(optimizer, _Distributed)
@@ -399,11 +400,17 @@ class _Distributed(Optimizer):
             self._is_void = self._synchronized = True
             self._engine.telemetry.skipped += 1
         if self._is_void:
-            for param in self._parameter_names:
-                if param.grad is not None:
-                    (param.grad._values() if param.grad.is_sparse else param.grad).view(-1)[:1] = torch.nan
-                    break
+            self._spoil_a_gradient()
         return False
+
+    def _spoil_a_gradient(self) -> None:
+        """Let this rank's scaler find what another rank's has found."""
+        for param in self._parameter_names:
+            if param.grad is not None:
+                values = param.grad._values() if param.grad.is_sparse else param.grad
+                if values.numel():
+                    values[(0,) * values.dim()] = torch.nan
+                    return
 
     # -- uneven data -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Every promise that needs other ranks, with real processes, on every wire: a launch each, a test per scenario."""
 
 import functools
+import warnings
 
 import pytest
 from launching import HERE, WIRES, Outcome, launch, missing
@@ -8,7 +9,7 @@ from scenarios import SCENARIOS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-LIMIT = 500
+LIMIT = 280
 WORLDS = [(wire, size) for size in (2, 4) for wire in WIRES]
 
 
@@ -16,7 +17,14 @@ WORLDS = [(wire, size) for size in (2, 4) for wire in WIRES]
 def outcome_of(wire: str, size: int) -> Outcome:
     # among two, the script has joined the library before dgcopt does; among four, dgcopt does it
     env = {"DGCOPT_TEST_JOIN_FIRST": wire} if size == 2 else {}
-    return launch(wire, size, [str(HERE / "worker.py"), *SCENARIOS], limit=LIMIT, env=env)
+    program = [str(HERE / "worker.py"), *SCENARIOS]
+    outcome = launch(wire, size, program, limit=LIMIT, env=env)
+    failed = any("error" in record for by_rank in outcome.records.values() for record in by_rank.values())
+    if not failed and "Horovod background loop uncaught exception" in outcome.output:
+        # Horovod 0.28.1 now and then stands still by itself, between two of its own threads, until Gloo gives up
+        warnings.warn(f"Horovod aborted, trying once more:\n{outcome.tail}", stacklevel=1)
+        outcome = launch(wire, size, program, limit=LIMIT, env=env)
+    return outcome
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=[f"{wire}-{size}" for wire, size in WORLDS])

@@ -33,29 +33,20 @@ _MOVED = (*_REDUCED, torch.uint8, torch.int8)
 class _Pending(Handle):
     """A Horovod handle, polled: Horovod's own synchronize() spins and starves ranks that share cores."""
 
-    def __init__(
-        self,
-        comm: HorovodComm,
-        collective: Collective,
-        handle: int,
-        given: tuple[Tensor, ...],
-        shape: torch.Size | tuple[int, ...],
-        dtype: torch.dtype,
-    ):
-        self.comm = comm
+    def __init__(self, collective: Collective, handle: int, shape: torch.Size | tuple[int, ...], dtype: torch.dtype):
+        import horovod.torch as hvd
+
+        self._hvd = hvd
         self.collective = collective
-        self.given = given
-        self.number = comm._started = comm._started + 1
         self.handle = handle
         self.shape = shape
         self.dtype = dtype
 
     def done(self) -> bool:
-        return bool(self.comm._hvd.poll(self.handle))
+        return bool(self._hvd.poll(self.handle))
 
     def result(self) -> Tensor:
-        output = self.comm._hvd.synchronize(self.handle)
-        self.comm._keep(self, output)
+        output = self._hvd.synchronize(self.handle)
         if isinstance(output, tuple):  # alltoall also returns the sizes that it received
             output = output[0]
         return output.view(self.dtype).view(self.shape)
@@ -97,8 +88,6 @@ class HorovodComm(Comm):
         where = hvd.global_process_set if process_set is None else process_set
         super().__init__(where.rank(), where.size(), deadline)
         self._unnamed: dict[Channel, int] = {}
-        self._started = 0
-        self._kept: list[tuple[int, Any]] = []
         self._sets: dict[tuple[int, ...], Any] = {self.ranks(): where}
         self._in_world = tuple(range(hvd.size())) if process_set is None else tuple(process_set.ranks)
         self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._open)
@@ -126,16 +115,6 @@ class HorovodComm(Comm):
                 self._registered.clear()
                 self._open.clear()
                 break
-
-    def _keep(self, finished: _Pending, output: Any) -> None:
-        """Hold what Horovod was given and has returned until its own thread has surely let go of it.
-
-        That thread says that a collective is done before it drops its tensors. If it drops the last reference to one,
-        it needs the interpreter's lock for that, which who calls Horovod holds. It does one collective after another:
-        what was done before this one was started is free by now.
-        """
-        self._kept = [(started, held) for started, held in self._kept if started >= finished.number]
-        self._kept.append((self._started, (finished.given, output)))
 
     def _register(self, members: tuple[int, ...], given: Any) -> Any:
         """The process set of these ranks, registered unless it is; all ranks ask for all, in the same order."""
@@ -193,11 +172,9 @@ class HorovodComm(Comm):
             self._unnamed[channel] = self._unnamed.get(channel, 0) + 1
             name += f"{type(collective).__name__} {self._unnamed[channel]} of ranks {ranks[0]}..{ranks[-1]}"
         dtype, shape = tensor.dtype, tuple(tensor.shape)
-        given: tuple[Tensor, ...] = (tensor,)
         if isinstance(collective, AllReduce):
             op = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[collective.op]
             flat = tensor.view(-1)
-            given = (flat,)
             handle = hvd.allreduce_async_(flat, name=name, op=op, process_set=where)
         elif isinstance(collective, ReduceScatter):
             op = hvd.Average if collective.op == "average" else hvd.Sum
@@ -206,13 +183,11 @@ class HorovodComm(Comm):
         else:
             # The rest only moves bytes, so dtypes that Horovod does not know travel as bytes.
             raw = tensor.view(-1) if dtype in _MOVED else tensor.view(-1).view(torch.uint8)
-            given = (raw,)
             if isinstance(collective, AllGather):
                 handle = hvd.allgather_async(raw, name=name, process_set=where)
                 shape = (len(ranks), *shape)
             elif isinstance(collective, AllToAll):
                 each = torch.full((len(ranks),), raw.numel() // len(ranks), dtype=torch.int32)
-                given = (raw, each)
                 handle = hvd.alltoall_async(raw, splits=each, name=name, process_set=where)
             elif isinstance(collective, Broadcast):
                 # a process set's root is named by its rank in the world
@@ -223,18 +198,16 @@ class HorovodComm(Comm):
                 if collective.to is not None:
                     splits[collective.to] = raw.numel()
                 message = raw if collective.to is not None else raw[:0]
-                given = (message, splits)
                 handle = hvd.alltoall_async(message, splits=splits, name=name, process_set=where)
                 if collective.source is None:
-                    return _Unchanged(self, collective, handle, given, (0,), dtype)
+                    return _Unchanged(collective, handle, (0,), dtype)
             elif isinstance(collective, Barrier):
-                given = (torch.zeros(1),)
-                handle = hvd.allreduce_async(given[0], name=name, op=hvd.Sum, process_set=where)
+                handle = hvd.allreduce_async(torch.zeros(1), name=name, op=hvd.Sum, process_set=where)
                 shape = (1,)
                 dtype = torch.float32
             else:
                 raise CommError(f"Horovod does not have {collective.describe()}")
-        return _Pending(self, collective, handle, given, shape, dtype)
+        return _Pending(collective, handle, shape, dtype)
 
 
 class _Unchanged(_Pending):

@@ -6,6 +6,7 @@ generator runs over every wire, and every byte is counted where the values pass 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -25,6 +26,7 @@ __all__ = [
     "Op",
     "ReduceScatter",
     "SendRecv",
+    "bytes_of",
     "reduce_rows",
 ]
 
@@ -141,6 +143,15 @@ class Barrier(Collective):
 
 Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
 """An algorithm in flight: yields collectives, is sent their results, returns the tensor it was run for."""
+
+
+def bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The tensor's memory, or on other devices a copy of it, as a buffer to be read at once; NumPy is not needed."""
+    here = tensor.detach().cpu().contiguous()
+    nbytes = here.numel() * here.element_size()
+    buffer = (ctypes.c_char * nbytes).from_address(here.data_ptr()) if nbytes else (ctypes.c_char * 0)()
+    buffer.tensor = here  # type: ignore[attr-defined]  # which must live as long
+    return buffer
 
 
 def reduce_rows(rows: Tensor, op: Op) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .collectives import AllGather, Broadcast, Collective
+from .collectives import AllGather, Broadcast, Collective, bytes_of
 from .comm import Comm, current_comm
 from .errors import ConfigError, DivergenceError
 
@@ -79,5 +79,5 @@ def _digest(tensors: Sequence[Tensor]) -> Tensor:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor))
     return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

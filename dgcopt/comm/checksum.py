@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Exchange, SendRecv
+from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Exchange, SendRecv, bytes_of
 from ..errors import PayloadError
 
 __all__ = ["checked"]
@@ -84,7 +84,7 @@ def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllG
 
 def _crc(message: Tensor) -> Tensor:
     """CRC-32 of a row of bytes, as 4 bytes on the row's device."""
-    value = zlib.crc32(message.cpu().numpy())  # type: ignore[arg-type]
+    value = zlib.crc32(bytes_of(message))
     return torch.tensor(list(value.to_bytes(_CRC, "little")), dtype=torch.uint8, device=message.device)
 
 

@@ -58,6 +58,24 @@ def test_import_needs_torch_alone():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_everything_works_without_numpy():
+    """Torch does not need it, so neither do digests, checksums and what else looks at bytes."""
+    code = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import torch, dgcopt\n"
+        "comms = dgcopt.simulated_world(2, checksums=True)\n"
+        "models = [torch.nn.Linear(3, 2) for _ in comms]\n"
+        "models[1].load_state_dict(models[0].state_dict())\n"
+        "optimizers = [dgcopt.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),\n"
+        "    m.named_parameters(), dgcopt.DGC(0.5, values='int8', indices='rice', vectors='int4'), comm=c,\n"
+        "    check_replicas_every=1) for m, c in zip(models, comms)]\n"
+        "for _ in range(3):\n"
+        "    for o, m in zip(optimizers, models): o.zero_grad(); m(torch.randn(4, 3)).sum().backward()\n"
+        "    for o in optimizers: o.step()\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+
+
 def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "DGCOPT_WIRE", "OMPI_COMM_WORLD_SIZE", "HOROVOD_RANK"):
         monkeypatch.delenv(name, raising=False)

@@ -318,6 +318,10 @@ class Engine:
         except StopIteration as stop:
             return bool(stop.value.void)
 
+    def all_have_data(self) -> None:
+        """Begin anew after ranks had run out of data."""
+        self.active, self.actives, self.on_shadowed = True, self.comm.size, None
+
     def serve(self, on_shadowed: Callable[[], None]) -> None:
         """This rank has no more data: whenever another one waits for it, take part without (simulated wire)."""
         self.active, self.on_shadowed = False, on_shadowed
@@ -343,7 +347,7 @@ class Engine:
                 self.on_shadowed()
                 self._progress()
             else:
-                self.active, self.actives = True, self.comm.size
+                self.all_have_data()
         except Exception as error:  # it is this rank's own, for when it steps, unless another one cannot go on for it
             self._failure = error
             self._abandon()

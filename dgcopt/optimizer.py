@@ -158,7 +158,7 @@ class _Distributed(Optimizer):
     _parameter_names: dict[Tensor, str]
     _given_names: dict[Tensor, str]
     _settings: Settings
-    _hooked: dict[Tensor, Any]
+    _hooked: set[Tensor]
     _synchronizing = True
     _accumulating = False
     _synchronized = False
@@ -299,7 +299,7 @@ class _Distributed(Optimizer):
         if not self.comm.constructs_in_turn:
             self.comm.drive(compare(self._describe(), self.comm.rank, "parameters and settings"))
         if not hasattr(self, "_hooked"):
-            self._hooked = {}
+            self._hooked = set()
             self.compressor.attach(self)
             self.register_step_pre_hook(_before_step)
             self.register_step_post_hook(_after_step)
@@ -340,7 +340,8 @@ class _Distributed(Optimizer):
         """Watch every parameter that is trained and not watched yet."""
         for param in self._parameter_names:
             if param.requires_grad and param not in self._hooked:
-                self._hooked[param] = param.register_post_accumulate_grad_hook(self._gradient_arrived)
+                self._hooked.add(param)
+                param.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _gradient_arrived(self, param: Tensor) -> None:
         engine = self._engine
@@ -480,9 +481,8 @@ class _JoinHook:
         self.optimizer._shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        engine = self.optimizer._engine
-        if engine is not None:
-            engine.active, engine.actives = True, self.optimizer.comm.size
+        if self.optimizer._engine is not None:
+            self.optimizer._engine.all_have_data()
 
 
 def _before_step(
@@ -511,13 +511,15 @@ def _before_step(
 
 def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere."""
-    engine = optimizer._engine
-    if engine is not None and (engine.actives < optimizer.comm.size or optimizer.compressor.source == "update"):
-        raise ConfigError("step(closure) works neither with Adasum nor while ranks have run out of data: step() does")
+    if optimizer.compressor.source == "update":
+        raise ConfigError("step(closure) does not work with Adasum: step() does")
     loss = closure()
     if optimizer._synchronizing:
         optimizer.synchronize()
         optimizer._synchronized = False
+        engine = optimizer._engine
+        if engine is not None and engine.actives < optimizer.comm.size:
+            raise ConfigError("step(closure) does not work while ranks have run out of data: step() does")
         if isinstance(loss, Tensor | float | int):
             value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
             mean = optimizer.comm.run(AllReduce(optimizer.comm.to_wire(value), op="average", label="loss"))

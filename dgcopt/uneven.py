@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch.optim import Optimizer
 
+from .comm import SimulatedComm
 from .errors import ConfigError
 from .optimizer import _Distributed
 
@@ -43,16 +44,17 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
             raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
         if optimizer._engine is not None:
             optimizer._engine.divide_by_active = divide_by == "active"
-            joined.append(optimizer)
+            joined.append((optimizer, optimizer._engine))
     yield
-    for optimizer in joined:
-        if optimizer.comm.constructs_in_turn:
-            assert optimizer._engine is not None
-            optimizer._engine.serve(optimizer._step_without_data)
-            optimizer.comm.nudge()  # type: ignore[attr-defined]  # of the simulated one
-    serving = [optimizer for optimizer in joined if not optimizer.comm.constructs_in_turn]
+    serving = []
+    for optimizer, engine in joined:
+        if isinstance(optimizer.comm, SimulatedComm):  # which cannot wait here: the other ranks have yet to take turns
+            engine.serve(optimizer._step_without_data)
+            optimizer.comm.nudge()
+        else:
+            serving.append(optimizer)
     while serving:
         serving = [optimizer for optimizer in serving if optimizer._shadow()]
-    for optimizer in joined:
-        if optimizer._engine is not None and not optimizer.comm.constructs_in_turn:
-            optimizer._engine.active, optimizer._engine.actives = True, optimizer.comm.size
+    for _, engine in joined:
+        if not engine.on_shadowed:
+            engine.all_have_data()

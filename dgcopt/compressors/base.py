@@ -87,11 +87,11 @@ class Context:
 
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
+        left = [] if used is None else [s for s, was_used in zip(self.segments, used, strict=True) if not was_used]
         for kind, new in self._next.items():
             old = self.memory[kind]
-            for segment, was_used in zip(self.segments, used or (), strict=used is not None):
-                if not was_used:
-                    new[segment.start : segment.stop] = old[segment.start : segment.stop]
+            for segment in left:
+                new[segment.start : segment.stop] = old[segment.start : segment.stop]
             self.memory[kind], self._spare[kind] = new, old
         self._next = {}
 

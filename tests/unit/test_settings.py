@@ -173,3 +173,19 @@ def test_a_compressor_that_returns_the_wrong_thing():
         ranks.backward()
         with pytest.raises(error, match=words):
             ranks.optimizers[0].step()
+
+
+def test_a_closure_while_a_rank_has_run_out_of_data():
+    """Its loss cannot be averaged, and nobody is waited for."""
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1))
+    with dgcopt.join(ranks.optimizers[0]):
+        pass
+
+    def closure():
+        ranks.optimizers[1].zero_grad()
+        loss = ranks.models[1](torch.randn(3, 12, dtype=torch.float64)).sum()
+        loss.backward()
+        return loss
+
+    with dgcopt.join(ranks.optimizers[1]), pytest.raises(ConfigError, match="run out of data"):
+        ranks.optimizers[1].step(closure)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -20,7 +21,10 @@ __all__ = [
     "check_groups",
     "check_op",
     "check_passes",
+    "check_positive",
+    "check_predivide",
     "check_trainable",
+    "check_whole",
     "describe",
     "given_names",
     "number",
@@ -41,11 +45,31 @@ def check_op(op: Any) -> Op:
     raise ConfigError(f'op must be "average", "sum" or "adasum", or Horovod\'s Average, Sum or Adasum, not {op!r}')
 
 
-def check_passes(passes: int) -> int:
-    """A whole number of at least 1. Raises ConfigError for others."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be a whole number of at least 1, not {passes!r}")
-    return passes
+def check_whole(value: Any, name: str, least: int) -> int:
+    """A whole number of at least `least`. Raises ConfigError for others."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def check_passes(passes: Any) -> int:
+    """How many backward passes make a step. Raises ConfigError for what cannot be."""
+    return check_whole(passes, "backward_passes_per_step", 1)
+
+
+def check_positive(value: Any, name: str) -> float:
+    """A positive, finite number. Raises ConfigError for others."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a positive number, not {value!r}")
+    return float(value)
+
+
+def check_predivide(factor: Any, op: Op) -> float:
+    """Part of the division by the number of ranks, done before the sum. Raises ConfigError where nothing is divided."""
+    factor = check_positive(factor, "gradient_predivide_factor")
+    if factor != 1 and op != "average":
+        raise ConfigError("gradient_predivide_factor not supported with op != Average")
+    return factor
 
 
 def number(group: int, place: int) -> str:
@@ -116,10 +140,8 @@ def check_groups(
 
     Raises ConfigError for both at once, unknown parameters, one in two groups, or a negative number.
     """
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
-        raise ConfigError(f"num_groups must be a whole number of at least 0, not {num_groups!r}")
     if groups is None:
-        if num_groups == 0:
+        if check_whole(num_groups, "num_groups", 0) == 0:
             return None
         trained = [name for param, name in names.items() if param.requires_grad]
         return {name: group for group, members in enumerate(split(trained, num_groups)) for name in members}

@@ -14,7 +14,7 @@ from .collectives import AllGather, Broadcast, Collective, bytes_of
 from .comm import Comm, current_comm
 from .errors import ConfigError, DivergenceError
 
-__all__ = ["OnDivergence", "check_replicas", "replicas"]
+__all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "replicas"]
 
 log = logging.getLogger("dgcopt")
 
@@ -38,6 +38,12 @@ def check_replicas(
     comm.drive(replicas(tensors, comm, None, on_divergence))
 
 
+def check_on_divergence(on_divergence: Any) -> None:
+    """Raises ConfigError for anything but "raise" and "resync"."""
+    if on_divergence not in ("raise", "resync"):
+        raise ConfigError(f'on_divergence must be "raise" or "resync", not {on_divergence!r}')
+
+
 def replicas(
     tensors: Mapping[str, Sequence[Tensor]], comm: Comm, step: int | None, on_divergence: OnDivergence
 ) -> Generator[Collective, Tensor, None]:
@@ -45,8 +51,7 @@ def replicas(
 
     A name stands for a parameter and the state that the optimizer keeps of it, which must be mended together.
     """
-    if on_divergence not in ("raise", "resync"):
-        raise ConfigError(f'on_divergence must be "raise" or "resync", not {on_divergence!r}')
+    check_on_divergence(on_divergence)
     if not tensors:
         return
     names = list(tensors)

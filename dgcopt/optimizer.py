@@ -18,7 +18,10 @@ from .arguments import (
     check_groups,
     check_op,
     check_passes,
+    check_positive,
+    check_predivide,
     check_trainable,
+    check_whole,
     describe,
     given_names,
     number,
@@ -28,7 +31,7 @@ from .checkpoint import STATE_KEY
 from .collectives import AllReduce
 from .comm import Comm, current_comm
 from .compressors import Adasum, Compressor, NoCompression, accept
-from .divergence import OnDivergence
+from .divergence import OnDivergence, check_on_divergence
 from .engine import Engine, Settings
 from .errors import ConfigError
 from .telemetry import Telemetry
@@ -90,19 +93,8 @@ def DistributedOptimizer(
     """
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
-    for name, value in (("bucket_mb", bucket_mb), ("first_bucket_mb", first_bucket_mb)):
-        if not value > 0:
-            raise ConfigError(f"{name} must be positive, not {value!r}")
     op = check_op(op)
-    if not gradient_predivide_factor > 0:
-        raise ConfigError(f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}")
-    if gradient_predivide_factor != 1 and op != "average":
-        raise ConfigError("gradient_predivide_factor not supported with op != Average")
-    if check_replicas_every < 0 or on_divergence not in ("raise", "resync"):
-        raise ConfigError(
-            f'check_replicas_every counts steps and on_divergence is "raise" or "resync", not '
-            f"{check_replicas_every!r} and {on_divergence!r}"
-        )
+    check_on_divergence(on_divergence)
     compressor = NoCompression() if compression is None else copy.deepcopy(accept(compression))
     if op == "adasum":
         compressor = Adasum.carrying(compressor)
@@ -112,12 +104,12 @@ def DistributedOptimizer(
     settings = Settings(
         op,
         check_passes(backward_passes_per_step),
-        float(gradient_predivide_factor),
+        check_predivide(gradient_predivide_factor, op),
         check_groups(names, groups, num_groups),
         bool(sparse_as_dense),
-        bucket_mb,
-        first_bucket_mb,
-        check_replicas_every,
+        check_positive(bucket_mb, "bucket_mb"),
+        check_positive(first_bucket_mb, "first_bucket_mb"),
+        check_whole(check_replicas_every, "check_replicas_every", 0),
         on_divergence,
     )
 

@@ -13,7 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "Bucket", "Memory", "Segment", "block_maxima", "build_buckets", "chunks"]
+__all__ = [
+    "BLOCK",
+    "Bucket",
+    "LocalGradient",
+    "Memory",
+    "Segment",
+    "SparseSum",
+    "block_maxima",
+    "build_buckets",
+    "chunks",
+]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -44,34 +54,130 @@ class Segment:
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of `flat`, in its shape and, where it is channels-last, in its memory order."""
         span, param = flat[self.start : self.stop], self.param
+        if self._order is torch.contiguous_format:
+            return span.view(param.shape)
+        return span.as_strided(param.shape, param.stride())
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """The inverse of `view`, for a tensor of the parameter's shape: an alias of it, unless it lies otherwise."""
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        return tensor.detach().contiguous(memory_format=self._order).as_strided((self.numel,), (1,))
+
+    @property
+    def _order(self) -> torch.memory_format:
+        param = self.param
         for order, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
             if param.dim() == dims and not param.is_contiguous() and param.is_contiguous(memory_format=order):
-                return span.as_strided(param.shape, param.stride())
-        return span.view(param.shape)
+                return order
+        return torch.contiguous_format
+
+
+class SparseSum:
+    """What an exchange returns that knows all but a few coordinates of the result to be zero.
+
+    Holds positions in the flat gradient (int64, strictly ascending within one message) and values, which are added up
+    in the order in which they were added here.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, positions: Tensor, values: Tensor) -> None:
+        """Add one message."""
+        self.messages.append((positions, values))
+
+    def to_dense(self, like: Tensor) -> Tensor:
+        """The sum as a tensor of the shape, dtype and device of `like`."""
+        dense = torch.zeros_like(like)
+        for positions, values in self.messages:
+            dense.index_add_(0, positions, values.to(like.dtype))
+        return dense
+
+
+class LocalGradient:
+    """One rank's gradient of a bucket, read where autograd left it.
+
+    Args:
+        parts: each parameter's gradient as `Segment.flatten` gives it; None counts as zero.
+        scale: what it is multiplied by.
+    """
+
+    def __init__(self, segments: Sequence[Segment], parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
+        self._parts = list(zip(segments, parts, strict=True))
+        self._scale = scale
+        self._clear: set[Segment] = set()
+
+    @staticmethod
+    def lying_flat(flat: Tensor, segments: Sequence[Segment]) -> LocalGradient:
+        """The same for a gradient that is in one piece already."""
+        return LocalGradient(segments, [flat[segment.start : segment.stop] for segment in segments])
+
+    def within(self, start: int, stop: int, clear: bool = False) -> Iterator[tuple[slice, Tensor]]:
+        """The gradient from `start` to `stop`, in parts that fit into a CPU's cache, and where they lie.
+
+        Gaps are left out. With `clear` the gradient is zero afterwards.
+        """
+        for segment, part in self._parts:
+            if not start <= segment.start < stop:
+                continue
+            for span in chunks(segment.start, segment.stop, segment.param.device):
+                if part is None:
+                    yield span, segment.param.new_zeros(()).expand(span.stop - span.start)
+                    continue
+                here = part[span.start - segment.start : span.stop - segment.start]
+                yield span, here if self._scale == 1 else here * self._scale
+                if clear:
+                    here.zero_()
+            if clear:
+                self._clear.add(segment)
+
+    def is_clear(self, segment: Segment) -> bool:
+        """Whether a parameter's gradient was made zero by `within`."""
+        return segment in self._clear
 
 
 @dataclass(eq=False)
 class Bucket:
     """Parameters of one dtype, device and kind whose gradients travel together.
 
-    Attributes: `grad`, the flat gradient; `memory`, flat tensors of the same layout that the compressor keeps;
-    `kind`, what the compressor said of its parameters.
+    Attributes: `numel`, the length of its flat tensors; `kind`, what the compressor said of its parameters; `memory`,
+    flat tensors that the compressor keeps; `in_place`, whether gradients stay where autograd left them.
     """
 
     index: int
     segments: tuple[Segment, ...]
     kind: Hashable
-    grad: Tensor
+    numel: int
+    in_place: bool = False
     memory: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.views = [segment.view(self.grad) for segment in self.segments]
+        self._grad: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._other: Tensor | None = None
         self._lent: list[Tensor] = []
         self._lent_from: Tensor | None = None
-        self._versions: list[int] = []
-        self._other: Tensor | None = None
+        self._local: LocalGradient | None = None
+        self._touched: list[tuple[Segment, Tensor, Tensor, int]] = []
         first, last = self.segments[0].name, self.segments[-1].name
         self.label = f"bucket {self.index} ({first}{f' ... {last}' if len(self.segments) > 1 else ''})"
+
+    @property
+    def grad(self) -> Tensor:
+        """The flat gradient, for exchanges that take it in one piece."""
+        if self._grad is None:
+            self._own(self.empty())
+        assert self._grad is not None
+        return self._grad
+
+    def _own(self, flat: Tensor) -> None:
+        self._grad = flat
+        self._views = [segment.view(flat) for segment in self.segments]
+
+    def empty(self) -> Tensor:
+        """A flat tensor of zeros, of the parameters' dtype."""
+        return self.segments[0].param.new_zeros(self.numel, requires_grad=False)
 
     def keep_clear(self) -> None:
         """Before a step's first gradient is taken: move away if gradients themselves live in the flat one.
@@ -82,9 +188,9 @@ class Bucket:
         if _same_memory(self._lent_from, self.grad) and any(
             segment.param.grad is view for segment, view in zip(self.segments, self._lent, strict=True)
         ):
-            other = torch.zeros_like(self.grad) if self._other is None else self._other
-            self.grad, self._other = other, self.grad
-            self.views = [segment.view(self.grad) for segment in self.segments]
+            other = self.empty() if self._other is None else self._other
+            self._other = self.grad
+            self._own(other)
 
     def fill(self, place: int, grad: Tensor | None) -> Tensor:
         """Take one parameter's gradient in; None counts as zero.
@@ -92,8 +198,8 @@ class Bucket:
         Returns the sum of its elements, in float32 at least: NaN or Inf if any element is. It costs next to nothing
         while they are in the cache.
         """
-        view = self.views[place]
-        wide = torch.promote_types(view.dtype, torch.float32)
+        wide = torch.promote_types(self.grad.dtype, torch.float32)
+        view = self._views[place]
         if grad is None:
             return view.zero_().new_zeros((), dtype=wide)
         if grad.layout != torch.strided:
@@ -105,22 +211,67 @@ class Bucket:
             [here[span].copy_(there[span]).sum(dtype=wide) for span in chunks(0, here.numel(), here.device)]
         ).sum()
 
-    def hand_out(self, flat: Tensor, used: Sequence[bool] | None = None) -> None:
-        """Make every parameter's gradient its view of `flat`, or None where it was not `used` on any rank.
+    def local(self, active: bool, scale: float) -> LocalGradient:
+        """The gradient where autograd left it; zero unless `active`."""
+        grads = [segment.param.grad if active else None for segment in self.segments]
+        flat = [None if g is None else s.flatten(g) for s, g in zip(self.segments, grads, strict=True)]
+        self._local = LocalGradient(self.segments, flat, scale)
+        return self._local
 
-        Each view counts its changes by itself, which `written` and the engine rely on.
-        """
+    def hand_out(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
+        """Make every parameter's gradient its part of `result` times `factor`, or None where no rank `used` it."""
+        if isinstance(result, SparseSum):
+            self._scatter(result, used, factor)
+            self._local = None
+            return
+        flat = result if factor == 1 else result * factor
+        if flat.dtype != self.segments[0].param.dtype:
+            flat = self.grad.copy_(flat)
+        self._touched, self._local = [], None
         if not _same_memory(self._lent_from, flat):
             self._lent_from = flat
-            self._lent = [segment.view(flat).data for segment in self.segments]
-        self._versions = [view._version for view in self._lent]
+            self._lent = [segment.view(flat).data for segment in self.segments]  # each counts its changes by itself
         for place, segment in enumerate(self.segments):
             segment.param.grad = self._lent[place] if used is None or used[place] else None
 
-    @property
-    def written(self) -> bool:
-        """Whether gradients that were handed out have been changed since, by the user or the optimizer."""
-        return any(view._version != version for view, version in zip(self._lent, self._versions, strict=True))
+    def _scatter(self, result: SparseSum, used: Sequence[bool] | None, factor: float) -> None:
+        """Write a sum over the gradients where autograd left them, so that it needs no memory of its own."""
+        starts = torch.tensor([s.start for s in self.segments], device=self.segments[0].param.device)
+        cuts = [[*torch.searchsorted(p, starts).tolist(), len(p)] for p, _ in result.messages]
+        self._lent, self._lent_from, self._touched = [], None, []
+        for place, segment in enumerate(self.segments):
+            if used is not None and not used[place]:
+                segment.param.grad = None
+                continue
+            flat = self._cleared(segment)
+            touched = []
+            for (positions, values), cut in zip(result.messages, cuts, strict=True):
+                span = slice(cut[place], cut[place + 1])
+                here = positions[span] - segment.start
+                flat.index_add_(0, here, (values[span] if factor == 1 else values[span] * factor).to(flat.dtype))
+                touched.append(here)
+            grad = segment.param.grad
+            assert grad is not None
+            self._touched.append((segment, torch.cat(touched), grad, grad._version))
+
+    def _cleared(self, segment: Segment) -> Tensor:
+        """The parameter's gradient, made zero where it lies, or a new one where that cannot be; flat."""
+        param, grad = segment.param, segment.param.grad
+        if grad is not None and grad.layout == torch.strided and grad.grad_fn is None and grad.dtype == param.dtype:
+            flat = segment.flatten(grad)
+            if flat.data_ptr() == grad.data_ptr():
+                return flat if self._local is not None and self._local.is_clear(segment) else flat.zero_()
+        param.grad = torch.zeros_like(param, requires_grad=False)
+        return segment.flatten(param.grad)
+
+    def touched(self) -> Iterator[tuple[Segment, Tensor]]:
+        """Parameters whose gradient is as a sparse sum left it, and the only positions where it is not zero.
+
+        Positions are in `Segment.flatten`'s order, and may be named twice.
+        """
+        for segment, positions, grad, version in self._touched:
+            if segment.param.grad is grad and grad._version == version:
+                yield segment, positions
 
     def export(self, into: Memory) -> None:
         """Write the memory out by parameter name."""
@@ -136,7 +287,7 @@ class Bucket:
                 continue
             flat = self.memory.get(kind)
             if flat is None:
-                flat = self.memory[kind] = torch.zeros_like(self.grad, dtype=held[0][1].dtype)
+                flat = self.memory[kind] = self.empty().to(held[0][1].dtype)
             for segment, tensor in held:
                 segment.view(flat).copy_(tensor)
 
@@ -151,10 +302,16 @@ def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
 def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
     """The largest magnitude of each block of 64. Shape `[numel / 64]`; NaN where a block holds one.
 
-    Two reductions that need no memory of their own are several times faster than one over `flat.abs()`.
+    Without their sign bit, floats are ordered as the integers of their bits are, NaN last; and the largest integers of
+    rows are found several times faster than the largest floats.
     """
-    blocks = flat.view(-1, BLOCK)
-    return torch.maximum(blocks.amax(1), blocks.amin(1).neg_(), out=out)
+    bits = _BITS[flat.element_size()]
+    maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype, device=flat.device) if out is None else out
+    torch.amax((flat.view(bits) & torch.iinfo(bits).max).view(-1, BLOCK), 1, out=maxima.view(bits))
+    return maxima
+
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _same_memory(one: Tensor | None, other: Tensor) -> bool:
@@ -200,6 +357,5 @@ def build_buckets(
         for name, param in members:
             segments.append(Segment(name, param, start))
             start += -(-param.numel() // BLOCK) * BLOCK
-        flat = torch.zeros(start, dtype=members[0][1].dtype, device=members[0][1].device)
-        buckets.append(Bucket(index, tuple(segments), kind, flat))
+        buckets.append(Bucket(index, tuple(segments), kind, start))
     return buckets

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from .agreement import compare
-from .buckets import Bucket, Memory
-from .collectives import Collective, Exchange
+from .buckets import Bucket, Memory, Segment, SparseSum
+from .collectives import Collective
 from .comm import Comm, Handle, lowered
-from .compressors import Compressor, Context
+from .compressors import Compressor, Context, GradientExchange
 from .compressors.sparse_rows import gather_rows
 from .divergence import OnDivergence, replicas
 from .errors import CommError, ConfigError, MismatchError
@@ -66,13 +66,13 @@ class Settings:
 class _Flight:
     """One exchange on its way: the generator, and the collective that it waits for."""
 
-    exchange: Exchange
+    exchange: GradientExchange
     label: str
     bucket: Bucket | None
     param: Tensor | None = None
     round: int = 0
     handle: Handle | None = None
-    result: Tensor | None = None
+    result: Tensor | SparseSum | None = None
 
 
 class Engine:
@@ -207,12 +207,19 @@ class Engine:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
-        if self._scale != 1:
-            bucket.grad.mul_(self._scale)
-        exchange = self.compressor.exchange(bucket.grad, self._context(bucket))
+        context = self._context(bucket)
+        if bucket.in_place:
+            context.local = bucket.local(self.active, self._scale)
+            exchange = self.compressor.exchange(torch.empty(0), context)
+        else:
+            if self._scale != 1:
+                bucket.grad.mul_(self._scale)
+            exchange = self.compressor.exchange(bucket.grad, context)
         flight = _Flight(lowered(exchange, self.comm), bucket.label, bucket)
         self._flights.append(flight)
         self._advance(flight, None)
+        if context.peak is not None:
+            self._gradients.bounded(bucket, context.peak)
 
     @property
     def _scale(self) -> float:
@@ -227,7 +234,7 @@ class Engine:
             context = self._contexts[bucket] = Context(
                 self.comm.rank, self.comm.size, op, self.step, bucket.kind, bucket.segments, bucket.memory
             )
-        context.step, context.written = self.step, bucket.written
+        context.step = self.step
         return context
 
     @torch.no_grad()
@@ -238,10 +245,10 @@ class Engine:
             collective = flight.exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
             flight.handle, flight.result = None, stop.value
-            if not isinstance(stop.value, Tensor):
+            if not isinstance(stop.value, Tensor | SparseSum):
                 raise ConfigError(
-                    f"{type(self.compressor).__name__}.exchange must return the averaged gradient as a tensor, not "
-                    f"{type(stop.value).__name__}"
+                    f"{type(self.compressor).__name__}.exchange must return the averaged gradient as a tensor or a "
+                    f"SparseSum, not {type(stop.value).__name__}"
                 ) from None
             self.telemetry.apply_seconds += time.perf_counter() - start
             return
@@ -446,8 +453,9 @@ class Engine:
         while self._launched < verdict.launched:
             assert self._layout is not None
             bucket = self._layout.buckets[self._launched]
-            bucket.keep_clear()
-            bucket.grad.zero_()
+            if not bucket.in_place:
+                bucket.keep_clear()
+                bucket.grad.zero_()
             self._launch(bucket)
         for flight in self._flights:
             if flight.handle is not None:
@@ -476,6 +484,8 @@ class Engine:
 
     def _launch_rest(self, layout: Layout, used: dict[Tensor, bool] | None) -> None:
         for bucket in layout.buckets[self._launched :]:
+            if bucket.in_place:
+                continue
             for place, segment in enumerate(bucket.segments):
                 if not self.active:
                     bucket.fill(place, None)
@@ -505,21 +515,21 @@ class Engine:
         elements, factor = 0, self.settings.gradient_predivide_factor
         for flight in self._flights:
             assert flight.result is not None
-            result = flight.result if factor == 1 else flight.result * factor
+            result = flight.result
             if flight.bucket is None:
-                assert flight.param is not None
-                flight.param.grad = result
+                assert flight.param is not None and isinstance(result, Tensor)
+                flight.param.grad = result if factor == 1 else result * factor
                 elements += flight.param.numel()
                 continue
             bucket = flight.bucket
-            if result.shape != bucket.grad.shape:
+            if isinstance(result, Tensor) and result.shape != (bucket.numel,):
                 raise ConfigError(
                     f"{type(self.compressor).__name__} returned shape {tuple(result.shape)} for the flat gradient of "
-                    f"shape {tuple(bucket.grad.shape)} of {bucket.label}"
+                    f"shape {(bucket.numel,)} of {bucket.label}"
                 )
             flags = None if used is None else [used[segment.param] for segment in bucket.segments]
             self._contexts[bucket].settle(flags)
-            bucket.hand_out(result if result.dtype == bucket.grad.dtype else bucket.grad.copy_(result), flags)
+            bucket.hand_out(result, flags, factor)
             elements += sum(segment.numel for segment in bucket.segments)
         self.telemetry.apply_seconds += time.perf_counter() - start
         self.telemetry.steps += 1
@@ -550,6 +560,7 @@ class Engine:
         )
         self._sparse |= {param for _, param in layout.sparse}
         for bucket in layout.buckets:
+            bucket.in_place = self.compressor.in_place(bucket.kind)
             bucket.adopt(self._kept)
             for by_name in self._kept.values():
                 for segment in bucket.segments:
@@ -563,6 +574,11 @@ class Engine:
         self._kept = self.memory()
         self._layout = None
         self._contexts = {}
+
+    def touched(self) -> Iterator[tuple[Segment, Tensor]]:
+        """Parameters whose gradient is zero except at the positions beside them; see `Bucket.touched`."""
+        for bucket in self._layout.buckets if self._layout is not None else []:
+            yield from bucket.touched()
 
     # -- what persists -----------------------------------------------------------------------------------------------
 

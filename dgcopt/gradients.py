@@ -39,18 +39,24 @@ class Gradients:
         return passes >= max(announced, usual)
 
     def take(self, param: Tensor, bucket: Bucket, place: int) -> None:
-        """Copy a gradient into its bucket."""
-        if bucket not in self._filled:
+        """Copy a gradient into its bucket, if that wants it."""
+        if bucket not in self._filled and not bucket.in_place:
             bucket.keep_clear()
         if param not in self.taken:
             self._filled[bucket] = self._filled.get(bucket, 0) + 1
         grad = param.grad
-        self._sums[param] = bucket.fill(place, grad)
+        if not bucket.in_place:
+            self._sums[param] = bucket.fill(place, grad)
         self.taken[param] = (grad, 0 if grad is None else grad._version)
 
     def has_filled(self, bucket: Bucket) -> bool:
         """Whether all of the bucket's gradients are in it."""
         return self._filled.get(bucket, 0) == len(bucket.segments)
+
+    def bounded(self, bucket: Bucket, peak: Tensor) -> None:
+        """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
+        for segment in bucket.segments:
+            self._sums[segment.param] = peak
 
     def has_changed(self, param: Tensor) -> bool:
         """Whether a gradient is not the one any more that was taken."""
@@ -60,12 +66,12 @@ class Gradients:
     def find_infinite(self, params: Iterable[Tensor], changed: Collection[Tensor]) -> Tensor | None:
         """The first parameter whose gradient holds NaN or Inf. A sum tells nearly always, at the cost of one pass."""
         graded = [param for param in params if param.grad is not None]
-        by_device: dict[torch.device, list[Tensor]] = {}
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
         for param in graded:
             known = param in self._sums and param not in changed
             total = self._sums[param] if known else _sum(param.grad)
-            by_device.setdefault(total.device, []).append(total.double())
-        if all(bool(torch.stack(sums).isfinite().all()) for sums in by_device.values()):
+            by_device.setdefault(total.device, {})[id(total)] = total
+        if all(bool(torch.stack([t.double() for t in s.values()]).isfinite().all()) for s in by_device.values()):
             return None
         for param in graded:  # finite numbers may have an infinite sum
             if not torch.isfinite(_values(param.grad)).all():

@@ -7,7 +7,7 @@ accumulation of what has not been sent yet.
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .buckets import BLOCK, Segment, block_maxima, chunks
+from .buckets import BLOCK, LocalGradient, Segment, block_maxima
 from .errors import ConfigError
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
@@ -23,32 +23,7 @@ __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
 log = logging.getLogger("dgcopt")
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""Memory as it is, and as it will be."""
-
-
-class ErrorFeedback:
-    """v <- v + g: what is not sent now is sent later."""
-
-    def accumulate(self, grad: Tensor, v: Pair, u: Pair | None, segments: Sequence[Segment]) -> Tensor:
-        """Write the new v (and u) from the old ones in one pass over memory; returns the new v's block maxima."""
-        maxima = torch.empty(grad.numel() // BLOCK, dtype=v[1].dtype, device=grad.device)
-        for span in chunks(0, grad.numel(), grad.device):
-            self._add(v, grad[span], span, maxima)
-        return maxima
-
-    def correct(self, grad: Tensor, u: Pair | None, segments: Sequence[Segment]) -> None:
-        """Make the gradient what `accumulate` would add to v, and write the new u."""
-
-    @staticmethod
-    def _add(v: Pair, increment: Tensor, span: slice, maxima: Tensor) -> None:
-        new = torch.add(v[0][span], increment, out=v[1][span])
-        block_maxima(new, out=maxima[span.start // BLOCK : span.stop // BLOCK])
-
-    def before_step(self) -> None:
-        """Nothing to take over: the wrapped optimizer does all of its own update."""
-
-    def after_step(self) -> None:
-        """Nothing to give back."""
+"""Memory as it is, and as it will be if the step succeeds."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +42,80 @@ class _Rule:
             dampening = 0.0
         return _Rule(float(group["momentum"]), dampening, bool(group["nesterov"]))
 
+    def momentum_of(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
+        """u' = m u + (1 - dampening) g."""
+        if self.dampening:
+            return torch.add(u * self.momentum, g, alpha=1 - self.dampening, out=out)
+        return torch.add(g, u, alpha=self.momentum, out=out)
+
+    def increment(self, g: Tensor, u: Tensor | None, span: slice) -> Tensor:
+        """What g adds to v, by the old u: u', or with Nesterov g + m u'."""
+        if self.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
+            return g
+        assert u is not None
+        new = self.momentum_of(g, u[span])
+        return torch.add(g, new, alpha=self.momentum) if self.nesterov else new
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring segments, from `start` to `stop`, whose momentum is treated alike; by no rule if there is none."""
+
+    start: int
+    stop: int
+    rule: _Rule | None
+
+
+class ErrorFeedback:
+    """v <- v + g: what is not sent now is sent later."""
+
+    start: Callable[[Segment], Tensor | None] | None = None
+    """What a parameter's u starts from, if not from zero; None where there is no u."""
+
+    def runs(self, segments: Sequence[Segment]) -> list[Run]:
+        """How the segments' memory is to change in this step: neighbours that change alike in one run."""
+        return [Run(segments[0].start, segments[-1].stop, None)]
+
+    def accumulate(self, grad: LocalGradient, v: Pair, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
+        """Write the new v from the old memory, in one pass; u stays as it is until `settle`.
+
+        Returns the new v's block maxima.
+        """
+        old, new = v
+        maxima = torch.zeros(len(new) // BLOCK, dtype=new.dtype, device=new.device)
+        for run in runs:
+            for span, g in grad.within(run.start, run.stop):
+                torch.add(old[span], g if run.rule is None else run.rule.increment(g, u, span), out=new[span])
+                first, last = span.start // BLOCK, -(-span.stop // BLOCK)
+                block_maxima(new[first * BLOCK : last * BLOCK], out=maxima[first:last])
+        return maxima
+
+    def settle(self, grad: LocalGradient, u: Tensor | None, runs: Sequence[Run]) -> None:
+        """The step succeeded: write the new u in place. The gradient, no longer needed, is zero afterwards."""
+        for run in runs:
+            if run.rule is not None and run.rule.momentum:
+                assert u is not None
+                for span, g in grad.within(run.start, run.stop, clear=True):
+                    run.rule.momentum_of(g, u[span], out=u[span])
+
+    def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:
+        """Make the flat gradient what `accumulate` would add to v, and write the new u."""
+        for run in runs:
+            if run.rule is not None:
+                assert u is not None
+                span = slice(run.start, run.stop)
+                if run.rule.momentum:
+                    run.rule.momentum_of(grad[span], u[0][span], out=u[1][span])
+                else:
+                    u[1][span] = u[0][span]
+                grad[span] = run.rule.increment(grad[span], u[0], span)
+
+    def before_step(self) -> None:
+        """Nothing to take over: the wrapped optimizer does all of its own update."""
+
+    def after_step(self) -> None:
+        """Nothing to give back."""
+
 
 class MomentumCorrection(ErrorFeedback):
     """Momentum before sparsification (section 3.2): u <- m u + g, v <- v + u; with Nesterov, v <- v + g + m u.
@@ -81,42 +130,14 @@ class MomentumCorrection(ErrorFeedback):
         self.optimizer = optimizer
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
 
-    def accumulate(self, grad: Tensor, v: Pair, u: Pair | None, segments: Sequence[Segment]) -> Tensor:
-        assert u is not None
-        maxima = torch.empty(grad.numel() // BLOCK, dtype=v[1].dtype, device=grad.device)
-        for start, stop, rule in self._spans(segments):
-            for span in chunks(start, stop, grad.device):
-                self._add(v, self._momentum(grad[span], u, span, rule), span, maxima)
-        return maxima
-
-    def correct(self, grad: Tensor, u: Pair | None, segments: Sequence[Segment]) -> None:
-        assert u is not None
-        for start, stop, rule in self._spans(segments):
-            grad[start:stop] = self._momentum(grad[start:stop], u, slice(start, stop), rule)
-
-    @staticmethod
-    def _momentum(g: Tensor, u: Pair, span: slice, rule: _Rule) -> Tensor:
-        """Write the new u of a span; returns what it adds to v (u itself, or `g` overwritten)."""
-        old, new = u[0][span], u[1][span]
-        if rule.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
-            new.copy_(old)
-            return g
-        if rule.dampening:
-            torch.mul(old, rule.momentum, out=new).add_(g, alpha=1 - rule.dampening)
-        else:
-            torch.add(g, old, alpha=rule.momentum, out=new)
-        return g.add_(new, alpha=rule.momentum) if rule.nesterov else new
-
-    def _spans(self, segments: Sequence[Segment]) -> Iterator[tuple[int, int, _Rule]]:
-        """Runs of neighbouring segments that share a rule, whole blocks of them, as `start, stop, rule`."""
+    def runs(self, segments: Sequence[Segment]) -> list[Run]:
         group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
 
         def rule_of(segment: Segment) -> _Rule:
             return _Rule.of(group_of[id(segment.param)], self.optimizer.state.get(segment.param, {}))
 
-        for rule, run in itertools.groupby(segments, rule_of):
-            members = list(run)
-            yield members[0].start, -(-members[-1].stop // BLOCK) * BLOCK, rule
+        members = [(rule, list(run)) for rule, run in itertools.groupby(segments, rule_of)]
+        return [Run(run[0].start, run[-1].stop, rule) for rule, run in members]
 
     def before_step(self) -> None:
         """Subtract the weight-decay term and make SGD's own momentum and weight decay zero for its next step."""
@@ -172,7 +193,7 @@ class MomentumCorrection(ErrorFeedback):
                 buffer.mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
             param.grad = grad.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer.clone()
 
-    def inherited(self, segment: Segment) -> Tensor | None:
+    def start(self, segment: Segment) -> Tensor | None:
         """SGD's own momentum buffer of a parameter, from steps before it was wrapped: what u starts from."""
         return self.optimizer.state.get(segment.param, {}).get("momentum_buffer")
 

@@ -34,6 +34,7 @@ from .compressors import Adasum, Compressor, NoCompression, accept
 from .divergence import OnDivergence, check_on_divergence
 from .engine import Engine, Settings
 from .errors import ConfigError
+from .sparse_step import step_touched
 from .telemetry import Telemetry
 from .version import __version__
 
@@ -346,9 +347,9 @@ class _Distributed(Optimizer):
             torch.distributed.algorithms.Join.notify_join_context(self)  # type: ignore[arg-type]
         engine.arrived(param)
 
-    def _hide_gradients(self) -> None:
+    def _hide_gradients(self, params: Iterable[Tensor]) -> None:
         """Leave the optimizer's own step nothing to do: it passes over parameters without a gradient."""
-        for param in self._parameter_names:
+        for param in params:
             self._hidden.append((param, param.grad))
             param.grad = None
 
@@ -374,7 +375,7 @@ class _Distributed(Optimizer):
         for param in self._parameter_names:
             if param.grad is not None:
                 param.data.add_(param.grad)
-        self._hide_gradients()
+        self._hide_gradients(self._parameter_names)
 
     # -- automatic mixed precision -----------------------------------------------------------------------------------
 
@@ -523,7 +524,7 @@ def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> An
 def _use_gradients(optimizer: _Distributed) -> None:
     """What stands between the exchange and the optimizer's own step."""
     if optimizer._is_void:
-        optimizer._hide_gradients()
+        optimizer._hide_gradients(optimizer._parameter_names)
     elif optimizer.compressor.source == "update":
         optimizer._take_update()
     else:
@@ -532,6 +533,8 @@ def _use_gradients(optimizer: _Distributed) -> None:
                 if param.grad is not None and not param.grad.is_sparse:
                     param.grad = param.grad.to_sparse(1)
         optimizer.compressor.before_step(optimizer)
+        if _bare_class(optimizer) is torch.optim.SGD and optimizer._engine is not None:
+            optimizer._hide_gradients(step_touched(optimizer, optimizer._engine.touched()))
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

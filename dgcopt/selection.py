@@ -10,7 +10,11 @@ from torch import Tensor
 
 from .buckets import BLOCK, Segment
 
-__all__ = ["count_of", "largest"]
+__all__ = ["Selection", "count_of"]
+
+_DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
+_DEPTH = 1024  # bins of a tensor, from its largest magnitude down: 16 powers of two
+_FORMATS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
 
 
 def count_of(ratio: float, numel: int) -> int:
@@ -18,36 +22,118 @@ def count_of(ratio: float, numel: int) -> int:
     return min(numel, math.ceil(ratio * numel))
 
 
-def largest(flat: Tensor, maxima: Tensor, segments: Sequence[Segment], ratio: float) -> Tensor:
-    """Positions of the `count_of(ratio, n)` largest magnitudes of every segment of `flat`, exactly.
+class Selection:
+    """Selects from one bucket: of every segment, or of all together, the largest magnitudes, exactly.
 
-    `maxima` are those of its blocks (`block_maxima`).
+    The k-th largest block maximum is a lower bound of the k-th largest magnitude, since k blocks each hold one that
+    large; so only the few blocks whose maximum reaches the bound can hold what is selected (the delegates of Gaihre
+    et al., "Dr. Top-k", SC'21). All segments are worked on at once: a histogram of each one's block maxima gives the
+    bin of the bound, a histogram of the candidates' magnitudes the bin of the k-th, and only within that are
+    magnitudes sorted.
 
-    The k-th largest block maximum is a lower bound of the k-th largest magnitude, since k blocks each hold one
-    that large; so only the few blocks whose maximum reaches the bound can hold what is selected (the delegates of
-    Gaihre et al., "Dr. Top-k", SC'21). Among equal magnitudes any may be taken. NaN counts as largest.
-
-    Returns int64 positions in `flat`, ascending within each segment.
+    Args:
+        segments: the tensors of the bucket.
+        ratio: fraction of the elements that is selected.
+        together: whether k counts for the bucket as a whole, instead of for each tensor.
     """
-    chosen = [_largest_of(flat, maxima, segment, count_of(ratio, segment.numel)) for segment in segments]
-    return torch.cat(chosen)
+
+    def __init__(self, segments: Sequence[Segment], ratio: float, together: bool = False) -> None:
+        self.ratio = ratio
+        self._segments = segments
+        first, last, device = segments[0], segments[-1], segments[0].param.device
+        spans = [(first.start, last.stop)] if together else [(s.start, s.stop) for s in segments]
+        sizes = [sum(s.numel for s in segments)] if together else [s.numel for s in segments]
+        counts = [count_of(ratio, size) for size in sizes]
+        blocks = [-(-(stop - start) // BLOCK) for start, stop in spans]
+        self.count = sum(counts)
+        """How many coordinates are selected."""
+        self._spans = [(*span, k) for span, k in zip(spans, counts, strict=True)]
+        # where every block may hold a selected element, blocks say nothing
+        wanted = [k if k < n else 0 for k, n in zip(counts, blocks, strict=True)]
+        self._whole = [span for span, k in zip(self._spans, wanted, strict=True) if not k]
+        self._wanted = torch.tensor(wanted, device=device)
+        places = torch.arange(len(spans), dtype=torch.int32, device=device)
+        self._place = places.repeat_interleave(torch.tensor(blocks, device=device))
+
+    def largest(self, flat: Tensor, maxima: Tensor) -> Tensor:
+        """Positions of the largest magnitudes of `flat`, whose `block_maxima` are `maxima`.
+
+        Among equal magnitudes any may be taken. NaN counts as largest. Returns int64, ascending.
+        """
+        flat, maxima = (t if t.dtype in _FORMATS else t.float() for t in (flat, maxima))
+        chosen = [self._of_whole(flat, *span) for span in self._whole]
+        if len(self._whole) < len(self._spans):
+            bound, unbounded = self._bound(maxima)
+            chosen += [self._of_whole(flat, *span) for span in unbounded]
+            chosen.append(self._of_candidates(flat, maxima, bound))
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen).sort().values
+
+    def _of_whole(self, flat: Tensor, start: int, stop: int, k: int) -> Tensor:
+        """The k largest of a span, by looking at every element."""
+        if k == stop - start:
+            return torch.arange(start, stop, device=flat.device)
+        magnitudes = flat[start:stop].abs()
+        for segment in self._segments:  # gaps are nobody's, and must lose against zeros too
+            if start <= segment.stop < stop:
+                magnitudes[segment.stop - start :][: -segment.stop % BLOCK] = -1
+        return magnitudes.topk(k, sorted=False).indices.sort().values + start
+
+    def _bound(self, maxima: Tensor) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        """A magnitude for each span that at least k of its blocks reach, and the spans that have none above zero."""
+        bits, mantissa = _FORMATS[maxima.dtype]
+        cuts = _cut(_bins(maxima), self._place, self._wanted)
+        bound = (cuts.to(bits) << mantissa - _DIGITS).view(maxima.dtype)
+        bound[self._wanted == 0] = math.inf
+        vain = bound.eq(0).nonzero().squeeze(1)
+        bound[vain] = math.inf
+        return bound, [self._spans[place] for place in vain.tolist()]
+
+    def _of_candidates(self, flat: Tensor, maxima: Tensor, bound: Tensor) -> Tensor:
+        """What the blocks hold whose maximum reaches the bound, but for what is too many."""
+        candidates = _where(~(maxima < bound.index_select(0, self._place)))
+        rows = flat.view(-1, BLOCK).index_select(0, candidates).abs_()
+        place = self._place.index_select(0, candidates)
+        within = _where(~(rows < bound.index_select(0, place).unsqueeze(1)).view(-1))
+        row = within // BLOCK
+        positions = candidates.index_select(0, row) * BLOCK + within % BLOCK
+        magnitudes = rows.view(-1).index_select(0, within)
+        return positions[_exactly(magnitudes, place.index_select(0, row), self._wanted)]
 
 
-def _largest_of(flat: Tensor, maxima: Tensor, segment: Segment, k: int) -> Tensor:
-    first, blocks = segment.start // BLOCK, -(-segment.numel // BLOCK)
-    if k == segment.numel:
-        return torch.arange(segment.start, segment.stop, device=flat.device)
-    if k >= blocks:  # every block may hold a selected element: the bound says nothing
-        magnitudes = flat[segment.start : segment.stop].abs()
-        return magnitudes.topk(k, sorted=False).indices.sort().values + segment.start
-    of_segment = maxima[first : first + blocks]
-    bound = of_segment.topk(k, sorted=False).values.amin()
-    candidates = (~(of_segment < bound)).nonzero().squeeze(1) + first
-    magnitudes = flat.view(-1, BLOCK)[candidates].abs()
-    if segment.numel % BLOCK:  # the gap behind the last element is nobody's, and must lose against zeros too
-        positions = candidates.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=flat.device)
-        magnitudes.masked_fill_(positions >= segment.stop, -1)
-    within = (~(magnitudes < bound)).view(-1).nonzero().squeeze(1)  # k, and hardly any more
-    if len(within) > k:
-        within = within[magnitudes.view(-1)[within].topk(k, sorted=False).indices].sort().values
-    return candidates[within // BLOCK] * BLOCK + within % BLOCK
+def _exactly(magnitudes: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
+    """Marks the `wanted` largest magnitudes of each place, which ascends."""
+    bins = _bins(magnitudes)
+    cut = _cut(bins, place, wanted).index_select(0, place)
+    chosen, last = bins > cut, _where(bins == cut)
+    missing = wanted - torch.bincount(place[chosen], minlength=len(wanted))
+    # by place, and within each from the largest down
+    last = last[magnitudes[last].argsort(descending=True)]
+    last = last[place[last].argsort(stable=True)]
+    there = torch.bincount(place[last], minlength=len(wanted))
+    number = torch.arange(len(last), device=last.device) - (there.cumsum(0) - there)[place[last]]
+    chosen[last[number < missing[place[last]]]] = True
+    return chosen
+
+
+def _bins(magnitudes: Tensor) -> Tensor:
+    """The bin of each magnitude: its exponent and some bits of its mantissa."""
+    bits, mantissa = _FORMATS[magnitudes.dtype]
+    return magnitudes.view(bits) >> mantissa - _DIGITS
+
+
+def _cut(bins: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
+    """The highest bin of each place that at least `wanted` of its magnitudes reach; 0 where it lies too deep."""
+    top = torch.zeros(len(wanted), dtype=bins.dtype, device=bins.device)
+    top = top.scatter_reduce(0, place.long(), bins, "amax")
+    depth = (top.index_select(0, place) - bins).clamp_(max=_DEPTH - 1)
+    counts = torch.bincount(place * _DEPTH + depth, minlength=len(wanted) * _DEPTH).view(-1, _DEPTH).cumsum(1)
+    cut = (counts < wanted.unsqueeze(1)).sum(1)
+    return torch.where(cut < _DEPTH - 1, top - cut, 0).clamp_(min=0)
+
+
+def _where(mask: Tensor) -> Tensor:
+    """Positions of true elements, as `nonzero` finds them, but eight at a time where they are few."""
+    padded = torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8)
+    words = padded.view(torch.int64).view(-1).nonzero().squeeze(1)
+    word, byte = padded.index_select(0, words).nonzero().unbind(1)
+    return words.index_select(0, word) * 8 + byte

@@ -1,7 +1,7 @@
 """What is sent: one file per algorithm, each reading like its paper."""
 
 from .adasum import Adasum
-from .base import Compressor, Context
+from .base import Compressor, Context, GradientExchange
 from .dense import BF16, FP16, NoCompression
 from .dgc import DGC
 from .horovod import HorovodCompression, accept
@@ -13,6 +13,7 @@ __all__ = [
     "Adasum",
     "Compressor",
     "Context",
+    "GradientExchange",
     "HorovodCompression",
     "NoCompression",
     "accept",

@@ -8,18 +8,21 @@ A new compressor is a subclass with either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..buckets import Segment
-from ..collectives import AllGather, AllReduce, Exchange
+from ..buckets import BLOCK, LocalGradient, Segment, SparseSum
+from ..collectives import AllGather, AllReduce, Collective
 
-__all__ = ["Compressor", "Context"]
+__all__ = ["Compressor", "Context", "GradientExchange"]
+
+GradientExchange: TypeAlias = Generator[Collective, Tensor, Tensor | SparseSum]
+"""What exchanges a gradient: yields collectives, is sent their results, returns what all ranks share."""
 
 
 @dataclass(eq=False)
@@ -36,7 +39,9 @@ class Context:
             through checkpoints and new buckets, as the last step left them. Change them through `remember` or
             `advance`, whose result replaces them once the whole step has succeeded on every rank.
         scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
-        written: whether anyone wrote to the tensor that the last exchange returned.
+        local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
+        peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
+            that is not finite.
     """
 
     rank: int
@@ -47,14 +52,21 @@ class Context:
     segments: Sequence[Segment]
     memory: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
-    written: bool = False
+    local: LocalGradient | None = None
+    peak: Tensor | None = None
     _next: dict[str, Tensor] = field(default_factory=dict)
     _spare: dict[str, Tensor] = field(default_factory=dict)
+    _later: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def divisor(self) -> int:
         """What a sum over ranks is divided by."""
         return self.size if self.op == "average" else 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters'."""
+        return self.segments[0].param.dtype
 
     def remember(self, kind: str, like: Tensor) -> Tensor:
         """The memory called `kind`, to be changed in place; zero at first, float32 where `like` is of half precision.
@@ -63,42 +75,69 @@ class Context:
         """
         if kind in self._next:
             return self._next[kind]
-        old, new = self.advance(kind, like)
+        old, new = self.advance(kind, dtype=like.dtype)
         return new.copy_(old)
 
     def advance(
-        self, kind: str, like: Tensor, start: Callable[[Segment], Tensor | None] | None = None
+        self,
+        kind: str,
+        start: Callable[[Segment], Tensor | None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`remember` without its copy: the memory as it is, and as it will be, yet to be written, all of it.
+        """`remember` without its copy: the memory as it is, and as it will be, yet to be written, all but the gaps."""
+        held = self.hold(kind, start, dtype)
+        if kind not in self._next:
+            spare = self._spare.pop(kind, None)
+            self._next[kind] = torch.zeros_like(held) if spare is None else spare
+        return held, self._next[kind]
 
-        `start` gives what a parameter's memory begins with, where that is not zero.
+    def hold(
+        self,
+        kind: str,
+        start: Callable[[Segment], Tensor | None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The memory as it is, to be read now, and to be changed in place only by what runs `once_settled`.
+
+        `start` gives what a parameter's memory begins with, where that is not zero; `dtype` is the parameters' if None.
         """
         if kind not in self.memory:
-            half = like.dtype in (torch.float16, torch.bfloat16)
-            self.memory[kind] = torch.zeros_like(like, dtype=torch.float32 if half else like.dtype)
+            dtype = self.dtype if dtype is None else dtype
+            dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+            numel = -(-self.segments[-1].stop // BLOCK) * BLOCK
+            self.memory[kind] = torch.zeros(numel, dtype=dtype, device=self.segments[0].param.device)
             for segment in self.segments:
                 value = None if start is None else start(segment)
                 if value is not None:
                     segment.view(self.memory[kind]).copy_(value)
-        if kind not in self._next:
-            spare = self._spare.pop(kind, None)
-            self._next[kind] = torch.zeros_like(self.memory[kind]) if spare is None else spare
-        return self.memory[kind], self._next[kind]
+        return self.memory[kind]
+
+    def once_settled(self, change: Callable[[], object]) -> None:
+        """Run `change` when the step has succeeded, which changes memory in place."""
+        self._later.append(change)
 
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
-        left = [] if used is None else [s for s, was_used in zip(self.segments, used, strict=True) if not was_used]
+        kept = []
+        for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
+            if not was_used:
+                span = slice(segment.start, segment.stop)
+                kept += [(kind, span, memory[span].clone()) for kind, memory in self.memory.items()]
         for kind, new in self._next.items():
-            old = self.memory[kind]
-            for segment in left:
-                new[segment.start : segment.stop] = old[segment.start : segment.stop]
-            self.memory[kind], self._spare[kind] = new, old
-        self._next = {}
+            self.memory[kind], self._spare[kind] = new, self.memory[kind]
+        for change in self._later:
+            change()
+        for kind, span, values in kept:
+            self.memory[kind][span] = values
+        self._forget()
 
     def roll_back(self) -> None:
         """The step is void: the memory stays what it was before."""
         self._spare |= self._next
-        self._next = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._next, self._later, self.local, self.peak = {}, [], None, None
 
 
 class Compressor:
@@ -128,13 +167,21 @@ class Compressor:
     def set_steps_per_epoch(self, steps: int) -> None:
         """Tell schedules that count epochs how many optimizer steps one has."""
 
+    def in_place(self, kind: Hashable) -> bool:
+        """Whether `exchange` reads gradients of a kind from `Context.local` alone, so that none is copied for it.
+
+        Its `grad` is empty then.
+        """
+        return False
+
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         """Change the step's local gradients, all at once, before any is exchanged. Only if `whole_model`."""
 
-    def exchange(self, grad: Tensor, ctx: Context) -> Exchange:
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         """Exchange one bucket: yields collectives, returns the gradient averaged (or summed) over ranks.
 
-        `grad` is flat, may be overwritten and returned. All ranks must return the same bits.
+        `grad` is flat, may be overwritten and returned. All ranks must return the same bits; as a SparseSum if they
+        know nearly all of them to be zero.
         """
         payload = self.compress(grad, ctx)
         if self.carrier is AllReduce:

@@ -4,17 +4,18 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..buckets import LocalGradient, SparseSum
 from ..coding import DENSE_CODES, SparseCode, decode_dense, encode_dense
-from ..collectives import AllGather, AllReduce, Exchange
+from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
-from ..memory import ErrorFeedback, LocalClip, MomentumCorrection, memory_for
+from ..memory import ErrorFeedback, LocalClip, memory_for
 from ..schedule import Warmup, check_ratio
-from ..selection import count_of, largest
-from .base import Compressor, Context
-from .sparse_sum import SparseSum
+from ..selection import Selection
+from .base import Compressor, Context, GradientExchange
 
 __all__ = ["DGC"]
 
@@ -40,6 +41,8 @@ class DGC(Compressor):
         momentum_masking: also clear u where v was sent (section 3.2, "Momentum Factor Masking"), so that stale
             momentum does not carry an old gradient on.
         clip: local gradient clipping, or None.
+        granularity: whether the ratio holds for each "tensor", as in the paper, or for a "bucket" of them together,
+            so that tensors with larger gradients send more.
         vectors: how tensors of at most one dimension (biases, norms) travel, in buckets of their own: "dense" as they
             are, by allreduce; by a kind of `values`, whole, with what rounding loses kept in v; or "sparse" like all
             others.
@@ -57,6 +60,7 @@ class DGC(Compressor):
     indices: Literal["int32", "rice"] = "int32"
     momentum_masking: bool = True
     clip: LocalClip | None = None
+    granularity: Literal["tensor", "bucket"] = "tensor"
     vectors: Literal["dense", "sparse", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "dense"
 
     def __post_init__(self) -> None:
@@ -65,6 +69,8 @@ class DGC(Compressor):
         if self.vectors not in ("dense", "sparse", *DENSE_CODES):
             known = ", ".join(("dense", "sparse", *DENSE_CODES))
             raise ConfigError(f"vectors must be one of {known}, not {self.vectors!r}")
+        if self.granularity not in ("tensor", "bucket"):
+            raise ConfigError(f'granularity must be "tensor" or "bucket", not {self.granularity!r}')
         self.whole_model = self.clip is not None and self.clip.per == "model"
         self._memory: ErrorFeedback = ErrorFeedback()
 
@@ -89,54 +95,61 @@ class DGC(Compressor):
         if self.clip is not None and grads:
             self.clip.clip_model(grads, contexts[0].size, contexts[0].op)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> Exchange:
+    def in_place(self, kind: Hashable) -> bool:
+        return kind == "matrix" and self.clip is None
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if self.clip is not None and self.clip.per == "tensor":
             self.clip.clip_tensors(grad, ctx.segments)
-
-        u = None
-        if isinstance(self._memory, MomentumCorrection):
-            u = ctx.advance("momentum", grad, start=self._memory.inherited)
+        memory, runs = self._memory, self._memory.runs(ctx.segments)
         if ctx.kind == "vector" and self.vectors == "dense":
-            self._memory.correct(grad, u, ctx.segments)
+            memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, runs)
             return (yield AllReduce(grad, op=ctx.op))
-        residual = ctx.advance("residual", grad)
-        maxima = self._memory.accumulate(grad, residual, u, ctx.segments)
-        _, v = residual
+
+        local = LocalGradient.lying_flat(grad, ctx.segments) if ctx.local is None else ctx.local
+        u = ctx.hold("momentum", memory.start) if memory.start else None
+        _, v = residual = ctx.advance("residual")
+        maxima = memory.accumulate(local, residual, u, runs)
+        ctx.peak = maxima.amax()
+        ctx.once_settled(lambda: memory.settle(local, u, runs))
 
         ratio = self.ratio_at(ctx.step)
         if ratio == 1:
-            grad.copy_(v)
-            v.zero_()
-            return (yield AllReduce(grad, op=ctx.op))
+            everything = v.to(ctx.dtype, copy=True)
+            v -= everything
+            return (yield AllReduce(everything, op=ctx.op))
 
         if ctx.kind == "vector":
             message = encode_dense(v, self.vectors)
-            v -= decode_dense(message, v.numel(), self.vectors, ctx.rank)
+            v -= decode_dense(message, len(v), self.vectors, ctx.rank)
             messages = yield AllGather(message)
-            grad.zero_()
-            for rank, row in enumerate(messages):
-                grad += decode_dense(row, v.numel(), self.vectors, rank).to(v.dtype) / ctx.divisor
-            return grad
+            return self._mean(messages, v, ctx)
 
-        indices = largest(v, maxima, ctx.segments, ratio)
-        message, sent, arriving = self._code.encode(indices, v[indices], v.numel())
+        if "selection" not in ctx.scratch or ctx.scratch["selection"].ratio != ratio:
+            ctx.scratch["selection"] = Selection(ctx.segments, ratio, together=self.granularity == "bucket")
+        selection: Selection = ctx.scratch["selection"]
+        indices = selection.largest(v, maxima)
+        message, sent, arriving = self._code.encode(indices, v[indices], len(v))
         v[sent] -= arriving
         if u is not None and self.momentum_masking:
-            u[1][sent] = 0
+            ctx.once_settled(lambda: u.index_fill_(0, sent, 0))
         messages = yield AllGather(message)
-        return self._add_up(messages, v, ctx, ratio)
+        return self._add_up(messages, v, ctx, selection.count)
 
-    def _add_up(self, messages: Tensor, v: Tensor, ctx: Context, ratio: float) -> Tensor:
-        """The sum of the ranks' messages, in rank order, divided by N."""
-        if "update" not in ctx.scratch:
-            ctx.scratch["update"] = SparseSum(v)
-        update: SparseSum = ctx.scratch["update"]
-        update.clear(everywhere=ctx.written)
-        count = sum(count_of(ratio, segment.numel) for segment in ctx.segments)
+    def _mean(self, messages: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        """The sum of the ranks' whole vectors, in rank order, divided by N."""
+        total = ctx.scratch.setdefault("total", torch.zeros_like(v)).zero_()
         for rank, message in enumerate(messages):
-            indices, values = self._code.decode(message, count, v.numel(), rank)
-            update.add(indices, values.to(v.dtype) / ctx.divisor)
-        return update.total()
+            total += decode_dense(message, len(v), self.vectors, rank).to(v.dtype) / ctx.divisor
+        return total
+
+    def _add_up(self, messages: Tensor, v: Tensor, ctx: Context, count: int) -> SparseSum:
+        """The sum of the ranks' coordinates, in rank order, divided by N."""
+        total = SparseSum()
+        for rank, message in enumerate(messages):
+            positions, values = self._code.decode(message, count, len(v), rank)
+            total.add(positions, values.to(v.dtype) / ctx.divisor)
+        return total
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._memory.before_step()

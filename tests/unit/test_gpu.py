@@ -7,7 +7,7 @@ from worlds import Ranks, bucket_of, small_model
 
 import dgcopt
 from dgcopt.buckets import block_maxima
-from dgcopt.selection import largest
+from dgcopt.selection import Selection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +21,7 @@ def test_selection_is_exact():
     bucket = bucket_of(tensors)
     for place, tensor in enumerate(tensors):
         bucket.fill(place, tensor)
-    chosen = largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, 0.01)
+    chosen = Selection(bucket.segments, 0.01).largest(bucket.grad, block_maxima(bucket.grad))
     for segment, tensor in zip(bucket.segments, tensors, strict=True):
         mine = chosen[(chosen >= segment.start) & (chosen < segment.stop)]
         expected = tensor.flatten().abs().topk(len(mine)).values

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import bucket_of
 
-from dgcopt.buckets import block_maxima
-from dgcopt.selection import count_of, largest
+from dgcopt.buckets import Bucket, block_maxima
+from dgcopt.selection import Selection, count_of
 
 KINDS = {
     "normal": lambda n: torch.randn(n),
@@ -19,6 +19,7 @@ KINDS = {
     "tied": lambda n: torch.randint(-3, 4, (n,)).float(),
     "one spike": lambda n: torch.zeros(n).index_fill_(0, torch.tensor([n - 1]), 7.0),
     "descending": lambda n: torch.arange(n, 0, -1).float(),
+    "of all sizes": lambda n: torch.randn(n) * torch.rand(n).mul(200).sub(100).exp2(),
 }
 
 
@@ -26,8 +27,9 @@ def assert_exact(tensors: list[torch.Tensor], ratio: float) -> None:
     bucket = bucket_of(tensors)
     for segment in bucket.segments:
         segment.view(bucket.grad).copy_(segment.param)
-    chosen = largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, ratio)
-    assert len(chosen.unique()) == len(chosen)
+    assert_exact_of_all(bucket, ratio)
+    chosen = Selection(bucket.segments, ratio).largest(bucket.grad, block_maxima(bucket.grad))
+    assert (chosen[1:] > chosen[:-1]).all()
     for segment, tensor in zip(bucket.segments, tensors, strict=True):
         mine = chosen[(chosen >= segment.start) & (chosen < segment.stop)]
         k = math.ceil(ratio * tensor.numel())
@@ -35,6 +37,18 @@ def assert_exact(tensors: list[torch.Tensor], ratio: float) -> None:
         expected = tensor.flatten().abs().topk(k).values
         assert torch.equal(bucket.grad[mine].abs().sort(descending=True).values, expected)
     assert len(chosen) == sum(count_of(ratio, tensor.numel()) for tensor in tensors)
+
+
+def assert_exact_of_all(bucket: Bucket, ratio: float) -> None:
+    """The same with one ratio for the whole bucket."""
+    selection = Selection(bucket.segments, ratio, together=True)
+    chosen = selection.largest(bucket.grad, block_maxima(bucket.grad))
+    assert (chosen[1:] > chosen[:-1]).all()
+    owned = torch.cat([torch.arange(segment.start, segment.stop) for segment in bucket.segments])
+    assert torch.isin(chosen, owned).all()
+    assert len(chosen) == selection.count == count_of(ratio, len(owned))
+    expected = bucket.grad[owned].abs().topk(len(chosen)).values
+    assert torch.equal(bucket.grad[chosen].abs().sort(descending=True).values, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,12 +76,20 @@ def test_large_tensor_at_a_small_ratio() -> None:
     assert_exact([torch.randn(300_000), torch.randn(1000, 70)], 0.001)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert_exact(
+        [torch.randn(30_000).pow(3).to(dtype), torch.zeros(700, dtype=dtype), torch.ones(90, dtype=dtype)], 0.003
+    )
+
+
 def test_nan_is_selected_first() -> None:
     tensor = torch.randn(1000)
     tensor[777] = math.nan
     bucket = bucket_of([tensor])
     bucket.fill(0, tensor)
-    assert 777 in largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, 0.001)
+    assert 777 in Selection(bucket.segments, 0.001).largest(bucket.grad, block_maxima(bucket.grad))
 
 
 def test_block_maxima() -> None:
@@ -87,6 +109,6 @@ def test_gaps_between_tensors_never_win(monkeypatch: pytest.MonkeyPatch) -> None
         bucket = bucket_of([torch.zeros(numel), torch.zeros(numel)])
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "topk", last_wins)
-            chosen = largest(bucket.grad, block_maxima(bucket.grad), bucket.segments, 1e-6)
+            chosen = Selection(bucket.segments, 1e-6).largest(bucket.grad, block_maxima(bucket.grad))
         assert torch.Tensor.topk is topk
         assert chosen.tolist() == [numel - 1, bucket.segments[1].stop - 1]

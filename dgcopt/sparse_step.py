@@ -1,0 +1,41 @@
+"""SGD's step where the gradient is zero nearly everywhere: at the coordinates that arrived, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from .buckets import Segment
+
+__all__ = ["step_touched"]
+
+
+@torch.no_grad()
+def step_touched(optimizer: Optimizer, touched: Iterable[tuple[Segment, Tensor]]) -> list[Tensor]:
+    """w <- w - lr g at the positions that were `touched`, as SGD would, without passing over all others.
+
+    Only for SGD itself, where it has neither momentum nor weight decay to apply (DGC takes its momentum over), and
+    where nobody else is to see the gradients before the step. Returns the parameters that are done.
+    """
+    of_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
+    if of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
+        return []
+    rate = {
+        param: float(group["lr"]) * (1 if group["maximize"] else -1)
+        for group in optimizer.param_groups
+        if isinstance(optimizer, SGD) and not (group["momentum"] or group["weight_decay"] or group["differentiable"])
+        for param in group["params"]
+    }
+    done = []
+    for segment, positions in touched:
+        param, grad = segment.param, segment.param.grad
+        weights = segment.flatten(param)
+        if param in rate and grad is not None and weights.data_ptr() == param.data_ptr():
+            values = torch.add(weights[positions], segment.flatten(grad)[positions], alpha=rate[param])
+            weights[positions] = values  # a position named twice is given the same value twice
+            done.append(param)
+    return done

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .agreement import compare
-from .buckets import Bucket, Memory, Segment, SparseSum
+from .buckets import Bucket, Memory
 from .collectives import Collective
 from .comm import Comm, Handle, lowered
 from .compressors import Compressor, Context, GradientExchange
@@ -34,6 +34,7 @@ from .divergence import OnDivergence, replicas
 from .errors import CommError, ConfigError, MismatchError
 from .gradients import Gradients
 from .layout import Layout, lay_out
+from .segments import Segment, SparseSum
 from .telemetry import Telemetry
 from .vote import Ballot, Verdict, used_anywhere, vote
 

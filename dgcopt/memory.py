@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .buckets import BLOCK, LocalGradient, Segment, block_maxima
 from .errors import ConfigError
+from .segments import BLOCK, LocalGradient, Segment, block_maxima
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .buckets import BLOCK, Segment
+from .segments import BLOCK, Segment
 
 __all__ = ["Selection", "count_of"]
 

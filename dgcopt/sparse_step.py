@@ -9,7 +9,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .buckets import Segment
+from .segments import Segment
 
 __all__ = ["step_touched"]
 
@@ -35,7 +35,7 @@ def step_touched(optimizer: Optimizer, touched: Iterable[tuple[Segment, Tensor]]
         param, grad = segment.param, segment.param.grad
         weights = segment.flatten(param)
         if param in rate and grad is not None and weights.data_ptr() == param.data_ptr():
-            values = torch.add(weights[positions], segment.flatten(grad)[positions], alpha=rate[param])
-            weights[positions] = values  # a position named twice is given the same value twice
+            old, step = weights.index_select(0, positions), segment.flatten(grad).index_select(0, positions)
+            weights.index_copy_(0, positions, old.add_(step, alpha=rate[param]))  # twice the same where named twice
             done.append(param)
     return done

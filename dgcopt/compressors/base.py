@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..buckets import BLOCK, LocalGradient, Segment, SparseSum
 from ..collectives import AllGather, AllReduce, Collective
+from ..segments import BLOCK, LocalGradient, Segment, SparseSum
 
 __all__ = ["Compressor", "Context", "GradientExchange"]
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..buckets import LocalGradient, SparseSum
 from ..coding import DENSE_CODES, SparseCode, decode_dense, encode_dense
 from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
 from ..memory import ErrorFeedback, LocalClip, memory_for
 from ..schedule import Warmup, check_ratio
+from ..segments import LocalGradient, SparseSum
 from ..selection import Selection
 from .base import Compressor, Context, GradientExchange
 
@@ -129,8 +129,8 @@ class DGC(Compressor):
             ctx.scratch["selection"] = Selection(ctx.segments, ratio, together=self.granularity == "bucket")
         selection: Selection = ctx.scratch["selection"]
         indices = selection.largest(v, maxima)
-        message, sent, arriving = self._code.encode(indices, v[indices], len(v))
-        v[sent] -= arriving
+        message, sent, arriving = self._code.encode(indices, v.index_select(0, indices), len(v))
+        v.index_add_(0, sent, arriving, alpha=-1)
         if u is not None and self.momentum_masking:
             ctx.once_settled(lambda: u.index_fill_(0, sent, 0))
         messages = yield AllGather(message)

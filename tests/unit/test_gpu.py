@@ -6,7 +6,7 @@ from torch.optim import SGD
 from worlds import Ranks, bucket_of, small_model
 
 import dgcopt
-from dgcopt.buckets import block_maxima
+from dgcopt.segments import block_maxima
 from dgcopt.selection import Selection
 
 pytestmark = [

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import bucket_of
 
-from dgcopt.buckets import Bucket, block_maxima
+from dgcopt.buckets import Bucket
+from dgcopt.segments import block_maxima
 from dgcopt.selection import Selection, count_of
 
 KINDS = {

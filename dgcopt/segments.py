@@ -115,7 +115,7 @@ class LocalGradient:
                 yield span, here if self._scale == 1 else here * self._scale
                 if clear:
                     here.zero_()
-            if clear:
+            if clear and part is not None:
                 self._clear.add(segment)
 
     def is_clear(self, segment: Segment) -> bool:

@@ -14,7 +14,13 @@ __all__ = ["Selection", "count_of"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a tensor, from its largest magnitude down: 16 powers of two
-_FORMATS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
+_FORMATS = {
+    torch.float64: (torch.int64, 52),
+    torch.float32: (torch.int32, 23),
+    torch.float16: (torch.int16, 10),
+    torch.bfloat16: (torch.int16, 7),
+}
+"""The integers that show a float's bits, and how many of them are its mantissa."""
 
 
 def count_of(ratio: float, numel: int) -> int:
@@ -60,7 +66,6 @@ class Selection:
 
         Among equal magnitudes any may be taken. NaN counts as largest. Returns int64, ascending.
         """
-        flat, maxima = (t if t.dtype in _FORMATS else t.float() for t in (flat, maxima))
         chosen = [self._of_whole(flat, *span) for span in self._whole]
         if len(self._whole) < len(self._spans):
             bound, unbounded = self._bound(maxima)

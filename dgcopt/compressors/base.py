@@ -75,7 +75,7 @@ class Context:
         """
         if kind in self._next:
             return self._next[kind]
-        old, new = self.advance(kind, dtype=like.dtype)
+        old, new = self.advance(kind, dtype=at_least_float32(like.dtype))
         return new.copy_(old)
 
     def advance(
@@ -99,18 +99,21 @@ class Context:
     ) -> Tensor:
         """The memory as it is, to be read now, and to be changed in place only by what runs `once_settled`.
 
-        `start` gives what a parameter's memory begins with, where that is not zero; `dtype` is the parameters' if None.
+        `start` gives what a parameter's memory begins with, where that is not zero. `dtype` None is the parameters',
+        but float32 where that is of half precision.
         """
-        if kind not in self.memory:
-            dtype = self.dtype if dtype is None else dtype
-            dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        held = self.memory.get(kind)
+        wanted = at_least_float32(self.dtype) if dtype is None else dtype
+        if held is None:
             numel = -(-self.segments[-1].stop // BLOCK) * BLOCK
-            self.memory[kind] = torch.zeros(numel, dtype=dtype, device=self.segments[0].param.device)
+            held = self.memory[kind] = torch.zeros(numel, dtype=wanted, device=self.segments[0].param.device)
             for segment in self.segments:
                 value = None if start is None else start(segment)
                 if value is not None:
-                    segment.view(self.memory[kind]).copy_(value)
-        return self.memory[kind]
+                    segment.view(held).copy_(value)
+        elif held.dtype != wanted:  # as a checkpoint left it
+            held = self.memory[kind] = held.to(wanted)
+        return held
 
     def once_settled(self, change: Callable[[], object]) -> None:
         """Run `change` when the step has succeeded, which changes memory in place."""
@@ -138,6 +141,11 @@ class Context:
 
     def _forget(self) -> None:
         self._next, self._later, self.local, self.peak = {}, [], None, None
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which memory adds up what gradients of `dtype` hold."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Compressor:

@@ -15,7 +15,7 @@ from ..memory import ErrorFeedback, LocalClip, memory_for
 from ..schedule import Warmup, check_ratio
 from ..segments import LocalGradient, SparseSum
 from ..selection import Selection
-from .base import Compressor, Context, GradientExchange
+from .base import Compressor, Context, GradientExchange, at_least_float32
 
 __all__ = ["DGC"]
 
@@ -41,15 +41,17 @@ class DGC(Compressor):
         momentum_masking: also clear u where v was sent (section 3.2, "Momentum Factor Masking"), so that stale
             momentum does not carry an old gradient on.
         clip: local gradient clipping, or None.
-        granularity: whether the ratio holds for each "tensor", as in the paper, or for a "bucket" of them together,
-            so that tensors with larger gradients send more.
         vectors: how tensors of at most one dimension (biases, norms) travel, in buckets of their own: "dense" as they
             are, by allreduce; by a kind of `values`, whole, with what rounding loses kept in v; or "sparse" like all
             others.
+        granularity: whether the ratio holds for each "tensor", as in the paper, or for a "bucket" of them together,
+            so that tensors with larger gradients send more.
+        residual: "full" keeps v and u in the parameters' precision, and in float32 at least; "bf16" in half the memory,
+            where increments below 0.4% of what has been held back are lost.
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
-    1.7 with int2; and one allreduce or allgather for the vectors. Memory: v and u, each twice so that a step can be
-    taken back, and the averaged update: 5 values per parameter beside the gradient.
+    1.7 with int2; and one allreduce or allgather for the vectors. Memory: v twice, so that a step can be taken back,
+    and u: 3 values per parameter beside the gradient, which is read and overwritten where autograd left it.
 
     Raises ConfigError for a ratio outside (0, 1] or an unknown value format, PayloadError for a damaged message.
     """
@@ -60,8 +62,20 @@ class DGC(Compressor):
     indices: Literal["int32", "rice"] = "int32"
     momentum_masking: bool = True
     clip: LocalClip | None = None
-    granularity: Literal["tensor", "bucket"] = "tensor"
     vectors: Literal["dense", "sparse", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "dense"
+    granularity: Literal["tensor", "bucket"] = "tensor"
+    residual: Literal["full", "bf16"] = "full"
+
+    @classmethod
+    def faithful(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
+        """As in the paper: whole values, plain indices, biases and norms uncompressed, and a warm-up of four epochs."""
+        return cls(**{"ratio": ratio, "warmup": Warmup(), **settings})
+
+    @classmethod
+    def compact(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
+        """In as few bytes as hold the accuracy: 2-bit values, Rice-coded indices, int8 vectors; and the warm-up."""
+        coded = {"values": "int2", "indices": "rice", "vectors": "int8"}
+        return cls(**{"ratio": ratio, "warmup": Warmup(), **coded, **settings})
 
     def __post_init__(self) -> None:
         self.ratio = check_ratio(self.ratio)
@@ -71,6 +85,8 @@ class DGC(Compressor):
             raise ConfigError(f"vectors must be one of {known}, not {self.vectors!r}")
         if self.granularity not in ("tensor", "bucket"):
             raise ConfigError(f'granularity must be "tensor" or "bucket", not {self.granularity!r}')
+        if self.residual not in ("full", "bf16"):
+            raise ConfigError(f'residual must be "full" or "bf16", not {self.residual!r}')
         self.whole_model = self.clip is not None and self.clip.per == "model"
         self._memory: ErrorFeedback = ErrorFeedback()
 
@@ -107,8 +123,9 @@ class DGC(Compressor):
             return (yield AllReduce(grad, op=ctx.op))
 
         local = LocalGradient.lying_flat(grad, ctx.segments) if ctx.local is None else ctx.local
-        u = ctx.hold("momentum", memory.start) if memory.start else None
-        _, v = residual = ctx.advance("residual")
+        dtype = torch.bfloat16 if self.residual == "bf16" else None
+        u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
+        _, v = residual = ctx.advance("residual", dtype=dtype)
         maxima = memory.accumulate(local, residual, u, runs)
         ctx.peak = maxima.amax()
         ctx.once_settled(lambda: memory.settle(local, u, runs))
@@ -129,8 +146,9 @@ class DGC(Compressor):
             ctx.scratch["selection"] = Selection(ctx.segments, ratio, together=self.granularity == "bucket")
         selection: Selection = ctx.scratch["selection"]
         indices = selection.largest(v, maxima)
-        message, sent, arriving = self._code.encode(indices, v.index_select(0, indices), len(v))
-        v.index_add_(0, sent, arriving, alpha=-1)
+        values = v.index_select(0, indices).to(at_least_float32(v.dtype))
+        message, sent, arriving = self._code.encode(indices, values, len(v))
+        v[sent] = (v[sent] - arriving).to(v.dtype)
         if u is not None and self.momentum_masking:
             ctx.once_settled(lambda: u.index_fill_(0, sent, 0))
         messages = yield AllGather(message)
@@ -138,9 +156,9 @@ class DGC(Compressor):
 
     def _mean(self, messages: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """The sum of the ranks' whole vectors, in rank order, divided by N."""
-        total = ctx.scratch.setdefault("total", torch.zeros_like(v)).zero_()
+        total: Tensor = ctx.scratch.setdefault("total", torch.zeros_like(v, dtype=at_least_float32(v.dtype))).zero_()
         for rank, message in enumerate(messages):
-            total += decode_dense(message, len(v), self.vectors, rank).to(v.dtype) / ctx.divisor
+            total += decode_dense(message, len(v), self.vectors, rank).to(total.dtype) / ctx.divisor
         return total
 
     def _add_up(self, messages: Tensor, v: Tensor, ctx: Context, count: int) -> SparseSum:
@@ -148,7 +166,7 @@ class DGC(Compressor):
         total = SparseSum()
         for rank, message in enumerate(messages):
             positions, values = self._code.decode(message, count, len(v), rank)
-            total.add(positions, values.to(v.dtype) / ctx.divisor)
+            total.add(positions, values.to(at_least_float32(v.dtype)) / ctx.divisor)
         return total
 
     def before_step(self, optimizer: Optimizer) -> None:

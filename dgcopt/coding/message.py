@@ -21,7 +21,7 @@ class SparseCode:
     """How coordinates travel. Both parts are padded to multiples of 8 bytes.
 
     Args:
-        indices: "rice", at 0.1% density 11.5 bits each, or "int32" (below 2^31), which needs no order.
+        indices: "rice", at 0.1% density 11.5 bits each, or "int32" (below 2^31).
         values: a kind of VALUE_CODES, from "fp64" to "sign".
 
     Raises ConfigError for any other.
@@ -47,7 +47,7 @@ class SparseCode:
         return aligned(self._index_bytes(count, numel)) + aligned(self._values.nbytes(count))
 
     def encode(self, indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Pack indices (int64, distinct, below `numel`; ascending for "rice") and as many values into one message.
+        """Pack indices (int64, strictly ascending, below `numel`) and as many values into one message.
 
         Where indices cluster so much that not all fit, those of the smallest values are left out.
 
@@ -71,7 +71,7 @@ class SparseCode:
         return message, indices, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
-        """The indices (int64), at most `count`, and values of a message from `rank` for a tensor of `numel` elements.
+        """The indices (int64, ascending), at most `count`, and values of a message from `rank` for a tensor of `numel` elements.
 
         Raises PayloadError if its length, an index or a scale cannot be right. Waits for the device.
         """
@@ -90,9 +90,10 @@ class SparseCode:
 
 
 def _checked(indices: Tensor, numel: int, rank: int) -> Tensor:
-    if len(indices) and not 0 <= int(indices.amin()) <= int(indices.amax()) < numel:
+    ends = indices[[0, -1]].tolist() if len(indices) else [0, 0]
+    if not (0 <= ends[0] and ends[1] < max(numel, 1) and bool((indices[1:] > indices[:-1]).all())):
         raise PayloadError(
-            f"the message from rank {rank} holds index {int(indices.amin())} .. {int(indices.amax())} for a bucket of "
-            f"{numel} elements: it was damaged on the way, or that rank runs another model or version"
+            f"the message from rank {rank} holds indices that do not ascend within a bucket of {numel} elements (from "
+            f"{ends[0]} to {ends[1]}): it was damaged on the way, or that rank runs another model or version"
         )
     return indices.long()

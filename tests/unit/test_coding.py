@@ -33,7 +33,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 @given(count=st.integers(1, 200), name=st.sampled_from(sorted(VALUE_DTYPES)), rows=st.integers(1, 4))
 def test_round_trip_wherever_the_message_lies(count, name, rows):
     dtype = VALUE_DTYPES[name]
-    indices, values = torch.randperm(5000)[:count], torch.randn(count, dtype=torch.float64)
+    indices, values = torch.randperm(5000)[:count].sort().values, torch.randn(count, dtype=torch.float64)
     code = SparseCode("int32", name)
     message, sent, arriving = code.encode(indices, values, 5000)
     assert message.shape == (code.nbytes(count, 5000),) and torch.equal(sent, indices)
@@ -45,14 +45,22 @@ def test_round_trip_wherever_the_message_lies(count, name, rows):
         assert torch.equal(read_values.double(), arriving)
 
 
+@pytest.mark.parametrize("indices", [[5, 2], [3, 3], [-1, 4], [0, 300]])
+def test_indices_that_do_not_ascend_within_the_bucket_are_refused(indices):
+    message, _, _ = INT32.encode(torch.tensor([2, 5]), torch.ones(2), 300)
+    message[:8] = torch.tensor(indices, dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(PayloadError, match="from rank 3 holds indices that do not ascend within a bucket of 300"):
+        INT32.decode(message, 2, 300, rank=3)
+
+
 def test_size_is_what_the_docstring_says():
     assert SparseCode("int32", "fp32").nbytes(1000, 10**6) == 8000
     assert SparseCode("int32", "fp16").nbytes(1000, 10**6) == 6000
 
 
 def test_coordinates_lie_where_they_always_did():
-    message, _, _ = SparseCode("int32", "fp16").encode(torch.tensor([5, 2, 9]), torch.tensor([1.0, -2.0, 0.5]), 300)
-    assert message[:12].view(torch.int32).tolist() == [5, 2, 9]
+    message, _, _ = SparseCode("int32", "fp16").encode(torch.tensor([2, 5, 9]), torch.tensor([1.0, -2.0, 0.5]), 300)
+    assert message[:12].view(torch.int32).tolist() == [2, 5, 9]
     assert message[12:16].tolist() == [0] * 4
     assert message[16:22].view(torch.float16).tolist() == [1.0, -2.0, 0.5]
     assert len(message) == 24

@@ -1,0 +1,201 @@
+"""DGC reads gradients where autograd left them, writes the mean there, and steps only where something arrived."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from worlds import Ranks, small_model
+
+import dgcopt
+from dgcopt.segments import Segment, SparseSum
+
+
+def held_bytes(optimizer: Optimizer) -> int:
+    """All that is kept for its gradients beside them."""
+    engine = optimizer._engine
+    tensors = [bucket._grad for bucket in engine._layout.buckets]
+    for context in engine._contexts.values():
+        tensors += [*context.memory.values(), *context._spare.values(), *context._next.values()]
+        tensors += [value for value in context.scratch.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def wide_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, 640, bias=False), nn.Tanh(), nn.Linear(640, 5, bias=False))
+
+
+@pytest.mark.parametrize("residual, copies", [("full", 3), ("bf16", 1.5)])
+def test_memory_is_v_twice_and_u(residual: str, copies: float) -> None:
+    ranks = Ranks(
+        2, lambda p: SGD(p, lr=0.1, momentum=0.9), wide_model, compression=dgcopt.DGC(0.01, residual=residual)
+    )
+    for seed in range(4):
+        ranks.step(seed)
+    assert held_bytes(ranks.optimizers[0]) == copies * 4 * (12 * 640 + 640 * 5)
+
+
+def test_gradients_stay_the_tensors_that_autograd_made() -> None:
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.1, vectors="sparse"))
+    for seed in range(3):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward(seed)
+        before = [[param.grad for param in model.parameters()] for model in ranks.models]
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        for model, grads in zip(ranks.models, before, strict=True):
+            assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+    means = [[param.grad for param in model.parameters()] for model in ranks.models]
+    for one, other in zip(*means, strict=True):
+        assert torch.equal(one, other) and 0 < one.count_nonzero() <= 2 * -(-one.numel() // 10)
+
+
+def odd_gradients(optimizer: Optimizer) -> None:
+    """What the user's code may make of gradients before the step: other strides, None, and zero at one rank."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params[0].grad = params[0].grad.t().contiguous().t()
+    params[2].grad = None
+
+
+def test_gradients_that_lie_otherwise_or_are_missing() -> None:
+    worlds = [
+        Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.1, vectors="sparse"))
+        for _ in range(2)
+    ]
+    for seed in range(4):
+        for ranks in worlds:
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+        odd_gradients(worlds[0].optimizers[0])
+        like = list(worlds[1].models[0].parameters())[2]
+        like.grad = torch.zeros_like(like)
+        for ranks in worlds:
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+            ranks.assert_replicas_equal()
+    for one, other in zip(worlds[0].weights(), worlds[1].weights(), strict=True):
+        assert torch.equal(one, other)
+
+
+SETTINGS = [
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True, "maximize": True},
+    {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1},
+    {"momentum": 0.0},
+    {"momentum": 0.0, "weight_decay": 0.01},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sparse_step_is_the_dense_one_to_the_bit(settings: dict, dtype: torch.dtype) -> None:
+    """Also where only some ranks' scripts look at gradients before the step, which makes theirs a dense one."""
+
+    def make(params) -> SGD:
+        return SGD(params, lr=0.03, **settings)
+
+    ranks = Ranks(2, make, lambda: small_model(dtype), compression=dgcopt.DGC(0.1, values="fp32"))
+    seen = []
+    ranks.optimizers[0].register_step_pre_hook(
+        lambda optimizer, *_: seen.append([p.grad is not None for p in ranks.models[0].parameters()])
+    )
+    for seed in range(5):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+    assert len(seen) == 5 and all(map(all, seen))
+
+
+def test_gradients_changed_after_the_exchange_are_stepped_as_they_are() -> None:
+    def clipped(ranks: Ranks) -> Ranks:
+        for seed in range(3):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+            for optimizer in ranks.optimizers:
+                optimizer.clip_grad_norm_(1e-3)
+                for group in optimizer.param_groups:
+                    for param in group["params"]:
+                        param.grad.view(-1)[0] += 0.5  # most probably a coordinate that nobody has sent
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        return ranks
+
+    sparse, dense = (
+        Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.01, vectors="sparse"))
+        for _ in range(2)
+    )
+    for optimizer in dense.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    for one, other in zip(clipped(sparse).weights(), clipped(dense).weights(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_parameters_of_all_memory_orders() -> None:
+    """Channels-last weights, and one that is a part of something larger, train as contiguous ones do."""
+
+    def make(contiguous: bool) -> nn.Module:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 5)).double()
+        weight = torch.randn(5, 64, dtype=torch.float64)[:, ::2]
+        model[2].weight = nn.Parameter(weight.contiguous() if contiguous else weight)
+        return model if contiguous else model.to(memory_format=torch.channels_last)
+
+    def train(contiguous: bool) -> list[torch.Tensor]:
+        models = [make(contiguous) for _ in range(2)]
+        optimizers = [
+            dgcopt.DistributedOptimizer(
+                SGD(model.parameters(), lr=0.01, momentum=0.9), model.named_parameters(), dgcopt.DGC(0.1), comm=comm
+            )
+            for model, comm in zip(models, dgcopt.simulated_world(2), strict=True)
+        ]
+        for step in range(6):
+            for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                torch.manual_seed(10 * step + rank)
+                inputs = torch.randn(4, 3, 4, 4, dtype=torch.float64)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(inputs), inputs.flatten(1)[:, :5]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(one, other)
+        return list(models[0].parameters())
+
+    for odd, plain, start in zip(train(False), train(True), make(True).parameters(), strict=True):
+        torch.testing.assert_close(odd, plain, rtol=1e-9, atol=1e-12)
+        assert not torch.equal(odd, start)
+
+
+def test_a_sparse_sum_adds_in_order_and_knows_its_positions() -> None:
+    total = SparseSum()
+    total.add(torch.tensor([1, 3]), torch.tensor([1.0, 2.0]))
+    total.add(torch.tensor([3]), torch.tensor([5.0]))
+    assert total.to_dense(like=torch.empty(5)).tolist() == [0, 1, 0, 7, 0]
+
+
+def test_a_compressor_of_ones_own_may_return_a_sparse_sum() -> None:
+    class First(dgcopt.Compressor):
+        """Each rank sends the first coordinate of every bucket."""
+
+        def exchange(self, grad, ctx):
+            rows = yield dgcopt.collectives.AllGather(grad[:1].clone())
+            total = SparseSum()
+            for row in rows:
+                total.add(torch.zeros(1, dtype=torch.int64), row / ctx.divisor)
+            return total
+
+    ranks = Ranks(3, lambda p: torch.optim.Adam(p, lr=0.1), compression=First(), gradient_predivide_factor=2.0)
+    ranks.step()
+    ranks.assert_replicas_equal()
+    assert [param.grad.count_nonzero().item() for param in ranks.models[0].parameters()].count(0) == 5
+
+
+def test_flatten_inverts_view() -> None:
+    for tensor in (torch.randn(3, 4), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        segment = Segment("w", tensor, 64)
+        flat = torch.zeros(64 + tensor.numel())
+        segment.view(flat).copy_(tensor)
+        assert torch.equal(segment.flatten(tensor), flat[64:])
+        assert segment.flatten(tensor).data_ptr() == tensor.data_ptr()
+        assert torch.equal(segment.flatten(tensor.contiguous()), flat[64:])

@@ -35,6 +35,55 @@ def test_memory_is_v_twice_and_u(residual: str, copies: float) -> None:
     assert held_bytes(ranks.optimizers[0]) == copies * 4 * (12 * 640 + 640 * 5)
 
 
+def test_a_residual_of_half_precision_trains_and_continues_from_its_state() -> None:
+    """Its rounding is not made up for, but stays small. Its state goes on to the bit, and in full precision."""
+
+    def make(residual: str) -> Ranks:
+        compression = dgcopt.DGC(0.1, vectors="int8", residual=residual)
+        return Ranks(2, lambda p: SGD(p, lr=0.05, momentum=0.9), compression=compression)
+
+    half, full, resumed, widened = make("bf16"), make("full"), make("bf16"), make("full")
+    for seed in range(10):
+        half.step(seed)
+        full.step(seed)
+    start = [param.detach() for param in small_model().parameters()]
+    for one, other, first in zip(half.weights(), full.weights(), start, strict=True):
+        assert 0 < (one - other).norm() < 0.2 * (other - first).norm()
+    for ranks in (resumed, widened):
+        for place in range(2):
+            ranks.models[place].load_state_dict(half.models[place].state_dict())
+            ranks.optimizers[place].load_state_dict(half.optimizers[place].state_dict())
+    for ranks in (half, resumed, widened):
+        ranks.step(11)
+        ranks.assert_replicas_equal()
+    for one, other, wide, first in zip(half.weights(), resumed.weights(), widened.weights(), start, strict=True):
+        assert torch.equal(one, other)
+        assert (one - wide).norm() < 0.02 * (one - first).norm()
+
+
+def test_a_ratio_per_bucket_lets_tensors_with_larger_gradients_send_more() -> None:
+    def counts(granularity: str) -> list[int]:
+        model = wide_model()
+        comms = dgcopt.simulated_world(2)
+        models = [model, wide_model()]
+        optimizers = [
+            dgcopt.DistributedOptimizer(
+                SGD(m.parameters(), lr=0.1), m.named_parameters(), dgcopt.DGC(0.01, granularity=granularity), comm=comm
+            )
+            for m, comm in zip(models, comms, strict=True)
+        ]
+        for m in models:
+            for scale, param in zip((1.0, 100.0), m.parameters(), strict=True):
+                (scale * param * torch.randn_like(param)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return [int(param.grad.count_nonzero()) for param in model.parameters()]
+
+    per_tensor, together = counts("tensor"), counts("bucket")
+    assert per_tensor[0] >= 77 and per_tensor[1] >= 32
+    assert together[0] == 0 and together[1] >= 109
+
+
 def test_gradients_stay_the_tensors_that_autograd_made() -> None:
     ranks = Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.1, vectors="sparse"))
     for seed in range(3):

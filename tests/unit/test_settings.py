@@ -1,9 +1,11 @@
 """Settings: what is refused, and in which words."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.optim import SGD
 from worlds import Ranks, small_model
@@ -31,6 +33,19 @@ def test_other_compressor_settings():
         dgcopt.LocalClip(1.0, per="layer")
     with pytest.raises(ConfigError, match="at least one step"):
         dgcopt.Warmup(steps=0)
+
+    for setting in ("granularity", "residual", "vectors"):
+        with pytest.raises(ConfigError, match=f"{setting} must be"):
+            dgcopt.DGC(**{setting: "other"})
+
+
+@pytest.mark.parametrize("config, preset", [("dgc", dgcopt.DGC.faithful), ("dgc_compact", dgcopt.DGC.compact)])
+def test_presets_are_the_configs(config, preset):
+    root = Path(__file__).resolve().parents[2]
+    settings = yaml.safe_load((root / f"configs/compressors/{config}.yaml").read_text())["compressor"]["init_args"]
+    settings["warmup"] = dgcopt.Warmup(**settings["warmup"])
+    assert repr(dgcopt.DGC(**settings)) == repr(preset())
+    assert preset(0.01, warmup=None, values="int8").values == "int8" and preset(0.01, warmup=None).ratio == 0.01
 
 
 def test_warmup_schedule():

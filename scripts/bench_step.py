@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import os
 import resource
 import signal
@@ -31,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from links import Loopback, Namespaces, bits_per_second, lacking
+from naive_dgc import NaiveDGC
+from synthetic import Synthetic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
@@ -43,63 +44,6 @@ PATIENCE = timedelta(seconds=300)
 HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps before the payload of a packet
 WARMUP = 4  # DDP and dgcopt learn their buckets, PowerSGD begins with its third step
 
-# -- what is trained ---------------------------------------------------------------------------------------------------
-
-
-def resnet50_shapes() -> Iterator[tuple[int, ...]]:
-    """The shapes of ResNet-50's 161 parameters (25,557,032 values), in the order of the model."""
-
-    def convolution(out: int, into: int, size: int) -> Iterator[tuple[int, ...]]:
-        yield from ((out, into, size, size), (out,), (out,))  # and the weight and bias of its BatchNorm
-
-    yield from convolution(64, 3, 7)
-    into = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            yield from convolution(width, into, 1)
-            yield from convolution(width, width, 3)
-            yield from convolution(4 * width, width, 1)
-            if block == 0:
-                yield from convolution(4 * width, into, 1)
-            into = 4 * width
-    yield from ((1000, into), (1000,))
-
-
-class Given(torch.autograd.Function):
-    """One layer: forward does nothing, backward hands out a gradient that was there before."""
-
-    @staticmethod
-    def forward(ctx: Any, signal: Tensor, param: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return signal.clone()
-
-    @staticmethod
-    def backward(ctx: Any, signal: Tensor) -> tuple[Tensor, Tensor, None]:
-        return signal, ctx.gradient, None
-
-
-class Synthetic(nn.Module):
-    """ResNet-50's parameters, whose gradients become ready one after the other, from the last to the first."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        shapes = list(resnet50_shapes())
-        self.params = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-        random = torch.Generator().manual_seed(rank)
-        # N(0, 1) cubed has the heavy tails of real gradients; tensors differ in scale, as they do in a network
-        scales = (torch.rand(len(shapes), generator=random) * 4 - 5).exp()
-        self.gradients = [
-            torch.randn(shape, generator=random).pow_(3).mul_(scale)
-            for shape, scale in zip(shapes, scales.tolist(), strict=True)
-        ]
-
-    def forward(self) -> Tensor:
-        signal = torch.zeros(())
-        for param, gradient in zip(self.params, self.gradients, strict=True):
-            signal = Given.apply(signal, param, gradient)
-        return signal
-
-
 # -- who trains it -----------------------------------------------------------------------------------------------------
 
 
@@ -108,76 +52,6 @@ def bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
     """What torch's own hook does, which torch refuses to run without NCCL."""
     work = dist.all_reduce(bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
-
-class NaiveDGC(Optimizer):
-    """Deep Gradient Compression as its authors' code computes it, at 0.1%, but with a single message for all tensors.
-
-    Per tensor: momentum correction; a threshold from the top of a strided 1% sample, adapted until 0.8 to 1.3 times as
-    many as wanted pass, of which the first are sent; 64-bit indices. Vectors travel whole. Nothing overlaps.
-    """
-
-    def __init__(self, params: Any, lr: float, momentum: float, ratio: float = 0.001) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-        every = self.param_groups[0]["params"]
-        self.matrices = [param for param in every if param.dim() > 1]
-        self.vectors = [param for param in every if param.dim() <= 1]
-        self.wanted = [math.ceil(ratio * param.numel()) for param in self.matrices]
-        self.ratio = ratio
-        for param in every:
-            self.state[param] = {"u": torch.zeros(param.numel()), "v": torch.zeros(param.numel())}
-
-    def _select(self, importance: Tensor, wanted: int) -> Tensor:
-        size = importance.numel()
-        stride = max(1, size // math.ceil(max(size / 100, 2 / self.ratio)))
-        sample = importance[int(torch.randint(stride, ())) :: stride]
-        threshold = float(sample.topk(math.ceil(self.ratio * len(sample))).values.min())
-        indices = (importance >= threshold).nonzero().view(-1)
-        for _ in range(10):
-            if len(indices) > 1.3 * wanted:
-                indices = indices[importance[indices].topk(wanted).indices]
-            elif len(indices) < 0.8 * wanted:
-                threshold *= 0.8
-                indices = (importance >= threshold).nonzero().view(-1)
-            else:
-                break
-        return indices[:wanted]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        lr, momentum = self.param_groups[0]["lr"], self.param_groups[0]["momentum"]
-        # a place for every index that may be sent; those not needed add a zero to the first coordinate
-        indices = torch.zeros(sum(self.wanted), dtype=torch.int64)
-        values = torch.zeros(sum(self.wanted))
-        slots = list(zip(self.matrices, indices.split(self.wanted), values.split(self.wanted), strict=True))
-        for param, to_indices, to_values in slots:
-            u, v = self.state[param]["u"], self.state[param]["v"]
-            v.add_(u.mul_(momentum).add_(param.grad.view(-1)))
-            chosen = self._select(v.abs(), len(to_indices))
-            to_indices[: len(chosen)] = chosen
-            to_values[: len(chosen)] = v[chosen]
-            u.index_fill_(0, chosen, 0)
-            v.index_fill_(0, chosen, 0)
-
-        vectors = torch.cat([param.grad for param in self.vectors])
-        message = torch.cat([indices.view(torch.uint8), values.view(torch.uint8)])
-        messages = [torch.empty_like(message) for _ in range(dist.get_world_size())]
-        works = [dist.all_gather(messages, message, async_op=True), dist.all_reduce(vectors, async_op=True)]
-        for work in works:
-            work.wait()
-
-        arrived = [message.split([8 * len(indices), 4 * len(indices)]) for message in messages]
-        theirs = [
-            (i.view(torch.int64).split(self.wanted), v.view(torch.float32).split(self.wanted)) for i, v in arrived
-        ]
-        for place, param in enumerate(self.matrices):
-            update = param.grad.view(-1).zero_()
-            for each_indices, each_values in theirs:
-                update.index_put_((each_indices[place],), each_values[place], accumulate=True)
-            param.add_(param.grad.div_(len(messages)), alpha=-lr)
-        vectors.div_(len(messages))
-        for param, mean in zip(self.vectors, vectors.split([len(param) for param in self.vectors]), strict=True):
-            param.add_(self.state[param]["u"].mul_(momentum).add_(mean), alpha=-lr)
 
 
 def build(system: str, model: Synthetic) -> tuple[nn.Module, Optimizer]:
@@ -288,11 +162,9 @@ class Ranks:
 
     def __enter__(self) -> "Ranks":
         try:
-            network, port = self.network, str(self.network.port())
+            network, port = self.network, self.network.port()
             for rank in range(network.size):
-                place = {"RANK": str(rank), "WORLD_SIZE": str(network.size), "DGCOPT_NODE": str(rank)}
-                place |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": port}
-                place |= {"GLOO_SOCKET_IFNAME": network.interface, "PYTHONPATH": str(ROOT)}
+                place = network.environment(rank, port) | {"PYTHONPATH": str(ROOT)}
                 place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
                 process = subprocess.Popen(
                     [*network.enter(rank), sys.executable, __file__, "--serve", self.system],

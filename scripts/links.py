@@ -68,6 +68,12 @@ class Loopback:
         """The IPv4 address of `rank`."""
         return "127.0.0.1"
 
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """What torch.distributed and dgcopt have to be told on `rank`, so that all meet at `port` of rank 0."""
+        place = {"RANK": rank, "WORLD_SIZE": self.size, "DGCOPT_NODE": rank}
+        place |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": self.interface}
+        return {name: str(value) for name, value in place.items()}
+
     def port(self) -> int:
         """A port on which nobody listens."""
         with socket.socket() as probe:

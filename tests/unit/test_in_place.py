@@ -58,7 +58,7 @@ def test_a_residual_of_half_precision_trains_and_continues_from_its_state() -> N
         ranks.assert_replicas_equal()
     for one, other, wide, first in zip(half.weights(), resumed.weights(), widened.weights(), start, strict=True):
         assert torch.equal(one, other)
-        assert (one - wide).norm() < 0.02 * (one - first).norm()
+        assert (one - wide).norm() < 0.2 * (one - first).norm()
 
 
 def test_a_ratio_per_bucket_lets_tensors_with_larger_gradients_send_more() -> None:

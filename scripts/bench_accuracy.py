@@ -1,11 +1,11 @@
 """Accuracy and bytes of compressors against dense training, over paired seeds and equal budgets.
 
-    python scripts/bench_accuracy.py                                      # digits: dense and DGC at 0.1%, three seeds
+    python scripts/bench_accuracy.py                                      # digits: dense and the presets, three seeds
     python scripts/bench_accuracy.py --task stdlib_gpt --compressors none dgc:ratio=0.01,warmup=null --workers 4
 
 Each run is `torchrun --nproc-per-node WORKERS train.py` with configs/tasks/TASK.yaml and a compressor's config; the
 same seed gives every compressor the same weights and batches. Bytes are everything that a rank sends, warm-up included.
-Prints a table and writes it as JSON under runs/.
+Prints a table and writes it as JSON under runs/; --plot draws loss over bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,11 +53,12 @@ def main() -> None:
     parser.add_argument(
         "--compressors",
         nargs="+",
-        default=["none", "dgc"],
+        default=["none", "dgc", "dgc_compact"],
         help="files of configs/compressors, the first being the reference, with settings after a colon",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--plot", type=Path, help="file for a picture, such as accuracy.png")
     parser.add_argument("extra", nargs="*", help="after --, further arguments of train.py")
     arguments = parser.parse_args()
 
@@ -87,6 +89,29 @@ def main() -> None:
     path = folder / "table.json"
     path.write_text(json.dumps({"task": arguments.task, "workers": arguments.workers, "rows": rows}, indent=1))
     print(f"\n{path.relative_to(ROOT)}")
+    if arguments.plot:
+        plot(rows, f"{arguments.task}, {arguments.workers} workers", arguments.plot)
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Final loss over bytes: a point per compressor, its bar from the best seed to the worst."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(7, 4))
+    for row in rows:
+        losses = [run["test_loss"] for run in row["runs"]]
+        mean = statistics.mean(losses)
+        bar = [[mean - min(losses)], [max(losses) - mean]]
+        panel.errorbar(row["runs"][0]["sent_bytes"], mean, yerr=bar, fmt="o", capsize=4, label=row["compressor"])
+    panel.set(title=title, xlabel="bytes sent per rank and step, warm-up included", ylabel="final test loss")
+    panel.set_xscale("log")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def spread(values: list[float], form: str) -> str:

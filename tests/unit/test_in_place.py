@@ -7,7 +7,7 @@ from torch.optim import SGD, Optimizer
 from worlds import Ranks, small_model
 
 import dgcopt
-from dgcopt.segments import Segment, SparseSum
+from dgcopt.segments import LocalGradient, Segment, SparseSum
 
 
 def held_bytes(optimizer: Optimizer) -> int:
@@ -234,10 +234,49 @@ def test_a_compressor_of_ones_own_may_return_a_sparse_sum() -> None:
                 total.add(torch.zeros(1, dtype=torch.int64), row / ctx.divisor)
             return total
 
-    ranks = Ranks(3, lambda p: torch.optim.Adam(p, lr=0.1), compression=First(), gradient_predivide_factor=2.0)
-    ranks.step()
+    def means(predivide: float) -> list[torch.Tensor]:
+        ranks = Ranks(3, torch.optim.Adam, compression=First(), gradient_predivide_factor=predivide)
+        ranks.step()
+        ranks.assert_replicas_equal()
+        return [param.grad for param in ranks.models[0].parameters()]
+
+    assert [grad.count_nonzero().item() for grad in means(1.0)].count(0) == 5
+    for one, other in zip(means(1.0), means(4.0), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> None:
+    """Nobody sums gradients up that stay in place: the largest magnitude that the exchange meets tells."""
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.1, vectors="sparse"))
+    for seed in range(3):
+        ranks.step(seed)
+    before = ranks.weights(), [optimizer._engine.memory() for optimizer in ranks.optimizers]
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    hook = ranks.models[1][2].weight.register_hook(lambda grad: grad.index_fill(1, torch.tensor([7]), value))
+    ranks.backward(3)
+    hook.remove()
+    grads = [[param.grad.clone() for param in model.parameters()] for model in ranks.models]
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
+    after = ranks.weights(), [optimizer._engine.memory() for optimizer in ranks.optimizers]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    for model, untouched in zip(ranks.models, grads, strict=True):
+        torch.testing.assert_close([p.grad for p in model.parameters()], untouched, rtol=0, atol=0, equal_nan=True)
+    ranks.step(4)
     ranks.assert_replicas_equal()
-    assert [param.grad.count_nonzero().item() for param in ranks.models[0].parameters()].count(0) == 5
+    assert not torch.equal(ranks.weights()[0], before[0][0])
+
+
+def test_a_gradient_that_is_missing_is_not_taken_for_cleared() -> None:
+    """What is left of an older one must not be added to."""
+    segments = [Segment("a", torch.empty(3), 0), Segment("b", torch.empty(5), 64)]
+    local = LocalGradient(segments, [torch.ones(3), None], scale=2.0)
+    parts = {span.start: part.tolist() for span, part in local.within(0, 69, clear=True)}
+    assert parts == {0: [2.0] * 3, 64: [0.0] * 5}
+    assert local.is_clear(segments[0]) and not local.is_clear(segments[1])
 
 
 def test_flatten_inverts_view() -> None:

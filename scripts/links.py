@@ -70,7 +70,7 @@ class Loopback:
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
         """What torch.distributed and dgcopt have to be told on `rank`, so that all meet at `port` of rank 0."""
-        place = {"RANK": rank, "WORLD_SIZE": self.size, "DGCOPT_NODE": rank}
+        place: dict[str, object] = {"RANK": rank, "WORLD_SIZE": self.size, "DGCOPT_NODE": rank}
         place |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": self.interface}
         return {name: str(value) for name, value in place.items()}
 

@@ -1,0 +1,289 @@
+"""What compressing and decompressing the gradients of one step costs a rank, on ResNet-50's shapes at 0.1%.
+
+    python scripts/bench_kernels.py
+    python scripts/bench_kernels.py --rounds 30 --json kernels.json --plot kernels.png
+    python scripts/bench_kernels.py --device cuda
+
+The unit is one pass over memory that no exact method with a momentum u and a residual v can do without: u <- 0.9 u + g,
+v <- v + u, in chunks that stay in the cache; 5 streams. Nothing is sent: a rank decodes its own message. Gradients
+differ from step to step and are put back before each, which is not timed. Everything runs on one thread, whose CPU time
+is taken. Systems take turns, round after round; times are medians over the rounds, and so are their ratios to the pass
+of the same round, so that they hold on a machine with other work. A second table says where dgcopt's milliseconds go
+(not on CUDA, where asking for them would make the device wait); a third has its bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from naive_dgc import NaiveDGC
+from synthetic import Synthetic
+from torch.optim import SGD
+
+import dgcopt
+from dgcopt.buckets import build_buckets
+from dgcopt.coding import SparseCode
+from dgcopt.compressors import dgc
+from dgcopt.memory import ErrorFeedback
+from dgcopt.segments import CHUNK
+from dgcopt.selection import Selection
+
+PASS, COPY, TOPK, NAIVE = "5-stream pass", "copy", "torch.topk of all magnitudes", "naive DGC, sampled threshold"
+COMPACT = "indices='rice', vectors='int8'"
+SYSTEMS = (
+    "DGC(ratio=0.001)",
+    "DGC(ratio=0.001, granularity='bucket')",
+    f"DGC(ratio=0.001, values='int8', {COMPACT})",
+    f"DGC(ratio=0.001, values='int2', {COMPACT})",
+)
+PHASES: dict[str, list[tuple[Any, str]]] = {
+    "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "correct")],
+    "select": [(Selection, "largest")],
+    "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
+    "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
+    "settle": [(dgcopt.Context, "settle")],
+    "hand out": [(dgcopt.buckets.Bucket, "hand_out")],
+}
+WARMUP = 3
+
+seconds_of: defaultdict[str, float] = defaultdict(float)
+"""Seconds by phase, while they are `watched`."""
+
+
+def now(device: torch.device) -> float:
+    """A clock that stands still on a CPU while other processes have it; CUDA's work is done when it is read."""
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Flat:
+    """All gradients, u and v, each in one piece."""
+
+    def __init__(self, model: Synthetic) -> None:
+        self.g = torch.cat([gradient.view(-1) for gradient in model.gradients])
+        self.u, self.v = torch.zeros_like(self.g), torch.zeros_like(self.g)
+        self.magnitudes = self.g.abs()
+        size = CHUNK if self.g.device.type == "cpu" else len(self.g)
+        self.chunks = list(zip(self.g.split(size), self.u.split(size), self.v.split(size), strict=True))
+
+    def touch(self) -> None:
+        for g, u, v in self.chunks:
+            torch.add(g, u, alpha=0.9, out=u)
+            v.add_(u)
+
+    def copy(self) -> None:
+        self.v.copy_(self.g)
+
+    def topk(self) -> None:
+        self.magnitudes.topk(-(-len(self.magnitudes) // 1000), sorted=False)
+
+
+class Naive:
+    """The authors' algorithm."""
+
+    def __init__(self, model: Synthetic) -> None:
+        self.optimizer = NaiveDGC(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(self) -> None:
+        message, vectors = self.optimizer.compress()
+        self.optimizer.decompress([message], vectors)
+
+
+class Dgcopt:
+    """One of dgcopt's compressors, driven as its engine does it: all buckets encoded, then decoded, then handed out."""
+
+    def __init__(self, system: str, model: Synthetic) -> None:
+        self.compressor = eval(system, vars(dgcopt))
+        self.compressor.attach(SGD(model.parameters(), lr=0.1, momentum=0.9))
+        ready = list(model.named_parameters())[::-1]
+        self.buckets = build_buckets(ready, self.compressor.kind, 25 * 2**20, 2**20)
+        self.contexts = [dgcopt.Context(0, 1, "average", 0, b.kind, b.segments, b.memory) for b in self.buckets]
+        for bucket in self.buckets:
+            bucket.in_place = self.compressor.in_place(bucket.kind)
+        (self.comm,) = dgcopt.simulated_world(1)
+        self.bytes: defaultdict[Hashable, int] = defaultdict(int)
+
+    def step(self) -> None:
+        self.bytes.clear()
+        flights = [(exchange, next(exchange)) for exchange in map(self._exchange, self.buckets, self.contexts)]
+        results = []
+        for (exchange, collective), bucket in zip(flights, self.buckets, strict=True):
+            self.bytes[bucket.kind] += collective.nbytes
+            try:
+                exchange.send(self.comm.run(collective))
+            except StopIteration as stop:
+                results.append(stop.value)
+        for bucket, context, result in zip(self.buckets, self.contexts, results, strict=True):
+            context.step += 1
+            context.settle()
+            bucket.hand_out(result)
+
+    def _exchange(self, bucket: Any, context: Any) -> Any:
+        if bucket.in_place:
+            context.local = bucket.local(True, 1.0)
+            return self.compressor.exchange(torch.empty(0), context)
+        for place, segment in enumerate(bucket.segments):
+            bucket.fill(place, segment.param.grad)
+        return self.compressor.exchange(bucket.grad, context)
+
+    @property
+    def selected(self) -> int:
+        """How many coordinates a message names."""
+        return sum(context.scratch["selection"].count for context in self.contexts if context.kind == "matrix")
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Add the time that each of `PHASES` takes to `seconds_of`."""
+
+    def timed(phase: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            result = inner(*args, **kwargs)
+            seconds_of[phase] += time.thread_time() - start
+            return result
+
+        return outer
+
+    kept = [(owner, name, phase, getattr(owner, name)) for phase, calls in PHASES.items() for owner, name in calls]
+    for owner, name, phase, inner in kept:
+        setattr(owner, name, timed(phase, inner))
+    yield
+    for owner, name, _, inner in kept:
+        setattr(owner, name, inner)
+
+
+class Bench:
+    """Everything that is timed, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.model = Synthetic(rank=0).to(device)
+        self.model.gradients = [gradient.to(device) for gradient in self.model.gradients]
+        self.grads = [torch.empty_like(gradient) for gradient in self.model.gradients]
+        self.steps = 0
+        self.flat = Flat(self.model)
+        self.run: dict[str, Callable[[], None]] = {PASS: self.flat.touch}
+        if device.type == "cpu":
+            self.run |= {TOPK: self.flat.topk, NAIVE: Naive(self.model).step}
+        else:
+            self.run[COPY] = self.flat.copy
+        self.dgcopt = {system: Dgcopt(system, self.model) for system in SYSTEMS}
+        self.run |= {system: it.step for system, it in self.dgcopt.items()}
+
+    def seconds(self, name: str) -> dict[str, float]:
+        """How long one step takes, on gradients of its own: the whole, and each phase that is watched."""
+        self.steps += 1
+        for param, grad, gradient in zip(self.model.params, self.grads, self.model.gradients, strict=True):
+            param.grad = grad.copy_(gradient.view(-1).roll(7919 * self.steps).view_as(grad))
+        seconds_of.clear()
+        start = now(self.device)
+        self.run[name]()
+        whole = now(self.device) - start
+        return {"whole": whole, **seconds_of, "rest": whole - sum(seconds_of.values())}
+
+
+@torch.no_grad()
+def measure(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    """A record per system."""
+    for _ in range(WARMUP):
+        for name in bench.run:
+            bench.seconds(name)
+    with watched() if bench.device.type == "cpu" else contextlib.nullcontext():
+        times = [{name: bench.seconds(name) for name in bench.run} for _ in range(rounds)]
+    records = []
+    for name in bench.run:
+        record: dict[str, Any] = {
+            "system": name,
+            "seconds": statistics.median(each[name]["whole"] for each in times),
+            "passes": statistics.median(each[name]["whole"] / each[PASS]["whole"] for each in times),
+        }
+        if name in bench.dgcopt:
+            it = bench.dgcopt[name]
+            record |= {"bytes": dict(it.bytes), "selected": it.selected}
+            phases = [phase for phase in (*PHASES, "rest") if phase in times[0][name]]
+            record["phases"] = {phase: statistics.median(each[name][phase] for each in times) for phase in phases}
+        records.append(record)
+    return records
+
+
+def tables(records: list[dict[str, Any]]) -> str:
+    """All that was measured, in markdown."""
+    lines = ["| one step | ms | passes |", "|---|---|---|"]
+    lines += [f"| {r['system']} | {1e3 * r['seconds']:.1f} | {r['passes']:.2f}x |" for r in records]
+    ours = [record for record in records if "bytes" in record]
+    names = list(ours[0]["phases"])
+    if "accumulate" in names:
+        lines += ["", " | ".join(["| ms of", *names]) + " |", "|---" * (1 + len(names)) + "|"]
+        for record in ours:
+            cells = [f"{1e3 * record['phases'][name]:.1f}" for name in names]
+            lines.append(" | ".join([f"| {record['system']}", *cells]) + " |")
+    lines += ["", "| message of | bytes | of them vectors | selected | bits per selected | vectors included |"]
+    lines.append("|---" * 6 + "|")
+    for record in ours:
+        whole, vectors, count = sum(record["bytes"].values()), record["bytes"]["vector"], record["selected"]
+        bits = f"{8 * (whole - vectors) / count:.2f} | {8 * whole / count:.2f}"
+        lines.append(f"| {record['system']} | {whole:,} | {vectors:,} | {count:,} | {bits} |")
+    return "\n".join(lines)
+
+
+def plot(records: list[dict[str, Any]], path: Path) -> None:
+    """Bars of passes over memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(9, 1 + 0.35 * len(records)))
+    colors = ["C1" if "bytes" in record else "C0" for record in records]
+    bars = panel.barh([r["system"] for r in records], [r["passes"] for r in records], color=colors)
+    panel.bar_label(bars, fmt="%.2fx", padding=3, fontsize=8)
+    panel.set(xlabel="time of one step, in passes over g, u and v")
+    panel.margins(x=0.12)
+    panel.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="how often the systems take turns")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
+    parser.add_argument("--json", type=Path, help="file for all that was measured")
+    parser.add_argument("--plot", type=Path, help="file for a bar chart, such as kernels.png")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+    load = os.getloadavg()[0]
+    bench = Bench(arguments.device)
+    records = measure(bench, arguments.rounds)
+    seconds = {record["system"]: record["seconds"] for record in records}
+    megabytes = {name: streams * 4e-6 * len(bench.flat.g) for name, streams in ((PASS, 5), (COPY, 2))}
+    speed = {name: 1e-3 * megabytes[name] / seconds[name] for name in megabytes if name in seconds}
+    device = torch.cuda.get_device_name() if arguments.device.type == "cuda" else "one thread"
+    print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {device}")
+    of_copy = f", {speed[PASS] / speed[COPY]:.0%} of what a copy reaches" if COPY in speed else ""
+    print(f"The pass touches {megabytes[PASS]:.0f} MB at {speed[PASS]:.1f} GB/s{of_copy}\n")
+    print(tables(records))
+    if arguments.json:
+        about = {"cores": os.cpu_count(), "load": load, "torch": torch.__version__, "device": device, "GB/s": speed}
+        arguments.json.write_text(json.dumps({"machine": about, "records": records}, indent=1))
+    if arguments.plot:
+        plot(records, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()

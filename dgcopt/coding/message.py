@@ -71,7 +71,7 @@ class SparseCode:
         return message, indices, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
-        """The indices (int64, ascending), at most `count`, and values of a message from `rank` for a tensor of `numel` elements.
+        """The indices (int64, ascending) and values of a message from `rank`, at most `count` of `numel` each.
 
         Raises PayloadError if its length, an index or a scale cannot be right. Waits for the device.
         """
@@ -91,7 +91,8 @@ class SparseCode:
 
 def _checked(indices: Tensor, numel: int, rank: int) -> Tensor:
     ends = indices[[0, -1]].tolist() if len(indices) else [0, 0]
-    if not (0 <= ends[0] and ends[1] < max(numel, 1) and bool((indices[1:] > indices[:-1]).all())):
+    ascend = bool((indices[1:] > indices[:-1]).all())
+    if not ascend or ends[0] < 0 or ends[1] >= max(numel, 1):
         raise PayloadError(
             f"the message from rank {rank} holds indices that do not ascend within a bucket of {numel} elements (from "
             f"{ends[0]} to {ends[1]}): it was damaged on the way, or that rank runs another model or version"

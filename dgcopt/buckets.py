@@ -58,6 +58,10 @@ class Bucket:
         self._grad = flat
         self._views = [segment.view(flat) for segment in self.segments]
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.segments[0].param.is_cpu
+
     def empty(self) -> Tensor:
         """A flat tensor of zeros, of the parameters' dtype."""
         return self.segments[0].param.new_zeros(self.numel, requires_grad=False)
@@ -104,9 +108,11 @@ class Bucket:
     def hand_out(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
         """Make every parameter's gradient its part of `result` times `factor`, or None where no rank `used` it."""
         if isinstance(result, SparseSum):
-            self._scatter(result, used, factor)
-            self._local = None
-            return
+            if self.in_place:
+                self._scatter(result, used, factor)
+                self._local = None
+                return
+            result = result.add_to(self.grad.zero_())
         flat = result if factor == 1 else result * factor
         if flat.dtype != self.segments[0].param.dtype:
             flat = self.grad.copy_(flat)

@@ -561,7 +561,8 @@ class Engine:
         )
         self._sparse |= {param for _, param in layout.sparse}
         for bucket in layout.buckets:
-            bucket.in_place = self.compressor.in_place(bucket.kind)
+            # a GPU copies gradients faster than it starts as many kernels as there are parameters
+            bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
             bucket.adopt(self._kept)
             for by_name in self._kept.values():
                 for segment in bucket.segments:

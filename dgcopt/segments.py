@@ -73,16 +73,15 @@ class SparseSum:
         """Add one message."""
         self.messages.append((positions, values))
 
-    def to_dense(self, like: Tensor) -> Tensor:
-        """The sum as a tensor of the shape, dtype and device of `like`."""
-        dense = torch.zeros_like(like)
+    def add_to(self, flat: Tensor) -> Tensor:
+        """Add the sum to a flat gradient, and return that."""
         for positions, values in self.messages:
-            dense.index_add_(0, positions, values.to(like.dtype))
-        return dense
+            flat.index_add_(0, positions, values.to(flat.dtype))
+        return flat
 
 
 class LocalGradient:
-    """One rank's gradient of a bucket, read where autograd left it.
+    """One rank's gradient of a bucket, read where it lies: in one piece, or where autograd left its parts.
 
     Args:
         parts: each parameter's gradient as `Segment.flatten` gives it; None counts as zero.
@@ -90,37 +89,38 @@ class LocalGradient:
     """
 
     def __init__(self, segments: Sequence[Segment], parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        self._parts = list(zip(segments, parts, strict=True))
+        self._parts = [(s.start, s.stop, part) for s, part in zip(segments, parts, strict=True)]
+        self._none = segments[0].param.new_zeros((), requires_grad=False)
         self._scale = scale
-        self._clear: set[Segment] = set()
+        self._clear: set[int] = set()
 
     @staticmethod
     def lying_flat(flat: Tensor, segments: Sequence[Segment]) -> LocalGradient:
         """The same for a gradient that is in one piece already."""
-        return LocalGradient(segments, [flat[segment.start : segment.stop] for segment in segments])
+        gradient = LocalGradient(segments, [None] * len(segments))
+        gradient._parts = [(0, len(flat), flat)]
+        return gradient
 
     def within(self, start: int, stop: int, clear: bool = False) -> Iterator[tuple[slice, Tensor]]:
         """The gradient from `start` to `stop`, in parts that fit into a CPU's cache, and where they lie.
 
-        Gaps are left out. With `clear` the gradient is zero afterwards.
+        With `clear` it is zero afterwards.
         """
-        for segment, part in self._parts:
-            if not start <= segment.start < stop:
-                continue
-            for span in chunks(segment.start, segment.stop, segment.param.device):
+        for first, last, part in self._parts:
+            for span in chunks(max(start, first), min(stop, last), self._none.device):
                 if part is None:
-                    yield span, segment.param.new_zeros(()).expand(span.stop - span.start)
+                    yield span, self._none.expand(span.stop - span.start)
                     continue
-                here = part[span.start - segment.start : span.stop - segment.start]
+                here = part[span.start - first : span.stop - first]
                 yield span, here if self._scale == 1 else here * self._scale
                 if clear:
                     here.zero_()
-            if clear and part is not None:
-                self._clear.add(segment)
+            if clear and part is not None and start <= first and last <= stop:
+                self._clear.add(first)
 
     def is_clear(self, segment: Segment) -> bool:
         """Whether a parameter's gradient was made zero by `within`."""
-        return segment in self._clear
+        return segment.start in self._clear
 
 
 def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:

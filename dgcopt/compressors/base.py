@@ -176,7 +176,7 @@ class Compressor:
         """Tell schedules that count epochs how many optimizer steps one has."""
 
     def in_place(self, kind: Hashable) -> bool:
-        """Whether `exchange` reads gradients of a kind from `Context.local` alone, so that none is copied for it.
+        """Whether `exchange` can read gradients of a kind from `Context.local`, so that on a CPU none is copied for it.
 
         Its `grad` is empty then.
         """

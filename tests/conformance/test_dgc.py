@@ -112,7 +112,7 @@ def test_one_worker(nesterov):
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
         context.settle()
         with torch.no_grad():
-            param -= 0.1 * bucket.segments[0].view(update.to_dense(like=bucket.grad))
+            param -= 0.1 * bucket.segments[0].view(update.add_to(torch.zeros_like(bucket.grad)))
     theirs, _ = naive_dgc(
         weights, gradients_of, 1, STEPS, lambda step: 0.1, lambda step: 0.1, 0.9, nesterov, True, 0.0, None
     )

@@ -24,10 +24,11 @@ def step_touched(optimizer: Optimizer, touched: Iterable[tuple[Segment, Tensor]]
     of_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
     if of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
         return []
+    more = ("momentum", "weight_decay", "differentiable", "fused")  # a fused kernel may round otherwise
     rate = {
         param: float(group["lr"]) * (1 if group["maximize"] else -1)
         for group in optimizer.param_groups
-        if isinstance(optimizer, SGD) and not (group["momentum"] or group["weight_decay"] or group["differentiable"])
+        if isinstance(optimizer, SGD) and not any(group.get(setting) for setting in more)
         for param in group["params"]
     }
     done = []

@@ -134,6 +134,7 @@ SETTINGS = [
     {"momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1},
     {"momentum": 0.0},
     {"momentum": 0.0, "weight_decay": 0.01},
+    {"momentum": 0.9, "fused": True},
 ]
 
 

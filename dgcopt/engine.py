@@ -186,8 +186,9 @@ class Engine:
 
     def _may_launch(self) -> bool:
         """Whether buckets may be launched before the step is called for."""
-        needs_all = self.compressor.whole_model or self.compressor.source == "update"
-        return self.early and not needs_all and self.step >= self._pause_until
+        compressor = self.compressor
+        possible = compressor.overlap and not compressor.whole_model and compressor.source == "gradient"
+        return possible and self.early and self.step >= self._pause_until
 
     def discard(self) -> None:
         """Forget this step's gradients, which the user has set to zero; what was sent is taken back at the next."""
@@ -206,9 +207,10 @@ class Engine:
 
     # -- launching and advancing -------------------------------------------------------------------------------------
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: Bucket, certain: bool = False) -> None:
         self._launched += 1
         context = self._context(bucket)
+        context.certain = certain
         if bucket.in_place:
             context.local = bucket.local(self.active, self._scale)
             exchange = self.compressor.exchange(torch.empty(0), context)
@@ -495,7 +497,7 @@ class Engine:
         if self.compressor.whole_model:
             self.compressor.prepare([b.grad for b in layout.buckets], [self._context(b) for b in layout.buckets])
         while self._launched < len(layout.buckets):
-            self._launch(layout.buckets[self._launched])
+            self._launch(layout.buckets[self._launched], certain=used is None)  # else some memory is to stay as it is
         divisor = self.comm.size if self.settings.op == "average" else 1
         for name, param in layout.sparse:
             if used is not None and not used[param]:

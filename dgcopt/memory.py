@@ -48,12 +48,15 @@ class _Rule:
             return torch.add(u * self.momentum, g, alpha=1 - self.dampening, out=out)
         return torch.add(g, u, alpha=self.momentum, out=out)
 
-    def increment(self, g: Tensor, u: Tensor | None, span: slice) -> Tensor:
-        """What g adds to v, by the old u: u', or with Nesterov g + m u'."""
+    def increment(self, g: Tensor, u: Tensor | None, span: slice, in_place: bool = False) -> Tensor:
+        """What g adds to v, by the old u: u', or with Nesterov g + m u'. u becomes u' if `in_place`."""
         if self.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
             return g
         assert u is not None
-        new = self.momentum_of(g, u[span])
+        rounds = in_place and torch.promote_types(g.dtype, u.dtype) != u.dtype
+        new = self.momentum_of(g, u[span], out=u[span] if in_place and not rounds else None)
+        if rounds:  # u, but not what it adds to v
+            u[span] = new
         return torch.add(g, new, alpha=self.momentum) if self.nesterov else new
 
 
@@ -77,15 +80,17 @@ class ErrorFeedback:
         return [Run(segments[0].start, segments[-1].stop, None)]
 
     def accumulate(self, grad: LocalGradient, v: Pair, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
-        """Write the new v from the old memory, in one pass; u stays as it is until `settle`.
+        """Write the new v from the old memory, in one pass; returns its block maxima.
 
-        Returns the new v's block maxima.
+        If both are one, u is changed in place too, and the gradient is zero afterwards; else that is left to `settle`.
         """
         old, new = v
+        in_place = old is new
         maxima = torch.zeros(len(new) // BLOCK, dtype=new.dtype, device=new.device)
         for run in runs:
-            for span, g in grad.within(run.start, run.stop):
-                torch.add(old[span], g if run.rule is None else run.rule.increment(g, u, span), out=new[span])
+            for span, g in grad.within(run.start, run.stop, clear=in_place):
+                increment = g if run.rule is None else run.rule.increment(g, u, span, in_place)
+                torch.add(old[span], increment, out=new[span])
                 first, last = span.start // BLOCK, -(-span.stop // BLOCK)
                 block_maxima(new[first * BLOCK : last * BLOCK], out=maxima[first:last])
         return maxima

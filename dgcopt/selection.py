@@ -20,7 +20,10 @@ _FORMATS = {
     torch.float16: (torch.int16, 10),
     torch.bfloat16: (torch.int16, 7),
 }
-"""The integers that show a float's bits, and how many of them are its mantissa."""
+"""The integers that show a float's bits, and how many of them are its mantissa.
+
+Without their sign bit, floats are ordered as those integers are, NaN last.
+"""
 
 
 def count_of(ratio: float, numel: int) -> int:
@@ -68,9 +71,12 @@ class Selection:
         """
         chosen = [self._of_whole(flat, *span) for span in self._whole]
         if len(self._whole) < len(self._spans):
-            bound, unbounded = self._bound(maxima)
-            chosen += [self._of_whole(flat, *span) for span in unbounded]
-            chosen.append(self._of_candidates(flat, maxima, bound))
+            bits, mantissa = _FORMATS[flat.dtype]
+            shift = mantissa - _DIGITS
+            bins = maxima.view(bits) >> shift
+            cuts, vain = self._bound(bins, never=(torch.iinfo(bits).max >> shift) + 1)
+            chosen += [self._of_whole(flat, *span) for span in vain]
+            chosen.append(self._of_candidates(flat.view(bits), bins, cuts, shift))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen).sort().values
 
     def _of_whole(self, flat: Tensor, start: int, stop: int, k: int) -> Tensor:
@@ -83,36 +89,39 @@ class Selection:
                 magnitudes[segment.stop - start :][: -segment.stop % BLOCK] = -1
         return magnitudes.topk(k, sorted=False).indices.sort().values + start
 
-    def _bound(self, maxima: Tensor) -> tuple[Tensor, list[tuple[int, int, int]]]:
-        """A magnitude for each span that at least k of its blocks reach, and the spans that have none above zero."""
-        bits, mantissa = _FORMATS[maxima.dtype]
-        cuts = _cut(_bins(maxima), self._place, self._wanted)
-        bound = (cuts.to(bits) << mantissa - _DIGITS).view(maxima.dtype)
-        bound[self._wanted == 0] = math.inf
-        vain = bound.eq(0).nonzero().squeeze(1)
-        bound[vain] = math.inf
-        return bound, [self._spans[place] for place in vain.tolist()]
+    def _bound(self, bins: Tensor, never: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        """The bin that at least k blocks of each span reach, and the spans where that is the lowest there is.
 
-    def _of_candidates(self, flat: Tensor, maxima: Tensor, bound: Tensor) -> Tensor:
+        In place of a bin that says nothing stands one that `never` is reached.
+        """
+        cuts = _cut(bins, self._place, self._wanted)
+        cuts[self._wanted == 0] = never
+        vain = cuts.eq(0).nonzero().squeeze(1)
+        cuts[vain] = never
+        return cuts, [self._spans[place] for place in vain.tolist()]
+
+    def _of_candidates(self, codes: Tensor, bins: Tensor, cuts: Tensor, shift: int) -> Tensor:
         """What the blocks hold whose maximum reaches the bound, but for what is too many."""
-        candidates = _where(~(maxima < bound.index_select(0, self._place)))
-        rows = flat.view(-1, BLOCK).index_select(0, candidates).abs_()
+        candidates = _where(bins >= cuts.to(bins.dtype).index_select(0, self._place))
+        rows = codes.view(-1, BLOCK).index_select(0, candidates)
+        rows &= torch.iinfo(codes.dtype).max  # without the sign
         place = self._place.index_select(0, candidates)
-        within = _where(~(rows < bound.index_select(0, place).unsqueeze(1)).view(-1))
+        least = (cuts << shift).to(codes.dtype).index_select(0, place)
+        within = _where((rows >= least.unsqueeze(1)).view(-1))
         row = within // BLOCK
         positions = candidates.index_select(0, row) * BLOCK + within % BLOCK
-        magnitudes = rows.view(-1).index_select(0, within)
-        return positions[_exactly(magnitudes, place.index_select(0, row), self._wanted)]
+        found, place = rows.view(-1).index_select(0, within), place.index_select(0, row)
+        return positions[_exactly(found, place, self._wanted, shift)]
 
 
-def _exactly(magnitudes: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
-    """Marks the `wanted` largest magnitudes of each place, which ascends."""
-    bins = _bins(magnitudes)
+def _exactly(codes: Tensor, place: Tensor, wanted: Tensor, shift: int) -> Tensor:
+    """Marks the `wanted` largest codes of each place, which ascends."""
+    bins = codes >> shift
     cut = _cut(bins, place, wanted).index_select(0, place)
     chosen, last = bins > cut, _where(bins == cut)
     missing = wanted - torch.bincount(place[chosen], minlength=len(wanted))
     # by place, and within each from the largest down
-    last = last[magnitudes[last].argsort(descending=True)]
+    last = last[codes[last].argsort(descending=True)]
     last = last[place[last].argsort(stable=True)]
     there = torch.bincount(place[last], minlength=len(wanted))
     number = torch.arange(len(last), device=last.device) - (there.cumsum(0) - there)[place[last]]
@@ -120,14 +129,8 @@ def _exactly(magnitudes: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
     return chosen
 
 
-def _bins(magnitudes: Tensor) -> Tensor:
-    """The bin of each magnitude: its exponent and some bits of its mantissa."""
-    bits, mantissa = _FORMATS[magnitudes.dtype]
-    return magnitudes.view(bits) >> mantissa - _DIGITS
-
-
 def _cut(bins: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
-    """The highest bin of each place that at least `wanted` of its magnitudes reach; 0 where it lies too deep."""
+    """The highest bin of each place that at least `wanted` of its elements reach; 0 where it lies too deep."""
     top = torch.zeros(len(wanted), dtype=bins.dtype, device=bins.device)
     top = top.scatter_reduce(0, place.long(), bins, "amax")
     depth = (top.index_select(0, place) - bins).clamp_(max=_DEPTH - 1)

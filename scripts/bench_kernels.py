@@ -42,6 +42,7 @@ PASS, COPY, TOPK, NAIVE = "5-stream pass", "copy", "torch.topk of all magnitudes
 COMPACT = "indices='rice', vectors='int8'"
 SYSTEMS = (
     "DGC(ratio=0.001)",
+    "DGC(ratio=0.001, overlap=False)",
     "DGC(ratio=0.001, granularity='bucket')",
     f"DGC(ratio=0.001, values='int8', {COMPACT})",
     f"DGC(ratio=0.001, values='int2', {COMPACT})",
@@ -131,6 +132,7 @@ class Dgcopt:
             bucket.hand_out(result)
 
     def _exchange(self, bucket: Any, context: Any) -> Any:
+        context.certain = not self.compressor.overlap
         if bucket.in_place:
             context.local = bucket.local(True, 1.0)
             return self.compressor.exchange(torch.empty(0), context)

@@ -40,6 +40,7 @@ class Context:
             `advance`, whose result replaces them once the whole step has succeeded on every rank.
         scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
         local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
+        certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
     """
@@ -53,6 +54,7 @@ class Context:
     memory: dict[str, Tensor] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     local: LocalGradient | None = None
+    certain: bool = False
     peak: Tensor | None = None
     _next: dict[str, Tensor] = field(default_factory=dict)
     _spare: dict[str, Tensor] = field(default_factory=dict)
@@ -153,6 +155,9 @@ class Compressor:
 
     carrier: ClassVar[type[AllReduce] | type[AllGather]] = AllGather
     """The collective of the one-round case: AllReduce adds payloads up on the way, AllGather brings everyone's."""
+
+    overlap: bool = True
+    """False if no exchange is to start before the step is called for."""
 
     whole_model: bool = False
     """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""

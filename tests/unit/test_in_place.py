@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from worlds import Ranks, small_model
+from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.segments import LocalGradient, Segment, SparseSum
@@ -155,6 +155,53 @@ def test_the_sparse_step_is_the_dense_one_to_the_bit(settings: dict, dtype: torc
         ranks.step(seed)
         ranks.assert_replicas_equal()
     assert len(seen) == 5 and all(map(all, seen))
+
+
+RULES = [
+    lambda p: SGD(p, lr=0.05, momentum=0.9),
+    lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    lambda p: SGD(p, lr=0.05, momentum=0.9, dampening=0.2),
+    lambda p: torch.optim.Adam(p, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("make", RULES)
+@pytest.mark.parametrize("settings", [{}, {"values": "int8", "indices": "rice", "vectors": "int8"}], ids=str)
+def test_without_overlap_everything_is_the_same_to_the_bit(make, settings: dict) -> None:
+    """Also where a parameter is unused, a step is void, or the ratio begins at one."""
+    warmup = dgcopt.Warmup((1.0, 0.3), steps=2)
+    worlds = [Ranks(2, make, compression=dgcopt.DGC(0.1, warmup, overlap=it, **settings)) for it in (True, False)]
+    for seed in range(8):
+        for ranks in worlds:
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+            for model in ranks.models:
+                if seed == 5:
+                    model[2].weight.grad = None
+            if seed == 6:
+                ranks.models[1][0].weight.grad[0, 0] = torch.inf
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+            ranks.assert_replicas_equal()
+    for one, other in zip(worlds[0].weights(), worlds[1].weights(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(worlds[0].optimizers, worlds[1].optimizers, strict=True):
+        assert one.telemetry.skipped == other.telemetry.skipped == 1
+        torch.testing.assert_close(one._engine.memory(), other._engine.memory(), rtol=0, atol=0)
+
+
+def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:
+    torch.manual_seed(0)
+    tensor, grad = torch.randn(40, 100), torch.randn(4000)
+    bucket = bucket_of([tensor], "matrix")
+    compressor = dgcopt.DGC(0.1, overlap=False)
+    context = context_of(bucket, 0, 2)
+    for _ in range(3):
+        context.certain = True
+        next(compressor.exchange(grad.clone().resize_(bucket.numel), context))
+        context.roll_back()
+    torch.testing.assert_close(bucket.memory["residual"][:4000], 3 * grad)
 
 
 def test_gradients_changed_after_the_exchange_are_stepped_as_they_are() -> None:

@@ -14,9 +14,10 @@ DEADLINE = 5
 START = 60
 """Seconds that two processes may take to start on a busy machine."""
 
-BUCKETS = r"(On their way|Not sent yet): .*bucket \d+ \(.*weight"
+BUCKET = r"bucket \d+ \(.*(weight|bias)"
+BUCKETS = rf"(On their way|Not sent yet): .*{BUCKET}"
 TIMED_OUT = rf"TimeoutExceeded: rank 0 waited {DEADLINE} s for \w+\[.*\] of optimizer 0 .*rank\(s\) 1\..*{BUCKETS}"
-LOST = rf"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 (bucket \d+ \(.*weight|vote.*{BUCKETS})"
+LOST = rf"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 ({BUCKET}|vote.*{BUCKETS})"
 
 
 def fail(wire: str, what: str, limit: float) -> Outcome:

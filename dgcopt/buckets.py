@@ -110,13 +110,12 @@ class Bucket:
         if isinstance(result, SparseSum):
             if self.in_place:
                 self._scatter(result, used, factor)
-                self._local = None
                 return
             result = result.add_to(self.grad.zero_())
         flat = result if factor == 1 else result * factor
         if flat.dtype != self.segments[0].param.dtype:
             flat = self.grad.copy_(flat)
-        self._touched, self._local = [], None
+        self._touched = []
         if not _same_memory(self._lent_from, flat):
             self._lent_from = flat
             self._lent = [segment.view(flat).data for segment in self.segments]  # each counts its changes by itself
@@ -161,6 +160,10 @@ class Bucket:
         for segment, positions, grad, version in self._touched:
             if segment.param.grad is grad and grad._version == version:
                 yield segment, positions
+
+    def let_go(self) -> None:
+        """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""
+        self._local, self._touched = None, []
 
     def export(self, into: Memory) -> None:
         """Write the memory out by parameter name."""

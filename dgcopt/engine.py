@@ -378,6 +378,7 @@ class Engine:
         for context in self._contexts.values():
             context.roll_back()
         self._end_step()
+        self.let_go()
 
     @torch.no_grad()
     def _drive(self) -> Generator[Handle, Tensor, None]:
@@ -478,6 +479,7 @@ class Engine:
             self.telemetry.skipped += 1
             log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
         self._end_step()
+        self.let_go()
 
     def _find_used(self, layout: Layout) -> Generator[Handle, Tensor, dict[Tensor, bool]]:
         """Which parameters have a gradient on any rank."""
@@ -583,6 +585,11 @@ class Engine:
         """Parameters whose gradient is zero except at the positions beside them; see `Bucket.touched`."""
         for bucket in self._layout.buckets if self._layout is not None else []:
             yield from bucket.touched()
+
+    def let_go(self) -> None:
+        """The optimizer has stepped, or will not: keep no gradients alive beyond what the user does."""
+        for bucket in self._layout.buckets if self._layout is not None else []:
+            bucket.let_go()
 
     # -- what persists -----------------------------------------------------------------------------------------------
 

@@ -542,6 +542,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if not optimizer._raw:
         optimizer._show_gradients()
         optimizer.compressor.after_step(optimizer)
+        if optimizer._engine is not None:
+            optimizer._engine.let_go()
 
 
 def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

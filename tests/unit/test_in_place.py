@@ -1,5 +1,7 @@
 """DGC reads gradients where autograd left them, writes the mean there, and steps only where something arrived."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,29 @@ def test_gradients_stay_the_tensors_that_autograd_made() -> None:
     means = [[param.grad for param in model.parameters()] for model in ranks.models]
     for one, other in zip(*means, strict=True):
         assert torch.equal(one, other) and 0 < one.count_nonzero() <= 2 * -(-one.numel() // 10)
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.01)])
+@pytest.mark.parametrize("void", [False, True])
+def test_gradients_are_gone_once_they_are_set_to_none(make, void: bool) -> None:
+    """Nothing of ours keeps them: that would be one more copy of the parameters while the next ones are computed."""
+    ranks = Ranks(2, make, compression=dgcopt.DGC(0.1, vectors="sparse"))
+    for seed in range(3):
+        ranks.step(seed)
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    ranks.backward(3)
+    if void:
+        ranks.models[0][0].weight.grad[0, 0] = torch.nan
+    grads = [weakref.ref(param.grad) for model in ranks.models for param in model.parameters()]
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    assert all(grad() is not None for grad in grads)
+    # an alias of one would not be seen below
+    assert all(bucket._local is None for optimizer in ranks.optimizers for bucket in optimizer._engine._layout.buckets)
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    assert all(grad() is None for grad in grads)
 
 
 def odd_gradients(optimizer: Optimizer) -> None:

@@ -196,6 +196,7 @@ class Engine:
             self._stale = True
             self._be_careful()
         self._gradients.arrivals = {}
+        self.let_go()
 
     def _be_careful(self) -> None:
         """After a launch that proved too early: launch none for a while, the longer the more often it happens."""

@@ -56,7 +56,7 @@ class DGC(Compressor):
     1.7 with int2; and one allreduce or allgather for the vectors. Memory: u, and v twice, so that a step can be taken
     back, or once without overlap; beside the gradient, which is read and overwritten where autograd left it.
 
-    Raises ConfigError for a ratio outside (0, 1] or an unknown value format, PayloadError for a damaged message.
+    Raises ConfigError for a ratio outside (0, 1] or a setting that is not one of those above, PayloadError for a damaged message.
     """
 
     ratio: float = 0.001
@@ -89,6 +89,9 @@ class DGC(Compressor):
             raise ConfigError(f"vectors must be one of {known}, not {self.vectors!r}")
         if self.granularity not in ("tensor", "bucket"):
             raise ConfigError(f'granularity must be "tensor" or "bucket", not {self.granularity!r}')
+        for name in ("momentum_masking", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.residual not in ("full", "bf16"):
             raise ConfigError(f'residual must be "full" or "bf16", not {self.residual!r}')
         self.whole_model = self.clip is not None and self.clip.per == "model"

@@ -39,6 +39,13 @@ def test_other_compressor_settings():
             dgcopt.DGC(**{setting: "other"})
 
 
+@pytest.mark.parametrize("setting", ["overlap", "momentum_masking"])
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_yes_or_no(setting, value):
+    with pytest.raises(ConfigError, match=f"{setting} must be True or False"):
+        dgcopt.DGC(**{setting: value})
+
+
 @pytest.mark.parametrize("config, preset", [("dgc", dgcopt.DGC.faithful), ("dgc_compact", dgcopt.DGC.compact)])
 def test_presets_are_the_configs(config, preset):
     root = Path(__file__).resolve().parents[2]

@@ -23,6 +23,7 @@ from .errors import (
 from .memory import LocalClip
 from .optimizer import DistributedOptimizer
 from .schedule import Warmup
+from .segments import SparseSum
 from .telemetry import Telemetry
 from .uneven import join
 from .version import __version__
@@ -45,6 +46,7 @@ __all__ = [
     "MismatchError",
     "NoCompression",
     "PayloadError",
+    "SparseSum",
     "Telemetry",
     "TimeoutExceeded",
     "Warmup",

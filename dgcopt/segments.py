@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "LocalGradient", "Segment", "SparseSum", "block_maxima", "chunks"]
+__all__ = ["BLOCK", "CHUNK", "LocalGradient", "Segment", "SparseSum", "bits_of", "block_maxima", "chunks"]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -130,16 +130,17 @@ def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
         yield slice(first, min(first + step, stop))
 
 
+def bits_of(flat: Tensor) -> Tensor:
+    """The integers that floats are in memory. Without their sign bit they are ordered as the floats are, NaN last."""
+    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
 def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
     """The largest magnitude of each block of 64. Shape `[numel / 64]`; NaN where a block holds one.
 
-    Without their sign bit, floats are ordered as the integers of their bits are, NaN last; and the largest integers of
-    rows are found several times faster than the largest floats.
+    The largest integers of rows are found several times faster than the largest floats.
     """
-    bits = _BITS[flat.element_size()]
     maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype, device=flat.device) if out is None else out
-    torch.amax((flat.view(bits) & torch.iinfo(bits).max).view(-1, BLOCK), 1, out=maxima.view(bits))
+    bits = bits_of(flat)
+    torch.amax((bits & torch.iinfo(bits.dtype).max).view(-1, BLOCK), 1, out=bits_of(maxima))
     return maxima
-
-
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -8,22 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .segments import BLOCK, Segment
+from .segments import BLOCK, Segment, bits_of
 
 __all__ = ["Selection", "count_of"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a tensor, from its largest magnitude down: 16 powers of two
-_FORMATS = {
-    torch.float64: (torch.int64, 52),
-    torch.float32: (torch.int32, 23),
-    torch.float16: (torch.int16, 10),
-    torch.bfloat16: (torch.int16, 7),
-}
-"""The integers that show a float's bits, and how many of them are its mantissa.
-
-Without their sign bit, floats are ordered as those integers are, NaN last.
-"""
 
 
 def count_of(ratio: float, numel: int) -> int:
@@ -71,12 +61,13 @@ class Selection:
         """
         chosen = [self._of_whole(flat, *span) for span in self._whole]
         if len(self._whole) < len(self._spans):
-            bits, mantissa = _FORMATS[flat.dtype]
+            codes = bits_of(flat)
+            mantissa = 1 - math.frexp(torch.finfo(flat.dtype).eps)[1]  # so many of its bits
             shift = mantissa - _DIGITS
-            bins = maxima.view(bits) >> shift
-            cuts, vain = self._bound(bins, never=(torch.iinfo(bits).max >> shift) + 1)
+            bins = bits_of(maxima) >> shift
+            cuts, vain = self._bound(bins, never=(torch.iinfo(codes.dtype).max >> shift) + 1)
             chosen += [self._of_whole(flat, *span) for span in vain]
-            chosen.append(self._of_candidates(flat.view(bits), bins, cuts, shift))
+            chosen.append(self._of_candidates(codes, bins, cuts, shift))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen).sort().values
 
     def _of_whole(self, flat: Tensor, start: int, stop: int, k: int) -> Tensor:

@@ -56,7 +56,8 @@ class DGC(Compressor):
     1.7 with int2; and one allreduce or allgather for the vectors. Memory: u, and v twice, so that a step can be taken
     back, or once without overlap; beside the gradient, which is read and overwritten where autograd left it.
 
-    Raises ConfigError for a ratio outside (0, 1] or a setting that is not one of those above, PayloadError for a damaged message.
+    Raises ConfigError for a ratio outside (0, 1] or a setting that is none of those above, PayloadError for a damaged
+    message.
     """
 
     ratio: float = 0.001

@@ -9,7 +9,7 @@ from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
-from dgcopt.segments import LocalGradient, Segment, SparseSum
+from dgcopt.segments import LocalGradient, Segment
 
 
 def held_bytes(optimizer: Optimizer) -> int:
@@ -290,7 +290,7 @@ def test_parameters_of_all_memory_orders() -> None:
 
 
 def test_a_sparse_sum_adds_in_order_and_knows_its_positions() -> None:
-    total = SparseSum()
+    total = dgcopt.SparseSum()
     total.add(torch.tensor([1, 3]), torch.tensor([1.0, 2.0]))
     total.add(torch.tensor([3]), torch.tensor([5.0]))
     assert total.add_to(torch.zeros(5)).tolist() == [0, 1, 0, 7, 0]
@@ -302,7 +302,7 @@ def test_a_compressor_of_ones_own_may_return_a_sparse_sum() -> None:
 
         def exchange(self, grad, ctx):
             rows = yield dgcopt.collectives.AllGather(grad[:1].clone())
-            total = SparseSum()
+            total = dgcopt.SparseSum()
             for row in rows:
                 total.add(torch.zeros(1, dtype=torch.int64), row / ctx.divisor)
             return total

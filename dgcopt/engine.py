@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -124,6 +124,7 @@ class Engine:
         self._layout: Layout | None = None
         self._outdated = False
         self._kept: Memory = {}
+        self._shared: Memory = {}
         self._kept_order: list[str] = []
         self._contexts: dict[Bucket, Context] = {}
         self._gradients = Gradients()
@@ -235,8 +236,10 @@ class Engine:
         context = self._contexts.get(bucket)
         if context is None:
             op: Literal["average", "sum"] = "average" if self.settings.op == "average" else "sum"
+            comm = self.comm
             context = self._contexts[bucket] = Context(
-                self.comm.rank, self.comm.size, op, self.step, bucket.kind, bucket.segments, bucket.memory
+                *(comm.rank, comm.size, op, self.step, bucket.kind, bucket.segments, bucket.memory, self._shared),
+                *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size),
             )
         context.step = self.step
         return context
@@ -409,12 +412,14 @@ class Engine:
         if not verdict.complete:
             used = yield from self._find_used(layout)
         if self.compressor.source == "update":
-            self._local_update()
+            self._make_update(layout)
         self._launch_rest(layout, used)
         while any(flight.handle is not None for flight in self._flights):
             for flight in self._flights:
-                if flight.handle is not None:
+                while flight.handle is not None:
                     self._advance(flight, (yield flight.handle))
+                    if not self.compressor.in_turn:
+                        break
         self._hand_out(used)
         every = self.settings.check_replicas_every
         if every and self.step % every == 0:
@@ -488,6 +493,13 @@ class Engine:
         there = yield from self._through(used_anywhere(here, "gradients that there are"))
         return dict(zip(layout.trained, there.tolist(), strict=True))
 
+    def _make_update(self, layout: Layout) -> None:
+        """Put the optimizer's update in the place of each gradient."""
+        if self.compressor.whole_model:
+            grads = [param.grad for param in layout.trained if param.grad is not None]
+            self.compressor.prepare(grads, [self._context(bucket) for bucket in layout.buckets])
+        self._local_update()
+
     def _launch_rest(self, layout: Layout, used: dict[Tensor, bool] | None) -> None:
         for bucket in layout.buckets[self._launched :]:
             if bucket.in_place:
@@ -497,7 +509,7 @@ class Engine:
                     bucket.fill(place, None)
                 elif segment.param not in self._gradients.taken or self._gradients.has_changed(segment.param):
                     self._gradients.take(segment.param, bucket, place)
-        if self.compressor.whole_model:
+        if self.compressor.whole_model and self.compressor.source == "gradient":
             self.compressor.prepare([b.grad for b in layout.buckets], [self._context(b) for b in layout.buckets])
         while self._launched < len(layout.buckets):
             self._launch(layout.buckets[self._launched], certain=used is None)  # else some memory is to stay as it is
@@ -601,12 +613,17 @@ class Engine:
             bucket.export(memory)
         return memory
 
+    def kept(self) -> dict[str, Any]:
+        """A copy of all that `restore` takes; "shared" is what compressors keep that is the same on all ranks."""
+        shared = {kind: {n: t.clone() for n, t in by_name.items()} for kind, by_name in self._shared.items()}
+        return {"step": self.step, "order": self.order(), "memory": self.memory(), "shared": shared}
+
     def order(self) -> list[str]:
         """Parameter names in the order of the buckets; empty before the first step."""
         return list(self._layout.order) if self._layout is not None else list(self._kept_order)
 
-    def restore(self, memory: Memory, order: list[str], step: int) -> None:
-        """Take over what `memory`, `order` and `step` were; buckets are laid out anew at the next step.
+    def restore(self, memory: Memory, order: list[str], step: int, shared: Memory) -> None:
+        """Take over what `memory`, `order`, `step` and `shared` were; buckets are laid out anew at the next step.
 
         Raises ConfigError in the middle of a step, or for memory of a parameter that does not exist or fit.
         """
@@ -626,6 +643,7 @@ class Engine:
         self._contexts = {}
         self._kept = {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
         self._kept_order = list(order)
+        self._shared = {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in shared.items()}
         self.step = step
 
     def residual_norm(self) -> float:

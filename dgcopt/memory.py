@@ -251,8 +251,7 @@ class LocalClip:
         for grad in grads:
             grad.mul_(scale.to(grad.device, grad.dtype))
 
-    def clip_tensors(self, grad: Tensor, segments: Sequence[Segment]) -> None:
-        """Scale each segment of `grad` in place so that its norm is at most `max_norm`."""
-        for segment in segments:
-            part = grad[segment.start : segment.stop]
-            part.mul_((self.max_norm / (torch.linalg.vector_norm(part) + 1e-6)).clamp(max=1.0))
+    def clip_each(self, grads: Sequence[Tensor]) -> None:
+        """Scale each of `grads` in place so that its norm is at most `max_norm`."""
+        for grad in grads:
+            grad.mul_((self.max_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))

@@ -264,9 +264,10 @@ class _Distributed(Optimizer):
         """
         comm = current_comm() if comm is None else comm
         engine, self._engine = self._engine, None
-        kept = (engine.memory(), engine.order(), engine.step) if engine is not None else ({}, [], 0)
+        kept = engine.kept() if engine is not None else None
         self._join(comm)
-        self._restore(*kept)
+        if kept is not None:
+            self._restore(kept)
         if engine is not None and self._engine is not None:
             self._engine.telemetry = engine.telemetry
 
@@ -311,11 +312,11 @@ class _Distributed(Optimizer):
             found[name] = [param, *kept]
         return found
 
-    def _restore(self, memory: dict[str, dict[str, Tensor]], order: list[str], step: int) -> None:
-        if self._engine is None and any(memory.values()):
+    def _restore(self, kept: dict[str, Any]) -> None:
+        if self._engine is None and any(kept["memory"].values()):
             self._connect()
         if self._engine is not None:
-            self._engine.restore(memory, order, step)
+            self._engine.restore(kept["memory"], kept["order"], kept["step"], kept.get("shared", {}))
 
     def _warn_of_slowdown(self) -> None:
         if not self._warned:
@@ -362,19 +363,33 @@ class _Distributed(Optimizer):
 
     @torch.no_grad()
     def _local_update(self) -> None:
-        """Replace every gradient by what the optimizer would add to its parameter, and leave the parameters."""
+        """Replace every gradient by what the optimizer would add to its parameter, and leave the parameters.
+
+        But for decoupled weight decay, which is the same on all ranks and need not travel.
+        """
         held = [(param, param.detach().clone()) for param in self._parameter_names if param.grad is not None]
-        _Distributed.step(self)
+        decays = [(group, group["weight_decay"]) for group in self.param_groups if _decays_apart(group)]
+        try:
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
+            _Distributed.step(self)
+        finally:
+            for group, decay in decays:
+                group["weight_decay"] = decay
         for param, before in held:
-            update = param.detach() - before
+            grad = param.grad
+            if grad is None or grad.layout != torch.strided or grad.dtype != param.dtype:
+                grad = torch.empty_like(param)
+            param.grad = torch.sub(param, before, out=grad)
             param.copy_(before)
-            param.grad = update
 
     def _take_update(self) -> None:
         """Add the combined update to the parameters, in place of the optimizer's own step."""
-        for param in self._parameter_names:
-            if param.grad is not None:
-                param.data.add_(param.grad)
+        for group in self.param_groups:
+            kept = 1 - float(group["lr"]) * float(group["weight_decay"]) if _decays_apart(group) else 1.0
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.mul_(kept).add_(param.grad)
         self._hide_gradients(self._parameter_names)
 
     # -- automatic mixed precision -----------------------------------------------------------------------------------
@@ -460,7 +475,7 @@ class _Distributed(Optimizer):
         names = dict(zip(params, self._parameter_names.values(), strict=True))
         _wrap(twin, names, dict(names), copy.deepcopy(self.compressor), copy.copy(self._settings), self.comm)
         if self._engine is not None:
-            twin._restore(self._engine.memory(), self._engine.order(), self._engine.step)
+            twin._restore(self._engine.kept())
         return twin
 
 
@@ -504,8 +519,11 @@ def _before_step(
 
 def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere."""
-    if optimizer.compressor.source == "update":
-        raise ConfigError("step(closure) does not work with Adasum: step() does")
+    if optimizer.compressor.source == "update" and isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"LBFGS looks at gradients more than once in a step, and {type(optimizer.compressor).__name__} sends the "
+            f"updates made of them: choose a compressor that sends gradients (source='gradient')"
+        )
     loss = closure()
     if optimizer._synchronizing:
         optimizer.synchronize()
@@ -532,7 +550,7 @@ def _use_gradients(optimizer: _Distributed) -> None:
             for param in optimizer._parameter_names:
                 if param.grad is not None and not param.grad.is_sparse:
                     param.grad = param.grad.to_sparse(1)
-        optimizer.compressor.before_step(optimizer)
+        optimizer._hide_gradients(optimizer.compressor.before_step(optimizer) or ())
         if _bare_class(optimizer) is torch.optim.SGD and optimizer._engine is not None:
             optimizer._hide_gradients(step_touched(optimizer, optimizer._engine.touched()))
 
@@ -553,9 +571,7 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[STATE_KEY] = {
             "rank": optimizer.comm.rank,
             "world_size": optimizer.comm.size,
-            "step": engine.step,
-            "order": engine.order(),
-            "memory": engine.memory(),
+            **engine.kept(),
         }
 
 
@@ -571,7 +587,7 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             f"dgcopt.checkpoint.load hands it out to any number of ranks; or delete state_dict[{STATE_KEY!r}] to do "
             f"without."
         )
-    optimizer._restore(state["memory"], state["order"], state["step"])
+    optimizer._restore(state)
     return {key: value for key, value in state_dict.items() if key != STATE_KEY}
 
 
@@ -589,6 +605,11 @@ def _subclass(base: type[Optimizer], as_horovods: bool) -> type[Optimizer]:
     step.hooked = True  # type: ignore[attr-defined]  # the base's own step runs the hooks, and must do so once
     module = "horovod.torch.optimizer" if as_horovods else base.__module__
     return type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": module, "step": step})
+
+
+def _decays_apart(group: dict[str, Any]) -> bool:
+    """Whether weight decay is no part of what the group's optimizer makes of the gradient, as in AdamW."""
+    return bool(group.get("decoupled_weight_decay")) and bool(group["weight_decay"])
 
 
 def _bare_class(optimizer: _Distributed) -> type[Optimizer]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "LocalGradient", "Segment", "SparseSum", "bits_of", "block_maxima", "chunks"]
+__all__ = ["BLOCK", "CHUNK", "LocalGradient", "PerTensor", "Segment", "SparseSum", "bits_of", "block_maxima", "chunks"]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -57,6 +57,39 @@ class Segment:
             if param.dim() == dims and not param.is_contiguous() and param.is_contiguous(memory_format=order):
                 return order
         return torch.contiguous_format
+
+
+class PerTensor:
+    """Numbers per parameter of a flat tensor, all parameters at once.
+
+    Attributes: `numels`, elements of each parameter, float32 `[parameters]`.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        device = segments[0].param.device
+        blocks = torch.tensor([-(-s.numel // BLOCK) for s in segments], device=device)
+        self.numels = torch.tensor([float(s.numel) for s in segments], device=device)
+        self._of_block = torch.arange(len(segments), device=device).repeat_interleave(blocks)
+        gaps = [torch.arange(s.stop, -(-s.stop // BLOCK) * BLOCK, device=device) for s in segments]
+        self._gaps = torch.cat(gaps)
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """The sum of each parameter's elements, in float32 at least; the gaps must be zero. Shape `[parameters]`."""
+        by_block = flat.view(-1, BLOCK).sum(1, dtype=torch.promote_types(flat.dtype, torch.float32))
+        return by_block.new_zeros(len(self.numels)).index_add_(0, self._of_block, by_block)
+
+    def amax(self, flat: Tensor) -> Tensor:
+        """The largest magnitude of each parameter. Shape `[parameters]`."""
+        by_block = flat.view(-1, BLOCK).abs().amax(1)
+        return by_block.new_zeros(len(self.numels)).index_reduce_(0, self._of_block, by_block, "amax")
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """Each parameter's number at every one of its elements. Shape `[numel]`."""
+        return numbers[self._of_block].repeat_interleave(BLOCK)
+
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Make what lies between parameters zero, in place."""
+        flat.index_fill_(0, self._gaps, 0)
 
 
 class SparseSum:

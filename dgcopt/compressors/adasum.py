@@ -10,7 +10,8 @@ from torch import Tensor
 from ..collectives import Exchange, SendRecv
 from ..errors import ConfigError
 from .base import Compressor, Context
-from .dense import BF16, FP16, NoCompression
+from .dense import NoCompression
+from .half import BF16, FP16
 
 __all__ = ["Adasum"]
 
@@ -39,7 +40,7 @@ class Adasum(Compressor):
     @classmethod
     def carrying(cls, compressor: Compressor) -> Adasum:
         """Adasum over what `compressor` puts on the wire. Raises ConfigError for compressors that are not dense."""
-        if isinstance(compressor, FP16 | BF16):
+        if isinstance(compressor, FP16 | BF16) and isinstance(compressor.inner, NoCompression):
             return cls(compressor.dtype)
         if isinstance(compressor, cls):
             return compressor

@@ -8,18 +8,25 @@ A new compressor is a subclass with either
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+import logging
+import zlib
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from ..collectives import AllGather, AllReduce, Collective
-from ..segments import BLOCK, LocalGradient, Segment, SparseSum
+from ..segments import BLOCK, LocalGradient, PerTensor, Segment, SparseSum
 
-__all__ = ["Compressor", "Context", "GradientExchange"]
+__all__ = ["Compressor", "Context", "GradientExchange", "Source"]
+
+log = logging.getLogger("dgcopt")
+
+Source: TypeAlias = Literal["auto", "gradient", "update"]
+"""What travels: the local gradient, or the update that the wrapped optimizer makes of it; see `Compressor.source`."""
 
 GradientExchange: TypeAlias = Generator[Collective, Tensor, Tensor | SparseSum]
 """What exchanges a gradient: yields collectives, is sent their results, returns what all ranks share."""
@@ -34,10 +41,14 @@ class Context:
         op: "average" or "sum", what the user asked for.
         step: optimizer steps completed before this one.
         kind: what `Compressor.kind` said of the bucket's parameters.
+        index: the bucket's place in the order in which all ranks launch them.
+        node, nodes, local_rank, local_size: which machine this rank runs on, and its place there.
         segments: which span of the flat gradient belongs to which parameter.
         memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
             through checkpoints and new buckets, as the last step left them. Change them through `remember` or
             `advance`, whose result replaces them once the whole step has succeeded on every rank.
+        shared: small tensors of any shape that are the same on all ranks, by kind and parameter name; they persist
+            as `memory` does. Change them through `share`.
         scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
         local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
@@ -52,6 +63,12 @@ class Context:
     kind: Hashable
     segments: Sequence[Segment]
     memory: dict[str, Tensor] = field(default_factory=dict)
+    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    index: int = 0
+    node: int = 0
+    nodes: int = 1
+    local_rank: int = 0
+    local_size: int = 1
     scratch: dict[str, Any] = field(default_factory=dict)
     local: LocalGradient | None = None
     certain: bool = False
@@ -59,6 +76,7 @@ class Context:
     _next: dict[str, Tensor] = field(default_factory=dict)
     _spare: dict[str, Tensor] = field(default_factory=dict)
     _later: list[Callable[[], object]] = field(default_factory=list)
+    _shares: list[tuple[str, Segment, Tensor]] = field(default_factory=list)
 
     @property
     def divisor(self) -> int:
@@ -69,6 +87,38 @@ class Context:
     def dtype(self) -> torch.dtype:
         """The parameters'."""
         return self.segments[0].param.dtype
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat gradient, gaps included."""
+        return -(-self.segments[-1].stop // BLOCK) * BLOCK
+
+    @property
+    def tensors(self) -> PerTensor:
+        """Statistics of a flat tensor per parameter."""
+        if "tensors" not in self.scratch:
+            self.scratch["tensors"] = PerTensor(self.segments)
+        return self.scratch["tensors"]
+
+    def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
+        """Error feedback: `grad` plus `decay` times what has not been sent, in place unless memory is more precise."""
+        residual = self.hold("residual")
+        return grad.to(residual.dtype).add_(residual, alpha=decay)
+
+    def keep_residual(self, left: Tensor) -> None:
+        """What has not been sent this time. `left` must stay as it is until the exchange is over."""
+        residual = self.hold("residual")
+        self.tensors.clear_gaps(left)
+        self.once_settled(lambda: residual.copy_(left))
+
+    def generator(self, seed: int, own: bool = False) -> torch.Generator:
+        """Random numbers (on the CPU) of this step and bucket: the same on all ranks, or this rank's `own`."""
+        words = f"{seed} {self.step} {self.index} {self.rank if own else 'all'}"
+        return torch.Generator().manual_seed(zlib.crc32(words.encode()))
+
+    def share(self, kind: str, segment: Segment, value: Tensor) -> None:
+        """Once the step has succeeded, `shared[kind]` of a parameter is `value`: the same bits on all ranks."""
+        self._shares.append((kind, segment, value))
 
     def remember(self, kind: str, like: Tensor) -> Tensor:
         """The memory called `kind`, to be changed in place; zero at first, float32 where `like` is of half precision.
@@ -107,8 +157,7 @@ class Context:
         held = self.memory.get(kind)
         wanted = at_least_float32(self.dtype) if dtype is None else dtype
         if held is None:
-            numel = -(-self.segments[-1].stop // BLOCK) * BLOCK
-            held = self.memory[kind] = torch.zeros(numel, dtype=wanted, device=self.segments[0].param.device)
+            held = self.memory[kind] = torch.zeros(self.numel, dtype=wanted, device=self.segments[0].param.device)
             for segment in self.segments:
                 value = None if start is None else start(segment)
                 if value is not None:
@@ -123,9 +172,10 @@ class Context:
 
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
-        kept = []
+        kept, unused = [], set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
             if not was_used:
+                unused.add(segment)
                 span = slice(segment.start, segment.stop)
                 kept += [(kind, span, memory[span].clone()) for kind, memory in self.memory.items()]
         for kind, new in self._next.items():
@@ -134,6 +184,9 @@ class Context:
             change()
         for kind, span, values in kept:
             self.memory[kind][span] = values
+        for kind, segment, value in self._shares:
+            if segment not in unused:
+                self.shared.setdefault(kind, {})[segment.name] = value
         self._forget()
 
     def roll_back(self) -> None:
@@ -142,7 +195,7 @@ class Context:
         self._forget()
 
     def _forget(self) -> None:
-        self._next, self._later, self.local, self.peak = {}, [], None, None
+        self._next, self._later, self._shares, self.local, self.peak = {}, [], [], None, None
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -162,8 +215,16 @@ class Compressor:
     whole_model: bool = False
     """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""
 
-    source: Literal["gradient", "update"] = "gradient"
-    """What travels: the gradient, or the update that the wrapped optimizer makes of the local one, by itself."""
+    in_turn: bool = False
+    """True if one bucket's exchange must end before the next one's second round starts."""
+
+    source: Source = "gradient"
+    """What travels: the gradient, or the update that the wrapped optimizer makes of the local one, by itself.
+
+    An update is added to the parameters as it arrives, and nothing overlaps with backward. "auto" becomes "gradient"
+    for SGD, where the two differ by a factor of lr, and for LBFGS, whose step looks at gradients more than once; and
+    "update" for all others, as Adam's moments are no use with gradients of which most coordinates are missing.
+    """
 
     def __repr__(self) -> str:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
@@ -175,7 +236,11 @@ class Compressor:
         return None
 
     def attach(self, optimizer: Optimizer) -> None:
-        """See the wrapped optimizer once, before training."""
+        """See the wrapped optimizer once, before training; `source` is "gradient" or "update" afterwards."""
+        if self.source == "auto":
+            self.source = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
+            if self.source == "update":
+                log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Tell schedules that count epochs how many optimizer steps one has."""
@@ -212,8 +277,16 @@ class Compressor:
         """
         raise NotImplementedError(f"{type(self).__name__} must define exchange(), or compress() and decompress()")
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Runs between the exchange and the optimizer's own update."""
+    def payload_bytes(self, ctx: Context) -> int | None:
+        """Bytes of all messages that this rank hands to collectives in one exchange; None if data decide."""
+        return None
+
+    def before_step(self, optimizer: Optimizer) -> Iterable[Tensor] | None:
+        """Runs between the exchange and the optimizer's own update.
+
+        Returns parameters whose update it has made itself, over which the optimizer then passes.
+        """
+        return None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Runs after the optimizer's own update."""

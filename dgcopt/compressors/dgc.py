@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..coding import DENSE_CODES, SparseCode, decode_dense, encode_dense
+from ..coding import DENSE_CODES, SparseCode, decode_dense, dense_bytes, encode_dense
 from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
 from ..memory import ErrorFeedback, LocalClip, memory_for
 from ..schedule import Warmup, check_ratio
-from ..segments import LocalGradient, SparseSum
+from ..segments import LocalGradient
 from ..selection import Selection
-from .base import Compressor, Context, GradientExchange, at_least_float32
+from .base import Compressor, Context, GradientExchange, Source, at_least_float32
+from .sparse import Indices, Values, sum_of_messages
 
 __all__ = ["DGC"]
 
@@ -29,7 +30,8 @@ class DGC(Compressor):
     zero there -> the sum over ranks, divided by N, is what the optimizer applies.
 
     For SGD with momentum the momentum is taken over from the wrapped optimizer; for every other optimizer v <- v + g
-    is plain error feedback. At ratio 1 everything is sent and nothing masked: dense training, by linearity.
+    is plain error feedback, where g is the update that it makes of the local gradient unless it is SGD (`source`). At
+    ratio 1 everything is sent and nothing masked: dense training, by linearity.
 
     Args:
         ratio: fraction of coordinates that is sent, in (0, 1]. Smaller sends less and delays more.
@@ -51,6 +53,7 @@ class DGC(Compressor):
         overlap: send buckets while backward runs. False waits for the step, and then changes memory in place, in one
             pass over it instead of nearly two: less work for a CPU, where messages this small take little time. If a
             wire fails then, what the step was to send stays in v.
+        source: what travels, see `Compressor.source`; at ratio 1 "auto" is always "gradient".
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
     1.7 with int2; and one allreduce or allgather for the vectors. Memory: u, and v twice, so that a step can be taken
@@ -62,14 +65,15 @@ class DGC(Compressor):
 
     ratio: float = 0.001
     warmup: Warmup | None = None
-    values: Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "fp32"
-    indices: Literal["int32", "rice"] = "int32"
+    values: Values = "fp32"
+    indices: Indices = "int32"
     momentum_masking: bool = True
     clip: LocalClip | None = None
     vectors: Literal["dense", "sparse", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "dense"
     granularity: Literal["tensor", "bucket"] = "tensor"
     residual: Literal["full", "bf16"] = "full"
     overlap: bool = True
+    source: Source = "auto"
 
     @classmethod
     def faithful(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
@@ -95,14 +99,22 @@ class DGC(Compressor):
                 raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.residual not in ("full", "bf16"):
             raise ConfigError(f'residual must be "full" or "bf16", not {self.residual!r}')
-        self.whole_model = self.clip is not None and self.clip.per == "model"
         self._memory: ErrorFeedback = ErrorFeedback()
+        self._set_whole_model()
+
+    def _set_whole_model(self) -> None:
+        """Gradients are clipped before updates are made of them."""
+        self.whole_model = self.clip is not None and (self.clip.per == "model" or self.source == "update")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy is attached to an optimizer of its own
 
     def attach(self, optimizer: Optimizer) -> None:
-        self._memory = memory_for(optimizer)
+        if self.source == "auto" and self.ratio == 1:
+            self.source = "gradient"
+        super().attach(optimizer)
+        self._set_whole_model()
+        self._memory = memory_for(optimizer) if self.source == "gradient" else ErrorFeedback()
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
@@ -117,14 +129,17 @@ class DGC(Compressor):
 
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
-            self.clip.clip_model(grads, contexts[0].size, contexts[0].op)
+            if self.clip.per == "model":
+                self.clip.clip_model(grads, contexts[0].size, contexts[0].op)
+            else:
+                self.clip.clip_each(grads)
 
     def in_place(self, kind: Hashable) -> bool:
         return kind == "matrix" and self.clip is None
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        if self.clip is not None and self.clip.per == "tensor":
-            self.clip.clip_tensors(grad, ctx.segments)
+        if self.clip is not None and not self.whole_model:
+            self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments])
         memory, runs = self._memory, self._memory.runs(ctx.segments)
         if ctx.kind == "vector" and self.vectors == "dense":
             memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, runs)
@@ -154,9 +169,7 @@ class DGC(Compressor):
             messages = yield AllGather(message)
             return self._mean(messages, v, ctx)
 
-        if "selection" not in ctx.scratch or ctx.scratch["selection"].ratio != ratio:
-            ctx.scratch["selection"] = Selection(ctx.segments, ratio, together=self.granularity == "bucket")
-        selection: Selection = ctx.scratch["selection"]
+        selection = self._selection(ctx, ratio)
         indices = selection.largest(v, maxima)
         values = v.index_select(0, indices).to(at_least_float32(v.dtype))
         message, sent, arriving = self._code.encode(indices, values, len(v))
@@ -168,7 +181,13 @@ class DGC(Compressor):
 
         ctx.once_settled(forget_what_was_sent)
         messages = yield AllGather(message)
-        return self._add_up(messages, v, ctx, selection.count)
+        return sum_of_messages(messages, self._code, selection.count, ctx)
+
+    def _selection(self, ctx: Context, ratio: float) -> Selection:
+        """What finds the largest coordinates of this bucket."""
+        if "selection" not in ctx.scratch or ctx.scratch["selection"].ratio != ratio:
+            ctx.scratch["selection"] = Selection(ctx.segments, ratio, together=self.granularity == "bucket")
+        return ctx.scratch["selection"]
 
     def _mean(self, messages: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """The sum of the ranks' whole vectors, in rank order, divided by N."""
@@ -177,13 +196,13 @@ class DGC(Compressor):
             total += decode_dense(message, len(v), self.vectors, rank).to(total.dtype) / ctx.divisor
         return total
 
-    def _add_up(self, messages: Tensor, v: Tensor, ctx: Context, count: int) -> SparseSum:
-        """The sum of the ranks' coordinates, in rank order, divided by N."""
-        total = SparseSum()
-        for rank, message in enumerate(messages):
-            positions, values = self._code.decode(message, count, len(v), rank)
-            total.add(positions, values.to(at_least_float32(v.dtype)) / ctx.divisor)
-        return total
+    def payload_bytes(self, ctx: Context) -> int:
+        ratio = self.ratio_at(ctx.step)
+        if ratio == 1 or (ctx.kind == "vector" and self.vectors == "dense"):
+            return ctx.numel * ctx.dtype.itemsize
+        if ctx.kind == "vector":
+            return dense_bytes(ctx.numel, self.vectors)
+        return self._code.nbytes(self._selection(ctx, ratio).count, ctx.numel)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._memory.before_step()

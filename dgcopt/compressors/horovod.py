@@ -9,7 +9,8 @@ from torch import Tensor
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
 from .base import Compressor, Context
-from .dense import FP16, NoCompression
+from .dense import NoCompression
+from .half import FP16
 
 __all__ = ["HorovodCompression", "accept"]
 

@@ -1,0 +1,64 @@
+"""What compressors have in common that send some coordinates and keep the others for later."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from ..coding import SparseCode
+from ..collectives import AllGather
+from ..errors import ConfigError
+from ..segments import SparseSum
+from .base import Compressor, Context, GradientExchange, at_least_float32
+
+__all__ = ["Indices", "Sparse", "Values", "check_decay", "sum_of_messages"]
+
+Values: TypeAlias = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
+"""How values travel: whole floats, or so many bits and a scale per block of 256 or 512; see `dgcopt.coding`."""
+
+Indices: TypeAlias = Literal["int32", "rice"]
+"""How positions travel: 32 bits each, or as Rice-coded gaps, 11.5 bits each at a density of 0.1%."""
+
+
+class Sparse(Compressor):
+    """Each rank's own choice of coordinates, by one allgather; what is not sent, or lost by rounding, is kept.
+
+    A subclass defines `select` and the settings below. The residual is multiplied by `decay` before the gradient is
+    added to it.
+    """
+
+    values: Values = "fp32"
+    indices: Indices = "int32"
+    decay: float = 1.0
+    error_feedback: bool = True
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        """Positions in the flat `v` that are sent: int64, ascending, as many on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} must define select()")
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
+        code, indices = SparseCode(self.indices, self.values), self.select(v, ctx)
+        message, sent, arriving = code.encode(indices, v[indices], len(v))
+        if self.error_feedback:
+            v[sent] -= arriving
+            ctx.keep_residual(v)
+        messages = yield AllGather(message)
+        return sum_of_messages(messages, code, len(indices), ctx)
+
+
+def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:
+    """The ranks' coordinates, in rank order, divided by N. Raises PayloadError for a message that cannot be right."""
+    total = SparseSum()
+    for rank, message in enumerate(messages):
+        positions, values = code.decode(message, count, ctx.numel, rank)
+        total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)
+    return total
+
+
+def check_decay(decay: float) -> float:
+    """A number in (0, 1]. Raises ConfigError for others."""
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+        raise ConfigError(f"decay must be above 0 and at most 1, not {decay!r}")
+    return float(decay)

@@ -1,0 +1,61 @@
+"""Compressors around another one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .base import Compressor, Context, GradientExchange
+from .dense import NoCompression
+
+__all__ = ["Wrapper"]
+
+
+class Wrapper(Compressor):
+    """Does what `inner` does, but for what a subclass changes of it.
+
+    Args:
+        inner: the compressor inside; None is NoCompression.
+    """
+
+    def __init__(self, inner: Compressor | None = None) -> None:
+        self.inner = NoCompression() if inner is None else inner
+        self._follow()
+
+    def _follow(self) -> None:
+        inner = self.inner
+        self.overlap, self.whole_model, self.in_turn = inner.overlap, inner.whole_model, inner.in_turn
+        self.source = inner.source
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def kind(self, name: str, param: Tensor) -> Hashable:
+        return self.inner.kind(name, param)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self.inner.attach(optimizer)
+        self._follow()
+
+    def set_steps_per_epoch(self, steps: int) -> None:
+        self.inner.set_steps_per_epoch(steps)
+
+    def in_place(self, kind: Hashable) -> bool:
+        return self.inner.in_place(kind)
+
+    def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
+        self.inner.prepare(grads, contexts)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        return (yield from self.inner.exchange(grad, ctx))
+
+    def payload_bytes(self, ctx: Context) -> int | None:
+        return self.inner.payload_bytes(ctx)
+
+    def before_step(self, optimizer: Optimizer) -> Iterable[Tensor] | None:
+        return self.inner.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.inner.after_step(optimizer)

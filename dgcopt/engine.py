@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from .agreement import compare
 from .buckets import Bucket, Memory
-from .collectives import Collective
+from .collectives import Collective, Group
 from .comm import Comm, Handle, lowered
 from .compressors import Compressor, Context, GradientExchange
 from .compressors.sparse_rows import gather_rows
@@ -71,7 +72,7 @@ class _Flight:
     label: str
     bucket: Bucket | None
     param: Tensor | None = None
-    round: int = 0
+    rounds: Counter[Group] = field(default_factory=Counter)
     handle: Handle | None = None
     result: Tensor | SparseSum | None = None
 
@@ -259,10 +260,10 @@ class Engine:
                 ) from None
             self.telemetry.apply_seconds += time.perf_counter() - start
             return
-        flight.handle = self._start(collective, f"{flight.label} round {flight.round}")
-        flight.round += 1
+        flight.handle = self._start(collective, f"{flight.label} round {flight.rounds[collective.group]}")
+        flight.rounds[collective.group] += 1
         elapsed = time.perf_counter() - start
-        if flight.round == 1:
+        if flight.rounds.total() == 1:
             self.telemetry.compress_seconds += elapsed
         else:
             self.telemetry.apply_seconds += elapsed

@@ -204,28 +204,24 @@ def _comms(node_of: Sequence[int]) -> list[SimulatedComm]:
 
 
 def simulate(exchanges: Sequence[Exchange], comms: Sequence[SimulatedComm] | None = None) -> list[Tensor]:
-    """Drive one exchange per rank in lockstep and return their results, rank by rank.
+    """Drive one exchange per rank, each as far as it gets, and return their results, rank by rank.
 
     Raises MismatchError if the ranks do not yield the same collectives.
     """
     comms = simulated_world(len(exchanges)) if comms is None else comms
     exchanges = [lowered(exchange, comm) for comm, exchange in zip(comms, exchanges, strict=True)]
-    results: list[Tensor | None] = [None] * len(exchanges)
-    sent: list[Tensor | None] = [None] * len(exchanges)
-    active = list(range(len(exchanges)))
-    while active:
-        seats: list[tuple[int, Handle]] = []
-        for rank in active:
+    results: dict[int, Tensor] = {}
+    waiting: dict[int, Handle] = {}
+    while len(results) < len(exchanges):
+        ready = [r for r in range(len(exchanges)) if r not in results and (r not in waiting or waiting[r].done())]
+        if not ready:
+            raise MismatchError(f"rank(s) {sorted(results)} ended their exchange while rank(s) {sorted(waiting)} go on")
+        for rank in ready:
+            result = waiting.pop(rank).result() if rank in waiting else None
             try:
-                collective = exchanges[rank].send(sent[rank])  # type: ignore[arg-type]  # None starts a generator
+                collective = exchanges[rank].send(result)  # type: ignore[arg-type]  # None starts a generator
             except StopIteration as stop:
                 results[rank] = stop.value
             else:
-                seats.append((rank, comms[rank].start(collective)))
-        if seats and len(seats) != len(active):
-            ended = sorted(set(active) - {rank for rank, _ in seats})
-            raise MismatchError(f"rank(s) {ended} ended their exchange while rank(s) {[r for r, _ in seats]} go on")
-        active = [rank for rank, _ in seats]
-        for rank, seat in seats:
-            sent[rank] = comms[rank].wait(seat)
-    return [result for result in results if result is not None]
+                waiting[rank] = comms[rank].start(collective)
+    return [results[rank] for rank in range(len(exchanges))]

@@ -226,6 +226,12 @@ class Compressor:
     "update" for all others, as Adam's moments are no use with gradients of which most coordinates are missing.
     """
 
+    @property
+    def conserves(self) -> bool:
+        """Whether nothing is lost: the sum applied and all memory whose kind starts with "residual" add up to the
+        gradients."""
+        return False
+
     def __repr__(self) -> str:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]

@@ -21,6 +21,10 @@ class NoCompression(Compressor):
 
     carrier = AllReduce
 
+    @property
+    def conserves(self) -> bool:
+        return True
+
     def compress(self, grad: Tensor, ctx: Context) -> Tensor:
         return grad
 

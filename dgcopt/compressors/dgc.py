@@ -116,6 +116,10 @@ class DGC(Compressor):
         self._set_whole_model()
         self._memory = memory_for(optimizer) if self.source == "gradient" else ErrorFeedback()
 
+    @property
+    def conserves(self) -> bool:
+        return self.clip is None and self.residual == "full"  # without momentum, which adds what it has seen again
+
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
 

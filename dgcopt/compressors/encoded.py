@@ -22,6 +22,10 @@ class Encoded(Compressor):
 
     error_feedback: bool = False
 
+    @property
+    def conserves(self) -> bool:
+        return self.error_feedback
+
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
         """One rank's message, of a length that only depends on `ctx`; NaN and Inf in `values` may become anything."""
         raise NotImplementedError(f"{type(self).__name__} must define encode() and decode()")

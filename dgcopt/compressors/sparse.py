@@ -33,6 +33,10 @@ class Sparse(Compressor):
     decay: float = 1.0
     error_feedback: bool = True
 
+    @property
+    def conserves(self) -> bool:
+        return self.error_feedback and self.decay == 1
+
     def select(self, v: Tensor, ctx: Context) -> Tensor:
         """Positions in the flat `v` that are sent: int64, ascending, as many on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} must define select()")

@@ -32,6 +32,10 @@ class Wrapper(Compressor):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
+    @property
+    def conserves(self) -> bool:
+        return False  # unless a subclass knows that it changes nothing
+
     def kind(self, name: str, param: Tensor) -> Hashable:
         return self.inner.kind(name, param)
 

@@ -1,0 +1,349 @@
+"""A conformance kit for compressors: what every one of them must keep, checked on simulated ranks.
+
+def test_mine():
+    dgcopt.testing.check_compressor(MyCompressor(ratio=0.1))
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from .buckets import Bucket, Memory, build_buckets
+from .collectives import Collective
+from .comm import simulate, simulated_world
+from .compressors import Compressor, Context, GradientExchange
+from .optimizer import DistributedOptimizer
+from .segments import SparseSum
+
+__all__ = ["ConformanceError", "Report", "check_compressor"]
+
+Gradients: TypeAlias = list[list[Tensor]]
+"""By rank, then by parameter."""
+
+SHAPES: tuple[tuple[int, ...], ...] = ((33, 17), (1,), (65,), (8, 3, 3, 3), (64,), (7,), (5, 1), (4099,), (48, 64))
+"""Of the parameters of the test: one element, fewer than a block of 64, just a block, one more, and thousands."""
+
+SIZES = (1, 2, 3, 4, 5, 8)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class ConformanceError(AssertionError):
+    """A compressor breaks a promise; the message is the report."""
+
+
+@dataclass
+class Report:
+    """What was checked of a compressor. `failures` is empty if it keeps all that it should."""
+
+    compressor: str
+    lines: list[tuple[str, str]]
+    """What was checked, and "ok", "not declared" or what is wrong."""
+
+    @property
+    def failures(self) -> list[str]:
+        """The checks that failed."""
+        return [name for name, outcome in self.lines if outcome not in ("ok", "not declared")]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.lines)
+        return "\n".join([self.compressor, *(f"  {name:{width}}  {outcome}" for name, outcome in self.lines)])
+
+
+def check_compressor(
+    compressor: Compressor,
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
+    sizes: Sequence[int] = SIZES,
+) -> Report:
+    """Drive a compressor over simulated ranks through everything that training may do to it.
+
+    Checked are, for every number of ranks in `sizes`: that ranks end with the same bits; results of the right shape and
+    finite for gradients that are random, zero, constant, huge and tiny, of four dtypes; that a sum is size averages;
+    that a step taken back, with NaN in it or not, leaves no trace; that memory written out and read in goes on bit for
+    bit; that nothing is lost where `conserves` is declared; that as many bytes travel as `payload_bytes` declares; and
+    three steps of a small network under `DistributedOptimizer`, several buckets at once.
+
+    Args:
+        compressor: with its settings; it is copied for every rank.
+        optimizer: makes what it is attached to, for compressors that need a certain one; None is SGD without momentum.
+        sizes: numbers of ranks.
+
+    Returns the report; raises ConformanceError with it as the message if anything is wrong.
+    """
+    make, lines = optimizer or functools.partial(SGD, lr=0.1), []
+    for name, check in _CHECKS.items():
+        outcome = "ok"
+        for size in sizes:
+            try:
+                outcome = check(compressor, make, size) or "ok"
+            except Exception as error:
+                outcome = f"with {size} rank(s): {type(error).__name__}: {error}"
+                break
+        lines.append((name, outcome))
+    report = Report(repr(compressor), lines)
+    if report.failures:
+        raise ConformanceError(str(report))
+    return report
+
+
+class _Ranks:
+    """Copies of a compressor on as many ranks, exchanging gradients that are given to them."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        make: Callable[[Iterable[Tensor]], Optimizer],
+        size: int,
+        dtype: torch.dtype = torch.float64,
+        op: Literal["average", "sum"] = "average",
+    ) -> None:
+        self.size, self.dtype, self.op, self.step = size, dtype, op, 0
+        self.comms = simulated_world(size)
+        self.compressors, self.buckets = [], []
+        self.shared: list[Memory] = [{} for _ in range(size)]
+        self.sent: list[int] = []
+        for _ in range(size):
+            params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+            mine = copy.deepcopy(compressor)
+            mine.attach(make(params))
+            named = [(f"p{place}", param) for place, param in enumerate(params)]
+            self.compressors.append(mine)
+            self.buckets.append(build_buckets(named, mine.kind, 2**40, 2**40))
+        self.contexts = [[self._context(r, bucket) for bucket in self.buckets[r]] for r in range(size)]
+
+    def _context(self, rank: int, bucket: Bucket) -> Context:
+        return Context(
+            *(rank, self.size, self.op, 0, bucket.kind, bucket.segments, bucket.memory, self.shared[rank]),
+            *(bucket.index, 0, 1, rank, self.size),
+        )
+
+    def exchange(self, grads: Gradients, settle: bool = True) -> Gradients:
+        """The results of one step, of every rank."""
+        results: Gradients = [[torch.empty(0)] * len(SHAPES) for _ in range(self.size)]
+        self.sent = [0] * self.size
+        for rank, buckets in enumerate(self.buckets):
+            for bucket in buckets:
+                for place, segment in enumerate(bucket.segments):
+                    bucket.fill(place, grads[rank][int(segment.name[1:])])
+            if self.compressors[rank].whole_model:
+                self.compressors[rank].prepare([bucket.grad for bucket in buckets], self.contexts[rank])
+        for place in range(len(self.buckets[0])):
+            exchanges = []
+            for rank in range(self.size):
+                context, bucket = self.contexts[rank][place], self.buckets[rank][place]
+                context.step = self.step
+                exchanges.append(self._counted(self.compressors[rank].exchange(bucket.grad, context), rank))
+            for rank, result in enumerate(simulate(exchanges, self.comms)):  # type: ignore[arg-type]
+                bucket = self.buckets[rank][place]
+                flat = result.add_to(bucket.empty()) if isinstance(result, SparseSum) else result
+                if flat.shape != (bucket.numel,):
+                    raise AssertionError(f"returned shape {tuple(flat.shape)} for a gradient of {(bucket.numel,)}")
+                for segment in bucket.segments:
+                    results[rank][int(segment.name[1:])] = segment.view(flat).to(self.dtype).clone()
+                if settle:
+                    self.contexts[rank][place].settle()
+                else:
+                    self.contexts[rank][place].roll_back()
+        self.step += settle
+        for rank in range(1, self.size):
+            for shape, ours, first in zip(SHAPES, results[rank], results[0], strict=True):
+                if settle and not torch.equal(ours, first):
+                    raise AssertionError(f"rank {rank} got another result than rank 0 for a parameter of shape {shape}")
+        return results
+
+    def _counted(self, exchange: GradientExchange, rank: int) -> GradientExchange:
+        result: Tensor | None = None
+        while True:
+            try:
+                collective: Collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as stop:
+                return stop.value
+            self.sent[rank] += collective.nbytes
+            result = yield collective
+
+    def kept(self) -> list[tuple[Memory, Memory]]:
+        """What every rank remembers, and what all share, as a checkpoint holds it."""
+        kept = []
+        for buckets, shared in zip(self.buckets, self.shared, strict=True):
+            memory: Memory = {}
+            for bucket in buckets:
+                bucket.export(memory)
+            kept.append((memory, copy.deepcopy(shared)))
+        return kept
+
+    def take_over(self, kept: list[tuple[Memory, Memory]], step: int) -> None:
+        """Go on where others left off."""
+        self.step = step
+        for buckets, shared, (memory, theirs) in zip(self.buckets, self.shared, kept, strict=True):
+            shared.update(copy.deepcopy(theirs))
+            for bucket in buckets:
+                bucket.adopt(memory)
+
+
+def _gradients(size: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Gradients:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [(torch.randn(s, generator=generator, dtype=torch.float64) * scale).to(dtype) for s in SHAPES]
+        for _ in range(size)
+    ]
+
+
+def _constant(size: int, value: float) -> Gradients:
+    return [[torch.full(shape, value, dtype=torch.float64) for shape in SHAPES] for _ in range(size)]
+
+
+def _same(ours: object, theirs: object) -> bool:
+    """Whether nested lists, tuples and dicts of tensors hold the same bits."""
+    if isinstance(ours, Tensor):
+        return isinstance(theirs, Tensor) and torch.equal(ours, theirs)
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    return ours == theirs
+
+
+# -- the checks: each raises what is wrong, or returns an outcome ------------------------------------------------------
+
+Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
+
+
+def _finite(compressor: Compressor, make: Make, size: int) -> None:
+    for dtype in DTYPES:
+        ranks = _Ranks(compressor, make, size, dtype)
+        for seed in range(3):
+            for result in ranks.exchange(_gradients(size, seed, dtype))[0]:
+                if not result.isfinite().all():
+                    raise AssertionError(f"the result for finite gradients of {dtype} is not finite")
+
+
+def _special(compressor: Compressor, make: Make, size: int) -> None:
+    special = {"zero": 0.0, "constant": 3.0, "tiny": 1e-30, "huge": 1e4}
+    for what, value in special.items():
+        ranks = _Ranks(compressor, make, size)
+        for grads in (_constant(size, value), _gradients(size, 1, scale=value)):
+            for result in ranks.exchange(grads)[0]:
+                if result.isnan().any():  # what is out of a message's range may be Inf
+                    raise AssertionError(f"the result for {what} gradients holds NaN")
+
+
+def _sum(compressor: Compressor, make: Make, size: int) -> None:
+    mean = _Ranks(compressor, make, size).exchange(_gradients(size, 1))[0]
+    total = _Ranks(compressor, make, size, op="sum").exchange(_gradients(size, 1))[0]
+    gap = torch.cat([(t - size * m).flatten() for t, m in zip(total, mean, strict=True)]).norm()
+    whole = torch.cat([t.flatten() for t in total]).norm()
+    if gap > 0.05 * whole:  # values are rounded at another scale
+        raise AssertionError(f"the sum differs from {size} averages by {gap / whole:.0%}")
+
+
+def _void(compressor: Compressor, make: Make, size: int) -> None:
+    plain, interrupted = (_Ranks(compressor, make, size) for _ in range(2))
+    for seed in range(3):
+        bad = _gradients(size, 100 + seed)
+        interrupted.exchange(bad, settle=False)
+        # what needs every gradient at once is not asked before all ranks have voted that they are finite
+        for value in () if compressor.whole_model else (torch.nan, torch.inf):
+            bad[-1][0][0, 0] = value
+            interrupted.exchange(bad, settle=False)
+        grads = _gradients(size, seed)
+        if not _same(plain.exchange(grads), interrupted.exchange(grads)):
+            raise AssertionError("after a step that was taken back, the next one has another result")
+        if not _same(plain.kept(), interrupted.kept()):
+            raise AssertionError("a step that was taken back has changed what is remembered")
+
+
+def _resume(compressor: Compressor, make: Make, size: int) -> None:
+    straight = _Ranks(compressor, make, size)
+    for seed in range(3):
+        straight.exchange(_gradients(size, seed))
+    resumed = _Ranks(compressor, make, size)
+    resumed.take_over(straight.kept(), straight.step)
+    for seed in range(3, 6):
+        grads = _gradients(size, seed)
+        if not _same(straight.exchange(grads), resumed.exchange(grads)):
+            raise AssertionError("with its memory written out and read in, it goes on otherwise")
+
+
+def _conservation(compressor: Compressor, make: Make, size: int) -> str | None:
+    if not compressor.conserves:
+        return "not declared"
+    ranks = _Ranks(compressor, make, size)
+    given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for seed in range(5):
+        grads = _gradients(size, seed)
+        for mine in grads:
+            given = [total + grad for total, grad in zip(given, mine, strict=True)]
+        applied = [total + size * r for total, r in zip(applied, ranks.exchange(grads)[0], strict=True)]
+    for memory, _ in ranks.kept():
+        for kind, by_name in memory.items():
+            for name, held in by_name.items() if kind.startswith("residual") else ():
+                applied[int(name[1:])] += held
+    for shape, theirs, ours in zip(SHAPES, given, applied, strict=True):
+        gap = float((theirs - ours).abs().max())
+        if gap > 1e-4:
+            raise AssertionError(f"what was applied and what is held back miss the gradients' sum by {gap:g} ({shape})")
+    return None
+
+
+def _ledger(compressor: Compressor, make: Make, size: int) -> str | None:
+    ranks = _Ranks(compressor, make, size)
+    for seed in range(3):
+        for contexts in ranks.contexts:
+            for context in contexts:
+                context.step = ranks.step
+        declared = [ranks.compressors[0].payload_bytes(context) for context in ranks.contexts[0]]
+        if None in declared:
+            return "not declared"
+        ranks.exchange(_gradients(size, seed))
+        if ranks.sent[0] != sum(number or 0 for number in declared):
+            raise AssertionError(f"{ranks.sent[0]} bytes were sent where {declared} were declared")
+    return None
+
+
+def _settings(compressor: Compressor, make: Make, size: int) -> None:
+    if repr(copy.deepcopy(compressor)) != repr(compressor):
+        raise AssertionError(f"a copy has another repr, by which ranks compare settings: {compressor!r}")
+
+
+def _training(compressor: Compressor, make: Make, size: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
+    models = [copy.deepcopy(model) for _ in range(size)]
+    optimizers = [
+        DistributedOptimizer(
+            make(m.parameters()), m.named_parameters(), compressor, comm=comm, bucket_mb=0.004, first_bucket_mb=0.001
+        )
+        for m, comm in zip(models, simulated_world(size), strict=True)
+    ]
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(4):
+        for mine, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            mine(torch.randn(6, 12, generator=generator)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for rank, mine in enumerate(models):
+        for (name, ours), first in zip(mine.named_parameters(), models[0].parameters(), strict=True):
+            if not torch.equal(ours, first) or not ours.isfinite().all():
+                raise AssertionError(f"rank {rank}: parameter {name!r} differs from rank 0's, or is not finite")
+
+
+_CHECKS: dict[str, Callable[[Compressor, Make, int], str | None]] = {
+    "the same bits on all ranks, finite, in four dtypes": _finite,
+    "zero, constant, tiny and huge gradients": _special,
+    "a sum is size averages": _sum,
+    "a step taken back leaves no trace": _void,
+    "memory goes through a checkpoint": _resume,
+    "nothing is lost": _conservation,
+    "bytes sent are those declared": _ledger,
+    "settings can be compared and copied": _settings,
+    "training with several buckets": _training,
+}

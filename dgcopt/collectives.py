@@ -7,9 +7,9 @@ generator runs over every wire, and every byte is counted where the values pass 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,10 @@ __all__ = [
     "SendRecv",
     "bytes_of",
     "reduce_rows",
+    "watched",
 ]
+
+Result = TypeVar("Result")
 
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
 Group: TypeAlias = Literal["world", "node", "across", "control"]
@@ -143,6 +146,20 @@ class Barrier(Collective):
 
 Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
 """An algorithm in flight: yields collectives, is sent their results, returns the tensor it was run for."""
+
+
+def watched(
+    exchange: Generator[Collective, Tensor, Result], see: Callable[[Collective], object]
+) -> Generator[Collective, Tensor, Result]:
+    """The same exchange; `see` is shown, and may change, every collective before it is yielded."""
+    result: Tensor | None = None
+    while True:
+        try:
+            collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as stop:
+            return stop.value
+        see(collective)
+        result = yield collective
 
 
 def bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

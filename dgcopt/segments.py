@@ -81,7 +81,7 @@ class PerTensor:
     def amax(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each parameter. Shape `[parameters]`."""
         by_block = flat.view(-1, BLOCK).abs().amax(1)
-        return by_block.new_zeros(len(self.numels)).index_reduce_(0, self._of_block, by_block, "amax")
+        return by_block.new_zeros(len(self.numels)).scatter_reduce_(0, self._of_block, by_block, "amax")
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Each parameter's number at every one of its elements. Shape `[numel]`."""

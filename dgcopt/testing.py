@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .buckets import Bucket, Memory, build_buckets
-from .collectives import Collective
+from .collectives import Collective, watched
 from .comm import simulate, simulated_world
 from .compressors import Compressor, Context, GradientExchange
 from .optimizer import DistributedOptimizer
@@ -159,14 +159,10 @@ class _Ranks:
         return results
 
     def _counted(self, exchange: GradientExchange, rank: int) -> GradientExchange:
-        result: Tensor | None = None
-        while True:
-            try:
-                collective: Collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as stop:
-                return stop.value
+        def count(collective: Collective) -> None:
             self.sent[rank] += collective.nbytes
-            result = yield collective
+
+        return watched(exchange, count)
 
     def kept(self) -> list[tuple[Memory, Memory]]:
         """What every rank remembers, and what all share, as a checkpoint holds it."""

@@ -1,0 +1,279 @@
+"""Every compressor of the library in one table: bytes, accuracy, loss over seeds, and what it costs a CPU.
+
+    python scripts/bench_library.py                        # digits
+    python scripts/bench_library.py --task stdlib_gpt      # a small GPT
+    python scripts/bench_library.py --compressors none dgc:ratio=0.01 topk:values=int2,indices=rice
+
+Ranks are simulated, a process per run and a run per core, which gives the bits of real ranks. Tasks and compressors
+come from configs/, with settings after a colon, also of the optimizer; all compressors of one seed start from the same
+weights and see the same batches. Bytes are all that one rank sends, biases, norms and warm-ups included. CPU time is
+what compressing and decoding take per million parameters and step, measured apart on a model of 4 million with two
+ranks.
+
+Prints a table, writes it as JSON under runs/, and draws loss over bytes with --plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dgcopt
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from train import cross_entropy, make_parser  # noqa: E402
+
+PLANS: dict[str, dict[str, Any]] = {
+    "digits": {"workers": 4, "batch_size": 16, "steps": 660, "warmup": 66},
+    "stdlib_gpt": {"workers": 2, "batch_size": 16, "steps": 400, "warmup": 0},
+}
+"""What a run of a task is: learning rates warm up over so many steps, and then fall to zero along a cosine."""
+
+COMPRESSORS: dict[str, list[str]] = {
+    "digits": [
+        "none",
+        "bf16",
+        "fp16",
+        "dgc",
+        "dgc_compact",
+        "topk",
+        "topk:values=int2,indices=rice",
+        "randomk",
+        "threshold",
+        "chunked",
+        "cltk",
+        "csc",
+        "demo:optimizer.momentum=0,optimizer.nesterov=false,optimizer.lr=0.0005",
+        "powersgd",
+        "powersgd_batched",
+        "fp16_powersgd",
+        "bytegrad",
+        "onebit",
+        "terngrad",
+        "qsgd",
+        "natural",
+        "signsgd:optimizer.lr=0.0005",
+        "ef_signsgd",
+        "signum:optimizer.momentum=0,optimizer.nesterov=false,optimizer.lr=0.0005",
+    ],
+    "stdlib_gpt": [
+        "none",
+        "bf16",
+        "topk",
+        "topk:source=gradient",
+        "topk:values=int2,indices=rice",
+        "topk:ratio=0.047,values=int2,indices=rice",
+        "chunked",
+        "dgc_compact:warmup=null,ratio=0.01",
+        "randomk",
+        "cltk",
+        "powersgd",
+        "bytegrad",
+        "qsgd",
+        "qadam",
+        "onebit_adam",
+    ],
+}
+"""What is compared, dense training first."""
+
+
+def settings_of(task: str, compressor: str) -> Any:
+    """The objects that the configs of a task and a compressor describe."""
+    name, _, changes = compressor.partition(":")
+    parser = make_parser()
+    arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml", f"--config={ROOT}/configs/compressors/{name}.yaml"]
+    for change in changes.split(",") if changes else ():
+        arguments.append(f"--{change}" if change.startswith("optimizer.") else f"--compressor.{change}")
+    return parser.instantiate(parser.parse_args(arguments))
+
+
+def batches(data: Any, per_step: int, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """As many batches, in an order drawn anew each epoch."""
+    epoch, left = 0, []
+    for _ in range(steps):
+        if len(left) < per_step:
+            left = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+            epoch += 1
+        chosen, left = left[:per_step], left[per_step:]
+        inputs, targets = zip(*(data[index] for index in chosen), strict=True)
+        yield torch.stack(inputs), torch.stack(targets)
+
+
+def train(job: tuple[str, str, int, dict[str, Any]]) -> dict[str, Any]:
+    """One run: what came of a compressor with a seed."""
+    task, compressor, seed, plan = job
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    settings, workers, steps = settings_of(task, compressor), plan["workers"], plan["steps"]
+    models = [copy.deepcopy(settings["model"]) for _ in range(workers)]
+    epoch = len(settings["train_data"]) // (plan["batch_size"] * workers)
+    settings["compressor"].set_steps_per_epoch(epoch)
+    optimizers: list[Any] = [
+        dgcopt.DistributedOptimizer(
+            settings["optimizer"](model.parameters()), model.named_parameters(), settings["compressor"], comm=comm
+        )
+        for model, comm in zip(models, dgcopt.simulated_world(workers), strict=True)
+    ]
+    peak = optimizers[0].param_groups[0]["lr"] * (workers if settings["scale_lr"] else 1)
+    curve = []
+    data = batches(settings["train_data"], plan["batch_size"] * workers, steps, seed)
+    for step, (inputs, targets) in enumerate(data):
+        warm = min(1.0, (step + 1) / plan["warmup"]) if plan["warmup"] else 1.0
+        lr = peak * warm * (1 + torch.cos(torch.tensor(torch.pi * step / steps)).item()) / 2
+        losses = []
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs[rank::workers]), targets[rank::workers])
+            loss.backward()
+            losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+        curve.append(statistics.mean(losses))
+    telemetry = optimizers[0].telemetry
+    return {
+        "compressor": compressor,
+        "seed": seed,
+        "sent_bytes": telemetry.sent_bytes / steps,
+        "ratio_bf16": telemetry.dense_bytes / 2 / max(1, telemetry.sent_bytes),
+        "curve": curve,
+        **evaluate(models[0], settings["test_data"]),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, data: Any) -> dict[str, float]:
+    """Loss and accuracy over the test data."""
+    model.eval()
+    loss = correct = count = 0.0
+    for start in range(0, len(data), 64):
+        pairs = [data[index] for index in range(start, min(start + 64, len(data)))]
+        inputs, targets = (torch.stack(part) for part in zip(*pairs, strict=True))
+        output = model(inputs)
+        loss += cross_entropy(output, targets, reduction="sum").item()
+        correct += (output.argmax(-1) == targets).sum().item()
+        count += targets.numel()
+    return {"test_loss": loss / count, "accuracy": correct / count}
+
+
+def cpu_milliseconds(task: str, compressor: str, warmups: int = 4, steps: int = 10) -> float:
+    """Of one rank, per million parameters and step: between gradients that are there and averages that are."""
+    torch.set_num_threads(1)
+    optimizers, models = [], []
+    for comm in dgcopt.simulated_world(2):
+        settings = settings_of(task, compressor)
+        settings["compressor"].set_steps_per_epoch(1)
+        settings["compressor"].overlap = False  # all of its work falls into the step
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
+        made = settings["optimizer"](model.parameters())
+        optimizers.append(
+            dgcopt.DistributedOptimizer(made, model.named_parameters(), settings["compressor"], comm=comm)
+        )
+        models.append(model)
+    elements, times = sum(p.numel() for p in models[0].parameters()), []
+    for step in range(warmups + steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            if step == warmups:
+                optimizer._engine.step = 10**6  # where every warm-up is over
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            inputs = torch.randn(4, 1000)
+            model(inputs).square().mean().backward()
+        telemetry = optimizers[0].telemetry
+        before = telemetry.compress_seconds + telemetry.apply_seconds
+        for optimizer in optimizers:
+            optimizer.step()
+        times.append(telemetry.compress_seconds + telemetry.apply_seconds - before)
+    return statistics.median(times[warmups:]) * 1e3 / (elements / 1e6)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits", choices=sorted(PLANS))
+    parser.add_argument("--compressors", nargs="+", help="files of configs/compressors, with settings after a colon")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--workers", type=int, help="simulated ranks")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--plot", type=Path, help="file for a picture")
+    arguments = parser.parse_args()
+    plan = dict(PLANS[arguments.task])
+    plan |= {key: value for key in ("steps", "workers") if (value := getattr(arguments, key))}
+    names = arguments.compressors or COMPRESSORS[arguments.task]
+
+    folder = ROOT / "runs" / "bench_library"
+    folder.mkdir(parents=True, exist_ok=True)
+    milliseconds = {name: cpu_milliseconds(arguments.task, name) for name in names}
+    jobs = [(arguments.task, name, seed, plan) for name in names for seed in arguments.seeds]
+    began, runs = time.perf_counter(), []
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        for run in pool.imap(train, jobs):
+            runs.append(run)
+            took = time.perf_counter() - began
+            print(f"{len(runs)}/{len(jobs)} {run['compressor']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)
+    rows = [
+        {"compressor": name, "cpu_ms": milliseconds[name], "runs": [r for r in runs if r["compressor"] == name]}
+        for name in names
+    ]
+    path = folder / f"{arguments.task}-{plan['workers']}-{plan['steps']}.json"
+    path.write_text(json.dumps({"task": arguments.task, "plan": plan, "rows": rows}))
+
+    title = f"{arguments.task}, {plan['workers']} workers, {plan['steps']} steps"
+    print(f"{title}, seeds {arguments.seeds}: mean (range)\n")
+    print("| compressor | bytes per step | vs bf16 | accuracy | final loss | CPU ms per million |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        of = {key: [run[key] for run in row["runs"]] for key in ("sent_bytes", "ratio_bf16", "accuracy", "test_loss")}
+        print(
+            f"| {row['compressor']} | {statistics.mean(of['sent_bytes']):,.0f} "
+            f"| {statistics.mean(of['ratio_bf16']):.1f}x | {spread(of['accuracy'], '{:.2%}')} "
+            f"| {spread(of['test_loss'], '{:.3f}')} | {row['cpu_ms']:.1f} |"
+        )
+    print(f"\n{path.relative_to(ROOT)}")
+    if arguments.plot:
+        plot(rows, title, arguments.plot)
+
+
+def spread(values: list[float], form: str) -> str:
+    """Mean and range."""
+    return f"{form.format(statistics.mean(values))} ({form.format(min(values))} - {form.format(max(values))})"
+
+
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Final loss over bytes: a point per compressor, its bar from the best seed to the worst."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(9, 5.5))
+    for row in rows:
+        losses, sent = [run["test_loss"] for run in row["runs"]], row["runs"][0]["sent_bytes"]
+        mean = statistics.mean(losses)
+        bar = [[mean - min(losses)], [max(losses) - mean]]
+        panel.errorbar(sent, mean, yerr=bar, fmt="o", capsize=3)
+        panel.annotate(row["compressor"], (sent, mean), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    panel.set(title=title, xlabel="bytes sent per rank and step, warm-up included", ylabel="final test loss")
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -149,8 +149,9 @@ class Bucket:
             flat = segment.flatten(grad)
             if flat.data_ptr() == grad.data_ptr():
                 return flat if self._local is not None and self._local.is_clear(segment) else flat.zero_()
-        param.grad = torch.zeros_like(param, requires_grad=False)
-        return segment.flatten(param.grad)
+        flat = param.new_zeros(segment.numel, requires_grad=False)
+        param.grad = Segment(segment.name, param, 0).view(flat)  # in whatever order the bucket has its elements
+        return flat
 
     def touched(self) -> Iterator[tuple[Segment, Tensor]]:
         """Parameters whose gradient is as a sparse sum left it, and the only positions where it is not zero.

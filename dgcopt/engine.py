@@ -1,12 +1,11 @@
-"""Exchanges in flight: when they start, in which order they go on, and when their results may be used.
+"""The gradients of one optimizer on their way: when their exchanges start, and when results may be used.
 
 Buckets are launched in one fixed order on all ranks, each as soon as its gradients are ready and its predecessor was
 launched, and run to their first collective while backward goes on. This is done in hope: before any result is used,
 `synchronize` takes a vote (`dgcopt.vote`). If some rank's gradients are not finite, what was sent is taken back, all
 memory stays what it was, and nobody takes the step. If some rank's gradients have changed since they were sent (one
-more backward pass, clipping, unscaling), it is taken back and sent anew. Otherwise the exchanges are taken round by
-round, in bucket order: round two of the first bucket is on its way while round one of the second is still awaited.
-No order depends on timing, because torch.distributed and MPI match collectives by order.
+more backward pass, clipping, unscaling), it is taken back and sent anew. Otherwise all exchanges are finished, in
+bucket order (`dgcopt.flights`).
 
 The first step sends nothing early. Its gradients say in which order they become ready and which are sparse; the ranks
 agree on rank 0's order, and buckets are laid out by it. The same happens when other parameters are trained.
@@ -17,33 +16,30 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .agreement import compare
 from .buckets import Bucket, Memory
-from .collectives import Collective, Group
-from .comm import Comm, Handle, lowered
-from .compressors import Compressor, Context, GradientExchange
+from .comm import Comm, Handle
+from .compressors import Compressor, Context
 from .compressors.sparse_rows import gather_rows
 from .divergence import OnDivergence, replicas
 from .errors import CommError, ConfigError, MismatchError
+from .flights import Flight, Traffic, context_of, exchange_of
 from .gradients import Gradients
 from .layout import Layout, lay_out
-from .segments import Segment, SparseSum
+from .segments import Segment
 from .telemetry import Telemetry
 from .vote import Ballot, Verdict, used_anywhere, vote
 
 __all__ = ["Engine", "Settings"]
 
 log = logging.getLogger("dgcopt")
-
-Result = TypeVar("Result")
 
 LONGEST_PAUSE = 1024
 """Steps without early launches after launches that proved too early again and again."""
@@ -65,16 +61,10 @@ class Settings:
 
 
 @dataclass(eq=False)
-class _Flight:
-    """One exchange on its way: the generator, and the collective that it waits for."""
+class _Flight(Flight):
+    """The exchange of a bucket's gradients, or of a parameter's sparse one."""
 
-    exchange: GradientExchange
-    label: str
-    bucket: Bucket | None
-    param: Tensor | None = None
-    rounds: Counter[Group] = field(default_factory=Counter)
-    handle: Handle | None = None
-    result: Tensor | SparseSum | None = None
+    of: Bucket | Tensor
 
 
 class Engine:
@@ -139,7 +129,7 @@ class Engine:
         self._awaited: Handle | None = None
         self._finished_by_others = False
         self._failure: Exception | None = None
-        self._number = comm.attend(self._progress)
+        self._traffic = Traffic(comm, self.telemetry, "optimizer", self._progress)
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
@@ -208,7 +198,7 @@ class Engine:
     def _trained(self) -> list[Tensor]:
         return [param for param in self.names if param.requires_grad and param.numel()]
 
-    # -- launching and advancing -------------------------------------------------------------------------------------
+    # -- launching ---------------------------------------------------------------------------------------------------
 
     def _launch(self, bucket: Bucket, certain: bool = False) -> None:
         self._launched += 1
@@ -216,14 +206,11 @@ class Engine:
         context.certain = certain
         if bucket.in_place:
             context.local = bucket.local(self.active, self._scale)
-            exchange = self.compressor.exchange(torch.empty(0), context)
-        else:
-            if self._scale != 1:
-                bucket.grad.mul_(self._scale)
-            exchange = self.compressor.exchange(bucket.grad, context)
-        flight = _Flight(lowered(exchange, self.comm), bucket.label, bucket)
+        elif self._scale != 1:
+            bucket.grad.mul_(self._scale)
+        flight = _Flight(bucket.label, bucket)
         self._flights.append(flight)
-        self._advance(flight, None)
+        self._traffic.launch(flight, exchange_of(bucket, self.compressor, context))
         if context.peak is not None:
             self._gradients.bounded(bucket, context.peak)
 
@@ -236,55 +223,10 @@ class Engine:
     def _context(self, bucket: Bucket) -> Context:
         context = self._contexts.get(bucket)
         if context is None:
-            op: Literal["average", "sum"] = "average" if self.settings.op == "average" else "sum"
-            comm = self.comm
-            context = self._contexts[bucket] = Context(
-                *(comm.rank, comm.size, op, self.step, bucket.kind, bucket.segments, bucket.memory, self._shared),
-                *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size),
-            )
+            context = context_of(bucket, self.comm, "average" if self.settings.op == "average" else "sum", self._shared)
+            self._contexts[bucket] = context
         context.step = self.step
         return context
-
-    @torch.no_grad()
-    def _advance(self, flight: _Flight, result: Tensor | None) -> None:
-        """Run an exchange to its next collective, and start that; or to its end."""
-        start = time.perf_counter()
-        try:
-            collective = flight.exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as stop:
-            flight.handle, flight.result = None, stop.value
-            if not isinstance(stop.value, Tensor | SparseSum):
-                raise ConfigError(
-                    f"{type(self.compressor).__name__}.exchange must return the averaged gradient as a tensor or a "
-                    f"SparseSum, not {type(stop.value).__name__}"
-                ) from None
-            self.telemetry.apply_seconds += time.perf_counter() - start
-            return
-        flight.handle = self._start(collective, f"{flight.label} round {flight.rounds[collective.group]}")
-        flight.rounds[collective.group] += 1
-        elapsed = time.perf_counter() - start
-        if flight.rounds.total() == 1:
-            self.telemetry.compress_seconds += elapsed
-        else:
-            self.telemetry.apply_seconds += elapsed
-
-    def _start(self, collective: Collective, label: str) -> Handle:
-        """The one place where collectives leave, and their bytes are counted."""
-        collective.label, collective.user = f"optimizer {self._number} {label}", self._number
-        self.telemetry.payload_bytes += collective.nbytes
-        self.telemetry.sent_bytes += collective.sent(self.comm.size_of(collective.group))
-        return self.comm.start(collective)
-
-    def _through(self, exchange: Generator[Collective, Tensor, Result]) -> Generator[Handle, Tensor, Result]:
-        """A whole exchange of the engine's own, in its place in the order of the step."""
-        result: Tensor | None = None
-        generator = lowered(exchange, self.comm)
-        while True:
-            try:
-                collective = generator.send(result)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as stop:
-                return stop.value
-            result = yield self._start(collective, collective.label)
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
@@ -305,9 +247,7 @@ class Engine:
             if self._driver is None:
                 self._driver, self._awaited = self._drive(), None
             while True:
-                start = time.perf_counter()
-                result = self.comm.wait(self._awaited) if self._awaited is not None else None
-                self.telemetry.wait_seconds += time.perf_counter() - start
+                result = None if self._awaited is None else self._traffic.wait(self._awaited)
                 self._awaited = self._driver.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration:
             self._driver = None
@@ -326,12 +266,7 @@ class Engine:
 
     def agree_on_overflow(self) -> bool:
         """Whether gradients hold NaN or Inf on any rank, so that loss scaling can react alike; collective."""
-        driver, result = self._take_vote(final=False), None
-        try:
-            while True:
-                result = self.comm.wait(driver.send(result))  # type: ignore[arg-type]
-        except StopIteration as stop:
-            return bool(stop.value.void)
+        return bool(self._traffic.drive(self._take_vote(final=False)).void)
 
     def all_have_data(self) -> None:
         """Begin anew after ranks had run out of data."""
@@ -396,7 +331,7 @@ class Engine:
                 return
             verdict = yield from self._take_vote()
         if not verdict.alike:
-            yield from self._through(compare(self._describe(), self.comm.rank, "parameters"))
+            yield from self._traffic.through(compare(self._describe(), self.comm.rank, "parameters"))
         self.actives, before = verdict.active, self.actives
         again = verdict.stale or not verdict.prepared or self.actives != before
         if again or verdict.void or not verdict.active:
@@ -415,16 +350,12 @@ class Engine:
         if self.compressor.source == "update":
             self._make_update(layout)
         self._launch_rest(layout, used)
-        while any(flight.handle is not None for flight in self._flights):
-            for flight in self._flights:
-                while flight.handle is not None:
-                    self._advance(flight, (yield flight.handle))
-                    if not self.compressor.in_turn:
-                        break
+        yield from self._traffic.finish(self._flights, self.compressor.in_turn)
         self._hand_out(used)
         every = self.settings.check_replicas_every
         if every and self.step % every == 0:
-            yield from self._through(replicas(self._replicated(), self.comm, self.step, self.settings.on_divergence))
+            check = replicas(self._replicated(), self.comm, self.step, self.settings.on_divergence)
+            yield from self._traffic.through(check)
 
     def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
         trained, gradients, layout = self._trained(), self._gradients, self._layout
@@ -452,7 +383,7 @@ class Engine:
             trained=zlib.crc32("\n".join(self.names[param] for param in trained).encode()),
             launched=self._launched,
         )
-        return (yield from self._through(vote(ballot, "vote")))
+        return (yield from self._traffic.through(vote(ballot, "vote")))
 
     def _take_back(self, verdict: Verdict) -> Generator[Handle, Tensor, None]:
         """Let collectives that were started run out, on all ranks the same ones, and undo what they meant."""
@@ -468,10 +399,7 @@ class Engine:
                 bucket.keep_clear()
                 bucket.grad.zero_()
             self._launch(bucket)
-        for flight in self._flights:
-            if flight.handle is not None:
-                yield flight.handle
-            flight.exchange.close()
+        yield from self._traffic.call_off(self._flights)
         if self._flights and not verdict.void:
             self.telemetry.repeated += 1
         for context in self._contexts.values():
@@ -491,7 +419,7 @@ class Engine:
     def _find_used(self, layout: Layout) -> Generator[Handle, Tensor, dict[Tensor, bool]]:
         """Which parameters have a gradient on any rank."""
         here = [self.active and param.grad is not None for param in layout.trained]
-        there = yield from self._through(used_anywhere(here, "gradients that there are"))
+        there = yield from self._traffic.through(used_anywhere(here, "gradients that there are"))
         return dict(zip(layout.trained, there.tolist(), strict=True))
 
     def _make_update(self, layout: Layout) -> None:
@@ -524,35 +452,27 @@ class Engine:
                 grad = torch.zeros_like(param).to_sparse(1)
             elif not grad.is_sparse:
                 grad = grad.to_sparse(1)
-            exchange = lowered(gather_rows(grad * self._scale, divisor), self.comm)
-            flight = _Flight(exchange, f"sparse gradient {name}", None, param)
+            flight = _Flight(f"sparse gradient {name}", param)
             self._flights.append(flight)
-            self._advance(flight, None)
+            self._traffic.launch(flight, gather_rows(grad * self._scale, divisor))
 
     def _hand_out(self, used: dict[Tensor, bool] | None) -> None:
         start = time.perf_counter()
         elements, factor = 0, self.settings.gradient_predivide_factor
         for flight in self._flights:
-            assert flight.result is not None
-            result = flight.result
-            if flight.bucket is None:
-                assert flight.param is not None and isinstance(result, Tensor)
-                flight.param.grad = result if factor == 1 else result * factor
-                elements += flight.param.numel()
+            of, result = flight.of, flight.result
+            assert result is not None
+            if isinstance(of, Tensor):
+                assert isinstance(result, Tensor)
+                of.grad = result if factor == 1 else result * factor
+                elements += of.numel()
                 continue
-            bucket = flight.bucket
-            if isinstance(result, Tensor) and result.shape != (bucket.numel,):
-                raise ConfigError(
-                    f"{type(self.compressor).__name__} returned shape {tuple(result.shape)} for the flat gradient of "
-                    f"shape {(bucket.numel,)} of {bucket.label}"
-                )
-            flags = None if used is None else [used[segment.param] for segment in bucket.segments]
-            self._contexts[bucket].settle(flags)
-            bucket.hand_out(result, flags, factor)
-            elements += sum(segment.numel for segment in bucket.segments)
+            flags = None if used is None else [used[segment.param] for segment in of.segments]
+            self._contexts[of].settle(flags)
+            of.hand_out(result, flags, factor)
+            elements += sum(segment.numel for segment in of.segments)
         self.telemetry.apply_seconds += time.perf_counter() - start
-        self.telemetry.steps += 1
-        self.telemetry.dense_bytes += 2 * 4 * elements * (self.comm.size - 1) // self.comm.size
+        self._traffic.count_step(elements)
         self.step += 1
         self._end_step()
 
@@ -564,9 +484,9 @@ class Engine:
 
     def _lay_out(self) -> Generator[Handle, Tensor, Layout]:
         """Compare parameters, and lay out buckets by the order in which gradients became ready."""
-        yield from self._through(compare(self._describe(), self.comm.rank, "parameters"))
+        yield from self._traffic.through(compare(self._describe(), self.comm.rank, "parameters"))
         settings = self.settings
-        layout = yield from self._through(
+        layout = yield from self._traffic.through(
             lay_out(
                 [(self.names[param], param) for param in self._trained()],
                 self._kept_order or [self.names[param] for param in self._gradients.arrivals],

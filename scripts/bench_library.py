@@ -7,10 +7,11 @@
 Ranks are simulated, a process per run and a run per core, which gives the bits of real ranks. Tasks and compressors
 come from configs/, with settings after a colon, also of the optimizer; all compressors of one seed start from the same
 weights and see the same batches. Bytes are all that one rank sends, biases, norms and warm-ups included. CPU time is
-what compressing and decoding take per million parameters and step, measured apart on a model of 4 million with two
-ranks.
+what compressing and decoding take per million parameters and step, among two ranks, measured apart on a model of 4
+million before anything else runs.
 
-Prints a table, writes it as JSON under runs/, and draws loss over bytes with --plot.
+Prints a table, writes it as JSON under runs/, and draws loss over bytes with --plot. Runs whose results are under runs/
+are not repeated.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
@@ -37,8 +39,8 @@ sys.path.insert(0, str(ROOT))
 from train import cross_entropy, make_parser  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
-    "digits": {"workers": 4, "batch_size": 16, "steps": 660, "warmup": 66},
-    "stdlib_gpt": {"workers": 2, "batch_size": 16, "steps": 400, "warmup": 0},
+    "digits": {"workers": 4, "batch_size": 16, "steps": 440, "warmup": 44},
+    "stdlib_gpt": {"workers": 2, "batch_size": 16, "steps": 300, "warmup": 0},
 }
 """What a run of a task is: learning rates warm up over so many steps, and then fall to zero along a cosine."""
 
@@ -51,7 +53,7 @@ COMPRESSORS: dict[str, list[str]] = {
         "dgc_compact",
         "topk",
         "topk:values=int2,indices=rice",
-        "randomk",
+        "randomk:optimizer.momentum=0,optimizer.nesterov=false,optimizer.lr=0.05",
         "threshold",
         "chunked",
         "cltk",
@@ -65,21 +67,20 @@ COMPRESSORS: dict[str, list[str]] = {
         "terngrad",
         "qsgd",
         "natural",
-        "signsgd:optimizer.lr=0.0005",
+        "signsgd:optimizer.momentum=0,optimizer.nesterov=false,optimizer.lr=0.0005",
         "ef_signsgd",
         "signum:optimizer.momentum=0,optimizer.nesterov=false,optimizer.lr=0.0005",
     ],
     "stdlib_gpt": [
         "none",
-        "bf16",
-        "topk",
+        "none:optimizer.betas=[0.0,0.95]",
         "topk:source=gradient",
-        "topk:values=int2,indices=rice",
-        "topk:ratio=0.047,values=int2,indices=rice",
-        "chunked",
-        "dgc_compact:warmup=null,ratio=0.01",
-        "randomk",
-        "cltk",
+        "topk",
+        "topk:optimizer.betas=[0.0,0.95]",
+        "topk:optimizer.betas=[0.0,0.95],ratio=0.09,values=int2,indices=rice",
+        "topk:optimizer.betas=[0.0,0.95],ratio=0.009,values=int2,indices=rice",
+        "chunked:optimizer.betas=[0.0,0.95]",
+        "cltk:optimizer.betas=[0.0,0.95]",
         "powersgd",
         "bytegrad",
         "qsgd",
@@ -95,7 +96,7 @@ def settings_of(task: str, compressor: str) -> Any:
     name, _, changes = compressor.partition(":")
     parser = make_parser()
     arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml", f"--config={ROOT}/configs/compressors/{name}.yaml"]
-    for change in changes.split(",") if changes else ():
+    for change in re.split(r",(?![^\[]*\])", changes) if changes else ():  # at commas outside brackets
         arguments.append(f"--{change}" if change.startswith("optimizer.") else f"--compressor.{change}")
     return parser.instantiate(parser.parse_args(arguments))
 
@@ -112,9 +113,17 @@ def batches(data: Any, per_step: int, steps: int, seed: int) -> Iterator[tuple[T
         yield torch.stack(inputs), torch.stack(targets)
 
 
-def train(job: tuple[str, str, int, dict[str, Any]]) -> dict[str, Any]:
-    """One run: what came of a compressor with a seed."""
-    task, compressor, seed, plan = job
+def run_once(job: tuple[str, str, int, dict[str, Any], Path]) -> dict[str, Any]:
+    """One run, unless its result is there already."""
+    task, compressor, seed, plan, folder = job
+    path = folder / f"{re.sub('[^a-z0-9_.]+', '-', compressor)}-{seed}.json"
+    if not path.exists():
+        path.write_text(json.dumps(train(task, compressor, seed, plan)))
+    return json.loads(path.read_text())
+
+
+def train(task: str, compressor: str, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """What comes of a compressor with a seed."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     settings, workers, steps = settings_of(task, compressor), plan["workers"], plan["steps"]
@@ -169,35 +178,49 @@ def evaluate(model: nn.Module, data: Any) -> dict[str, float]:
     return {"test_loss": loss / count, "accuracy": correct / count}
 
 
+class Timed(dgcopt.compressors.Wrapper):
+    """Adds up the seconds that a compressor takes between its collectives."""
+
+    seconds = 0.0
+
+    def exchange(self, grad: Tensor, ctx: dgcopt.Context) -> dgcopt.compressors.GradientExchange:
+        exchange, result = self.inner.exchange(grad, ctx), None
+        while True:
+            start = time.perf_counter()
+            try:
+                collective = exchange.send(result)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                self.seconds += time.perf_counter() - start
+            result = yield collective
+
+
 def cpu_milliseconds(task: str, compressor: str, warmups: int = 4, steps: int = 10) -> float:
-    """Of one rank, per million parameters and step: between gradients that are there and averages that are."""
+    """What a rank takes to compress and decode, per million parameters and step."""
     torch.set_num_threads(1)
     optimizers, models = [], []
     for comm in dgcopt.simulated_world(2):
         settings = settings_of(task, compressor)
         settings["compressor"].set_steps_per_epoch(1)
-        settings["compressor"].overlap = False  # all of its work falls into the step
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
         made = settings["optimizer"](model.parameters())
-        optimizers.append(
-            dgcopt.DistributedOptimizer(made, model.named_parameters(), settings["compressor"], comm=comm)
-        )
+        timed = Timed(settings["compressor"])
+        optimizers.append(dgcopt.DistributedOptimizer(made, model.named_parameters(), timed, comm=comm))
         models.append(model)
     elements, times = sum(p.numel() for p in models[0].parameters()), []
     for step in range(warmups + steps):
+        before = optimizers[0].compressor.seconds
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if step == warmups:
                 optimizer._engine.step = 10**6  # where every warm-up is over
             optimizer.zero_grad()
             torch.manual_seed(10 * step + rank)
-            inputs = torch.randn(4, 1000)
-            model(inputs).square().mean().backward()
-        telemetry = optimizers[0].telemetry
-        before = telemetry.compress_seconds + telemetry.apply_seconds
+            model(torch.randn(4, 1000)).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
-        times.append(telemetry.compress_seconds + telemetry.apply_seconds - before)
+        times.append(optimizers[0].compressor.seconds - before)
     return statistics.median(times[warmups:]) * 1e3 / (elements / 1e6)
 
 
@@ -215,13 +238,13 @@ def main() -> None:
     plan |= {key: value for key in ("steps", "workers") if (value := getattr(arguments, key))}
     names = arguments.compressors or COMPRESSORS[arguments.task]
 
-    folder = ROOT / "runs" / "bench_library"
+    folder = ROOT / "runs" / "bench_library" / f"{arguments.task}-{plan['workers']}-{plan['steps']}"
     folder.mkdir(parents=True, exist_ok=True)
     milliseconds = {name: cpu_milliseconds(arguments.task, name) for name in names}
-    jobs = [(arguments.task, name, seed, plan) for name in names for seed in arguments.seeds]
+    jobs = [(arguments.task, name, seed, plan, folder) for name in names for seed in arguments.seeds]
     began, runs = time.perf_counter(), []
     with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        for run in pool.imap(train, jobs):
+        for run in pool.imap(run_once, jobs):
             runs.append(run)
             took = time.perf_counter() - began
             print(f"{len(runs)}/{len(jobs)} {run['compressor']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)
@@ -229,7 +252,7 @@ def main() -> None:
         {"compressor": name, "cpu_ms": milliseconds[name], "runs": [r for r in runs if r["compressor"] == name]}
         for name in names
     ]
-    path = folder / f"{arguments.task}-{plan['workers']}-{plan['steps']}.json"
+    path = folder / "table.json"
     path.write_text(json.dumps({"task": arguments.task, "plan": plan, "rows": rows}))
 
     title = f"{arguments.task}, {plan['workers']} workers, {plan['steps']} steps"

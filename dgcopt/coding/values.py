@@ -18,15 +18,18 @@ from ..errors import ConfigError, PayloadError
 from .bits import pack_small, packed_bytes, read_as, unpack_small
 
 __all__ = [
+    "LARGEST",
     "VALUE_CODES",
     "VALUE_DTYPES",
     "Floats",
     "Levels",
     "Steps",
     "ValueCode",
+    "check_scales",
     "code_of",
     "decode_values",
     "encode_values",
+    "finite",
     "value_bytes",
 ]
 
@@ -34,7 +37,9 @@ VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.floa
 """The formats in which whole values travel."""
 
 _SCALE = torch.bfloat16  # the range of gradients exceeds that of fp16, and 8 bits of precision are enough for a scale
-_LARGEST = 2.0**100  # larger values travel as this, so that sums over a block stay finite
+LARGEST = 2.0**100
+"""Larger values travel as this, so that sums over a block stay finite."""
+
 _SPAN = 256  # between the largest and the smallest magnitude that a block tells apart
 
 
@@ -90,7 +95,7 @@ class Steps:
         return -(-count // self.block) * _SCALE.itemsize + packed_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        blocks = _in_blocks(_finite(values), self.block, fill=0)
+        blocks = _in_blocks(finite(values), self.block, fill=0)
         steps = (blocks.abs().amax(1) / self.most).to(_SCALE)
         multiples = (blocks / steps.float().unsqueeze(1)).nan_to_num_(0).round_().clamp_(-self.most, self.most)
         fields = multiples.view(-1)[: len(values)].to(torch.int8).view(torch.uint8)
@@ -102,7 +107,7 @@ class Steps:
         _check_length(payload, self.nbytes(count), count, rank)
         head = -(-count // self.block) * _SCALE.itemsize
         steps = read_as(payload[:head], _SCALE).float()
-        _check_scales(steps, rank)
+        check_scales(steps, rank)
         if self.width < 8:
             top = 1 << (self.width - 1)
             fields = (unpack_small(payload[head:], count, self.width) ^ top).to(torch.int8) - top
@@ -138,7 +143,7 @@ class Levels:
         return -(-count // self.block) * self._numbers * _SCALE.itemsize + packed_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        values = _finite(values)
+        values = finite(values)
         magnitudes = _in_blocks(values.abs(), self.block, fill=-1)
         numbers = self._fit(magnitudes)
         fields = (values < 0).to(torch.uint8)
@@ -154,7 +159,7 @@ class Levels:
         _check_length(payload, self.nbytes(count), count, rank)
         head = -(-count // self.block) * self._numbers * _SCALE.itemsize
         levels = self._series(read_as(payload[:head], _SCALE).view(-1, self._numbers))
-        _check_scales(levels, rank)
+        check_scales(levels, rank)
         fields = unpack_small(payload[head:], count, self.width)
         signed = torch.stack((levels, -levels), 2).flatten(1)
         return signed.gather(1, _in_blocks(fields, self.block, fill=0).long()).view(-1)[:count]
@@ -236,9 +241,9 @@ def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
     return codes[kind]
 
 
-def _finite(values: Tensor) -> Tensor:
-    """As float32 within +-_LARGEST, NaN and Inf as zero."""
-    return values.nan_to_num(nan=0, posinf=0, neginf=0).float().clamp_(-_LARGEST, _LARGEST)
+def finite(values: Tensor) -> Tensor:
+    """As float32 within +-LARGEST, NaN and Inf as zero; a copy."""
+    return values.nan_to_num(nan=0, posinf=0, neginf=0).float().clamp_(-LARGEST, LARGEST)
 
 
 def _in_blocks(values: Tensor, block: int, fill: float) -> Tensor:
@@ -253,6 +258,7 @@ def _check_length(payload: Tensor, expected: int, count: int, rank: int) -> None
         )
 
 
-def _check_scales(scales: Tensor, rank: int) -> None:
-    if not ((scales >= 0) & (scales <= 2 * _LARGEST)).all():
+def check_scales(scales: Tensor, rank: int) -> None:
+    """Raise PayloadError unless scales from `rank` are numbers that values within +-LARGEST can have."""
+    if not ((scales >= 0) & (scales <= 2 * LARGEST)).all():
         raise PayloadError(f"the message from rank {rank} holds a scale that is negative, not finite or far too large")

@@ -2,31 +2,63 @@
 
 from .adasum import Adasum
 from .base import Compressor, Context, GradientExchange, Source
+from .bytegrad import ByteGrad
+from .chunked import ChunkedTopK
+from .cltk import CLTK
+from .csc import CSC
+from .demo import DeMo
 from .dense import NoCompression, Noop
 from .dgc import DGC
 from .encoded import Encoded
 from .half import BF16, FP16
 from .hierarchical import Hierarchical
 from .horovod import HorovodCompression, accept
+from .natural import Natural
+from .onebit import OneBit
+from .onebit_adam import OneBitAdam
+from .powersgd import PowerSGD
+from .qadam import QAdam
+from .qsgd import QSGD
+from .randomk import RandomK
+from .sign import EFSignSGD, SignSGD, Signum
 from .sparse import Sparse
+from .terngrad import TernGrad
+from .threshold import Threshold
 from .topk import TopK
 from .wrapper import Wrapper
 
 __all__ = [
     "BF16",
+    "CLTK",
+    "CSC",
     "DGC",
     "FP16",
+    "QSGD",
     "Adasum",
+    "ByteGrad",
+    "ChunkedTopK",
     "Compressor",
     "Context",
+    "DeMo",
+    "EFSignSGD",
     "Encoded",
     "GradientExchange",
     "Hierarchical",
     "HorovodCompression",
+    "Natural",
     "NoCompression",
     "Noop",
+    "OneBit",
+    "OneBitAdam",
+    "PowerSGD",
+    "QAdam",
+    "RandomK",
+    "SignSGD",
+    "Signum",
     "Source",
     "Sparse",
+    "TernGrad",
+    "Threshold",
     "TopK",
     "Wrapper",
     "accept",

@@ -223,7 +223,8 @@ class Compressor:
 
     An update is added to the parameters as it arrives, and nothing overlaps with backward. "auto" becomes "gradient"
     for SGD, where the two differ by a factor of lr, and for LBFGS, whose step looks at gradients more than once; and
-    "update" for all others, as Adam's moments are no use with gradients of which most coordinates are missing.
+    "update" for all others, as Adam's moments are no use with gradients of which most coordinates are missing. Give
+    Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough (docs/compressors.md).
     """
 
     @property
@@ -247,6 +248,8 @@ class Compressor:
             self.source = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
             if self.source == "update":
                 log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
+                if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
+                    log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Tell schedules that count epochs how many optimizer steps one has."""

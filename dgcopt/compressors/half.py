@@ -33,9 +33,10 @@ class _Half(Wrapper):
             if message.dtype not in WIDE:
                 result = yield collective
                 continue
-            if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average":
+            size = {"world": ctx.size, "node": ctx.local_size}.get(collective.group)
+            if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average" and size:
                 # divided before rounding, so that the sum over many ranks stays in range
-                message.div_(ctx.size)
+                message.div_(size)
                 collective.op = "sum"
             collective.tensor = message.to(self.dtype)
             result = (yield collective).to(message.dtype)

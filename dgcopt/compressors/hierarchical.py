@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..collectives import AllReduce, Broadcast
+from ..collectives import AllReduce, Broadcast, Collective, watched
 from ..segments import SparseSum
 from .base import Compressor, Context, GradientExchange
 from .wrapper import Wrapper
@@ -21,13 +21,15 @@ class Hierarchical(Wrapper):
 
     (a) all ranks of a machine average their gradients, (b) its first rank exchanges that mean with those of the other
     machines, (c) and broadcasts what came of it. Machines with more ranks weigh more, so the result is the mean over
-    ranks; in Bagua, whose scheme this is (`hierarchical=True` of its algorithms), every machine weighs the same.
+    ranks; in Bagua, whose scheme this is (`hierarchical=True` of its algorithms), every machine weighs the same. A sum
+    is the mean times the number of ranks.
 
     Costs one allreduce and one broadcast of the whole gradient inside each machine, and between machines what `inner`
     costs among as many ranks as there are machines. Buckets take their later rounds one after another.
 
     Args:
-        inner: the compressor between machines; None is NoCompression. What it remembers lies on the first ranks.
+        inner: the compressor between machines; None is NoCompression. What it remembers lies on the first ranks;
+            other ranks hand over residuals that a checkpoint of other machines left to them.
     """
 
     def __init__(self, inner: Compressor | None = None) -> None:
@@ -41,28 +43,34 @@ class Hierarchical(Wrapper):
         return False
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        total = yield AllReduce(grad, op="sum", group="node")
+        if ctx.local_rank > 0:
+            give_residuals(grad, ctx)
+        mean = yield AllReduce(grad, op="average", group="node")
         if ctx.local_rank == 0:
-            across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="sum", local=None)
-            if ctx.op == "average":
-                total /= ctx.size
-            exchange, result = self.inner.exchange(total, across), None
-            while True:
-                try:
-                    collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-                except StopIteration as stop:
-                    total = dense(stop.value, ctx)
-                    break
-                collective.group = "across"
-                result = yield collective
-        return (yield Broadcast(total, root=0, group="node"))
+            mean *= ctx.local_size * ctx.nodes / ctx.size  # machines with more ranks weigh more
+            across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="average", local=None)
+            mean = dense((yield from watched(self.inner.exchange(mean, across), send_across)), ctx)
+        mean = yield Broadcast(mean, root=0, group="node")
+        return mean * (ctx.size / ctx.divisor)
 
     def payload_bytes(self, ctx: Context) -> int | None:
         return None  # first ranks send more than others
 
 
+def send_across(collective: Collective) -> None:
+    collective.group = "across"
+
+
+def give_residuals(grad: Tensor, ctx: Context) -> None:
+    """Add to `grad` what a checkpoint of other machines left to a rank that is not the first of its own."""
+    for kind, held in ctx.memory.items():
+        if kind.startswith("residual"):
+            grad.add_(held, alpha=ctx.local_size)  # the first rank would have added it to the mean
+            ctx.once_settled(held.zero_)
+
+
 def dense(result: Tensor | SparseSum, ctx: Context) -> Tensor:
     """What an exchange returned as a flat gradient."""
     if isinstance(result, Tensor):
-        return result
+        return result.to(ctx.dtype)
     return result.add_to(torch.zeros(ctx.numel, dtype=ctx.dtype, device=ctx.segments[0].param.device))

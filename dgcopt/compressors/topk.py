@@ -23,8 +23,8 @@ class TopK(Sparse):
 
         v = decay * e + g;  send the k = ceil(ratio * n) largest |v| of each tensor;  e = v, zero where sent
 
-    For Adam and its kin, where g is each rank's own update (`source`). For SGD with momentum DGC is better: it knows
-    what momentum does to a gradient that waits.
+    For Adam and its kin, where g is each rank's own update (`source`), best with betas=(0.0, b2): e is momentum enough.
+    For SGD with momentum DGC is better: it knows what momentum does to a gradient that waits.
 
     Args:
         ratio: fraction of coordinates that is sent, in (0, 1]; larger if accuracy suffers.

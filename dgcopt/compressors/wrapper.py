@@ -30,7 +30,8 @@ class Wrapper(Compressor):
         self.source = inner.source
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner!r})"
+        inner = "" if isinstance(self.inner, NoCompression) else repr(self.inner)
+        return f"{type(self).__name__}({inner})"
 
     @property
     def conserves(self) -> bool:

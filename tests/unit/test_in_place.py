@@ -255,13 +255,14 @@ def test_gradients_changed_after_the_exchange_are_stepped_as_they_are() -> None:
 
 
 def test_parameters_of_all_memory_orders() -> None:
-    """Channels-last weights, and one that is a part of something larger, train as contiguous ones do."""
+    """Channels-last and transposed weights, and one that is a part of something larger, train as contiguous ones do."""
 
     def make(contiguous: bool) -> nn.Module:
         torch.manual_seed(2)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 5)).double()
-        weight = torch.randn(5, 64, dtype=torch.float64)[:, ::2]
-        model[2].weight = nn.Parameter(weight.contiguous() if contiguous else weight)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 6), nn.Linear(6, 5)).double()
+        wide, tall = 0.1 * torch.randn(6, 64, dtype=torch.float64), 0.1 * torch.randn(6, 5, dtype=torch.float64)
+        for layer, weight in ((2, wide[:, ::2]), (3, tall.t())):
+            model[layer].weight = nn.Parameter(weight.contiguous() if contiguous else weight)
         return model if contiguous else model.to(memory_format=torch.channels_last)
 
     def train(contiguous: bool) -> list[torch.Tensor]:

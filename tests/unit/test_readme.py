@@ -1,4 +1,4 @@
-"""The README's code runs as it stands there."""
+"""The code of the README and of the page on compressors runs as it stands there."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,14 @@ from worlds import Ranks
 import dgcopt
 from dgcopt.collectives import AllReduce
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def code_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+CODE = code_of("README.md")
 
 
 def test_a_compressor_of_your_own():
@@ -35,3 +41,22 @@ def test_the_training_loop():
     finally:
         dgcopt.shutdown()
     assert not torch.equal(model.weight, before)
+
+
+def test_a_compressor_in_twenty_lines(capsys):
+    compressor, used, checked, declared = code_of("docs/compressors.md")
+    body = compressor[compressor.index("@dataclass") :].strip().splitlines()
+    assert len([line for line in body if line.strip()]) <= 20
+    names: dict = {}
+    exec(compressor, names)
+    model = nn.Linear(4, 3)
+    exec(used, names | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "model": model})
+    dgcopt.shutdown()
+    exec(checked, names)
+    printed = capsys.readouterr().out.strip()
+    assert printed in (ROOT / "docs/compressors.md").read_text(), (
+        f"the page shows another report than this one:\n{printed}"
+    )
+    exec(declared, names)
+    report = names["check_compressor"](names["Declared"]())
+    assert all(outcome == "ok" for _, outcome in report.lines), report

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt import BF16, DGC, FP16, Comm, LocalClip, NoCompression, Warmup
 from dgcopt.collectives import AllReduce
+from dgcopt.compressors import Compressor
 
 from .optimizers import one_cycle
 from .training import (
@@ -46,6 +47,32 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": functools.partial(torch.optim.Adam, lr=0.01),
 }
+PLAIN: Callable[..., torch.optim.Optimizer] = functools.partial(torch.optim.SGD, lr=0.1)
+LIBRARY: dict[str, tuple[Compressor, Callable[..., torch.optim.Optimizer]]] = {
+    "TopK": (dgcopt.TopK(0.1), PLAIN),
+    "TopK of updates": (dgcopt.TopK(0.1, "int2", "rice"), OPTIMIZERS["Adam"]),
+    "RandomK": (dgcopt.RandomK(0.1), PLAIN),
+    "Threshold": (dgcopt.Threshold(0.05), PLAIN),
+    "ChunkedTopK": (dgcopt.ChunkedTopK(0.1, 64), PLAIN),
+    "CLTK": (dgcopt.CLTK(0.1), PLAIN),
+    "CSC": (dgcopt.CSC(0.3, 64), OPTIMIZERS["Nesterov"]),
+    "DeMo": (dgcopt.DeMo(), PLAIN),
+    "PowerSGD": (dgcopt.PowerSGD(2, start_step=1, min_compression_rate=0.5), OPTIMIZERS["Nesterov"]),
+    "BF16, PowerSGD": (BF16(dgcopt.PowerSGD(start_step=1, granularity="bucket")), PLAIN),
+    "ByteGrad": (dgcopt.ByteGrad(), PLAIN),
+    "ByteGrad, hierarchical": (dgcopt.Hierarchical(dgcopt.ByteGrad()), PLAIN),
+    "DGC, hierarchical": (dgcopt.Hierarchical(DGC(0.1)), OPTIMIZERS["Nesterov"]),
+    "SignSGD": (dgcopt.SignSGD(), PLAIN),
+    "Signum": (dgcopt.Signum(), PLAIN),
+    "EFSignSGD": (dgcopt.EFSignSGD(), PLAIN),
+    "OneBit": (dgcopt.OneBit(), OPTIMIZERS["Nesterov"]),
+    "TernGrad": (dgcopt.TernGrad(), PLAIN),
+    "QSGD": (dgcopt.QSGD(), PLAIN),
+    "Natural": (dgcopt.Natural(), OPTIMIZERS["Nesterov"]),
+    "QAdam": (dgcopt.QAdam(warmup_steps=2), OPTIMIZERS["Adam"]),
+    "OneBitAdam": (dgcopt.OneBitAdam(warmup_steps=2), OPTIMIZERS["Adam"]),
+}
+"""Every other compressor, and an optimizer that it goes with."""
 
 
 def mixed_model() -> nn.Module:
@@ -81,7 +108,8 @@ def replicas_stay_identical(compression: Any, comm: Comm) -> None:
         dgcopt.broadcast_parameters(mine.model.state_dict(), comm=comm)
         for step in range(6):
             train([mine], [step])
-            state = tensors_in(mine.optimizer.state_dict()["state"])
+            shared = mine.optimizer.compressor.source == "gradient"  # what is made of local gradients is local
+            state = tensors_in(mine.optimizer.state_dict()["state"]) if shared else []
             assert_same_on_all_ranks(comm, [*mine.parameters, *state], f"{name} after step {step}")
 
 
@@ -126,6 +154,25 @@ def simulated_ranks_are_close_to_real_ones(comm: Comm) -> None:
         train(simulated, range(4))
         tolerance = {"FP16": 2e-3, "BF16": 2e-2}.get(name, 1e-5)
         assert_close(mine.parameters, simulated[comm.rank].parameters, tolerance, name)
+
+
+def library_on_real_ranks(name: str, comm: Comm) -> None:
+    """As simulated ranks do, with as many bytes, and all ranks with the same bits."""
+    compression, make = LIBRARY[name]
+    recipe = Recipe(
+        lambda named: make([param for _, param in named]), compression=compression, buckets=(*TINY.items(),)
+    )
+    mine = Replica(recipe, comm)
+    for step in range(5):
+        train([mine], [step])
+        assert_same_on_all_ranks(comm, mine.parameters, f"{name} after step {step}")
+    simulated = [Replica(recipe, other) for other in dgcopt.simulated_world(comm.size)]
+    train(simulated, range(5))
+    tolerance = 1e-2 if name.startswith("BF16") else 1e-9
+    assert_close(mine.parameters, simulated[comm.rank].parameters, tolerance, name)
+    there, here = (r.optimizer.telemetry.payload_bytes for r in (simulated[comm.rank], mine))
+    alike = comm.nodes == 1 and not name.startswith("BF16")  # not every wire has an allreduce of bfloat16
+    assert here == there or not alike, f"{here} bytes went out, {there} on simulated ranks"
 
 
 def nothing_is_lost(compression: Any, comm: Comm) -> None:
@@ -186,6 +233,7 @@ def nothing_is_lost(compression: Any, comm: Comm) -> None:
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{f"replicas: {n}": functools.partial(replicas_stay_identical, c) for n, c in {**DENSE, **SPARSE}.items()},
     **{f"simulated: {n}": functools.partial(simulated_ranks_equal_real_ones, c) for n, c in SPARSE.items()},
+    **{f"library: {n}": functools.partial(library_on_real_ranks, n) for n in LIBRARY},
     "simulated: dense": simulated_ranks_are_close_to_real_ones,
     "nothing is lost": functools.partial(nothing_is_lost, DGC(0.02, warmup=WARMUP)),
     "nothing is lost: fp16": functools.partial(nothing_is_lost, DGC(0.02, values="fp16", vectors="sparse")),

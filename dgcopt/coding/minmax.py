@@ -1,0 +1,79 @@
+"""MinMaxUInt8, the 8-bit quantiser of Bagua: 256 levels between the smallest and the largest value of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import PayloadError
+from .values import LARGEST, finite
+
+__all__ = ["MinMaxUInt8"]
+
+_EPSILON = 1e-7
+_TOP = 255
+_HEADER = 2 * torch.float32.itemsize
+
+
+@dataclass(frozen=True)
+class MinMaxUInt8:
+    """Chunks of `length` values in a byte each, with a smallest and a largest value in front.
+
+        scale = 255 / (max - min + 1e-7);  upper = rint(max * scale);  lower = upper - 255
+        code = min(rint(x * scale), upper) - lower;  x' = (code + lower) / scale
+
+    in float32, rounding half to even. Zero stays zero. |x - x'| is at most (max - min + 1e-7) / 510 and two units in
+    the last place of the largest number; so differences below 4e-10 are lost, and in chunks with a maximum of 65,000
+    times their range neighbouring levels become one.
+
+    Unlike Bagua's, it holds codes within 0 and 255, which they leave by one where roundings add up: as a byte, the
+    smallest value would become the largest. NaN and Inf travel as zero.
+
+    Costs 8 + `length` bytes per chunk. Source: `MinMaxUInt8` of BaguaSys/bagua.
+    """
+
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        """Length of a chunk's message."""
+        return _HEADER + self.length
+
+    def encode(self, chunks: Tensor) -> Tensor:
+        """Messages `[chunks, nbytes]`, uint8, of `[chunks, length]` values of any floating dtype."""
+        chunks = finite(chunks)
+        ends = torch.stack(chunks.aminmax(dim=1), 1)
+        scale, upper = _levels(ends)
+        codes = (chunks * scale).round_().minimum(upper) - (upper - _TOP)
+        return torch.cat((ends.view(torch.uint8), codes.clamp_(0, _TOP).to(torch.uint8)), 1)
+
+    def decode(self, messages: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The values `[chunks, length]`, float32, of messages that came from `ranks`.
+
+        Raises PayloadError if length or range cannot be right. Waits for the device.
+        """
+        if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes):
+            raise PayloadError(
+                f"messages from ranks {list(ranks)} have {messages.numel()} bytes where chunks of {self.length} values "
+                f"take {len(ranks) * self.nbytes}"
+            )
+        ends = messages[:, :_HEADER].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        right = (ends.abs() <= LARGEST).all(1) & (ends[:, 0] <= ends[:, 1])
+        for rank, is_right in zip(ranks, right.tolist(), strict=True):
+            if not is_right:
+                raise PayloadError(
+                    f"the message from rank {rank} holds a range that is not finite, too large or upside down: it was "
+                    f"damaged on the way, or that rank runs another version"
+                )
+        scale, upper = _levels(ends)
+        return (messages[:, _HEADER:].float() + (upper - _TOP)) / scale
+
+
+def _levels(ends: Tensor) -> tuple[Tensor, Tensor]:
+    """By what values are multiplied, and the highest level: `[chunks, 1]` each."""
+    low, high = ends.split(1, dim=1)
+    scale = torch.full_like(high, _TOP) / (high - low + _EPSILON)  # a number over a tensor is rounded twice
+    return scale, (high * scale).round()

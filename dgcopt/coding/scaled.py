@@ -1,0 +1,36 @@
+"""A few float32 scales, and the packed fields that they scale, in one message."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import PayloadError
+from .bits import read_as
+from .values import LARGEST, check_scales
+
+__all__ = ["decode_scaled", "encode_scaled", "scaled_bytes"]
+
+
+def scaled_bytes(scales: int, nbytes: int) -> int:
+    """Length of a message of so many scales and bytes of fields."""
+    return scales * torch.float32.itemsize + nbytes
+
+
+def encode_scaled(scales: Tensor, fields: Tensor) -> Tensor:
+    """Scales, none negative, in front of fields (uint8)."""
+    numbers = scales.float().clamp(max=LARGEST).contiguous()
+    return torch.cat((numbers.view(-1).view(torch.uint8), fields))
+
+
+def decode_scaled(message: Tensor, scales: int, nbytes: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The scales (float32) and fields of a message from `rank`. PayloadError if length or scales cannot be right."""
+    if message.dtype != torch.uint8 or message.shape != (scaled_bytes(scales, nbytes),):
+        raise PayloadError(
+            f"the message from rank {rank} has {message.numel()} bytes where {scales} scales and their fields take "
+            f"{scaled_bytes(scales, nbytes)}"
+        )
+    head = scaled_bytes(scales, 0)
+    numbers = read_as(message[:head], torch.float32)
+    check_scales(numbers, rank)
+    return numbers, message[head:]

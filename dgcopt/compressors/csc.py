@@ -1,0 +1,96 @@
+"""Coarse-grained sparse communication (Sun et al., "GradientFlow", 2019, arXiv:1902.06855)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..collectives import AllReduce
+from ..errors import ConfigError
+from ..memory import ErrorFeedback, memory_for
+from ..schedule import check_ratio
+from ..segments import BLOCK
+from .base import Compressor, Context, GradientExchange, Source
+
+__all__ = ["CSC"]
+
+
+@dataclass(eq=False)
+class CSC(Compressor):
+    """Whole chunks of the gradient, those of the largest L1 norm over all ranks, by allreduce; the others wait.
+
+        v = e + u;  L_c = sum over ranks of |v| in chunk c;  all ranks send the k = ceil(ratio * chunks) chunks of
+        the largest L_c;  e = v, zero in those chunks
+
+    Here u is the gradient, or for SGD with momentum what its local momentum makes of it (u <- m u + g, as in DGC), so
+    that at ratio 1 this is dense training. All ranks see the same norms and take the first chunk where two are equal.
+
+    For many ranks and fast links: neither bytes nor work grow with the number of ranks, and only whole chunks are
+    copied. For slow links DGC sends far less.
+
+    Args:
+        ratio: fraction of the chunks that is sent, in (0, 1]; larger if accuracy suffers.
+        chunk: elements per chunk at most; chunks of a bucket are equally long, cut on boundaries of 64, and may hold
+            several tensors. Smaller chooses better, and costs more norms and smaller copies.
+        source: what travels, see `Compressor.source`.
+
+    Costs one allreduce of 4 bytes per chunk and one of 4 bytes per selected float32 parameter, in two rounds. Raises
+    ConfigError for settings that are none of these.
+    """
+
+    ratio: float = 0.15
+    chunk: int = 32768
+    source: Source = "auto"
+
+    def __post_init__(self) -> None:
+        self.ratio = check_ratio(self.ratio)
+        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < BLOCK:
+            raise ConfigError(f"chunk must be at least {BLOCK} elements, not {self.chunk!r}")
+        self._memory = ErrorFeedback()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy is attached to an optimizer of its own
+
+    @property
+    def conserves(self) -> bool:
+        return True  # without momentum, which adds what it has seen again
+
+    def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
+        self._memory = memory_for(optimizer) if self.source == "gradient" else ErrorFeedback()
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        memory = self._memory
+        memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, memory.runs(ctx.segments))
+        v = ctx.add_residual(grad)
+        chunks, length, count = self._cut(ctx)
+        v = torch.nn.functional.pad(v, (0, chunks * length - ctx.numel)).view(chunks, length)
+
+        norms = yield AllReduce(v.abs().sum(1), op="sum")
+        chosen = norms.sort(descending=True, stable=True).indices[:count]
+        sent = v[chosen].to(ctx.dtype)
+        v[chosen] -= sent
+        ctx.keep_residual(v.view(-1)[: ctx.numel])
+        arrived = yield AllReduce(sent, op=ctx.op)
+        return arrived.new_zeros(chunks, length).index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]
+
+    def _cut(self, ctx: Context) -> tuple[int, int, int]:
+        """How many chunks the bucket has, how long they are, and how many are sent."""
+        chunks = -(-ctx.numel // (self.chunk // BLOCK * BLOCK))
+        length = -(-ctx.numel // (chunks * BLOCK)) * BLOCK
+        return chunks, length, math.ceil(self.ratio * chunks)
+
+    def payload_bytes(self, ctx: Context) -> int:
+        chunks, length, count = self._cut(ctx)
+        return chunks * max(ctx.dtype.itemsize, 4) + count * length * ctx.dtype.itemsize
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._memory.before_step()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._memory.after_step()

@@ -1,0 +1,153 @@
+"""What QAdam and 1-bit Adam have in common: Adam whose variance is frozen once it has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ..collectives import AllReduce
+from ..errors import ConfigError
+from .base import Compressor, Context, GradientExchange
+from .hierarchical import dense
+from .wrapper import Wrapper
+
+__all__ = ["FrozenAdam"]
+
+
+class FrozenAdam(Wrapper):
+    """Adam on whole gradients for T steps; then v stays as it is, and what `inner` sends is each rank's momentum.
+
+    With v, and its bias correction, of step T, in step k > T with learning rate a and weight decay w:
+
+        m = mean(b1 m + (1 - b1) g);  x = x - a / (1 - b1^k) * m / (sqrt(v / (1 - b2^T)) + eps)
+
+    Without the square of v, the step is linear in the gradient, so that error feedback works as it does for SGD.
+    Weight decay is as in the wrapped optimizer (Adam: g + w x; AdamW: x = (1 - a w) x), and does not travel. Learning
+    rates and betas may change. Where v is zero a coordinate has had no gradient yet, and stays.
+
+    Moments and steps live in the optimizer's own state, so its `state_dict()` holds all that frozen parameters need.
+    A parameter that joins later has a warm-up of its own, in which its bucket travels whole. What `synchronize()`
+    leaves in `param.grad` is the gradient that would have led to the new m, so clipping it means what it says.
+
+    Args:
+        warmup_steps: T, before which gradients travel whole. More if the loss jumps when it is over, as where gradients
+            are rare: v must have seen all of them.
+        inner: how momentum travels.
+
+    Costs one allreduce of the gradient for T steps, then what `inner` costs. Raises ConfigError, when wrapped, for
+    optimizers other than `torch.optim.Adam` and `AdamW`, and for their options amsgrad, maximize, capturable and
+    differentiable.
+    """
+
+    def __init__(self, warmup_steps: int, inner: Compressor) -> None:
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+            raise ConfigError(
+                f"warmup_steps must be a whole number from 1 up, as v has to be known, not {warmup_steps!r}"
+            )
+        self.warmup_steps = warmup_steps
+        self._optimizer: Optimizer | None = None
+        super().__init__(inner)
+
+    def _follow(self) -> None:
+        if self.inner.source != "gradient":
+            self.inner.source = "gradient"
+        super()._follow()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(warmup_steps={self.warmup_steps}, inner={self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": None}  # a copy is attached to an optimizer of its own
+
+    def attach(self, optimizer: Optimizer) -> None:
+        name = type(self).__name__
+        if not isinstance(optimizer, Adam | AdamW):
+            raise ConfigError(
+                f"{name} takes the place of Adam's step and needs torch.optim.Adam or AdamW, not "
+                f"{type(optimizer).__name__}: choose another compressor for it, such as TopK"
+            )
+        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if any(group.get(option) for group in optimizer.param_groups):
+                raise ConfigError(f"{name} cannot honour {option}=True of {type(optimizer).__name__}: leave it away")
+        self._optimizer = optimizer
+        super().attach(optimizer)
+
+    def in_place(self, kind: object) -> bool:
+        return False
+
+    # -- what travels ------------------------------------------------------------------------------------------------
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        if not self._travels_as_momentum(ctx):
+            return (yield AllReduce(grad, op=ctx.op))
+        state_of, beta1s = self._attached.state, self._beta1s()
+        held = [(segment, state_of.get(segment.param), beta1s[segment.param]) for segment in ctx.segments]
+        for segment, state, beta1 in held:
+            m = segment.view(grad).mul_((1 - beta1) * (ctx.size / ctx.divisor))
+            if state:
+                m.add_(state["exp_avg"], alpha=beta1)
+        result = yield from self.inner.exchange(grad, replace(ctx, op="average"))
+        mean = dense(result, ctx)
+        gradient = torch.empty_like(mean)
+        for segment, state, beta1 in held:
+            m = segment.view(mean)
+            ahead = torch.sub(m, state["exp_avg"], alpha=beta1) if state else m
+            segment.view(gradient).copy_(ahead / (1 - beta1))
+        return gradient
+
+    def payload_bytes(self, ctx: Context) -> int | None:
+        if not self._travels_as_momentum(ctx):
+            return ctx.numel * ctx.dtype.itemsize
+        return self.inner.payload_bytes(replace(ctx, op="average"))
+
+    @property
+    def _attached(self) -> Optimizer:
+        if self._optimizer is None:
+            raise ConfigError(f"{type(self).__name__} needs the optimizer: give it to ddp_hook(compressor, optimizer)")
+        return self._optimizer
+
+    def _travels_as_momentum(self, ctx: Context) -> bool:
+        """Whether all parameters of the bucket that have ever been stepped are through their warm-up."""
+        taken = [steps for segment in ctx.segments if (steps := self._steps(segment.param))]
+        return bool(taken) and min(taken) >= self.warmup_steps
+
+    def _steps(self, param: Tensor) -> int:
+        return int(self._attached.state.get(param, {}).get("step", 0))
+
+    def _beta1s(self) -> dict[Tensor, float]:
+        return {param: group["betas"][0] for group in self._attached.param_groups for param in group["params"]}
+
+    # -- what becomes of it ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        stepped = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and self._is_frozen(param):
+                    self._step(param, optimizer.state[param], group)
+                    stepped.append(param)
+        return stepped
+
+    def _is_frozen(self, param: Tensor) -> bool:
+        return self._steps(param) >= self.warmup_steps
+
+    def _step(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        lr, decay, grad = float(group["lr"]), group["weight_decay"], param.grad
+        assert grad is not None
+        # kept beside v: a run that was resumed from plain Adam may have had more steps than the warm-up
+        frozen_at = state.setdefault("frozen_at", int(state["step"]))
+        state["step"] += 1
+        if decay and group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW)):
+            param.mul_(1 - lr * decay)
+        elif decay:
+            grad = grad.add(param, alpha=decay)
+        m, v = state["exp_avg"].lerp_(grad, 1 - beta1), state["exp_avg_sq"]
+        update = m / (v / (1 - beta2**frozen_at)).sqrt_().add_(group["eps"])
+        param.sub_(update.masked_fill_(v == 0, 0), alpha=lr / (1 - beta1 ** int(state["step"])))

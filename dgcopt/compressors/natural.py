@@ -1,0 +1,64 @@
+"""Natural compression (Horvath, Ho, Horvath, Sahu, Canini & Richtarik, 2019, arXiv:1905.10988)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..coding.bits import pack_small, packed_bytes, unpack_small
+from ..coding.values import finite
+from ..errors import PayloadError
+from .base import Context
+from .encoded import Encoded
+
+__all__ = ["Natural"]
+
+_MANTISSA = 23
+_INFINITE = 255
+
+
+@dataclass(eq=False)
+class Natural(Encoded):
+    """Every coordinate is rounded at random to a power of two beside it, so that its mean stays what it was.
+
+        2^a <= |x| <= 2^(a+1):  send sign(x) * 2^a with probability (2^(a+1) - |x|) / 2^a, else sign(x) * 2^(a+1)
+
+    A power of two is a float32 without mantissa: sign and exponent travel. Adding a random number below 2^23 to the
+    bits of |x| carries into the exponent just as often as the formula asks, to the last bit. Numbers below 2^-126
+    become that or zero, with the same mean; zero stays zero; magnitudes above 2^100 travel as 2^100.
+
+    Unbiased and without memory or scales: the noise is at most an eighth of the square of each coordinate, however
+    many there are. Prefer it where tensors hold values of very different sizes.
+
+    Args:
+        seed: of the random numbers.
+
+    Costs one allgather of 9 bits per coordinate. Raises PayloadError for a damaged message. Source: Horvath, Ho,
+    Horvath, Sahu, Canini & Richtarik, "Natural Compression for Distributed Deep Learning", arXiv:1905.10988.
+    """
+
+    seed: int = 0
+
+    def encode(self, values: Tensor, ctx: Context) -> Tensor:
+        x = finite(values)
+        generator = ctx.generator(self.seed, own=True)
+        chance = torch.randint(1 << _MANTISSA, (len(x),), generator=generator, dtype=torch.int32).to(x.device)
+        exponents = x.abs().view(torch.int32) + chance >> _MANTISSA
+        return torch.cat((exponents.to(torch.uint8), pack_small((x < 0).to(torch.uint8), 1)))
+
+    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+        if message.dtype != torch.uint8 or message.shape != (self.payload_bytes(ctx),):
+            raise PayloadError(
+                f"the message from rank {rank} has {message.numel()} bytes where {ctx.numel} values take "
+                f"{self.payload_bytes(ctx)}"
+            )
+        exponents, signs = message[: ctx.numel], message[ctx.numel :]
+        if bool((exponents == _INFINITE).any()):
+            raise PayloadError(f"the message from rank {rank} holds an infinite value: it was damaged on the way")
+        magnitude = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
+        return torch.where(unpack_small(signs, ctx.numel, 1).bool(), -magnitude, magnitude)
+
+    def payload_bytes(self, ctx: Context) -> int:
+        return ctx.numel + packed_bytes(ctx.numel, 1)

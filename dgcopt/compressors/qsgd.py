@@ -1,0 +1,98 @@
+"""QSGD (Alistarh, Grubic, Li, Tomioka & Vojnovic, NeurIPS 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..coding.bits import pack_small, packed_bytes, unpack_small
+from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
+from ..coding.values import finite
+from ..errors import ConfigError, PayloadError
+from ..segments import BLOCK, PerTensor, Segment
+from .base import Context
+from .encoded import Encoded
+
+__all__ = ["QSGD"]
+
+
+@dataclass(eq=False)
+class QSGD(Encoded):
+    """Every coordinate is rounded at random to one of its two neighbouring levels, so that its mean stays what it was.
+
+        p = s * |v| / ||v||;  level = floor(p), or floor(p) + 1 with probability p - floor(p)
+        send ||v|| * sign(v) * level / s
+
+    for each block of a tensor (called bucket in the paper). Unbiased and without memory.
+
+    Args:
+        levels: s, above zero; 1, 3, 7, 15, 31, 63 or 127 use all of their bits. More for less noise.
+        block: coordinates that share a norm, a multiple of 64, or None for whole tensors; fewer for less noise, and 4
+            bytes more for each block.
+        norm: "l2" as in the paper's theory, or "max", with which no level lies above all values: less noise.
+        seed: of the random numbers.
+
+    Costs one allgather of 1 + ceil(log2(levels + 1)) bits per coordinate and 4 bytes per block. Raises ConfigError for
+    settings that are none of these, PayloadError for a damaged message. Source: Alistarh, Grubic, Li, Tomioka &
+    Vojnovic, "QSGD", NeurIPS 2017, section 3; with fields of fixed width in the place of Elias codes.
+    """
+
+    levels: int = 7
+    block: int | None = 512
+    norm: Literal["l2", "max"] = "l2"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.levels, bool) or not isinstance(self.levels, int) or not 1 <= self.levels <= 127:
+            raise ConfigError(f"levels must be a whole number from 1 to 127, not {self.levels!r}")
+        if self.block is not None and (not isinstance(self.block, int) or self.block < BLOCK or self.block % BLOCK):
+            raise ConfigError(f"block must be a positive multiple of {BLOCK}, or None, not {self.block!r}")
+        if self.norm not in ("l2", "max"):
+            raise ConfigError(f'norm must be "l2" or "max", not {self.norm!r}')
+
+    @property
+    def _magnitude_bits(self) -> int:
+        return self.levels.bit_length()
+
+    def _blocks(self, ctx: Context) -> PerTensor:
+        """Statistics per block."""
+        if self.block is None:
+            return ctx.tensors
+        if "blocks" not in ctx.scratch:
+            ctx.scratch["blocks"] = PerTensor(
+                [
+                    Segment(s.name, s.param.new_empty(1).expand(min(self.block, s.stop - start)), start)
+                    for s in ctx.segments
+                    for start in range(s.start, s.stop, self.block)
+                ]
+            )
+        return ctx.scratch["blocks"]
+
+    def encode(self, values: Tensor, ctx: Context) -> Tensor:
+        v, blocks = finite(values), self._blocks(ctx)
+        norms = blocks.amax(v)
+        if self.norm == "l2":  # of what is left after division by the largest, whose squares cannot overflow
+            norms = norms * blocks.sum((v / blocks.spread(norms)).nan_to_num_(0).square_()).sqrt()
+        position = (v.abs() / blocks.spread(norms)).nan_to_num_(0).mul_(self.levels)
+        chance = torch.rand(len(v), generator=ctx.generator(self.seed, own=True)).to(v.device)
+        level = position.floor()
+        level += chance < position - level
+        fields = level.clamp_(max=self.levels).to(torch.uint8) | (v < 0).to(torch.uint8) << self._magnitude_bits
+        width = 1 + self._magnitude_bits
+        return encode_scaled(norms, fields if width == 8 else pack_small(fields, width))
+
+    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+        blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
+        norms, packed = decode_scaled(message, len(blocks.numels), packed_bytes(ctx.numel, width), rank)
+        fields = packed if width == 8 else unpack_small(packed, ctx.numel, width)
+        level, minus = fields & (1 << self._magnitude_bits) - 1, fields >> self._magnitude_bits
+        if bool((level > self.levels).any()):
+            raise PayloadError(f"the message from rank {rank} holds a level above the {self.levels} that there are")
+        magnitude = level * blocks.spread(norms / self.levels)
+        return torch.where(minus.bool(), -magnitude, magnitude)
+
+    def payload_bytes(self, ctx: Context) -> int:
+        return scaled_bytes(len(self._blocks(ctx).numels), packed_bytes(ctx.numel, 1 + self._magnitude_bits))

@@ -1,0 +1,92 @@
+"""Random-k with a shared seed (Wangni et al., "Gradient Sparsification", NeurIPS 2018; Stich et al., NeurIPS 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..collectives import AllReduce
+from ..errors import ConfigError
+from ..schedule import check_ratio
+from ..segments import SparseSum
+from ..selection import count_of
+from .base import Compressor, Context, GradientExchange, Source
+from .sparse import check_decay
+
+__all__ = ["RandomK"]
+
+
+@dataclass(eq=False)
+class RandomK(Compressor):
+    """Coordinates drawn at random, the same on all ranks: no index travels, and an allreduce adds the values up.
+
+        v = decay * e + g;  send v at k = ceil(ratio * n) coordinates of each tensor;  e = v, zero where sent
+
+    Each tensor is cut into k spans whose lengths differ by one at most, and one coordinate of each is drawn. So every
+    span of n / k neighbours is heard in every step, and drawing costs as little as k random numbers.
+
+    As the baseline that any choice by magnitude has to beat: a coordinate waits n / k steps, however large it is, so
+    that training with momentum bears a much smaller lr than with TopK. CLTK needs no allgather either.
+
+    Args:
+        ratio: fraction of coordinates that is sent, in (0, 1]; larger if accuracy suffers.
+        seed: of the draws, which depend on nothing else but the step and the bucket.
+        decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
+        error_feedback: False throws away what is not sent.
+        unbiased: multiply what is sent by the length of its span, nearly n / k, so that the result's expectation is
+            the mean gradient. Its variance grows as much. Only without error feedback, which sends the rest itself.
+        source: what travels, see `Compressor.source`.
+
+    Costs one allreduce of 4 bytes per selected coordinate of float32, whatever the number of ranks. Raises ConfigError
+    for settings that are none of these.
+    """
+
+    ratio: float = 0.1
+    seed: int = 0
+    decay: float = 1.0
+    error_feedback: bool = True
+    unbiased: bool = False
+    source: Source = "auto"
+
+    def __post_init__(self) -> None:
+        self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
+        if self.unbiased and self.error_feedback:
+            raise ConfigError(
+                "unbiased=True scales up what is sent for what is not, and error_feedback=True sends that later: choose"
+            )
+
+    @property
+    def conserves(self) -> bool:
+        return self.error_feedback and self.decay == 1
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
+        starts, lengths = self._spans(ctx)
+        draws = torch.randint(2**62, (len(starts),), generator=ctx.generator(self.seed)).to(v.device)
+        positions = starts + draws % lengths
+        sent = v[positions].to(ctx.dtype)
+        if self.error_feedback:
+            v[positions] -= sent
+            ctx.keep_residual(v)
+        if self.unbiased:
+            sent *= lengths
+        total = SparseSum()
+        total.add(positions, (yield AllReduce(sent, op=ctx.op)))
+        return total
+
+    def _spans(self, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Where the spans of all tensors start, and their lengths."""
+        if "spans" not in ctx.scratch:
+            cuts = []
+            for segment in ctx.segments:
+                k = count_of(self.ratio, segment.numel)
+                cuts.append(segment.start + torch.arange(k + 1) * segment.numel // k)
+            starts, lengths = torch.cat([cut[:-1] for cut in cuts]), torch.cat([cut.diff() for cut in cuts])
+            device = ctx.segments[0].param.device
+            ctx.scratch["spans"] = starts.to(device), lengths.to(device)
+        return ctx.scratch["spans"]
+
+    def payload_bytes(self, ctx: Context) -> int:
+        return len(self._spans(ctx)[0]) * ctx.dtype.itemsize

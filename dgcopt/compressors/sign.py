@@ -1,0 +1,127 @@
+"""One bit per coordinate: its sign (Bernstein et al., ICML 2018 and ICLR 2019; Karimireddy et al., ICML 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from ..coding.bits import aligned, pack_small, packed_bytes, unpack_small
+from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
+from ..coding.trits import pack_trits, trit_bytes, unpack_trits
+from ..coding.values import finite
+from ..collectives import AllGather, AllToAll
+from ..errors import ConfigError
+from .base import Compressor, Context, GradientExchange
+from .encoded import Encoded
+
+__all__ = ["EFSignSGD", "SignSGD", "Signum"]
+
+
+@dataclass(eq=False)
+class SignSGD(Compressor):
+    """Every rank votes on the sign of every coordinate: what is applied is +1, -1, or 0 for a tie.
+
+        result = sign(sum over ranks of sign(g))
+
+    lr is the step of every coordinate and has to be smaller than for SGD, near what Adam takes; op "sum" makes N of
+    each vote. One bit cannot say zero: zeros vote + and - by turns, from rank to rank and step to step, so they cancel
+    among an even number of ranks, or over two steps. Prefer EFSignSGD where the votes lose accuracy.
+
+    Each rank counts the votes on its N-th part, as the paper's parameter server does on the whole.
+
+    Costs an alltoall of 1 bit and an allgather of 1.6 bits per coordinate, however many ranks there are. Raises
+    PayloadError for a damaged message. Source: Bernstein, Wang, Azizzadenesheli & Anandkumar, "signSGD", ICML 2018;
+    Bernstein, Zhao, Azizzadenesheli & Anandkumar, "signSGD with Majority Vote", ICLR 2019.
+    """
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        return (yield from majority_vote(grad, ctx))
+
+    def payload_bytes(self, ctx: Context) -> int:
+        part = part_of(ctx)
+        return packed_bytes(ctx.size * part, 1) + trit_bytes(part)
+
+
+@dataclass(eq=False)
+class Signum(SignSGD):
+    """The vote of SignSGD on the sign of each rank's momentum, which is less noisy than the gradient's.
+
+        m = beta * m + (1 - beta) * g;  result = sign(sum over ranks of sign(m))
+
+    The wrapped optimizer must have no momentum of its own: SGD with momentum is refused.
+
+    Args:
+        beta: how much of the momentum stays, in [0, 1); more for noisier gradients, 0 is SignSGD.
+
+    Costs what SignSGD does, and memory for m. Raises ConfigError for a beta outside [0, 1) or an SGD with momentum,
+    PayloadError for a damaged message. Source: Bernstein, Wang, Azizzadenesheli & Anandkumar, "signSGD", ICML 2018.
+    """
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 <= self.beta < 1:
+            raise ConfigError(f"beta must be at least 0 and below 1, not {self.beta!r}")
+
+    def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
+        if isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups):
+            raise ConfigError(
+                f"Signum votes on momentum already: give SGD momentum=0 and Signum the beta, here beta={self.beta}"
+            )
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        m = ctx.remember("momentum", grad)
+        m.mul_(self.beta).add_(grad, alpha=1 - self.beta)
+        return (yield from majority_vote(m, ctx))
+
+
+def majority_vote(values: Tensor, ctx: Context) -> GradientExchange:
+    """The sign of the sum of the ranks' signs."""
+    part, zero_is_minus = part_of(ctx), (ctx.rank + ctx.step) % 2 == 1
+    ballots = torch.zeros(ctx.size * part, dtype=torch.uint8, device=values.device)
+    ballots[: len(values)] = torch.where(values == 0, zero_is_minus, values < 0)
+    votes = yield AllToAll(pack_small(ballots, 1).view(ctx.size, -1))
+    minuses = torch.zeros(part, dtype=torch.int32, device=values.device)
+    for vote in votes:
+        minuses += unpack_small(vote, part, 1)
+    counted = yield AllGather(pack_trits((ctx.size - 2 * minuses).sign()))
+    signs = [unpack_trits(theirs, part, rank) for rank, theirs in enumerate(counted)]
+    return torch.cat(signs)[: ctx.numel].to(ctx.dtype) * (ctx.size / ctx.divisor)
+
+
+def part_of(ctx: Context) -> int:
+    """Of how many coordinates a rank counts the votes."""
+    return aligned(-(-ctx.numel // ctx.size))
+
+
+@dataclass(eq=False)
+class EFSignSGD(Encoded):
+    """The sign of every coordinate times the mean magnitude of its tensor; the error is added to the next gradient.
+
+        v = e + g;  send sign(v) * ||v||_1 / n for each tensor of n coordinates;  e = v - what was sent
+
+    Unlike SignSGD it converges where SGD does, at SGD's lr. Zero travels as +, and the error makes up for it.
+
+    Costs one allgather of 1 bit per coordinate and 4 bytes per tensor. Raises PayloadError for a damaged message.
+    Source: Karimireddy, Rebjock, Stich & Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+    ICML 2019, algorithm 1, with lr applied after the exchange.
+    """
+
+    error_feedback = True
+
+    def encode(self, values: Tensor, ctx: Context) -> Tensor:
+        v = finite(values)
+        scales = ctx.tensors.sum(v.abs()) / ctx.tensors.numels
+        return encode_scaled(scales, pack_small((v < 0).to(torch.uint8), 1))
+
+    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+        scales, fields = decode_scaled(message, len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
+        scale, minus = ctx.tensors.spread(scales), unpack_small(fields, ctx.numel, 1).bool()
+        return torch.where(minus, -scale, scale)
+
+    def payload_bytes(self, ctx: Context) -> int:
+        return scaled_bytes(len(ctx.segments), packed_bytes(ctx.numel, 1))

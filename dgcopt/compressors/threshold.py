@@ -1,0 +1,92 @@
+"""A fixed threshold (Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", 2015)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..coding import SparseCode
+from ..collectives import AllGather
+from ..errors import ConfigError, PayloadError
+from ..schedule import check_ratio
+from ..segments import SparseSum
+from ..selection import count_of
+from .base import Context, GradientExchange, Source, at_least_float32
+from .sparse import Indices, Sparse, Values, check_decay
+
+__all__ = ["Threshold"]
+
+
+@dataclass(eq=False)
+class Threshold(Sparse):
+    """Every coordinate whose magnitude reaches a threshold; the rest is added to the next gradient.
+
+        v = decay * e + g;  send all |v| >= threshold, whole;  e = v, zero where sent
+
+    How many that are differs between ranks and steps, so ranks first tell each other. Strom sends plus or minus the
+    threshold and keeps the remainder; here the value travels, or its sign and a fitted scale (`values="sign"`).
+
+    Where the scale of gradients is known and their importance is in their size; else TopK, whose bytes are known.
+
+    Args:
+        threshold: above 0; larger sends less and delays more.
+        at_most: fraction of the bucket's coordinates that one step may send, so that one bad step does not send
+            everything; the smallest wait.
+        values, indices: how they travel; "int2" and "rice" for fewest bytes.
+        decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
+        error_feedback: False throws away what is not sent.
+        source: what travels, see `Compressor.source`. An update is smaller than a gradient by a factor of lr or more.
+
+    Costs one allgather of 8 bytes, and one of 8 bytes per coordinate of the rank that sends most, 1.7 with int2 and
+    rice; none if no rank has any. Raises ConfigError for settings that are none of these, PayloadError for a damaged
+    message.
+    """
+
+    threshold: float = 0.01
+    at_most: float = 0.1
+    values: Values = "fp32"
+    indices: Indices = "int32"
+    decay: float = 1.0
+    error_feedback: bool = True
+    source: Source = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0 or not math.isfinite(self.threshold):
+            raise ConfigError(f"threshold must be a positive number, not {self.threshold!r}")
+        self.at_most, self.decay = check_ratio(self.at_most, "at_most"), check_decay(self.decay)
+        SparseCode(self.indices, self.values)
+
+    def most(self, ctx: Context) -> int:
+        """How many coordinates of this bucket a step may send."""
+        return count_of(self.at_most, sum(segment.numel for segment in ctx.segments))
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        indices = (v.abs() >= self.threshold).nonzero().squeeze(1)
+        if len(indices) > self.most(ctx):
+            indices = indices[v[indices].abs().topk(self.most(ctx), sorted=False).indices.sort().values]
+        return indices
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
+        code, indices = SparseCode(self.indices, self.values), self.select(v, ctx)
+        message, sent, arriving = code.encode(indices, v[indices], len(v))
+        if self.error_feedback:
+            v[sent] -= arriving
+            ctx.keep_residual(v)
+
+        counts = (yield AllGather(torch.tensor([len(indices)], device=v.device))).view(-1).tolist()
+        for rank, count in enumerate(counts):
+            if not 0 <= count <= self.most(ctx):
+                raise PayloadError(f"rank {rank} says that it sends {count} values where 0 to {self.most(ctx)} may be")
+        lengths = [code.nbytes(count, ctx.numel) for count in counts]
+        total = SparseSum()
+        if not any(lengths):
+            return total
+        messages = yield AllGather(torch.nn.functional.pad(message, (0, max(lengths) - len(message))))
+        for rank, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            positions, values = code.decode(messages[rank, :length], count, ctx.numel, rank)
+            total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)
+        return total

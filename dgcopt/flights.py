@@ -1,0 +1,166 @@
+"""Exchanges in flight: the one place where collectives leave, are named and counted, and in which order they go on.
+
+Exchanges are taken round by round, in the order of their launch: round two of the first is on its way while round one
+of the second is still awaited. No order depends on timing, because torch.distributed and MPI match collectives by
+order. What waits for other ranks is a generator that yields the handle and is sent its result, so that its caller
+decides how to wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from .buckets import Bucket, Memory
+from .collectives import Collective, Group
+from .comm import Comm, Handle, lowered
+from .compressors import Compressor, Context, GradientExchange
+from .errors import ConfigError
+from .segments import SparseSum
+from .telemetry import Telemetry
+
+__all__ = ["Flight", "Traffic", "context_of", "exchange_of"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Flight:
+    """One exchange of a gradient: the collective that it waits for, or its result.
+
+    `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
+    labels must be the same on all that do.
+    """
+
+    label: str
+    exchange: GradientExchange | None = field(default=None, init=False)
+    rounds: Counter[Group] = field(default_factory=Counter, init=False)
+    handle: Handle | None = field(default=None, init=False)
+    result: Tensor | SparseSum | None = field(default=None, init=False)
+
+
+class Traffic:
+    """What one user of a wire sends and awaits.
+
+    Args:
+        comm: the wire.
+        telemetry: where bytes and seconds are counted.
+        user: what labels call it. Its `number` tells users of one wire apart.
+        progress: see `Comm.attend`.
+    """
+
+    def __init__(
+        self, comm: Comm, telemetry: Telemetry, user: str, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        self.comm = comm
+        self.telemetry = telemetry
+        self.user = user
+        self.number = comm.attend(progress)
+
+    def start(self, collective: Collective, label: str) -> Handle:
+        """The one place where collectives leave, and their bytes are counted."""
+        collective.label, collective.user = f"{self.user} {self.number} {label}", self.number
+        self.telemetry.payload_bytes += collective.nbytes
+        self.telemetry.sent_bytes += collective.sent(self.comm.size_of(collective.group))
+        return self.comm.start(collective)
+
+    def wait(self, handle: Handle) -> Tensor:
+        """The result of a collective that was started."""
+        start = time.perf_counter()
+        result = self.comm.wait(handle)
+        self.telemetry.wait_seconds += time.perf_counter() - start
+        return result
+
+    def drive(self, steps: Generator[Handle, Tensor, Result]) -> Result:
+        """Run what yields handles, waiting for each; returns what it returns."""
+        result: Tensor | None = None
+        while True:
+            try:
+                handle = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as stop:
+                return stop.value
+            result = self.wait(handle)
+
+    def through(self, exchange: Generator[Collective, Tensor, Result]) -> Generator[Handle, Tensor, Result]:
+        """A whole exchange of the user's own, such as a vote, in its place in the order of the step."""
+        exchange, result = lowered(exchange, self.comm), None
+        while True:
+            try:
+                collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+            except StopIteration as stop:
+                return stop.value
+            result = yield self.start(collective, collective.label)
+
+    def launch(self, flight: Flight, exchange: GradientExchange) -> None:
+        """Run an exchange to its first collective, and start that."""
+        flight.exchange = lowered(exchange, self.comm)
+        self._advance(flight, None)
+
+    @torch.no_grad()
+    def _advance(self, flight: Flight, result: Tensor | None) -> None:
+        """Run an exchange to its next collective, and start that; or to its end."""
+        assert flight.exchange is not None
+        start = time.perf_counter()
+        try:
+            collective = flight.exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration as stop:
+            flight.handle, flight.result = None, stop.value
+        else:
+            flight.handle = self.start(collective, f"{flight.label} round {flight.rounds[collective.group]}")
+            flight.rounds[collective.group] += 1
+        elapsed = time.perf_counter() - start
+        if flight.handle is not None and flight.rounds.total() == 1:
+            self.telemetry.compress_seconds += elapsed
+        else:
+            self.telemetry.apply_seconds += elapsed
+
+    def finish(self, flights: Sequence[Flight], in_turn: bool) -> Generator[Handle, Tensor, None]:
+        """Take launched flights to their end: round by round, or each as a whole, `in_turn`."""
+        while any(flight.handle is not None for flight in flights):
+            for flight in flights:
+                while flight.handle is not None:
+                    self._advance(flight, (yield flight.handle))
+                    if not in_turn:
+                        break
+
+    def call_off(self, flights: Sequence[Flight]) -> Generator[Handle, Tensor, None]:
+        """Let collectives that were started run out, on all ranks the same ones, and end their exchanges there."""
+        for flight in flights:
+            if flight.handle is not None:
+                yield flight.handle
+            if flight.exchange is not None:
+                flight.exchange.close()
+
+    def count_step(self, numel: int) -> None:
+        """A step of so many gradient elements was made."""
+        self.telemetry.steps += 1
+        self.telemetry.dense_bytes += 2 * 4 * numel * (self.comm.size - 1) // self.comm.size
+
+
+def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], shared: Memory) -> Context:
+    """What an exchange of the bucket may know; whoever launches it says at which step."""
+    return Context(
+        *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, bucket.memory, shared),
+        *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size),
+    )
+
+
+def exchange_of(bucket: Bucket, compressor: Compressor, context: Context) -> GradientExchange:
+    """The exchange of one bucket, whose gradient is in it, or in `context.local` if they stay in place.
+
+    Raises ConfigError if the compressor returns anything but an averaged gradient.
+    """
+    result = yield from compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
+    if isinstance(result, SparseSum) or (isinstance(result, Tensor) and result.shape == (bucket.numel,)):
+        return result
+    what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise ConfigError(
+        f"{type(compressor).__name__}.exchange must return the averaged gradient of {bucket.label}, a tensor of shape "
+        f"{(bucket.numel,)} or a SparseSum, not {what}"
+    )

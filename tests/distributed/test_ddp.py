@@ -1,0 +1,81 @@
+"""Compressors as hooks of torch's DistributedDataParallel, in two real processes: a launch, a test per scenario."""
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from ddp_worker import SCENARIOS
+from launching import HERE, ROOT, Outcome, launch, missing
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+
+@functools.cache
+def outcome() -> Outcome:
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    return launch("torch", 2, [str(HERE / "ddp_worker.py")], limit=240)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str) -> None:
+    records = outcome().records.get(name, {})
+    errors = [f"rank {rank}: {record['error']}" for rank, record in sorted(records.items()) if "error" in record]
+    assert not errors, "\n".join(errors)
+    assert set(records) == {0, 1}, f"not both ranks got through it:\n{outcome().tail}"
+
+
+def test_ends() -> None:
+    """Leaving Python leaves the wire."""
+    assert outcome().code == 0 and not outcome().orphans, outcome().tail
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_learns_in(framework: str) -> None:
+    pytest.importorskip(framework)
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    run = launch("torch", 2, [str(ROOT / "tests" / "examples" / f"{framework}_ddp.py")], limit=120)
+    told = [json.loads(line) for line in re.findall(r'\{"example".*\}', run.output)]
+    assert run.code == 0 and not run.orphans and len(told) == 2, run.tail
+    assert told[0] == told[1], "replicas drifted apart"
+    assert told[0]["steps"] == 10 * math.ceil(1437 / 2 / 32), "the hook was not called in every step"
+    assert told[0]["accuracy"] > 0.85 and told[0]["ratio"] > 8
+
+
+GUIDE = (ROOT / "docs" / "ddp.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+AROUND = """
+import torch
+torch.manual_seed(1)
+model = torch.nn.Linear(400, 300)
+loader = [(torch.randn(5, 400), torch.randint(300, (5,))) for _ in range(3)]
+loss_fn = torch.nn.functional.cross_entropy
+{code}
+ddp_model(inputs).sum().backward()
+assert saved["hook"].step == 4 and saved["hook"].telemetry.ratio > 50
+dist.destroy_process_group()
+print("came to the end", flush=True)
+"""
+
+
+def test_blocks_of_the_guide(tmp_path: Path) -> None:
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    whole = [code for code in BLOCKS if "DistributedDataParallel(model)" in code]
+    assert len(whole) == 2
+    script = tmp_path / "guide.py"
+    script.write_text(AROUND.format(code="\n".join(whole)))
+    run = launch("torch", 2, [str(script)], limit=60)
+    assert run.code == 0 and run.output.count("came to the end") == 2, run.tail
+
+
+@pytest.mark.parametrize(("framework", "mark"), [("lightning", "lightning.Callback"), ("accelerate", "prepare(")])
+def test_the_guide_shows_what_the_example_runs(framework: str, mark: str) -> None:
+    script = (ROOT / "tests" / "examples" / f"{framework}_ddp.py").read_text()
+    (block,) = [code for code in BLOCKS if mark in code]
+    for line in filter(None, block.splitlines()):
+        assert line in script.splitlines(), line

@@ -1,0 +1,102 @@
+"""What of the DDP hook shows in one process; everything else is in tests/distributed/test_ddp.py."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from worlds import small_batch, small_model
+
+import dgcopt
+from dgcopt.ddp import HookState
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """torch.distributed with a single rank."""
+    dgcopt.shutdown()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dgcopt.shutdown()
+    dist.destroy_process_group()
+
+
+def train(compressor: dgcopt.Compressor | HookState | None) -> tuple[list[Tensor], HookState | None]:
+    model, state = small_model(), None
+    ddp = DDP(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    if compressor is not None:
+        state, hook = dgcopt.ddp_hook(compressor, optimizer)
+        ddp.register_comm_hook(state, hook)
+    for seed in range(3):
+        inputs, targets = small_batch(seed=seed)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+        optimizer.step()
+    return list(model.parameters()), state
+
+
+def test_a_single_process_trains_as_without_a_hook(alone: None) -> None:
+    (ours, state), (bare, _) = train(dgcopt.DGC(0.01)), train(None)
+    assert all(torch.equal(a, b) for a, b in zip(ours, bare, strict=True))
+    assert state is not None and state.telemetry.sent_bytes == 0
+
+
+def test_state_of_more_ranks_is_refused_by_a_single_one(alone: None) -> None:
+    state, _ = dgcopt.ddp_hook(dgcopt.DGC())
+    state.load_state_dict({**state.state_dict(), "rank": 0, "world_size": 2})
+    with pytest.raises(dgcopt.ConfigError, match=r"belongs to rank 0 of 2 .* on rank 0 of 1"):
+        train(state)
+
+
+def test_compressors_that_send_updates_are_refused() -> None:
+    with pytest.raises(dgcopt.ConfigError, match=r"Adasum sends the updates .* use dgcopt\.DistributedOptimizer"):
+        dgcopt.ddp_hook(dgcopt.Adasum())
+
+
+def test_the_source_auto_becomes_gradient_in_front_of_any_optimizer() -> None:
+    class Undecided(dgcopt.NoCompression):
+        source = "auto"
+
+    optimizer = torch.optim.Adam(small_model().parameters())
+    given = Undecided()
+    state, _ = dgcopt.ddp_hook(given, optimizer)
+    assert state.compressor.source == "gradient" and given.source == "auto", "the hook has a copy of its own"
+
+
+def test_distributed_optimizers_are_refused() -> None:
+    model = small_model()
+    (comm, _) = dgcopt.simulated_world(2, 1)
+    optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
+    with pytest.raises(dgcopt.ConfigError, match="the one that is not wrapped"):
+        dgcopt.ddp_hook(dgcopt.DGC(), optimizer)
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    state, _ = dgcopt.ddp_hook(dgcopt.DGC(), torch.optim.SGD(small_model().parameters(), lr=0.1))
+    with pytest.raises(dgcopt.ConfigError, match="attach one optimizer"):
+        state.attach(torch.optim.SGD(small_model().parameters(), lr=0.1))
+
+
+def test_horovods_compression_objects_are_accepted() -> None:
+    class Truncate:
+        compress = staticmethod(lambda tensor: (tensor.half(), tensor.dtype))
+        decompress = staticmethod(lambda tensor, dtype: tensor.to(dtype))
+
+    state, _ = dgcopt.ddp_hook(Truncate)
+    assert "Truncate" in repr(state.compressor)
+    with pytest.raises(dgcopt.ConfigError, match=r"must be an instance: DGC\(\)"):
+        dgcopt.ddp_hook(dgcopt.DGC)
+
+
+def test_a_state_that_was_stored_before_training_keeps_its_settings() -> None:
+    state, hook = dgcopt.ddp_hook(dgcopt.DGC(0.02, values="fp16"), torch.optim.SGD(small_model().parameters(), lr=0.1))
+    again, same = dgcopt.ddp_hook(pickle.loads(pickle.dumps(state)))
+    assert repr(again.compressor) == repr(state.compressor) and same is hook
+    assert again.state_dict() == state.state_dict()

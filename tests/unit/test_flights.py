@@ -1,0 +1,68 @@
+"""Exchanges in flight: what they may return, and what their collectives are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import Ranks
+
+import dgcopt
+from dgcopt.collectives import AllReduce, Collective
+from dgcopt.comm import Handle
+
+
+class Returning(dgcopt.Compressor):
+    """Of two buckets, the second one's exchange returns what `spoil` makes of the mean; the first goes through."""
+
+    def __init__(self, spoil: Callable[[Tensor], Any]) -> None:
+        self._spoil = spoil
+
+    def exchange(self, grad: Tensor, ctx: dgcopt.Context) -> Any:
+        held = ctx.remember("residual", grad)
+        held += 1
+        mean = yield AllReduce(grad)
+        return self._spoil(mean) if ctx.index == 1 else mean
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [(lambda mean: None, "NoneType"), (lambda mean: mean[1:], r"shape \(\d+,\)"), (lambda mean: [mean], "list")],
+)
+def test_a_compressor_that_returns_no_averaged_gradient_is_named_and_no_bucket_is_settled(
+    spoil: Callable[[Tensor], Any], what: str
+) -> None:
+    sizes = {"bucket_mb": 1e-3, "first_bucket_mb": 1e-3}
+    ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1), compression=Returning(spoil), **sizes)
+    before = ranks.weights()
+    message = rf"Returning\.exchange must return the averaged gradient of bucket 1 .* or a SparseSum, not {what}"
+    with pytest.raises(dgcopt.ConfigError, match=message):
+        ranks.step()
+    assert all(torch.equal(one, other) for one, other in zip(ranks.weights(), before, strict=True))
+    held = ranks.optimizers[0]._engine.memory()["residual"]
+    assert len(held) == 6 and not any(residual.any() for residual in held.values())
+
+
+def test_ranks_with_fewer_rounds_use_the_same_labels() -> None:
+    """The simulated wire refuses collectives whose labels differ over ranks, and first ranks of machines have more."""
+    compressor = dgcopt.Hierarchical(dgcopt.DGC(0.1))
+    ranks = Ranks(4, lambda params: torch.optim.SGD(params, lr=0.1), nodes=2, compression=compressor)
+    started: dict[int, list[str]] = {0: [], 1: []}
+    for rank, labels in started.items():
+        comm = ranks.comms[rank]
+        comm.start = noting(comm.start, labels)  # type: ignore[method-assign]
+    for seed in range(2):
+        ranks.step(seed)
+    ranks.assert_replicas_equal()
+    assert len(started[0]) > len(started[1]) > 0
+
+
+def noting(start: Callable[[Collective], Handle], labels: list[str]) -> Callable[[Collective], Handle]:
+    def noted(collective: Collective) -> Handle:
+        labels.append(collective.label)
+        return start(collective)
+
+    return noted

@@ -1,0 +1,270 @@
+"""Every compressor that comes with dgcopt keeps what `check_compressor` asks, and what it asks can be broken."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.optim import SGD
+
+import dgcopt
+from dgcopt.__main__ import cost, library, main, show
+from dgcopt.collectives import AllGather, AllReduce, SendRecv
+from dgcopt.compressors import Compressor, Context, Encoded, Sparse
+from dgcopt.testing import ConformanceError, check_compressor
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "compressors"
+
+ADAM = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01)}
+
+SETTINGS: list[tuple[Compressor, dict]] = [
+    (dgcopt.NoCompression(), {}),
+    (dgcopt.FP16(), {}),
+    (dgcopt.BF16(), {}),
+    (dgcopt.DGC(0.1), {}),
+    (dgcopt.DGC(0.1, residual="bf16", vectors="sparse", granularity="bucket", momentum_masking=False), {}),
+    (dgcopt.DGC.compact(0.05, warmup=None), {}),
+    (dgcopt.DGC(0.1, warmup=dgcopt.Warmup((1.0, 0.5), steps=1), overlap=False), {}),
+    (dgcopt.DGC(0.1, clip=dgcopt.LocalClip(1.0, per="tensor")), {}),
+    (dgcopt.DGC(0.1, source="update"), ADAM),
+    (dgcopt.TopK(0.1), {}),
+    (dgcopt.TopK(0.02, "int2", "rice", decay=0.9, granularity="bucket"), {}),
+    (dgcopt.TopK(0.1, error_feedback=False), {}),
+    (dgcopt.TopK(0.1), ADAM),
+    (dgcopt.RandomK(0.1), {}),
+    (dgcopt.RandomK(0.1, error_feedback=False, unbiased=True), {}),
+    (dgcopt.Threshold(0.5, 0.2), {}),
+    (dgcopt.ChunkedTopK(), {}),
+    (dgcopt.ChunkedTopK(0.1, 128, "fp32", "int32", 1.0), {}),
+    (dgcopt.CLTK(0.1), {}),
+    (dgcopt.CLTK(0.1, beta=0.3), ADAM),
+    (dgcopt.CSC(0.3, 64), {}),
+    (dgcopt.DeMo(), {}),
+    (dgcopt.PowerSGD(start_step=0), {}),
+    (dgcopt.PowerSGD(2, start_step=1, iterations=1.5, epsilon=1e-8, batch_same_shapes=True), {}),
+    (dgcopt.PowerSGD(start_step=0, granularity="bucket", warm_start=False), ADAM),
+    (dgcopt.PowerSGD(start_step=0, error_feedback=False), {}),
+    (dgcopt.ByteGrad(), {}),
+    (dgcopt.ByteGrad(error_feedback=True), {}),
+    (dgcopt.SignSGD(), {}),
+    (dgcopt.Signum(), {}),
+    (dgcopt.EFSignSGD(), {}),
+    (dgcopt.OneBit(), {}),
+    (dgcopt.TernGrad(), {}),
+    (dgcopt.QSGD(), {}),
+    (dgcopt.QSGD(127, block=None, norm="max"), {}),
+    (dgcopt.Natural(), {}),
+    (dgcopt.QAdam(warmup_steps=2), ADAM),
+    (dgcopt.QAdam(warmup_steps=2, faithful=True), ADAM),
+    (dgcopt.OneBitAdam(warmup_steps=2), ADAM),
+    (dgcopt.FP16(dgcopt.TopK(0.1)), {}),
+    (dgcopt.BF16(dgcopt.PowerSGD(start_step=0)), {}),
+    (dgcopt.Hierarchical(dgcopt.DGC(0.1)), {}),
+    (dgcopt.Hierarchical(dgcopt.ByteGrad()), {}),
+]
+"""With what `check_compressor` needs to know besides."""
+
+REFUSED_BY_DESIGN = {"Noop": "another result than rank 0", "Adasum": "the sum differs"}
+"""Ranks without an exchange come apart, which is what it is for; Adasum neither sums nor averages."""
+
+
+@pytest.mark.parametrize(("compressor", "given"), SETTINGS, ids=[repr(c)[:80] for c, _ in SETTINGS])
+def test_it_keeps_what_every_compressor_must(compressor: Compressor, given: dict) -> None:
+    given = {"sizes": (1, 2, 3, 8), **given}
+    report = check_compressor(compressor, **given)
+    assert not report.failures and len(report.lines) == 9
+
+
+def test_none_is_left_out() -> None:
+    def inside(compressor: Compressor) -> set[str]:
+        inner = getattr(compressor, "inner", None)
+        return {type(compressor).__name__} | (inside(inner) if inner is not None else set())
+
+    checked = set().union(*(inside(compressor) for compressor, _ in SETTINGS))
+    assert {kind.__name__ for kind in library()} - checked == set(REFUSED_BY_DESIGN)
+    for name, reason in REFUSED_BY_DESIGN.items():
+        with pytest.raises(ConformanceError, match=reason):
+            check_compressor(getattr(dgcopt, name)(), sizes=(2,))
+
+
+@pytest.mark.parametrize("kind", library(), ids=lambda kind: kind.__name__)
+def test_it_is_public_documented_and_has_a_config(kind: type[Compressor]) -> None:
+    assert kind.__name__ in dgcopt.__all__
+    words = kind.__doc__ or ""
+    assert "Costs" in words and len(words.split("\n\n")) > 1, "what it is, how it works and what it costs"
+    configs = [yaml.safe_load(path.read_text())["compressor"] for path in CONFIGS.glob("*.yaml")]
+    chosen = {c if isinstance(c, str) else c["class_path"] for c in configs}
+    assert f"dgcopt.{kind.__name__}" in chosen or kind.__name__ in REFUSED_BY_DESIGN
+
+
+# -- each check can fail ---------------------------------------------------------------------------------------------
+
+
+class Drifts(dgcopt.Compressor):
+    """Ranks that add up in their own order get other bits."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        rows = yield AllGather(grad)
+        return (rows.roll(ctx.rank, 0).sum(0)) / ctx.divisor
+
+
+class Infinite(dgcopt.Compressor):
+    """Divides by a norm that half precision cannot hold."""
+
+    carrier = AllReduce
+
+    def compress(self, grad: Tensor, ctx: Context) -> Tensor:
+        return grad * (grad.half() ** 9).sum().to(grad.dtype)
+
+    def decompress(self, payloads: Tensor, ctx: Context) -> Tensor:
+        return payloads
+
+
+class Divides(dgcopt.Compressor):
+    """By its own mean, which is zero of zeros."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield AllReduce(grad / grad.abs().sum() * grad.numel(), op=ctx.op))
+
+
+class Averages(dgcopt.Compressor):
+    """Whatever was asked."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield AllReduce(grad, op="average"))
+
+
+class Remembers(dgcopt.Compressor):
+    """In a place that no roll-back reaches."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        ctx.scratch["sum"] = ctx.scratch.get("sum", torch.zeros_like(grad)) + grad
+        return (yield AllReduce(ctx.scratch["sum"].clone(), op=ctx.op))
+
+
+class Loses(Sparse):
+    """What it does not send, though it says that it keeps it."""
+
+    error_feedback = False
+
+    @property
+    def conserves(self) -> bool:
+        return True
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        return torch.arange(0, len(v), 64)
+
+
+class Understates(dgcopt.NoCompression):
+    """Its bytes."""
+
+    def payload_bytes(self, ctx: Context) -> int:
+        return 2 * ctx.numel
+
+
+class Counts(dgcopt.NoCompression):
+    """Its copies."""
+
+    def __repr__(self) -> str:
+        return f"Counts({id(self)})"
+
+
+class TooManyRounds(dgcopt.Compressor):
+    """On some ranks."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        for _ in range(1 + ctx.rank % 2):
+            grad = yield AllReduce(grad, op=ctx.op)
+        return grad
+
+
+class Rounded(Encoded):
+    """Sends neighbours a different message than the one it decodes itself."""
+
+    error_feedback = True
+
+    def encode(self, values: Tensor, ctx: Context) -> Tensor:
+        return values.half()
+
+    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+        return message.double() * (1 if rank != ctx.rank else 1.001)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "failure"),
+    [
+        (Drifts(), "the same bits"),
+        (Infinite(), "the same bits on all ranks, finite"),
+        (Divides(), "zero, constant"),
+        (Averages(), "a sum is size averages"),
+        (Remembers(), "leaves no trace"),
+        (Remembers(), "memory goes through a checkpoint"),
+        (Loses(), "nothing is lost"),
+        (Rounded(), "the same bits"),
+        (Understates(), "bytes sent"),
+        (Counts(), "settings can be compared"),
+        (TooManyRounds(), "training with several buckets"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Compressor) else value,
+)
+def test_a_broken_one_is_caught_with_a_readable_report(compressor: Compressor, failure: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_compressor(compressor, sizes=(2, 3))
+    lines = [line for line in str(caught.value).splitlines() if line.strip().startswith(failure) or failure in line]
+    assert lines and "rank(s): " in lines[0], str(caught.value)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_lists_all_with_what_they_cost(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["dgcopt", "compressors"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = {line.split()[0]: line.split() for line in lines[1:] if line and not line.startswith(("*", " "))}
+    assert set(named) == {kind.__name__ for kind in library()}
+    assert named["NoCompression"][1:4] == ["4,000,000", "1.0x", "1"]
+    assert named["FP16"][1:4] == ["2,000,000", "2.0x", "1"]
+    assert named["DGC"][1:4] == ["8,000", "500.0x", "1"]
+    assert cost(dgcopt.Hierarchical)[0] == 4_000_000, "nothing is sent within a machine of one rank"
+
+
+def test_the_command_shows_one_in_full(capsys: pytest.CaptureFixture) -> None:
+    assert show("topk") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("dgcopt.TopK(ratio") and "Costs one allgather" in out
+    assert show("nothing") == 2 and "nothing" in capsys.readouterr().err
+
+
+# -- what travels of an optimizer that is not SGD ---------------------------------------------------------------------
+
+
+def test_updates_are_what_travels_unless_the_optimizer_is_sgd() -> None:
+    expected = [
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), "gradient"),
+        (lambda p: SGD(p, lr=0.1), "gradient"),
+        (lambda p: torch.optim.LBFGS(p), "gradient"),
+        (lambda p: torch.optim.AdamW(p), "update"),
+        (lambda p: torch.optim.RMSprop(p), "update"),
+    ]
+    for make, source in expected:
+        for compressor in (dgcopt.TopK(0.1), dgcopt.DGC(0.1), dgcopt.FP16(dgcopt.TopK(0.1))):
+            param = torch.nn.Parameter(torch.zeros(3))
+            compressor.attach(make([param]))
+            assert compressor.source == source
+    dense = dgcopt.DGC(1.0)
+    dense.attach(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]))
+    assert dense.source == "gradient", "at ratio 1 it is dense training"
+
+
+def test_a_swap_between_neighbours_is_no_average() -> None:
+    class Swaps(dgcopt.Compressor):
+        def exchange(self, grad: Tensor, ctx: Context):
+            return (yield SendRecv(grad, to=ctx.rank ^ 1, source=ctx.rank ^ 1))
+
+    with pytest.raises(ConformanceError, match="rank 1 got another result"):
+        check_compressor(Swaps(), sizes=(2,))

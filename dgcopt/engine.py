@@ -347,7 +347,7 @@ class Engine:
         used = None
         if not verdict.complete:
             used = yield from self._find_used(layout)
-        if self.compressor.source == "update":
+        if self.compressor.source == "update" and self.active:
             self._make_update(layout)
         self._launch_rest(layout, used)
         yield from self._traffic.finish(self._flights, self.compressor.in_turn)

@@ -9,6 +9,7 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from .comm import SimulatedComm
+from .compressors import Adasum
 from .errors import ConfigError
 from .optimizer import _Distributed
 
@@ -40,7 +41,7 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
     for optimizer in optimizers:
         if not isinstance(optimizer, _Distributed):
             raise ConfigError("join takes optimizers that DistributedOptimizer returned")
-        if optimizer.compressor.source == "update":
+        if isinstance(optimizer.compressor, Adasum):
             raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
         if optimizer._engine is not None:
             optimizer._engine.divide_by_active = divide_by == "active"

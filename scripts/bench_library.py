@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 from train import cross_entropy, make_parser  # noqa: E402
 
 PLANS: dict[str, dict[str, Any]] = {
-    "digits": {"workers": 4, "batch_size": 16, "steps": 440, "warmup": 44},
+    "digits": {"workers": 4, "batch_size": 16, "steps": 330, "warmup": 33},
     "stdlib_gpt": {"workers": 2, "batch_size": 16, "steps": 300, "warmup": 0},
 }
 """What a run of a task is: learning rates warm up over so many steps, and then fall to zero along a cosine."""
@@ -231,14 +231,16 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--workers", type=int, help="simulated ranks")
+    parser.add_argument("--batch-size", type=int, help="samples per worker and step")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--plot", type=Path, help="file for a picture")
     arguments = parser.parse_args()
     plan = dict(PLANS[arguments.task])
-    plan |= {key: value for key in ("steps", "workers") if (value := getattr(arguments, key))}
+    plan |= {key: value for key in ("steps", "workers", "batch_size") if (value := getattr(arguments, key))}
+    plan["warmup"] = min(plan["warmup"], plan["steps"] // 10)
     names = arguments.compressors or COMPRESSORS[arguments.task]
 
-    folder = ROOT / "runs" / "bench_library" / f"{arguments.task}-{plan['workers']}-{plan['steps']}"
+    folder = ROOT / "runs" / "bench_library" / "-".join([arguments.task, *map(str, plan.values())])
     folder.mkdir(parents=True, exist_ok=True)
     milliseconds = {name: cpu_milliseconds(arguments.task, name) for name in names}
     jobs = [(arguments.task, name, seed, plan, folder) for name in names for seed in arguments.seeds]

@@ -272,6 +272,17 @@ def test_memory_is_shared_out(before: list[dict[str, Any]], size: int):
     assert same(before, untouched)
 
 
+def test_what_all_ranks_share_is_taken_from_the_first():
+    def state(rank: int) -> dict[str, Any]:
+        shared = {"Q": {"w": torch.ones(2)}} if rank == 0 else {}  # only first ranks of machines know it
+        return {STATE_KEY: {"rank": rank, "world_size": 4, "memory": {}, "shared": shared}}
+
+    states = [state(rank) for rank in range(4)]
+    for size in (2, 3, 6):
+        for rank in range(size):
+            assert reshare(states, rank, size)[STATE_KEY]["shared"]["Q"]["w"].tolist() == [1.0, 1.0]
+
+
 def test_a_rank_looks_only_at_what_it_needs():
     class Looked(list):
         def __getitem__(self, rank):

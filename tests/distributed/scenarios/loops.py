@@ -422,11 +422,15 @@ def uneven_data(comm: Comm) -> Loop:
 
 
 def uneven_data_of_two(comm: Comm) -> Loop:
-    """Two optimizers that step in turn, and residuals that are still sent after their rank has run out of data."""
+    """Two optimizers that step in turn, and residuals that are still sent after their rank has run out of data.
+
+    Of gradients for SGD, of updates for Adam.
+    """
     if comm.constructs_in_turn:
         return
     models = [make_model(torch.float32, seed=place) for place in (1, 2)]
-    optimizers = [wrap(SGD(model.parameters()), model, comm, DGC(0.3)) for model in models]
+    made = [SGD(models[0].parameters()), torch.optim.AdamW(models[1].parameters(), lr=0.01)]
+    optimizers = [wrap(optimizer, model, comm, DGC(0.3)) for optimizer, model in zip(made, models, strict=True)]
     with dgcopt.join(*optimizers):
         for step in range(batches_of(comm.rank)):
             for model, optimizer in zip(models, optimizers, strict=True):

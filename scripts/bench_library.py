@@ -80,10 +80,7 @@ COMPRESSORS: dict[str, list[str]] = {
         "topk:optimizer.betas=[0.0,0.95],ratio=0.09,values=int2,indices=rice",
         "topk:optimizer.betas=[0.0,0.95],ratio=0.009,values=int2,indices=rice",
         "chunked:optimizer.betas=[0.0,0.95]",
-        "cltk:optimizer.betas=[0.0,0.95]",
         "powersgd",
-        "bytegrad",
-        "qsgd",
         "qadam",
         "onebit_adam",
     ],
@@ -233,7 +230,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="simulated ranks")
     parser.add_argument("--batch-size", type=int, help="samples per worker and step")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
-    parser.add_argument("--plot", type=Path, help="file for a picture")
+    parser.add_argument("--plot", type=Path, help="file for a picture of loss over bytes")
+    parser.add_argument("--curves", type=Path, help="file for a picture of training loss over steps")
     arguments = parser.parse_args()
     plan = dict(PLANS[arguments.task])
     plan |= {key: value for key in ("steps", "workers", "batch_size") if (value := getattr(arguments, key))}
@@ -271,6 +269,8 @@ def main() -> None:
     print(f"\n{path.relative_to(ROOT)}")
     if arguments.plot:
         plot(rows, title, arguments.plot)
+    if arguments.curves:
+        plot_curves(rows, title, arguments.curves)
 
 
 def spread(values: list[float], form: str) -> str:
@@ -296,6 +296,27 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def plot_curves(rows: list[dict[str, Any]], title: str, path: Path, over: int = 50) -> None:
+    """Training loss of the first seed, the mean `over` so many steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(8, 4.5))
+    for row in rows:
+        run = row["runs"][0]
+        starts = range(0, len(run["curve"]), over)
+        means = [statistics.mean(run["curve"][start : start + over]) for start in starts]
+        label = f"{row['compressor']}: {run['sent_bytes']:,.0f} bytes per step"
+        panel.plot([start + over / 2 for start in starts], means, label=label)
+    panel.set(title=title, xlabel="step", ylabel=f"training loss, mean of {over} steps")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -368,6 +368,9 @@ class _Distributed(Optimizer):
         But for decoupled weight decay, which is the same on all ranks and need not travel.
         """
         held = [(param, param.detach().clone()) for param in self._parameter_names if param.grad is not None]
+        if self._settings.sparse_as_dense and not isinstance(self, torch.optim.SparseAdam):
+            for param, _ in held:
+                param.grad = param.grad.to_dense() if param.grad is not None else None
         decays = [(group, group["weight_decay"]) for group in self.param_groups if _decays_apart(group)]
         try:
             for group, _ in decays:

@@ -46,9 +46,16 @@ RECIPES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] 
         functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
         {"compression": DGC(0.05, values="fp16"), "sparse_as_dense": True},
     ),
-    "adam": (functools.partial(torch.optim.Adam, lr=0.01), {"compression": DGC(0.05), "sparse_as_dense": True}),
+    "adam": (
+        functools.partial(torch.optim.Adam, lr=0.01),
+        {"compression": DGC(0.05, source="gradient"), "sparse_as_dense": True},
+    ),
+    "updates": (functools.partial(torch.optim.Adam, lr=0.01), {"compression": DGC(0.05), "sparse_as_dense": True}),
 }
-"""How to train: masking drops momentum on purpose, so with "masked" only bits are compared, not sums."""
+"""How to train."""
+
+BITS_ONLY = ("masked", "updates")
+"""Masking drops momentum on purpose, and the books know nothing of updates: no sums are compared."""
 
 
 class Model(nn.Module):
@@ -226,7 +233,7 @@ class Survivable:
     def run(self, fault: Fault) -> None:
         team, problems = getattr(self, fault["kind"].replace(" ", "_").replace("-", "_"))(fault)
         for rank in team.ranks if team else []:
-            sums = rank.mass() if rank.recipe != "masked" else None
+            sums = rank.mass() if rank.recipe not in BITS_ONLY else None
             record(rank.comm.rank, fault["id"], problems=problems, digest=rank.digests()[0], mass=sums)
         for comm in self.comms if not team else ():
             record(comm.rank, fault["id"], problems=problems)
@@ -518,7 +525,7 @@ def resume(comm: Comm, plan: dict[str, Any], folder: Path) -> None:
             if not problems and team.digests() != expected[recipe][STEPS]:
                 problems.append(("lost state", "resumed, not what an undisturbed training has at the end"))
         found = None if loaded is None else loaded[0]
-        sums = [early, me.mass()] if loaded is not None and recipe != "masked" else []
+        sums = [early, me.mass()] if loaded is not None and recipe not in BITS_ONLY else []
         record(comm.rank, fault["id"], problems=problems, digest=me.digests()[0], found=found, masses=sums)
 
 

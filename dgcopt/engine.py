@@ -179,7 +179,7 @@ class Engine:
     def _may_launch(self) -> bool:
         """Whether buckets may be launched before the step is called for."""
         compressor = self.compressor
-        possible = compressor.overlap and not compressor.whole_model and compressor.source == "gradient"
+        possible = compressor.overlap and not compressor.whole_model and compressor.sends == "gradient"
         return possible and self.early and self.step >= self._pause_until
 
     def discard(self) -> None:
@@ -347,7 +347,7 @@ class Engine:
         used = None
         if not verdict.complete:
             used = yield from self._find_used(layout)
-        if self.compressor.source == "update" and self.active:
+        if self.compressor.sends == "update" and self.active:
             self._make_update(layout)
         self._launch_rest(layout, used)
         yield from self._traffic.finish(self._flights, self.compressor.in_turn)
@@ -438,7 +438,7 @@ class Engine:
                     bucket.fill(place, None)
                 elif segment.param not in self._gradients.taken or self._gradients.has_changed(segment.param):
                     self._gradients.take(segment.param, bucket, place)
-        if self.compressor.whole_model and self.compressor.source == "gradient":
+        if self.compressor.whole_model and self.compressor.sends == "gradient":
             self.compressor.prepare([b.grad for b in layout.buckets], [self._context(b) for b in layout.buckets])
         while self._launched < len(layout.buckets):
             self._launch(layout.buckets[self._launched], certain=used is None)  # else some memory is to stay as it is

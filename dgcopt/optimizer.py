@@ -307,7 +307,7 @@ class _Distributed(Optimizer):
         """Parameters, and the state kept of them where it comes from averaged gradients."""
         found = {}
         for param, name in self._parameter_names.items():
-            state = self.state.get(param, {}) if self.compressor.source == "gradient" else {}
+            state = self.state.get(param, {}) if self.compressor.sends == "gradient" else {}
             kept = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
             found[name] = [param, *kept]
         return found
@@ -522,7 +522,7 @@ def _before_step(
 
 def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere."""
-    if optimizer.compressor.source == "update" and isinstance(optimizer, torch.optim.LBFGS):
+    if optimizer.compressor.sends == "update" and isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             f"LBFGS looks at gradients more than once in a step, and {type(optimizer.compressor).__name__} sends the "
             f"updates made of them: choose a compressor that sends gradients (source='gradient')"
@@ -546,7 +546,7 @@ def _use_gradients(optimizer: _Distributed) -> None:
     """What stands between the exchange and the optimizer's own step."""
     if optimizer._is_void:
         optimizer._hide_gradients(optimizer._parameter_names)
-    elif optimizer.compressor.source == "update":
+    elif optimizer.compressor.sends == "update":
         optimizer._take_update()
     else:
         if isinstance(optimizer, torch.optim.SparseAdam):  # it takes no other gradients, also where they came densely

@@ -227,6 +227,14 @@ class Compressor:
     Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough (docs/compressors.md).
     """
 
+    _decided: Source = "auto"
+
+    @property
+    def sends(self) -> Literal["gradient", "update"]:
+        """What travels: `source`, or where that is "auto" what `attach` has decided; until then gradients."""
+        chosen = self._decided if self.source == "auto" else self.source
+        return "update" if chosen == "update" else "gradient"
+
     @property
     def conserves(self) -> bool:
         """Whether nothing is lost: the sum applied and all memory whose kind starts with "residual" add up to the
@@ -243,10 +251,10 @@ class Compressor:
         return None
 
     def attach(self, optimizer: Optimizer) -> None:
-        """See the wrapped optimizer once, before training; `source` is "gradient" or "update" afterwards."""
+        """See the wrapped optimizer once, before training; `sends` is decided afterwards."""
         if self.source == "auto":
-            self.source = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
-            if self.source == "update":
+            self._decided = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
+            if self.sends == "update":
                 log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
                 if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
                     log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")

@@ -62,7 +62,7 @@ class CSC(Compressor):
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
-        self._memory = memory_for(optimizer) if self.source == "gradient" else ErrorFeedback()
+        self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         memory = self._memory

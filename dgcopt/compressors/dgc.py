@@ -104,17 +104,16 @@ class DGC(Compressor):
 
     def _set_whole_model(self) -> None:
         """Gradients are clipped before updates are made of them."""
-        self.whole_model = self.clip is not None and (self.clip.per == "model" or self.source == "update")
+        self.whole_model = self.clip is not None and (self.clip.per == "model" or self.sends == "update")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy is attached to an optimizer of its own
 
     def attach(self, optimizer: Optimizer) -> None:
-        if self.source == "auto" and self.ratio == 1:
-            self.source = "gradient"
-        super().attach(optimizer)
+        if self.ratio < 1:
+            super().attach(optimizer)
         self._set_whole_model()
-        self._memory = memory_for(optimizer) if self.source == "gradient" else ErrorFeedback()
+        self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
 
     @property
     def conserves(self) -> bool:

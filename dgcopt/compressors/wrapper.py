@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,6 +29,10 @@ class Wrapper(Compressor):
         inner = self.inner
         self.overlap, self.whole_model, self.in_turn = inner.overlap, inner.whole_model, inner.in_turn
         self.source = inner.source
+
+    @property
+    def sends(self) -> Literal["gradient", "update"]:
+        return self.inner.sends
 
     def __repr__(self) -> str:
         inner = "" if isinstance(self.inner, NoCompression) else repr(self.inner)

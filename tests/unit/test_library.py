@@ -253,12 +253,13 @@ def test_updates_are_what_travels_unless_the_optimizer_is_sgd() -> None:
     ]
     for make, source in expected:
         for compressor in (dgcopt.TopK(0.1), dgcopt.DGC(0.1), dgcopt.FP16(dgcopt.TopK(0.1))):
-            param = torch.nn.Parameter(torch.zeros(3))
-            compressor.attach(make([param]))
-            assert compressor.source == source
+            settings = repr(compressor)
+            compressor.attach(make([torch.nn.Parameter(torch.zeros(3))]))
+            assert compressor.sends == source
+            assert repr(compressor) == settings, "by which a rank that comes later compares itself"
     dense = dgcopt.DGC(1.0)
     dense.attach(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]))
-    assert dense.source == "gradient", "at ratio 1 it is dense training"
+    assert dense.sends == "gradient", "at ratio 1 it is dense training"
 
 
 def test_a_swap_between_neighbours_is_no_average() -> None:

@@ -136,7 +136,7 @@ class TestHalf:
         outer = wrapper(inner)
         assert outer.whole_model and not outer.overlap and outer.kind("", torch.zeros(3)) == "vector"
         outer.attach(torch.optim.AdamW([torch.zeros(3)]))
-        assert outer.source == inner.source == "update"
+        assert outer.sends == inner.sends == "update"
         assert repr(outer) == f"{wrapper.__name__}({inner!r})"
 
 

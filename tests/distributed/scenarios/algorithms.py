@@ -108,7 +108,7 @@ def replicas_stay_identical(compression: Any, comm: Comm) -> None:
         dgcopt.broadcast_parameters(mine.model.state_dict(), comm=comm)
         for step in range(6):
             train([mine], [step])
-            shared = mine.optimizer.compressor.source == "gradient"  # what is made of local gradients is local
+            shared = mine.optimizer.compressor.sends == "gradient"  # what is made of local gradients is local
             state = tensors_in(mine.optimizer.state_dict()["state"]) if shared else []
             assert_same_on_all_ranks(comm, [*mine.parameters, *state], f"{name} after step {step}")
 

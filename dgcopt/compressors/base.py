@@ -224,7 +224,8 @@ class Compressor:
     An update is added to the parameters as it arrives, and nothing overlaps with backward. "auto" becomes "gradient"
     for SGD, where the two differ by a factor of lr, and for LBFGS, whose step looks at gradients more than once; and
     "update" for all others, as Adam's moments are no use with gradients of which most coordinates are missing. Give
-    Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough (docs/compressors.md).
+    Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough (docs/compressors.md). If a
+    wire fails, the step is lost, but the optimizer's own state, and what waits, have taken in its gradient.
     """
 
     _decided: Source = "auto"

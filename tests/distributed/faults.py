@@ -329,7 +329,10 @@ class Survivable:
             problems.append(("unnoticed", "no PayloadError although a bit was flipped"))
         elif f"from rank {fault['rank']}" not in said and "have other bits than its rank 0" not in said:
             problems.append(("unnoticed", f"does not name rank {fault['rank']}: {said}"))
-        if team.digests() != before:
+        after = team.digests()
+        if recipe == "updates":  # whose moments and residual have taken in the gradient, to be applied with the next
+            before, after = ([(same, "") for same, _ in digests] for digests in (before, after))
+        if after != before:
             problems.append(("lost state", "parameters or memory changed in a step with a damaged message"))
         if len(comms) > 1:
             team = Team(self.world(), recipe)

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from .segments import BLOCK, CHUNK, LocalGradient, Segment, SparseSum, chunks
 
-__all__ = ["Bucket", "Memory", "build_buckets"]
+__all__ = ["Bucket", "Memory", "build_buckets", "copied"]
 
 Memory = dict[str, dict[str, Tensor]]
 """What compressors keep, by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
+
+
+def copied(memory: Memory) -> Memory:
+    """The same, in tensors of its own."""
+    return {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
 
 
 @dataclass(eq=False)

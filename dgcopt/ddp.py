@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from .agreement import compare
 from .arguments import check_trainable, describe, given_names, unique_names
-from .buckets import Bucket, Memory, build_buckets
+from .buckets import Bucket, Memory, build_buckets, copied
 from .comm import Comm, Handle, current_comm
 from .compressors import Compressor, Context, NoCompression, accept
 from .compressors.sparse_rows import gather_rows
@@ -175,7 +175,6 @@ class HookState:
         for parts in self._layout.values():
             for part in parts:
                 part.bucket.export(memory)
-        shared = {kind: {n: t.clone() for n, t in by_name.items()} for kind, by_name in self._shared.items()}
         known = {name: list(param.shape) for param, name in self._names.items()}
         saved = self._saved or {}
         return {
@@ -185,14 +184,14 @@ class HookState:
             "shapes": known or saved.get("shapes", {}),
             "attached": self._optimizer is not None or saved.get("attached", False),
             "memory": memory,
-            "shared": shared,
+            "shared": copied(self._shared),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, between steps. The next backward pass checks that it belongs here."""
         self._layout = {}
-        self._kept = {kind: {n: t.clone() for n, t in by_name.items()} for kind, by_name in state["memory"].items()}
-        self._shared = {kind: {n: t.clone() for n, t in by_name.items()} for kind, by_name in state["shared"].items()}
+        self._kept = copied(state["memory"])
+        self._shared = copied(state["shared"])
         self._saved = {key: state[key] for key in ("rank", "world_size", "shapes", "attached")}
         self.step = state["step"]
 

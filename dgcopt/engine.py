@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .agreement import compare
-from .buckets import Bucket, Memory
+from .buckets import Bucket, Memory, copied
 from .comm import Comm, Handle
 from .compressors import Compressor, Context
 from .compressors.sparse_rows import gather_rows
@@ -95,7 +95,6 @@ class Engine:
         self.compressor = compressor
         self.comm = comm
         self.settings = settings
-        self.telemetry = Telemetry()
         self.step = 0
         self.void = False
         """Whether the step that was synchronised last must not be taken, on any rank."""
@@ -129,9 +128,18 @@ class Engine:
         self._awaited: Handle | None = None
         self._finished_by_others = False
         self._failure: Exception | None = None
-        self._traffic = Traffic(comm, self.telemetry, "optimizer", self._progress)
+        self._traffic = Traffic(comm, Telemetry(), "optimizer", self._progress)
 
     # -- during backward ---------------------------------------------------------------------------------------------
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Bytes and seconds so far."""
+        return self._traffic.telemetry
+
+    @telemetry.setter
+    def telemetry(self, before: Telemetry) -> None:
+        self._traffic.telemetry = before
 
     @property
     def in_flight(self) -> bool:
@@ -536,8 +544,7 @@ class Engine:
 
     def kept(self) -> dict[str, Any]:
         """A copy of all that `restore` takes; "shared" is what compressors keep that is the same on all ranks."""
-        shared = {kind: {n: t.clone() for n, t in by_name.items()} for kind, by_name in self._shared.items()}
-        return {"step": self.step, "order": self.order(), "memory": self.memory(), "shared": shared}
+        return {"step": self.step, "order": self.order(), "memory": self.memory(), "shared": copied(self._shared)}
 
     def order(self) -> list[str]:
         """Parameter names in the order of the buckets; empty before the first step."""
@@ -562,9 +569,9 @@ class Engine:
                     )
         self._layout = None
         self._contexts = {}
-        self._kept = {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
+        self._kept = copied(memory)
         self._kept_order = list(order)
-        self._shared = {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in shared.items()}
+        self._shared = copied(shared)
         self.step = step
 
     def residual_norm(self) -> float:

@@ -254,5 +254,9 @@ def test_a_rank_that_rejoins_keeps_what_it_remembers() -> None:
     for comm, optimizer in zip(dgcopt.simulated_world(3), world.optimizers, strict=True):
         optimizer.rejoin(comm)
     assert same(before, [optimizer.state_dict()[STATE_KEY] for optimizer in world.optimizers])
+    counted = [(optimizer.telemetry.steps, optimizer.telemetry.sent_bytes) for optimizer in world.optimizers]
+    world.step(6)
+    for (steps, sent), optimizer in zip(counted, world.optimizers, strict=True):
+        assert steps == 3 and optimizer.telemetry.steps == 4 and optimizer.telemetry.sent_bytes > sent > 0
     world.step(6)
     world.assert_replicas_equal()

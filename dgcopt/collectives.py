@@ -27,11 +27,13 @@ __all__ = [
     "ReduceScatter",
     "SendRecv",
     "bytes_of",
+    "carried",
     "reduce_rows",
     "watched",
 ]
 
 Result = TypeVar("Result")
+Yielded = TypeVar("Yielded")
 
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
 Group: TypeAlias = Literal["world", "node", "across", "control"]
@@ -148,18 +150,30 @@ Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
 """An algorithm in flight: yields collectives, is sent their results, returns the tensor it was run for."""
 
 
-def watched(
-    exchange: Generator[Collective, Tensor, Result], see: Callable[[Collective], object]
-) -> Generator[Collective, Tensor, Result]:
-    """The same exchange; `see` is shown, and may change, every collective before it is yielded."""
+def carried(
+    exchange: Generator[Collective, Tensor, Result],
+    carry: Callable[[Collective], Generator[Yielded, Tensor, Tensor]],
+) -> Generator[Yielded, Tensor, Result]:
+    """The same exchange, each collective of which is carried out by `carry`: yields what that yields."""
     result: Tensor | None = None
     while True:
         try:
             collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
             return stop.value
+        result = yield from carry(collective)
+
+
+def watched(
+    exchange: Generator[Collective, Tensor, Result], see: Callable[[Collective], object]
+) -> Generator[Collective, Tensor, Result]:
+    """The same exchange; `see` is shown, and may change, every collective before it is yielded."""
+
+    def carry(collective: Collective) -> Exchange:
         see(collective)
-        result = yield collective
+        return (yield collective)
+
+    return carried(exchange, carry)
 
 
 def bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

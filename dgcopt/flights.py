@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket, Memory
-from .collectives import Collective, Group
+from .collectives import Collective, Group, carried
 from .comm import Comm, Handle, lowered
 from .compressors import Compressor, Context, GradientExchange
 from .errors import ConfigError
@@ -89,13 +89,11 @@ class Traffic:
 
     def through(self, exchange: Generator[Collective, Tensor, Result]) -> Generator[Handle, Tensor, Result]:
         """A whole exchange of the user's own, such as a vote, in its place in the order of the step."""
-        exchange, result = lowered(exchange, self.comm), None
-        while True:
-            try:
-                collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as stop:
-                return stop.value
-            result = yield self.start(collective, collective.label)
+
+        def carry(collective: Collective) -> Generator[Handle, Tensor, Tensor]:
+            return (yield self.start(collective, collective.label))
+
+        return carried(lowered(exchange, self.comm), carry)
 
     def launch(self, flight: Flight, exchange: GradientExchange) -> None:
         """Run an exchange to its first collective, and start that."""

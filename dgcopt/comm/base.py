@@ -25,6 +25,7 @@ from ..collectives import (
     Group,
     ReduceScatter,
     SendRecv,
+    carried,
     reduce_rows,
 )
 from ..errors import CommError, ConfigError, DGCError, TimeoutExceeded
@@ -345,10 +346,7 @@ def lowered(exchange: Generator[Collective, Tensor, Result], comm: Comm) -> Gene
 
 
 def _emulated(exchange: Generator[Collective, Tensor, Result], comm: Comm) -> Generator[Collective, Tensor, Result]:
-    result: Tensor | None = None
-    while True:
-        try:
-            collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as stop:
-            return stop.value
-        result = (yield collective) if comm.supports(collective) else (yield from comm.emulate(collective))
+    def carry(collective: Collective) -> Exchange:
+        return (yield collective) if comm.supports(collective) else (yield from comm.emulate(collective))
+
+    return carried(exchange, carry)

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Exchange, SendRecv, bytes_of
+from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Exchange, SendRecv, bytes_of, carried
 from ..errors import PayloadError
 
 __all__ = ["checked"]
@@ -27,18 +27,16 @@ def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Gener
     ReduceScatter gives every rank something else and passes as it is. Raises PayloadError, naming the sender where
     there is one.
     """
-    result: Tensor | None = None
-    while True:
-        try:
-            collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-        except StopIteration as stop:
-            return stop.value
+
+    def carry(collective: Collective) -> Exchange:
         if isinstance(collective, _Messages):
-            result = yield from _sealed(collective, rank)
-        else:
-            result = yield collective
-            if isinstance(collective, AllReduce):
-                yield from _compare(collective, result, rank)
+            return (yield from _sealed(collective, rank))
+        result = yield collective
+        if isinstance(collective, AllReduce):
+            yield from _compare(collective, result, rank)
+        return result
+
+    return carried(exchange, carry)
 
 
 def _sealed(collective: _Messages, rank: int) -> Exchange:

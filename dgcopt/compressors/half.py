@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..collectives import AllReduce, ReduceScatter
-from .base import Compressor, Context, GradientExchange
+from ..collectives import AllReduce, Collective, Exchange, ReduceScatter, carried
+from .base import Context, GradientExchange
 from .dense import NoCompression
 from .wrapper import Wrapper
 
@@ -23,23 +23,19 @@ class _Half(Wrapper):
     dtype: ClassVar[torch.dtype]
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        exchange, result = self.inner.exchange(grad, ctx), None
-        while True:
-            try:
-                collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
-            except StopIteration as stop:
-                return stop.value
+        def rounded(collective: Collective) -> Exchange:
             message = collective.tensor
             if message.dtype not in WIDE:
-                result = yield collective
-                continue
+                return (yield collective)
             size = {"world": ctx.size, "node": ctx.local_size}.get(collective.group)
             if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average" and size:
                 # divided before rounding, so that the sum over many ranks stays in range
                 message.div_(size)
                 collective.op = "sum"
             collective.tensor = message.to(self.dtype)
-            result = (yield collective).to(message.dtype)
+            return (yield collective).to(message.dtype)
+
+        return (yield from carried(self.inner.exchange(grad, ctx), rounded))
 
     def payload_bytes(self, ctx: Context) -> int | None:
         if isinstance(self.inner, NoCompression):
@@ -62,9 +58,6 @@ class FP16(_Half):
 
     dtype = torch.float16
 
-    def __init__(self, inner: Compressor | None = None) -> None:
-        super().__init__(inner)
-
 
 class BF16(_Half):
     """What `inner` sends, rounded to bfloat16: 2 bytes per number, 8 bits of precision, float32's range.
@@ -79,6 +72,3 @@ class BF16(_Half):
     """
 
     dtype = torch.bfloat16
-
-    def __init__(self, inner: Compressor | None = None) -> None:
-        super().__init__(inner)

@@ -88,9 +88,8 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
         raise ConfigError(f"rank {rank} of {size} ranks cannot start from the states of {before}")
     mine = copy.deepcopy(states[rank % before])
     kept = dict(_kept_in(mine, rank % before, before))
-    if (
-        rank % before and kept
-    ):  # what all ranks share is surely with the first one, also where it is the first of each machine
+    if rank % before and kept:
+        # where only the first ranks of machines know what all share, rank 0 surely does
         for where, held in _kept_in(states[0], 0, before):
             if where in kept and "shared" in held:
                 kept[where]["shared"] = copy.deepcopy(held["shared"])

@@ -100,6 +100,12 @@ class Context:
             self.scratch["tensors"] = PerTensor(self.segments)
         return self.scratch["tensors"]
 
+    def dense(self, result: Tensor | SparseSum) -> Tensor:
+        """What an exchange returned as a flat tensor of the parameters' dtype."""
+        if isinstance(result, Tensor):
+            return result.to(self.dtype)
+        return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.segments[0].param.device))
+
     def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
         """Error feedback: `grad` plus `decay` times what has not been sent, in place unless memory is more precise."""
         residual = self.hold("residual")

@@ -74,7 +74,7 @@ class ChunkedTopK(Sparse):
         return self.selection(ctx).largest(v)
 
     def payload_bytes(self, ctx: Context) -> int:
-        return SparseCode(self.indices, self.values).nbytes(self.selection(ctx).count, ctx.numel)
+        return self.code.nbytes(self.selection(ctx).count, ctx.numel)
 
 
 class ChunkSelection:

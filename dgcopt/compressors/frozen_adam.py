@@ -13,7 +13,6 @@ from torch.optim import Adam, AdamW, Optimizer
 from ..collectives import AllReduce
 from ..errors import ConfigError
 from .base import Compressor, Context, GradientExchange
-from .hierarchical import dense
 from .wrapper import Wrapper
 
 __all__ = ["FrozenAdam"]
@@ -92,7 +91,7 @@ class FrozenAdam(Wrapper):
             if state:
                 m.add_(state["exp_avg"], alpha=beta1)
         result = yield from self.inner.exchange(grad, replace(ctx, op="average"))
-        mean = dense(result, ctx)
+        mean = ctx.dense(result)
         gradient = torch.empty_like(mean)
         for segment, state, beta1 in held:
             m = segment.view(mean)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective, watched
-from ..segments import SparseSum
-from .base import Compressor, Context, GradientExchange
+from .base import Context, GradientExchange
 from .wrapper import Wrapper
 
 __all__ = ["Hierarchical"]
@@ -32,9 +30,6 @@ class Hierarchical(Wrapper):
             other ranks hand over residuals that a checkpoint of other machines left to them.
     """
 
-    def __init__(self, inner: Compressor | None = None) -> None:
-        super().__init__(inner)
-
     def _follow(self) -> None:
         super()._follow()
         self.in_turn = True  # first ranks have more rounds than the others, and all must broadcast in the same order
@@ -49,7 +44,7 @@ class Hierarchical(Wrapper):
         if ctx.local_rank == 0:
             mean *= ctx.local_size * ctx.nodes / ctx.size  # machines with more ranks weigh more
             across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="average", local=None)
-            mean = dense((yield from watched(self.inner.exchange(mean, across), send_across)), ctx)
+            mean = across.dense((yield from watched(self.inner.exchange(mean, across), send_across)))
         mean = yield Broadcast(mean, root=0, group="node")
         return mean * (ctx.size / ctx.divisor)
 
@@ -67,10 +62,3 @@ def give_residuals(grad: Tensor, ctx: Context) -> None:
         if kind.startswith("residual"):
             grad.add_(held, alpha=ctx.local_size)  # the first rank would have added it to the mean
             ctx.once_settled(held.zero_)
-
-
-def dense(result: Tensor | SparseSum, ctx: Context) -> Tensor:
-    """What an exchange returned as a flat gradient."""
-    if isinstance(result, Tensor):
-        return result.to(ctx.dtype)
-    return result.add_to(torch.zeros(ctx.numel, dtype=ctx.dtype, device=ctx.segments[0].param.device))

@@ -41,15 +41,25 @@ class Sparse(Compressor):
         """Positions in the flat `v` that are sent: int64, ascending, as many on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} must define select()")
 
-    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+    @property
+    def code(self) -> SparseCode:
+        """How coordinates travel."""
+        return SparseCode(self.indices, self.values)
+
+    def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, int]:
+        """This rank's message and of how many coordinates; what it leaves out is kept."""
         v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
-        code, indices = SparseCode(self.indices, self.values), self.select(v, ctx)
-        message, sent, arriving = code.encode(indices, v[indices], len(v))
+        indices = self.select(v, ctx)
+        message, sent, arriving = self.code.encode(indices, v[indices], len(v))
         if self.error_feedback:
             v[sent] -= arriving
             ctx.keep_residual(v)
+        return message, len(indices)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        message, count = self.message(grad, ctx)
         messages = yield AllGather(message)
-        return sum_of_messages(messages, code, len(indices), ctx)
+        return sum_of_messages(messages, self.code, count, ctx)
 
 
 def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:

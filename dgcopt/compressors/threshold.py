@@ -70,14 +70,8 @@ class Threshold(Sparse):
         return indices
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
-        code, indices = SparseCode(self.indices, self.values), self.select(v, ctx)
-        message, sent, arriving = code.encode(indices, v[indices], len(v))
-        if self.error_feedback:
-            v[sent] -= arriving
-            ctx.keep_residual(v)
-
-        counts = (yield AllGather(torch.tensor([len(indices)], device=v.device))).view(-1).tolist()
+        code, (message, count) = self.code, self.message(grad, ctx)
+        counts = (yield AllGather(torch.tensor([count], device=message.device))).view(-1).tolist()
         for rank, count in enumerate(counts):
             if not 0 <= count <= self.most(ctx):
                 raise PayloadError(f"rank {rank} says that it sends {count} values where 0 to {self.most(ctx)} may be")

@@ -60,4 +60,4 @@ class TopK(Sparse):
         return self.selection(ctx).largest(v, block_maxima(v))
 
     def payload_bytes(self, ctx: Context) -> int:
-        return SparseCode(self.indices, self.values).nbytes(self.selection(ctx).count, ctx.numel)
+        return self.code.nbytes(self.selection(ctx).count, ctx.numel)

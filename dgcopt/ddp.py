@@ -133,7 +133,7 @@ class HookState:
         self.compressor: Compressor = NoCompression() if compressor is None else copy.deepcopy(accept(compressor))
         if self.compressor.source == "auto":
             self.compressor.source = "gradient"
-        if self.compressor.source == "update":
+        if self.compressor.sends == "update":
             raise ConfigError(
                 f"{type(self.compressor).__name__} sends the updates that the optimizer makes, and DDP exchanges "
                 f"gradients: use dgcopt.DistributedOptimizer, without DDP"

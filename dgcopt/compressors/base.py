@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..collectives import AllGather, AllReduce, Collective
+from ..errors import ConfigError
 from ..segments import BLOCK, LocalGradient, PerTensor, Segment, SparseSum
 
 __all__ = ["Compressor", "Context", "GradientExchange", "Source"]
@@ -238,7 +239,12 @@ class Compressor:
 
     @property
     def sends(self) -> Literal["gradient", "update"]:
-        """What travels: `source`, or where that is "auto" what `attach` has decided; until then gradients."""
+        """What travels: `source`, or where that is "auto" what `attach` has decided; until then gradients.
+
+        Raises ConfigError for a source that is none of them.
+        """
+        if self.source not in ("auto", "gradient", "update"):
+            raise ConfigError(f'source must be "auto", "gradient" or "update", not {self.source!r}')
         chosen = self._decided if self.source == "auto" else self.source
         return "update" if chosen == "update" else "gradient"
 
@@ -258,13 +264,15 @@ class Compressor:
         return None
 
     def attach(self, optimizer: Optimizer) -> None:
-        """See the wrapped optimizer once, before training; `sends` is decided afterwards."""
-        if self.source == "auto":
-            self._decided = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
-            if self.sends == "update":
-                log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
-                if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
-                    log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")
+        """See the wrapped optimizer once, before training; `sends` is decided afterwards.
+
+        Raises ConfigError for an optimizer, or a `source`, that the compressor cannot go with.
+        """
+        self._decided = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
+        if self.sends == "update" and self.source == "auto":
+            log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
+            if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
+                log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Tell schedules that count epochs how many optimizer steps one has."""

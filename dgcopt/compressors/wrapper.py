@@ -8,7 +8,8 @@ from typing import Literal
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .base import Compressor, Context, GradientExchange
+from ..errors import ConfigError
+from .base import Compressor, Context, GradientExchange, Source
 from .dense import NoCompression
 
 __all__ = ["Wrapper"]
@@ -19,16 +20,28 @@ class Wrapper(Compressor):
 
     Args:
         inner: the compressor inside; None is NoCompression.
+
+    Raises ConfigError if it is no compressor.
     """
 
     def __init__(self, inner: Compressor | None = None) -> None:
         self.inner = NoCompression() if inner is None else inner
+        if not isinstance(self.inner, Compressor):
+            raise ConfigError(f"{type(self).__name__} goes around a compressor, such as PowerSGD(), not {inner!r}")
         self._follow()
 
     def _follow(self) -> None:
         inner = self.inner
         self.overlap, self.whole_model, self.in_turn = inner.overlap, inner.whole_model, inner.in_turn
-        self.source = inner.source
+
+    @property
+    def source(self) -> Source:
+        """The inner one's."""
+        return self.inner.source
+
+    @source.setter
+    def source(self, source: Source) -> None:
+        self.inner.source = source
 
     @property
     def sends(self) -> Literal["gradient", "update"]:

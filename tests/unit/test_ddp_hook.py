@@ -68,6 +68,8 @@ def test_the_source_auto_becomes_gradient_in_front_of_any_optimizer() -> None:
     given = Undecided()
     state, _ = dgcopt.ddp_hook(given, optimizer)
     assert state.compressor.source == "gradient" and given.source == "auto", "the hook has a copy of its own"
+    state, _ = dgcopt.ddp_hook(dgcopt.FP16(dgcopt.TopK()), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]))
+    assert state.compressor.sends == state.compressor.inner.sends == "gradient"
 
 
 def test_distributed_optimizers_are_refused() -> None:

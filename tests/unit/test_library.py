@@ -262,6 +262,14 @@ def test_updates_are_what_travels_unless_the_optimizer_is_sgd() -> None:
     assert dense.sends == "gradient", "at ratio 1 it is dense training"
 
 
+def test_what_cannot_be_is_refused_where_it_is_said() -> None:
+    for make in (dgcopt.TopK, dgcopt.DGC):
+        with pytest.raises(dgcopt.ConfigError, match=r"source must be .*not 'updates'"):
+            make(0.1, source="updates").attach(SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
+    with pytest.raises(dgcopt.ConfigError, match="FP16 goes around a compressor, such as"):
+        dgcopt.FP16("fp16")
+
+
 def test_a_swap_between_neighbours_is_no_average() -> None:
     class Swaps(dgcopt.Compressor):
         def exchange(self, grad: Tensor, ctx: Context):

@@ -6,6 +6,7 @@ dgcopt.broadcast_parameters(model.state_dict())
 """
 
 from . import checkpoint
+from .averaging import Averaging, LocalSGD
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .comm import Comm, init, shutdown, simulate, simulated_world
 from .compressors import (
@@ -65,6 +66,7 @@ __all__ = [
     "FP16",
     "QSGD",
     "Adasum",
+    "Averaging",
     "ByteGrad",
     "CheckpointError",
     "ChunkedTopK",
@@ -80,6 +82,7 @@ __all__ = [
     "EFSignSGD",
     "Hierarchical",
     "LocalClip",
+    "LocalSGD",
     "MismatchError",
     "Natural",
     "NoCompression",

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .compressors import Compressor
 from .errors import ConfigError
 
 __all__ = [
@@ -168,15 +167,12 @@ def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
     return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def describe(
-    optimizer: Optimizer, names: dict[Tensor, str], compressor: Compressor, settings: dict[str, Any], version: str
-) -> list[str]:
+def describe(optimizer: Optimizer, names: dict[Tensor, str], settings: dict[str, Any], version: str) -> list[str]:
     """Everything that must be equal on all ranks, a line each."""
     return [
         f"versions: dgcopt {version}, torch {torch.__version__}",
         f"optimizer: {type(optimizer).__name__}",
-        f"compression: {re.sub(' at 0x[0-9a-f]+', '', repr(compressor))}",
-        *(f"{name}: {value}" for name, value in settings.items()),
+        *(f"{name}: {re.sub(' at 0x[0-9a-f]+', '', str(value))}" for name, value in settings.items()),
         f"number of parameters: {len(names)}",
         *(
             f"parameter {name}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} strides "

@@ -321,8 +321,7 @@ class HookState:
         lines = describe(
             self._optimizer,  # type: ignore[arg-type]  # of which only the class is told
             by_name,
-            self.compressor,
-            {"scaler": self._scaler is not None},
+            {"compression": self.compressor, "scaler": self._scaler is not None},
             __version__,
         )
         self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))

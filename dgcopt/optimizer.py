@@ -300,8 +300,8 @@ class _Distributed(Optimizer):
         self._hook_parameters()
 
     def _describe(self) -> list[str]:
-        settings = vars(self._settings)
-        return describe(self, self._parameter_names, self.compressor, settings, __version__)
+        settings = {"compression": self.compressor, **vars(self._settings)}
+        return describe(self, self._parameter_names, settings, __version__)
 
     def _replicated(self) -> dict[str, list[Tensor]]:
         """Parameters, and the state kept of them where it comes from averaged gradients."""
@@ -401,10 +401,14 @@ class _Distributed(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Asked by `torch.amp.GradScaler.step` when it is about to look for Inf: the moment for all ranks to agree.
 
-        If any rank has found NaN or Inf, every rank's scaler finds it too, skips the step and lowers its scale.
+        If any rank has found NaN or Inf, every rank's scaler finds it too, skips the step and lowers its scale; or, if
+        weights are averaged too (`dgcopt.averaging`), leaves it to that.
         """
         if self._engine is None:
             return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+        is_averaged = "averaging" in self.__dict__
+        if self._accumulating and not self._synchronizing:  # between averages of weights nothing is agreed upon
+            return is_averaged
         self._engine.hold()
         undecided = self._engine.in_flight and not self._synchronized
         if undecided and not self.comm.constructs_in_turn and self._engine.agree_on_overflow():
@@ -413,7 +417,7 @@ class _Distributed(Optimizer):
             self._engine.telemetry.skipped += 1
         if self._is_void:
             self._spoil_a_gradient()
-        return False
+        return is_averaged
 
     def _spoil_a_gradient(self) -> None:
         """Let this rank's scaler find what another rank's has found."""

@@ -1,0 +1,155 @@
+"""What every averaging algorithm is: an exchange of weights, written as a generator of collectives, and its schedule.
+
+Ranks train by themselves, each with its own optimizer, and bring their weights together now and then. A new algorithm
+is a subclass that says when (`due`) and how (`exchange`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..collectives import AllReduce, Exchange
+from ..comm import Comm
+from ..compressors import Context
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .rounds import Rounds
+
+__all__ = ["Averaging", "Weights", "mean"]
+
+
+@dataclass(eq=False)
+class Weights(Context):
+    """What an exchange of weights may know of its place: as that of gradients, and beyond it the following.
+
+    Attributes:
+        step: local steps made so far, after a warm-up.
+        group: the wrapped optimizer's parameter group, to which all parameters of the bucket belong.
+        weight: what this rank's weights count for in a mean; 1, unless ranks have run out of data.
+    """
+
+    group: dict[str, Any] = field(default_factory=dict)
+    weight: float = 1.0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate as it is now."""
+        return float(self.group["lr"])
+
+
+def mean(x: Tensor, ctx: Weights) -> Exchange:
+    """The mean over ranks, the same bits on all; overwrites `x`."""
+    return (yield AllReduce(x if ctx.weight == 1 else x.mul_(ctx.weight)))
+
+
+class Averaging:
+    """How ranks that train by themselves stay together. Instances hold settings, and work in either of two ways:
+
+        optimizer = dgcopt.LocalSGD(torch.optim.SGD(...), frequency=8)  # the very optimizer, from now on averaged
+        averaging = dgcopt.LocalSGD(frequency=8)  # settings, as from a config file,
+        optimizer = averaging.attach(torch.optim.SGD(...))  # for an optimizer that comes later
+
+    Both take `named_parameters` and `comm` as `DistributedOptimizer` does. The optimizer gains an attribute
+    `averaging`, the `Rounds` of this rank, and its `state_dict()` what they keep. All ranks must start from the same
+    weights (`broadcast_parameters`), which is checked at the first step.
+    """
+
+    warmup_steps: int = 0
+    """So many steps first in which gradients are averaged, by a DistributedOptimizer around the wrapped one."""
+
+    overlap: bool = False
+    """Whether an exchange goes on during the next forward and backward pass, to end before the next update."""
+
+    meets: bool = True
+    """Whether all ranks meet in every exchange, so that they can vote on it; else each waits for its peers only."""
+
+    in_turn: bool = False
+    """True if ranks take different numbers of rounds, so that one bucket's exchange must end before the next one's."""
+
+    prepares: bool = False
+    """Whether `before_step` is to be asked before each local step."""
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        """The settings; or around an optimizer, if that is the first argument, the optimizer."""
+        if not args or not isinstance(args[0], Optimizer):
+            return super().__new__(cls)
+        where = {name: settings.pop(name) for name in ("named_parameters", "comm") if name in settings}
+        return cls(*args[1:], **settings).attach(args[0], **where)
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        comm: Comm | None = None,
+    ) -> Optimizer:
+        """Average the weights of `optimizer`, which is returned; this object is copied.
+
+        Raises ConfigError for an optimizer that is averaged already, and for parameters without a name or that cannot
+        be averaged; MismatchError if ranks differ in parameters or settings.
+        """
+        copy.deepcopy(self)._rounds(optimizer, named_parameters, comm)
+        return optimizer
+
+    def _rounds(
+        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
+    ) -> Rounds:
+        """What carries this algorithm out on one rank."""
+        from .rounds import Rounds
+
+        return Rounds(self, optimizer, named_parameters, comm)
+
+    def __repr__(self) -> str:
+        """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
+        settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
+        return f"{type(self).__name__}({', '.join(settings)})"
+
+    def check(self, comm: Comm) -> None:
+        """Raises ConfigError if the algorithm does not go with the ranks that there are."""
+
+    def kind(self, name: str, param: Tensor) -> Hashable:
+        """Parameters of different kinds never share a bucket."""
+        return None
+
+    def due(self, step: int) -> bool:
+        """Whether ranks exchange weights once they have made `step` local steps."""
+        raise NotImplementedError(f"{type(self).__name__} must define due()")
+
+    def start(self, x: Tensor, ctx: Weights) -> None:
+        """Before the first local step, and after state was loaded: see the weights that it is made from."""
+
+    def before_step(self, x: Tensor, ctx: Weights) -> Tensor | None:
+        """What becomes of the weights right before each local step; None leaves them. Only if `prepares`."""
+        return None
+
+    def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
+        """Exchange one bucket: yields collectives, returns the new weights.
+
+        `x` is a flat copy of this rank's weights, may be overwritten and returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define exchange()")
+
+    def identical(self, step: int) -> bool:
+        """Whether all ranks hold the same weights after the exchange that follows step `step`."""
+        return False
+
+    def saved(self, ctx: Weights) -> dict[str, Tensor]:
+        """Flat tensors that a checkpoint needs beyond `ctx.memory`; `start` finds them there when it is loaded."""
+        return {}
+
+    def merged(self, kind: str) -> Literal["mean", "sum", "none"]:
+        """What becomes of memory when the number of ranks changes: what all ranks take over from those there were."""
+        return "none" if kind.startswith("residual") else "mean"
+
+
+def check_fraction(value: Any, name: str) -> float:
+    """A number above 0, and at most 1. Raises ConfigError for others."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
+    return float(value)

@@ -1,0 +1,59 @@
+"""Local SGD: average weights every H steps."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..arguments import check_whole
+from ..collectives import AllReduce, Exchange
+from ..errors import ConfigError
+from .base import Averaging, Weights, mean
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD(Averaging):
+    """After every H local steps, the mean of all ranks' weights.
+
+        x_i <- x_i - step_i;  if t mod H = 0:  x_i <- mean_j x_j
+
+    Linear methods without averaging in between (plain or momentum SGD, H = 1) are dense data-parallel training, to
+    float tolerance. Optimizer state (momentum, Adam's moments) stays each rank's own. After an exchange all ranks hold
+    the same bits.
+
+    Args:
+        frequency: H, local steps between exchanges. Larger sends less, and ranks drift further apart; lower it if the
+            loss is worse than with H = 1.
+        node_frequency: hierarchical local SGD: ranks of one machine average among themselves after every so many
+            steps, at the price of its inner links. Must divide `frequency`. None: only all together.
+        warmup_steps: post-local SGD: for so many steps gradients are averaged instead, as dense data-parallel training
+            does. Early training suffers most from drift.
+        overlap: let an exchange go on during the next forward and backward pass. Its gradient is then of the weights
+            before the exchange, and is applied to those after it.
+
+    Costs an allreduce of the weights every H steps. Raises ConfigError for a frequency below 1 or one that
+    `node_frequency` does not divide. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin
+    et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local, hierarchical). The exchange follows
+    step H, 2H, ..., as in fairscale and torchft; torch's PeriodicModelAverager exchanges after step 1, H + 1, ...
+    """
+
+    def __init__(
+        self, frequency: int = 8, node_frequency: int | None = None, warmup_steps: int = 0, overlap: bool = False
+    ) -> None:
+        self.frequency = check_whole(frequency, "frequency", 1)
+        self.node_frequency = node_frequency
+        if node_frequency is not None and frequency % check_whole(node_frequency, "node_frequency", 1):
+            raise ConfigError(f"node_frequency {node_frequency} must divide frequency {frequency}")
+        self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
+        self.overlap = overlap
+
+    def due(self, step: int) -> bool:
+        return step % (self.node_frequency or self.frequency) == 0
+
+    def identical(self, step: int) -> bool:
+        return step % self.frequency == 0
+
+    def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
+        if ctx.step % self.frequency:
+            return (yield AllReduce(x, group="node"))
+        return (yield from mean(x, ctx))

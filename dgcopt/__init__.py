@@ -6,7 +6,7 @@ dgcopt.broadcast_parameters(model.state_dict())
 """
 
 from . import checkpoint
-from .averaging import Averaging, LocalSGD
+from .averaging import Averaging, DiLoCo, LocalSGD, SparseLoCo
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .comm import Comm, init, shutdown, simulate, simulated_world
 from .compressors import (
@@ -77,6 +77,7 @@ __all__ = [
     "Context",
     "DGCError",
     "DeMo",
+    "DiLoCo",
     "DistributedOptimizer",
     "DivergenceError",
     "EFSignSGD",
@@ -95,6 +96,7 @@ __all__ = [
     "RandomK",
     "SignSGD",
     "Signum",
+    "SparseLoCo",
     "SparseSum",
     "Telemetry",
     "TernGrad",

@@ -98,6 +98,8 @@ class Engine:
         self.step = 0
         self.void = False
         """Whether the step that was synchronised last must not be taken, on any rank."""
+        self.infinite: list[int] = []
+        """Ranks whose gradients were not finite when a step was last made void."""
         self.active = True
         """Whether this rank still has data of its own."""
         self.actives = comm.size
@@ -417,7 +419,7 @@ class Engine:
 
     def _make_void(self, ranks: list[int]) -> None:
         """End a step that nobody takes."""
-        self.void = True
+        self.void, self.infinite = True, ranks
         if ranks:
             self.telemetry.skipped += 1
             log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)

@@ -113,6 +113,9 @@ class Averaging:
     def check(self, comm: Comm) -> None:
         """Raises ConfigError if the algorithm does not go with the ranks that there are."""
 
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """Tell schedules that count epochs how many local steps one has."""
+
     def kind(self, name: str, param: Tensor) -> Hashable:
         """Parameters of different kinds never share a bucket."""
         return None

@@ -15,10 +15,10 @@ import math
 import struct
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Rounds:
         comm: Comm | None,
     ) -> None:
         if hasattr(optimizer, KEY):
-            raise ConfigError(f"this optimizer is averaged by {optimizer.averaging.rule!r} already: wrap it once")
+            raise ConfigError(f"this optimizer is averaged by {getattr(optimizer, KEY).rule!r} already: wrap it once")
         self._given = given_names(named_parameters) or {}
         self.names = unique_names(optimizer, self._given)
         check_trainable(self.names)
@@ -78,13 +78,12 @@ class Rounds:
         self._join_wire(current_comm() if comm is None else comm)
         if rule.warmup_steps and not isinstance(optimizer, _Distributed):
             DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=self.comm)
-        elif isinstance(optimizer, _Distributed) and not rule.warmup_steps and optimizer.comm is self.comm:
-            if self.comm.size > 1:
-                raise ConfigError(
-                    f"this optimizer averages gradients over all ranks at every step, so there is nothing left for "
-                    f"{type(rule).__name__}: give it the bare optimizer, or one with a process_set of fewer ranks, or "
-                    f"set warmup_steps"
-                )
+        elif not rule.warmup_steps and self.comm.size > 1 and getattr(optimizer, "comm", None) is self.comm:
+            raise ConfigError(
+                f"this optimizer averages gradients over all ranks at every step, so there is nothing left for "
+                f"{type(rule).__name__}: give it the bare optimizer, or one with a process_set of fewer ranks, or set "
+                f"warmup_steps"
+            )
         self._scales_itself = bool(vars(optimizer).get("_step_supports_amp_scaling"))
         vars(optimizer)["_step_supports_amp_scaling"] = True  # so that steps skipped for Inf are steps all the same
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -112,7 +111,7 @@ class Rounds:
         self._since = 0  # local steps since the last exchange
         self._joining = self._serving = False
         self._divide_by_active = True
-        self._actives = comm.size
+        self._actives, self._weight = comm.size, 1.0
         if not comm.constructs_in_turn:
             comm.drive(compare(self._describe(), comm.rank, "parameters and settings"))
 
@@ -226,15 +225,16 @@ class Rounds:
         found, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if self._scales_itself or found is None:
             return
-        graded = [param for param in self.names if param.grad is not None]
-        if found.item():
-            self._hidden = [(param, param.grad) for param in graded]
-            for param in graded:
+        for param in self.names:
+            grad = param.grad
+            if grad is None:
+                continue
+            if found.item():
+                self._hidden.append((param, grad))
                 param.grad = None
-        elif scale is not None:
-            for param in graded:
-                grad = param.grad._values() if param.grad.is_sparse else param.grad  # type: ignore[union-attr]
-                grad.mul_(scale.double().reciprocal().float().to(grad.device))
+            elif scale is not None:
+                values = grad._values() if grad.is_sparse else grad
+                values.mul_(scale.double().reciprocal().float().to(values.device))
 
     # -- an exchange -------------------------------------------------------------------------------------------------
 
@@ -298,10 +298,10 @@ class Rounds:
         Raises, on all ranks, DivergenceError if weights are not finite on any, MismatchError if they are not at the
         same step or train different parameters.
         """
-        x_finite = self._finite if self._flights else self._is_finite()
-        active = self._since > 0
+        finite = self._finite if self._flights else self._is_finite()
+        active = self._has_moved
         trained = zlib.crc32("\n".join(self.names[param] for param in self._trained).encode())
-        ballot = _BALLOT.pack(active + 2 * x_finite, trained, self._local_step)
+        ballot = _BALLOT.pack(active + 2 * finite, trained, self._local_step)
         mine = torch.frombuffer(bytearray(ballot), dtype=torch.uint8)
         rows = yield self._traffic.start(AllGather(mine, group="control"), "vote")
         ballots = [_BALLOT.unpack(bytes(row.tolist())) for row in rows]
@@ -321,8 +321,17 @@ class Rounds:
             raise problem
         self._actives = sum(flags & 1 for flags, _, _ in ballots)
         shared = self._actives and self._divide_by_active
+        self._weigh((self.comm.size / self._actives if active else 0.0) if shared else 1.0)
+
+    @property
+    def _has_moved(self) -> bool:
+        """Whether this rank has something to contribute: a local step that no exchange has seen."""
+        return self._since > 0
+
+    def _weigh(self, weight: float) -> None:
+        self._weight = weight
         for ctx in self._buckets.values():
-            ctx.weight = (self.comm.size / self._actives if active else 0.0) if shared else 1.0
+            ctx.weight = weight
 
     def _is_finite(self) -> bool:
         return all(bool(self._read(bucket).sum(dtype=torch.float32).isfinite()) for bucket in self._lay_out())
@@ -350,25 +359,20 @@ class Rounds:
         if not self._begun:
             self._begun = True
             self._jobs.append(self._begin())
-        elif self._missed:
-            self._missed = False
-            self._launch()
-            self._jobs.append(self._round())
 
     def _go(self) -> None:
         """Do what there is to do: here and now, or in a simulated world as soon as the other ranks have come."""
         if self.comm.constructs_in_turn:
             self._advance(wait=False)
-            self.comm.nudge()  # type: ignore[attr-defined]
+            self.comm.nudge(self._traffic.number)  # type: ignore[attr-defined]
         else:
             self._advance(wait=True)
 
     def _progress(self) -> None:
         """Go on as far as possible without waiting (simulated wire)."""
         if not self._jobs:
-            if not self._begun or self._missed:
-                self._prepare()
-            elif self._serving:
+            self._prepare()
+            if self._serving and not self._jobs:
                 self._shadow()
         self._advance(wait=False)
 
@@ -412,6 +416,14 @@ class Rounds:
         self._restored_from = 0
         for bucket, ctx in buckets.items():
             self._start(bucket, ctx)
+        if self._missed:
+            self._missed = False
+            self._repeat()
+
+    def _repeat(self) -> None:
+        """Make the exchange again that was under way when state was saved."""
+        self._launch()
+        self._jobs.append(self._round())
 
     def _start(self, bucket: Bucket, ctx: Weights) -> None:
         ctx.step = max(0, self._local_step)
@@ -441,9 +453,11 @@ class Rounds:
             for by_name in kept.values():
                 for segment in bucket.segments:
                     by_name.pop(segment.name, None)
-            group, _, kind = bucket.kind  # type: ignore[misc]
+            group, _, kind = cast(tuple[int, bool, Hashable], bucket.kind)
             place = vars(context_of(bucket, self.comm, "average", self._shared)) | {"kind": kind}
-            ctx = self._buckets[bucket] = Weights(**place, group=self.optimizer.param_groups[group])
+            ctx = self._buckets[bucket] = Weights(
+                **place, group=self.optimizer.param_groups[group], weight=self._weight
+            )
             if before:
                 self._start(bucket, ctx)
         self._kept = kept
@@ -471,9 +485,14 @@ class Rounds:
                     memory.setdefault(kind, {})[segment.name] = segment.view(flat).clone()
         return memory
 
+    @property
+    def _under_way(self) -> bool:
+        """Whether an exchange has begun that has not ended."""
+        return bool(self._flights)
+
     def _state(self) -> dict[str, Any]:
         """What `_restore` takes."""
-        state = {"step": self.step, "saved_by": self.comm.size, "under_way": bool(self._flights), "since": self._since}
+        state = {"step": self.step, "saved_by": self.comm.size, "under_way": self._under_way, "since": self._since}
         memory = self._memory()
         if self._since or not self.rule.identical(self._local_step):
             # for another number of ranks, which go on from the mean of all weights that there were
@@ -533,16 +552,14 @@ class Rounds:
 
     def _merge(self) -> Generator[Handle, Tensor, None]:
         """Another number of ranks goes on: from the mean of all weights that there were, with memory to match."""
-        scale = self._restored_from / self.comm.size if self._restored_from > 0 else 1.0
+        scale = self.comm.size / self._restored_from if self._restored_from > 0 else 1.0
         for bucket in self._buckets:
             for kind, flat in sorted(bucket.memory.items()):
                 how = self.rule.merged(kind)
                 if how == "none":
                     continue
-                op = "sum" if how == "sum" else "average"
-                scaled = flat if how == "sum" else flat * scale
-                merged = yield self._traffic.start(AllReduce(scaled.clone(), op=op), f"{kind} of {bucket.label}")
-                bucket.memory[kind] = merged
+                collective = AllReduce(flat, op="sum") if how == "sum" else AllReduce(flat * scale)
+                bucket.memory[kind] = yield self._traffic.start(collective, f"{kind} of {bucket.label}")
             if "weights" in bucket.memory:
                 self._write(bucket, bucket.memory.pop("weights"))
         self._missed = False
@@ -578,5 +595,4 @@ class Rounds:
         if not self._actives:  # nobody has made a step since the exchange before, at the same step of all
             self.step, self._joining, self._serving = before, False, False
             self._actives = self.comm.size
-            for ctx in self._buckets.values():
-                ctx.weight = 1.0
+            self._weigh(1.0)

@@ -169,9 +169,9 @@ class SimulatedComm(Comm):
                 )
         return handle.result()
 
-    def nudge(self) -> None:
-        """Move all ranks' exchanges on as far as they get without any rank waiting."""
-        while self._move(range(self.size), None):
+    def nudge(self, user: int | None = None) -> None:
+        """Move all ranks' exchanges, those of one user or of all, on as far as they get without any rank waiting."""
+        while self._move(range(self.size), user):
             pass
 
     def _move(self, ranks: Iterable[int], user: int | None) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 from torch.optim import Optimizer
 
+from .averaging import Rounds
 from .comm import SimulatedComm
 from .compressors import Adasum
+from .engine import Engine
 from .errors import ConfigError
 from .optimizer import _Distributed
 
@@ -28,6 +30,9 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
     still sent, and its parameters follow. Works on every wire; what else the loop sends (batch norm statistics, a
     logged loss) it must not wait for.
 
+    An optimizer whose weights are averaged (`dgcopt.averaging`) takes part in the others' exchanges without steps of
+    its own, and all ranks leave after an exchange to which each has brought its last step.
+
     Args:
         optimizers: those that step in the loop, in the order in which they step.
         divide_by: averages divide by the ranks that still have data ("active") or by all of them ("all").
@@ -37,25 +42,37 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
     """
     if divide_by not in ("active", "all"):
         raise ConfigError(f'divide_by must be "active" or "all", not {divide_by!r}')
-    joined = []
+    engines: list[tuple[_Distributed, Engine]] = []
+    rounds: list[Rounds] = []
     for optimizer in optimizers:
-        if not isinstance(optimizer, _Distributed):
-            raise ConfigError("join takes optimizers that DistributedOptimizer returned")
-        if isinstance(optimizer.compressor, Adasum):
+        averaging: Rounds | None = getattr(optimizer, "averaging", None)
+        if averaging is not None:
+            if isinstance(optimizer, _Distributed):
+                raise ConfigError("join does not work where both gradients and weights are averaged")
+            averaging.join(divide_by == "active")
+            rounds.append(averaging)
+        elif not isinstance(optimizer, _Distributed):
+            raise ConfigError("join takes optimizers that DistributedOptimizer, or an averaging algorithm, returned")
+        elif isinstance(optimizer.compressor, Adasum):
             raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
-        if optimizer._engine is not None:
+        elif optimizer._engine is not None:
             optimizer._engine.divide_by_active = divide_by == "active"
-            joined.append((optimizer, optimizer._engine))
+            engines.append((optimizer, optimizer._engine))
     yield
-    serving = []
-    for optimizer, engine in joined:
+    serving: list[Callable[[], bool]] = []
+    for optimizer, engine in engines:
         if isinstance(optimizer.comm, SimulatedComm):  # which cannot wait here: the other ranks have yet to take turns
             engine.serve(optimizer._step_without_data)
             optimizer.comm.nudge()
         else:
-            serving.append(optimizer)
+            serving.append(optimizer._shadow)
+    for averaging in rounds:
+        if isinstance(averaging.comm, SimulatedComm):
+            averaging.serve()
+        else:
+            serving.append(averaging.shadow)
     while serving:
-        serving = [optimizer for optimizer in serving if optimizer._shadow()]
-    for _, engine in joined:
+        serving = [shadow for shadow in serving if shadow()]
+    for _, engine in engines:
         if not engine.on_shadowed:
             engine.all_have_data()

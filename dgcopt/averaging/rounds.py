@@ -581,6 +581,7 @@ class Rounds:
         """This rank has no more data: whenever others exchange, take part without (simulated wire)."""
         self._serving = True
         self._progress()
+        self._go()
 
     def _shadow(self) -> None:
         before = self.step

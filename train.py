@@ -52,6 +52,8 @@ class Settings:
     """any torch.optim optimizer; lr is that of one worker and one batch per step"""
     compressor: dgcopt.Compressor = dataclasses.field(default_factory=dgcopt.NoCompression)
     """what is sent of the gradients"""
+    averaging: dgcopt.Averaging | None = None
+    """how weights are averaged now and then, in place of gradients at every step; then it says what is sent"""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     """any torch.optim.lr_scheduler; it sees the lr of one worker"""
     scheduler_interval: Literal["epoch", "step"] = "epoch"
@@ -136,18 +138,35 @@ class Trainer:
         optimizer = settings.optimizer(self.model.parameters())
         self.lr_scale = comm.size * settings.batches_per_step if settings.scale_lr else 1
         self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
-        settings.compressor.set_steps_per_epoch(self.steps_per_epoch)
-        self.optimizer: Any = dgcopt.DistributedOptimizer(
-            optimizer,
-            named_parameters=self.model.named_parameters(),
-            compression=settings.compressor,
-            backward_passes_per_step=settings.batches_per_step,
-            comm=comm,
-        )
+        self.optimizer = self.distribute(optimizer)
         self.stateful: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.stateful |= {"scheduler": self.scheduler} if self.scheduler else {}
         self.step, self.epoch, self.seen, self.best = 0, 0, 0, 0.0  # seen: samples of this epoch
         torch.manual_seed(settings.seed + comm.rank)  # from here on ranks differ, in dropout for one
+
+    def distribute(self, optimizer: Optimizer) -> Any:
+        """Wrap the optimizer: gradients are averaged, or weights are."""
+        settings, named = self.settings, self.model.named_parameters()
+        if settings.averaging is not None:
+            if not isinstance(settings.compressor, dgcopt.NoCompression):
+                raise dgcopt.ConfigError(
+                    "compressor is for gradients; what averaging sends is for its init_args to say"
+                )
+            settings.averaging.set_steps_per_epoch(self.steps_per_epoch)
+            return settings.averaging.attach(optimizer, named, self.comm)
+        settings.compressor.set_steps_per_epoch(self.steps_per_epoch)
+        return dgcopt.DistributedOptimizer(
+            optimizer,
+            named_parameters=named,
+            compression=settings.compressor,
+            backward_passes_per_step=settings.batches_per_step,
+            comm=self.comm,
+        )
+
+    @property
+    def exchange(self) -> Any:
+        """What knows of traffic: the optimizer that averages gradients, or the averaging of weights."""
+        return self.optimizer if self.settings.averaging is None else self.optimizer.averaging
 
     @property
     def position(self) -> float:
@@ -186,12 +205,13 @@ class Trainer:
         alone = {"rank": rank, "world_size": size, "order": [], "memory": {}}  # a single worker may have kept nothing
         step = round(self.position * self.steps_per_epoch)  # where the warm-up of the ratio goes on
         kept = alone | state["optimizer"].get(checkpoint.STATE_KEY, {}) | {"step": step}
-        state["optimizer"][checkpoint.STATE_KEY] = kept
+        if self.settings.averaging is None:
+            state["optimizer"][checkpoint.STATE_KEY] = kept
         torch.manual_seed(hash((self.settings.seed, self.step, rank)))  # there may be more ranks than saved states
         if rank == 0:
             print(
                 f"step {self.step} was saved by {state['workers']} worker(s), and now there are {size}: what they held "
-                f"back is shared out anew, lr and the rest of the epoch follow"
+                f"back is shared out anew, weights become their mean, lr and the rest of the epoch follow"
             )
 
     def train_step(self) -> float:
@@ -213,7 +233,7 @@ class Trainer:
 
     def train_epoch(self, record: Record | None) -> None:
         """Train for what is left of the epoch."""
-        settings, telemetry = self.settings, self.optimizer.telemetry
+        settings = self.settings
         # One order for all: a step takes the next samples of it, however many workers share them.
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(settings.seed + self.epoch))
         steps = (self.samples - self.seen) // self.samples_per_step
@@ -225,7 +245,7 @@ class Trainer:
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # its own, so that entering an epoch again draws nothing from the global one
         )
-        before, losses = copy.copy(telemetry), []
+        before, losses = copy.copy(self.exchange.telemetry), []
         self.model.train()
         for batch, (inputs, targets) in enumerate(loader, start=1):
             output = self.model(inputs.to(self.device, non_blocking=True))
@@ -239,15 +259,22 @@ class Trainer:
                 mean_loss = self.comm.run(AllReduce(torch.stack(losses).mean())).item()
                 if record:
                     values = {"epoch": self.position, "loss": mean_loss, "lr": lr}
-                    values["residual_norm"] = self.optimizer.residual_norm()
-                    record.write(self.step, values | per_step(telemetry, before))
-                before, losses = copy.copy(telemetry), []
+                    values["residual_norm"] = self.exchange.residual_norm()
+                    record.write(self.step, values | per_step(self.exchange.telemetry, before))
+                before, losses = copy.copy(self.exchange.telemetry), []
             in_between = settings.checkpoint_steps and self.samples - self.seen >= self.samples_per_step
             if in_between and self.step % settings.checkpoint_steps == 0:
                 self.save()
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
+        """Loss and accuracy over the test data, of the mean of all ranks' weights where they differ."""
+        if self.settings.averaging is None:
+            return self.measure()
+        with self.optimizer.averaging.averaged():
+            return self.measure()
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
         """Loss and accuracy over the test data, every sample counted once: rank r reads samples r, r + size, ..."""
         # The running statistics of batch normalisation are each rank's own: everyone measures the model of rank 0.
         dgcopt.broadcast_parameters(dict(self.model.named_buffers()), root_rank=0, comm=self.comm)
@@ -268,9 +295,11 @@ class Trainer:
         steps = self.step + (self.settings.epochs - self.epoch - 1) * self.steps_per_epoch
         steps += (self.samples - self.seen) // self.samples_per_step
         record = Record(self.output, self.step, steps) if self.comm.rank == 0 else None
-        began, before, metrics = time.perf_counter(), copy.copy(self.optimizer.telemetry), {}
+        began, before, metrics = time.perf_counter(), copy.copy(self.exchange.telemetry), {}
         while self.epoch < self.settings.epochs:
             self.train_epoch(record)
+            if self.settings.averaging is not None and self.epoch == self.settings.epochs - 1:
+                self.optimizer.averaging.average()  # the outcome is one model
             metrics = self.evaluate()
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step(metrics["test_loss"])
@@ -286,7 +315,7 @@ class Trainer:
         result: dict[str, Any] = metrics or self.evaluate()
         parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
         result |= {"best_accuracy": self.best, "steps": self.step, "seconds": time.perf_counter() - began}
-        result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.optimizer.telemetry, before)
+        result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.exchange.telemetry, before)
         return result | {
             "parameters_sha256": hashlib.sha256(parameters.view(torch.uint8).numpy().tobytes()).hexdigest()
         }

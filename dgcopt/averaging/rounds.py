@@ -125,6 +125,10 @@ class Rounds:
         """Bytes and seconds so far, over all local steps; those of a warm-up included."""
         return self._traffic.telemetry
 
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank holds back; 0.0 for algorithms that hold nothing back."""
+        return 0.0
+
     def consensus_distance(self) -> float:
         """How far apart ranks are: the root mean square over ranks of |x_i - mean x|; collective, an allreduce.
 
@@ -436,6 +440,8 @@ class Rounds:
         """The buckets of all parameters that are trained; memory follows its parameters."""
         trained = [param for param in self.names if param.requires_grad and param.numel()]
         if len(trained) == len(self._trained) and all(a is b for a, b in zip(trained, self._trained, strict=True)):
+            for bucket, ctx in self._buckets.items():
+                ctx.group = self.optimizer.param_groups[_group(bucket)]  # loaded state makes it another dict
             return self._buckets
         kept = self._memory()
         known = {name for by_name in kept.values() for name in by_name}
@@ -597,3 +603,8 @@ class Rounds:
             self.step, self._joining, self._serving = before, False, False
             self._actives = self.comm.size
             self._weigh(1.0)
+
+
+def _group(bucket: Bucket) -> int:
+    """The place of the parameter group that a bucket's parameters are in."""
+    return cast(tuple[int, bool, Hashable], bucket.kind)[0]

@@ -1,0 +1,218 @@
+"""Bytes against loss for averaging now and then: what H local steps between exchanges cost, beside compression alone.
+
+    python scripts/bench_averaging.py --task digits --plot docs/averaging_digits.png
+    python scripts/bench_averaging.py --task stdlib_gpt --seeds 0 --methods none local_sgd:frequency=32
+
+Methods are files of configs/averaging or configs/compressors, with settings after a colon, also of the optimizer. As in
+scripts/bench_library.py, whose results these extend: simulated ranks, a process per run and a run per core, equal
+initial weights and batches for all methods of a seed. Every run ends with an exchange and is measured by the mean of
+its ranks' weights; "alone" is one rank's own weights without any exchange. Bytes are all that a rank sends, per sample
+that it has seen. Runs whose results are under runs/ are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_library import ROOT, batches, evaluate, spread
+from torch import nn
+
+import dgcopt
+
+sys.path.insert(0, str(ROOT))
+from train import cross_entropy, make_parser
+
+PLANS: dict[str, dict[str, Any]] = {
+    "digits": {"workers": 4, "batch_size": 16, "steps": 1280, "warmup": 128},
+    "stdlib_gpt": {"workers": 2, "batch_size": 16, "steps": 512, "warmup": 0},
+}
+"""A run of a task: learning rates warm up over so many steps, and fall to zero along a cosine."""
+
+SPARSE = {
+    "digits": "dgc:ratio=0.01,warmup=null,values=int2,indices=rice,vectors=int8",
+    "stdlib_gpt": "topk:optimizer.betas=[0.0,0.95],values=int2,indices=rice",
+}
+EVERY = (1, 8, 32, 128)
+"""Local steps between exchanges of weights."""
+
+MOMENTUM = {1: "0.0,outer.init_args.nesterov=false,outer.init_args.lr=1.0", 8: "0.5", 32: "0.5", 128: "0.5"}
+"""Of outer optimizers: 0.9, which is for far more outer steps than there are here, is worse than none."""
+
+METHODS = {
+    task: [
+        "none",
+        "alone",
+        SPARSE[task],
+        "powersgd",
+        *(f"local_sgd:frequency={every}" for every in EVERY),
+        *(f"slowmo:frequency={every},base.init_args.frequency={every}" for every in EVERY),
+        *(f"diloco:every={every},outer.init_args.momentum={MOMENTUM[every]}" for every in EVERY),
+        *(f"diloco_dgc:every={every},outer.init_args.momentum={MOMENTUM[every]}" for every in EVERY),
+    ]
+    for task in PLANS
+}
+"""What is compared, dense training first."""
+
+
+def settings_of(task: str, method: str) -> Any:
+    """The objects that the configs of a task and a method describe."""
+    name, _, changes = method.partition(":")
+    arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml"]
+    kind = "averaging" if (ROOT / f"configs/averaging/{name}.yaml").exists() else "compressor"
+    if name != "alone":
+        arguments.append(f"--config={ROOT}/configs/{kind.replace('compressor', 'compressors')}/{name}.yaml")
+    for change in re.split(r",(?![^\[]*\])", changes) if changes else ():  # at commas outside brackets
+        place = "" if change.startswith("optimizer.") else f"{kind}.init_args."
+        arguments.append(f"--{place}{change}")
+    parser = make_parser()
+    return parser.instantiate(parser.parse_args(arguments))
+
+
+def run_once(job: tuple[str, str, int, dict[str, Any], Path]) -> dict[str, Any]:
+    """One run, unless its result is there already."""
+    task, method, seed, plan, folder = job
+    path = folder / f"{re.sub('[^a-z0-9_.]+', '-', method)}-{seed}.json"
+    if not path.exists():
+        path.write_text(json.dumps(train(task, method, seed, plan)))
+    return json.loads(path.read_text())
+
+
+def train(task: str, method: str, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """What comes of a method with a seed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    settings, workers, steps = settings_of(task, method), plan["workers"], plan["steps"]
+    models = [copy.deepcopy(settings["model"]) for _ in range(workers)]
+    optimizers: list[Any] = []
+    for model, comm in zip(models, dgcopt.simulated_world(workers), strict=True):
+        optimizer = settings["optimizer"](model.parameters())
+        if settings["averaging"] is not None:
+            settings["averaging"].attach(optimizer, model.named_parameters(), comm)
+        elif method != "alone":
+            dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), settings["compressor"], comm=comm)
+        optimizers.append(optimizer)
+    peak = optimizers[0].param_groups[0]["lr"] * (workers if settings["scale_lr"] else 1)
+    curve = []
+    data = batches(settings["train_data"], plan["batch_size"] * workers, steps, seed)
+    for step, (inputs, targets) in enumerate(data):
+        warm = min(1.0, (step + 1) / plan["warmup"]) if plan["warmup"] else 1.0
+        lr = peak * warm * (1 + torch.cos(torch.tensor(torch.pi * step / steps)).item()) / 2
+        losses = []
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs[rank::workers]), targets[rank::workers])
+            loss.backward()
+            losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+        curve.append(statistics.mean(losses))
+    if method != "alone":
+        average(models)
+    elements = sum(param.numel() for param in models[0].parameters())
+    sender = getattr(optimizers[0], "averaging", optimizers[0])
+    return {
+        "method": method,
+        "seed": seed,
+        "sent_bytes": sender.telemetry.sent_bytes / steps if method != "alone" else 0.0,
+        "dense_bytes": 2 * 4 * elements * (workers - 1) / workers,
+        "curve": curve,
+        **evaluate(models[0], settings["test_data"]),
+    }
+
+
+@torch.no_grad()
+def average(models: list[nn.Module]) -> None:
+    """Give the first model the mean weights and statistics of all."""
+    for tensors in zip(*(model.state_dict().values() for model in models), strict=True):
+        if tensors[0].is_floating_point():
+            tensors[0].copy_(torch.stack(tensors).mean(0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="digits", choices=sorted(PLANS))
+    parser.add_argument("--methods", nargs="+", help="files of configs/, with settings after a colon")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--workers", type=int, help="simulated ranks")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--plot", type=Path, help="file for a picture of loss over bytes")
+    arguments = parser.parse_args()
+    plan = PLANS[arguments.task] | {k: value for k in ("steps", "workers") if (value := getattr(arguments, k))}
+    methods = arguments.methods or METHODS[arguments.task]
+
+    folder = ROOT / "runs" / "bench_averaging" / "-".join([arguments.task, *map(str, plan.values())])
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [(arguments.task, name, seed, plan, folder) for seed in arguments.seeds for name in methods]
+    began, runs = time.perf_counter(), []
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+        for run in pool.imap(run_once, jobs):
+            runs.append(run)
+            took = time.perf_counter() - began
+            print(f"{len(runs)}/{len(jobs)} {run['method']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)
+
+    title = f"{arguments.task}, {plan['workers']} workers, {plan['steps']} steps"
+    print(f"{title}, seeds {arguments.seeds}: mean (range)\n")
+    print("| method | bytes per sample | vs fp32 | final loss | vs dense | accuracy |\n|---|---|---|---|---|---|")
+    rows = {name: [run for run in runs if run["method"] == name] for name in methods}
+    dense = statistics.mean(run["test_loss"] for run in rows[methods[0]])
+    for name, of in rows.items():
+        sent, loss = of[0]["sent_bytes"], statistics.mean(run["test_loss"] for run in of)
+        fewer = f"{of[0]['dense_bytes'] / sent:,.0f}x" if sent else "-"
+        losses = spread([run["test_loss"] for run in of], "{:.3f}")
+        accuracy = spread([run["accuracy"] for run in of], "{:.2%}")
+        per_sample = sent / plan["batch_size"]
+        print(f"| {name} | {per_sample:,.1f} | {fewer} | {losses} | {loss / dense - 1:+.1%} | {accuracy} |")
+    if arguments.plot:
+        plot(rows, plan["batch_size"], title, arguments.plot)
+
+
+def plot(rows: dict[str, list[dict[str, Any]]], batch_size: int, title: str, path: Path) -> None:
+    """Final loss over bytes: a line per algorithm, from H = 1 on the right to the largest on the left."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(9, 5.5))
+    families: dict[str, list[tuple[float, list[float], str]]] = {}
+    for name, runs in rows.items():
+        family, _, settings = name.partition(":")
+        losses = [run["test_loss"] for run in runs]
+        every = re.search(r"(?:frequency|every)=(\d+)", settings)
+        if runs[0]["sent_bytes"]:
+            entry = (runs[0]["sent_bytes"] / batch_size, losses, f"H={every[1]}" if every else family)
+            families.setdefault(family, []).append(entry)
+        else:
+            panel.axhline(statistics.mean(losses), color="gray", linestyle=":", label=f"{name}: no exchange")
+    for family, points in families.items():
+        means = [statistics.mean(losses) for _, losses, _ in points]
+        bars = [
+            [mean - min(losses) for mean, (_, losses, _) in zip(means, points, strict=True)],
+            [max(losses) - mean for mean, (_, losses, _) in zip(means, points, strict=True)],
+        ]
+        panel.errorbar([sent for sent, _, _ in points], means, yerr=bars, fmt="o-", capsize=3, label=family)
+        for mean, (sent, _, label) in zip(means, points, strict=True):
+            panel.annotate(label, (sent, mean), xytext=(4, 5), textcoords="offset points", fontsize=7)
+    panel.set(title=title, xlabel="bytes sent per sample", ylabel="final test loss")
+    panel.set_xscale("log")
+    panel.grid(alpha=0.3, which="both")
+    panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

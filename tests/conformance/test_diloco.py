@@ -1,0 +1,342 @@
+"""DiLoCo and SparseLoCo against their rule written by hand, and what follows from the rule."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from naive_diloco import Nesterov, diloco
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+
+import dgcopt
+from dgcopt import DGC, ConfigError, DiLoCo, PowerSGD, SparseLoCo, TopK, checkpoint
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "unit"))
+
+from worlds import single, small_batch, small_model
+
+Make = Callable[..., Optimizer]
+PLAIN: Make = partial(SGD, lr=0.1)
+INNER: dict[str, Make] = {
+    "momentum": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "AdamW": partial(AdamW, lr=0.01),
+}
+FRAGMENTS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1], [2, 3, 4, 5]]}
+"""How the parameters of `small_model`, of 360, 30, 600, 20, 100 and 5 elements, are cut into about equal parts."""
+
+
+class World:
+    """Simulated ranks that average."""
+
+    def __init__(self, size: int, rule: dgcopt.Averaging, make: Make = PLAIN, model=small_model) -> None:
+        self.models = [model() for _ in range(size)]
+        self.optimizers = [
+            rule.attach(make(model.parameters()), model.named_parameters(), comm)
+            for model, comm in zip(self.models, dgcopt.simulated_world(size), strict=True)
+        ]
+
+    def step(self, step: int) -> None:
+        size = len(self.models)
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] / (1 + step % 3)
+            optimizer.zero_grad()
+            backward(model, rank, size, step)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def weights(self) -> list[list[Tensor]]:
+        return [[param.detach().clone() for param in model.parameters()] for model in self.models]
+
+    def states(self) -> list[dict]:
+        pairs = zip(self.models, self.optimizers, strict=True)
+        return [copy.deepcopy({"model": m.state_dict(), "optimizer": o.state_dict()}) for m, o in pairs]
+
+    def load(self, states: list[dict]) -> None:
+        for model, optimizer, state in zip(self.models, self.optimizers, states, strict=True):
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+
+def backward(model: nn.Module, rank: int, size: int, step: int) -> None:
+    inputs, targets = small_batch(seed=step)
+    dtype = next(model.parameters()).dtype
+    nn.functional.cross_entropy(model(inputs[rank::size].to(dtype)), targets[rank::size]).backward()
+
+
+def locally(size: int, make: Make) -> Callable[[list[list[Tensor]], int], None]:
+    """A local step of bare optimizers, on weights that are given and taken back."""
+    models = [small_model() for _ in range(size)]
+    optimizers = [make(model.parameters()) for model in models]
+
+    @torch.no_grad()
+    def exchange(weights: list[list[Tensor]], into_models: bool) -> None:
+        for model, by_rank in zip(models, weights, strict=True):
+            for param, tensor in zip(model.parameters(), by_rank, strict=True):
+                (param if into_models else tensor).copy_(tensor if into_models else param)
+
+    def local_step(weights: list[list[Tensor]], step: int) -> None:
+        exchange(weights, into_models=True)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] / (1 + step % 3)
+            optimizer.zero_grad()
+            backward(model, rank, size, step)
+            optimizer.step()
+        exchange(weights, into_models=False)
+
+    return local_step
+
+
+def assert_close(here: list[list[Tensor]], there: list[list[Tensor]], what: str, tolerance: float = 1e-12) -> None:
+    for rank, (ours, theirs) in enumerate(zip(here, there, strict=True)):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, r=rank: f"{what}, {r}: {m}")
+
+
+CASES = [
+    *((size, 3, 1, 0, 0.0) for size in (1, 2, 3, 4, 8)),
+    (2, 1, 1, 0, 0.0),
+    (3, 5, 1, 2, 0.0),
+    (4, 4, 1, 3, 0.5),
+    (2, 6, 2, 0, 0.0),
+    (3, 6, 2, 1, 0.5),
+    (2, 4, 2, 1, 1.0),
+]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(("size", "every", "fragments", "delay", "alpha"), CASES)
+def test_rule(size: int, every: int, fragments: int, delay: int, alpha: float, inner: str) -> None:
+    make = INNER[inner]
+    rule = DiLoCo(every, partial(SGD, lr=0.6, momentum=0.8, nesterov=True), None, fragments, delay, alpha)
+    world, steps = World(size, rule, make), 3 * every + 1
+    start, outer = world.weights(), Nesterov(0.6, 0.8, True)
+    expected = diloco(start, locally(size, make), steps, every, outer, FRAGMENTS[fragments], delay, alpha)
+    for step in range(steps):
+        world.step(step)
+        assert_close(world.weights(), expected[step], f"after step {step + 1}")
+    if alpha == 0 and fragments == 1:
+        world.step(steps)
+        for step in range(steps + 1, 4 * every):
+            world.step(step)
+        first, *others = world.weights()
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_one_step_and_a_rate_of_one_is_dense_training(size: int) -> None:
+    world = World(size, DiLoCo(1, partial(SGD, lr=1.0)))
+    for step in range(6):
+        for rank, (model, optimizer) in enumerate(zip(world.models, world.optimizers, strict=True)):
+            optimizer.zero_grad()
+            backward(model, rank, size, step)
+        for optimizer in world.optimizers:
+            optimizer.step()
+    assert_close(world.weights(), [single(PLAIN, 6)] * size, "dense")
+
+
+@pytest.mark.parametrize("make", [partial(SGD, lr=0.5, momentum=0.9, nesterov=True), partial(SGD, lr=0.7)])
+def test_dgc_at_ratio_1_changes_nothing(make: Make) -> None:
+    """Its momentum correction takes the place of the outer momentum."""
+    one, other = World(3, DiLoCo(2, make)), World(3, DiLoCo(2, make, DGC(1.0)))
+    for step in range(8):
+        one.step(step)
+        other.step(step)
+        assert_close(one.weights(), other.weights(), f"after step {step}", 1e-10)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DiLoCo(2, partial(SGD, lr=1.0), TopK(0.1)),
+        DiLoCo(3, partial(SGD, lr=1.0), TopK(0.1, "int2", "rice"), fragments=3, delay=0),
+        DiLoCo(4, partial(SGD, lr=1.0), TopK(0.05), delay=2),
+        SparseLoCo(2, chunk=64, decay=1.0),
+    ],
+    ids=str,
+)
+def test_nothing_of_an_outer_gradient_is_lost(rule: DiLoCo) -> None:
+    """What anchors have moved by, and the mean of what ranks hold back, is the mean of all outer gradients."""
+    size, total = 3, [torch.zeros_like(param) for param in small_model().parameters()]
+    models = [small_model() for _ in range(size)]
+    optimizers: list = []
+
+    def note(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Runs before the averaging does: weights are as the local step has left them."""
+        averaging = optimizer.averaging  # type: ignore[attr-defined]
+        arrival = averaging.step + 1 + rule.delay
+        if rule.due(arrival):
+            for param, anchor in averaging._of(averaging._turn(arrival)):
+                place = [p is param for p in averaging.names].index(True)
+                total[place] += (anchor - param).detach() / size
+
+    for model, comm in zip(models, dgcopt.simulated_world(size), strict=True):
+        optimizer = PLAIN(model.parameters())
+        optimizer.register_step_post_hook(note)
+        optimizers.append(rule.attach(optimizer, model.named_parameters(), comm))
+    start = [param.detach().clone() for param in models[0].parameters()]
+    for step in range(12):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            backward(model, rank, size, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    held = [torch.zeros_like(tensor) for tensor in start]
+    for optimizer in optimizers:
+        for outer in optimizer.averaging.outers:
+            for name, tensor in outer.state_dict()["dgcopt"]["memory"].get("residual", {}).items():
+                held[list(optimizer.averaging.names.values()).index(name)] += tensor / size
+    assert any(tensor.norm() > 1e-3 for tensor in held), "nothing was held back, and nothing tested"
+    anchors = [anchor.detach() for anchor in optimizers[0].averaging._anchors.values()]
+    for before, after, waiting, gradients in zip(start, anchors, held, total, strict=True):
+        torch.testing.assert_close(before - after + waiting, gradients, rtol=1e-6, atol=1e-9)
+
+
+RULES = [
+    DiLoCo(3),
+    DiLoCo(4, delay=2),
+    DiLoCo(6, fragments=2, delay=1, alpha=0.25),
+    DiLoCo(3, compression=DGC(0.1)),
+    DiLoCo(4, partial(Adam, lr=0.01), PowerSGD(2, start_step=1, min_compression_rate=0.5), delay=1),
+    DiLoCo(2, warmup_steps=3),
+    SparseLoCo(2, chunk=64),
+]
+
+
+@pytest.mark.parametrize("saved_at", [4, 5, 6])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_checkpoint_goes_on_bit_identically(rule: DiLoCo, saved_at: int) -> None:
+    """Also while an exchange is under way."""
+    one = World(3, rule, INNER["momentum"])
+    for step in range(saved_at):
+        one.step(step)
+    other = World(3, rule, INNER["momentum"])
+    other.load(one.states())
+    for step in range(saved_at, saved_at + 9):
+        one.step(step)
+        other.step(step)
+    for ours, theirs in zip(one.weights(), other.weights(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("rule", [DiLoCo(4), DiLoCo(4, delay=2, compression=TopK(0.1)), DiLoCo(4, compression=DGC(0.1))])
+def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> None:
+    """The outer gradient that was in the making is not lost: the mean's distance to the anchor stays."""
+    one = World(3, rule)
+    for step in range(6):
+        one.step(step)
+    states, mean = one.states(), [sum(tensors) / 3 for tensors in zip(*one.weights(), strict=True)]
+    held = sum(optimizer.averaging.residual_norm() > 0 for optimizer in one.optimizers)
+    other = World(size, rule)
+    other.load([checkpoint.reshare(states, rank, size) for rank in range(size)])
+    for optimizer in other.optimizers:  # all have come before the first one waits
+        optimizer.averaging._prepare()
+    for optimizer in other.optimizers:
+        optimizer.averaging._settle()
+    assert_close(other.weights(), [mean] * size, "mean")
+    anchors = [anchor.detach() for anchor in one.optimizers[0].averaging._anchors.values()]
+    for optimizer in other.optimizers:
+        kept = [anchor.detach() for anchor in optimizer.averaging._anchors.values()]
+        assert all(torch.equal(a, b) for a, b in zip(anchors, kept, strict=True))
+    if held and size > 1:
+        sums = [sum(_residuals(world), torch.zeros(())) for world in (one, other)]
+        torch.testing.assert_close(sums[0], sums[1], rtol=1e-12, atol=1e-12)
+    for step in range(6, 13):
+        other.step(step)
+
+
+def _residuals(world: World) -> list[Tensor]:
+    found = []
+    for optimizer in world.optimizers:
+        for outer in optimizer.averaging.outers:
+            by_name = outer.state_dict()["dgcopt"]["memory"].get("residual", {})
+            found.append(torch.cat([by_name[name].flatten() for name in sorted(by_name)]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_of_the_anchor_is_no_change(dtype: torch.dtype) -> None:
+    """Where nothing was learned, nothing moves, although weights of half precision are not what the anchor is."""
+    world = World(2, DiLoCo(2), model=partial(small_model, dtype))
+    for step in range(4):
+        world.step(step)
+    for optimizer in world.optimizers:
+        optimizer.defaults["lr"] = 0.0
+        for outer in optimizer.averaging.outers:
+            outer.param_groups[0]["momentum"] = 0.0
+    before = world.weights()
+    for step in range(4, 8):
+        world.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(before[0], world.weights()[0], strict=True))
+
+
+def test_a_fragment_alone_is_sent() -> None:
+    world = World(2, DiLoCo(4, partial(SGD, lr=1.0), fragments=2))
+    sent = []
+    for step in range(8):
+        world.step(step)
+        sent.append(world.optimizers[0].averaging.telemetry.sent_bytes)
+    dense = [sum(-(-numel // 64) * 64 * 8 for numel in part) for part in ((360, 30), (600, 20, 100, 5))]
+    assert [sent[5] - sent[3], sent[7] - sent[5]] == pytest.approx(dense, abs=300)  # votes, and agreement at the start
+    assert world.optimizers[0].averaging.telemetry.steps == 8
+    assert world.optimizers[0].averaging.telemetry.dense_bytes == 8 * 4 * 1115
+
+
+def test_frozen_parameters_stay_and_new_ones_come() -> None:
+    world = World(2, DiLoCo(2))
+    for model in world.models:
+        model[0].requires_grad_(False)
+    frozen = world.weights()[0][:2]
+    for step in range(4):
+        world.step(step)
+    assert all(torch.equal(a, b) for a, b in zip(frozen, world.weights()[0][:2], strict=True))
+    for model, optimizer in zip(world.models, world.optimizers, strict=True):
+        model[0].requires_grad_(True)
+        torch.manual_seed(0)
+        model.append(nn.Linear(5, 5).double())
+        optimizer.add_param_group({"params": model[-1].parameters()})
+    for step in range(4, 8):
+        world.step(step)
+    one, other = world.weights()
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(one[0], frozen[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DiLoCo(0), "every must be a whole number of at least 1, not 0"),
+        (lambda: DiLoCo(True), "every must be a whole number"),
+        (lambda: DiLoCo(10, fragments=3), "multiple of fragments"),
+        (lambda: DiLoCo(10, fragments=5, delay=2), r"less than every / fragments, .*: 2 of 2"),
+        (lambda: DiLoCo(10, delay=-1), "delay must be"),
+        (lambda: DiLoCo(10, alpha=1.5), "alpha must be a number from 0 to 1, not 1.5"),
+        (lambda: DiLoCo(10, warmup_steps=-1), "warmup_steps"),
+        (lambda: DiLoCo(10, outer=SGD([torch.zeros(1)])), "outer must make an optimizer"),
+        (lambda: DiLoCo(10, compression=dgcopt.QAdam()), "every step's gradient"),
+        (lambda: DiLoCo(10, compression=dgcopt.OneBitAdam()), "every step's gradient"),
+        (lambda: World(2, DiLoCo(2, LBFGS)), "without a closure"),
+        (lambda: World(2, DiLoCo(20, fragments=10)), "6 parameters cannot be split into 10 fragments"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_nan_is_averaged_by_nobody() -> None:
+    world = World(2, DiLoCo(2))
+    world.step(0)
+    with torch.no_grad():
+        next(world.models[1].parameters())[0, 0] = torch.nan
+    before = world.weights()[0]
+    with pytest.raises(dgcopt.DivergenceError, match=r"rank\(s\) \[1\]"):
+        world.step(1)
+    anchors = [anchor.detach() for anchor in world.optimizers[0].averaging._anchors.values()]
+    assert all(tensor.isfinite().all() for tensor in [*before, *anchors])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..arguments import check_whole
+from ..buckets import Bucket
 from ..checkpoint import STATE_KEY
 from ..collectives import Barrier
 from ..comm import Comm, Handle
@@ -21,7 +22,7 @@ from ..compressors.frozen_adam import FrozenAdam
 from ..errors import ConfigError
 from ..optimizer import DistributedOptimizer
 from ..telemetry import Telemetry
-from .base import Averaging
+from .base import Averaging, Weights
 from .rounds import KEY, Rounds
 
 __all__ = ["DiLoCo", "Outer", "OuterRounds", "SparseLoCo"]
@@ -167,6 +168,7 @@ class OuterRounds(Rounds):
         self.outers: list[Any] = []
         super().__init__(rule, optimizer, named_parameters, comm)
         self._anchors: dict[Tensor, nn.Parameter] = {}
+        self._anchored: set[Tensor] = set()  # those whose anchor is where local steps have started from
         self._departed: int | None = None  # the fragment that is on its way
         self._outgoing: dict[str, Tensor] = {}  # its gradient, if a checkpoint may come before the exchange ends
         self._moved = 0  # the last local step that this rank has made itself
@@ -281,11 +283,13 @@ class OuterRounds(Rounds):
     # -- what persists -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _begin(self) -> Generator[Handle, Tensor, None]:
-        yield from super()._begin()
-        held = self._shared.pop("anchor", {})
-        for param, anchor in self._anchors.items():
-            anchor.copy_(held.get(self.names[param], param))
+    def _start(self, bucket: Bucket, ctx: Weights) -> None:
+        super()._start(bucket, ctx)
+        held = self._shared.get("anchor", {})
+        for segment in bucket.segments if self._local_step >= 0 else ():
+            if segment.param not in self._anchored:
+                self._anchored.add(segment.param)
+                self._anchors[segment.param].copy_(held.get(segment.name, segment.param))
 
     @property
     def _under_way(self) -> bool:
@@ -296,8 +300,8 @@ class OuterRounds(Rounds):
 
     def _state(self) -> dict[str, Any]:
         state = super()._state()
-        if self._begun:
-            anchors = {self.names[param]: anchor.detach().clone() for param, anchor in self._anchors.items()}
+        if self._anchored:
+            anchors = {self.names[param]: self._anchors[param].detach().clone() for param in self._anchored}
             state["shared"]["anchor"] = anchors
         if self._outgoing:
             state["memory"]["outgoing"] = {name: grad.clone() for name, grad in self._outgoing.items()}
@@ -323,6 +327,7 @@ class OuterRounds(Rounds):
         if self._departed is not None:
             self.outers[self._departed].synchronize()  # what was sent runs out, on all ranks
         super()._restore(state)
+        self._anchored = set()
         self._outgoing = self._kept.pop("outgoing", {})
 
     def rejoin(self, comm: Comm | None = None) -> None:

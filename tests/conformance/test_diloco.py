@@ -128,6 +128,27 @@ def test_rule(size: int, every: int, fragments: int, delay: int, alpha: float, i
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+def test_a_warm_up_is_dense_training_and_the_first_anchor_its_end() -> None:
+    world = World(3, DiLoCo(2, partial(SGD, lr=0.6, momentum=0.8, nesterov=True), warmup_steps=3), INNER["momentum"])
+    other = World(3, DiLoCo(2, partial(SGD, lr=0.6, momentum=0.8, nesterov=True)), INNER["momentum"])
+    replica = small_model()
+    dense = INNER["momentum"](replica.parameters())
+    for step in range(3):
+        dense.param_groups[0]["lr"] = 0.1 / (1 + step % 3)
+        dense.zero_grad()
+        backward(replica, 0, 1, step)
+        dense.step()
+        world.step(step)
+        assert_close(world.weights(), [[p.detach() for p in replica.parameters()]] * 3, f"after step {step}")
+    for model, optimizer in zip(other.models, other.optimizers, strict=True):
+        model.load_state_dict(replica.state_dict())
+        optimizer.load_state_dict(copy.deepcopy(dense.state_dict()))
+    for step in range(3, 9):
+        world.step(step)
+        other.step(step)
+        assert_close(world.weights(), other.weights(), f"after step {step}")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_one_step_and_a_rate_of_one_is_dense_training(size: int) -> None:
     world = World(size, DiLoCo(1, partial(SGD, lr=1.0)))
@@ -225,7 +246,9 @@ def test_a_checkpoint_goes_on_bit_identically(rule: DiLoCo, saved_at: int) -> No
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("rule", [DiLoCo(4), DiLoCo(4, delay=2, compression=TopK(0.1)), DiLoCo(4, compression=DGC(0.1))])
+@pytest.mark.parametrize(
+    "rule", [DiLoCo(4), DiLoCo(4, delay=2, compression=TopK(0.1)), DiLoCo(4, compression=DGC(0.1))]
+)
 def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> None:
     """The outer gradient that was in the making is not lost: the mean's distance to the anchor stays."""
     one = World(3, rule)

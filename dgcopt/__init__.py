@@ -5,8 +5,19 @@ optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parame
 dgcopt.broadcast_parameters(model.state_dict())
 """
 
-from . import checkpoint
-from .averaging import Averaging, DiLoCo, LocalSGD, SparseLoCo
+from . import averaging, checkpoint
+from .averaging import (
+    SGP,
+    SPARTA,
+    AsyncAverage,
+    Averaging,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    SlowMo,
+    SparseLoCo,
+)
 from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .comm import Comm, init, shutdown, simulate, simulated_world
 from .compressors import (
@@ -65,7 +76,10 @@ __all__ = [
     "DGC",
     "FP16",
     "QSGD",
+    "SGP",
+    "SPARTA",
     "Adasum",
+    "AsyncAverage",
     "Averaging",
     "ByteGrad",
     "CheckpointError",
@@ -77,6 +91,7 @@ __all__ = [
     "Context",
     "DGCError",
     "DeMo",
+    "Decentralized",
     "DiLoCo",
     "DistributedOptimizer",
     "DivergenceError",
@@ -84,6 +99,7 @@ __all__ = [
     "Hierarchical",
     "LocalClip",
     "LocalSGD",
+    "LowPrecisionDecentralized",
     "MismatchError",
     "Natural",
     "NoCompression",
@@ -96,6 +112,7 @@ __all__ = [
     "RandomK",
     "SignSGD",
     "Signum",
+    "SlowMo",
     "SparseLoCo",
     "SparseSum",
     "Telemetry",
@@ -105,6 +122,7 @@ __all__ = [
     "TopK",
     "Warmup",
     "__version__",
+    "averaging",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",

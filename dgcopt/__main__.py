@@ -2,6 +2,8 @@
 
 dgcopt compressors          every compressor with its cost and one line
 dgcopt compressors TopK     one of them in full
+dgcopt averaging            every algorithm that averages weights now and then, with one line
+dgcopt averaging SlowMo     one of them in full
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from . import compressors
+from . import averaging, compressors
+from .averaging import Averaging
 from .buckets import build_buckets
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
@@ -64,22 +68,42 @@ def cost(kind: type[Compressor]) -> tuple[int, int]:
     return sent[0], sent[1]
 
 
-def show(name: str | None) -> int:
-    """Print the table, or one compressor's documentation; the exit status."""
-    if name is None:
-        print(f"{'compressor':16} {'bytes*':>9} {'vs fp32':>8} {'rounds':>6}  what it is")
-        for kind in library():
-            sent, rounds = cost(kind)
-            smaller = f"{4 * SHAPE[0] * SHAPE[1] / sent:.1f}x" if sent else "-"
-            line = (inspect.getdoc(kind) or "").splitlines()[0]
-            print(f"{kind.__name__:16} {sent:9,} {smaller:>8} {rounds:6}  {line}")
-        print(FOOTNOTE)
-        return 0
-    found = [kind for kind in library() if kind.__name__.lower() == name.lower()]
+def algorithms() -> list[type[Averaging]]:
+    """Every averaging algorithm that comes with dgcopt, by name."""
+    public = [getattr(averaging, name) for name in averaging.__all__]
+    classes = [thing for thing in public if inspect.isclass(thing) and issubclass(thing, Averaging)]
+    return sorted((kind for kind in classes if kind is not Averaging), key=lambda kind: kind.__name__.lower())
+
+
+def list_compressors() -> None:
+    """Print a line for each, with its cost."""
+    print(f"{'compressor':16} {'bytes*':>9} {'vs fp32':>8} {'rounds':>6}  what it is")
+    for kind in library():
+        sent, rounds = cost(kind)
+        smaller = f"{4 * SHAPE[0] * SHAPE[1] / sent:.1f}x" if sent else "-"
+        print(f"{kind.__name__:16} {sent:9,} {smaller:>8} {rounds:6}  {first_line(kind)}")
+    print(FOOTNOTE)
+
+
+def list_algorithms() -> None:
+    """Print a line for each."""
+    for kind in algorithms():
+        print(f"{kind.__name__:26} {first_line(kind)}")
+
+
+def first_line(kind: type) -> str:
+    """What a class says of itself in one line."""
+    return (inspect.getdoc(kind) or "").splitlines()[0]
+
+
+def show(kinds: Sequence[type], name: str, command: str) -> int:
+    """Print the documentation of one of them; the exit status."""
+    found = [kind for kind in kinds if kind.__name__.lower() == name.lower()]
     if not found:
-        print(f"there is no compressor {name!r}: `dgcopt compressors` lists them", file=sys.stderr)
+        print(f"there is no {name!r}: `dgcopt {command}` lists what there is", file=sys.stderr)
         return 2
-    print(f"dgcopt.{found[0].__name__}{inspect.signature(found[0])}\n\n{inspect.getdoc(found[0])}")
+    _, *settings = inspect.signature(found[0].__init__).parameters.values()  # type: ignore[misc]
+    print(f"dgcopt.{found[0].__name__}{inspect.Signature(settings)}\n\n{inspect.getdoc(found[0])}")
     return 0
 
 
@@ -89,7 +113,14 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("compressors", help="list compressors with their cost, or show one of them in full")
     listing.add_argument("name", nargs="?", help="a compressor, such as TopK")
-    return show(parser.parse_args().name)
+    listing = commands.add_parser("averaging", help="list algorithms that average weights, or show one of them in full")
+    listing.add_argument("name", nargs="?", help="an algorithm, such as SlowMo")
+    arguments = parser.parse_args()
+    if arguments.name is not None:
+        kinds = library() if arguments.command == "compressors" else algorithms()
+        return show(kinds, arguments.name, arguments.command)
+    list_compressors() if arguments.command == "compressors" else list_algorithms()
+    return 0
 
 
 if __name__ == "__main__":

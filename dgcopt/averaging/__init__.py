@@ -1,8 +1,32 @@
 """Weights that are averaged now and then, in place of gradients at every step: one file per algorithm."""
 
+from .asynchronous import AsyncAverage
 from .base import Averaging, Weights
+from .decentralized import Decentralized, LowPrecisionDecentralized
 from .diloco import DiLoCo, SparseLoCo
+from .gossip import SGP
+from .graphs import BipartiteExponential, Exponential, Graph, Ring, ShiftOne
 from .local_sgd import LocalSGD
+from .partial import SPARTA
 from .rounds import Rounds
+from .slowmo import SlowMo
 
-__all__ = ["Averaging", "DiLoCo", "LocalSGD", "Rounds", "SparseLoCo", "Weights"]
+__all__ = [
+    "SGP",
+    "SPARTA",
+    "AsyncAverage",
+    "Averaging",
+    "BipartiteExponential",
+    "Decentralized",
+    "DiLoCo",
+    "Exponential",
+    "Graph",
+    "LocalSGD",
+    "LowPrecisionDecentralized",
+    "Ring",
+    "Rounds",
+    "ShiftOne",
+    "SlowMo",
+    "SparseLoCo",
+    "Weights",
+]

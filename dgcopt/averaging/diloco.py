@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..arguments import check_whole
+from ..arguments import check_positive, check_whole
 from ..buckets import Bucket
 from ..checkpoint import STATE_KEY
 from ..collectives import Barrier
@@ -121,7 +121,7 @@ class DiLoCo(Averaging):
 
 
 class SparseLoCo(DiLoCo):
-    """DiLoCo with the largest coordinates of each chunk of the outer gradient, in 2 bits, and error feedback.
+    """DiLoCo that sends the largest coordinates of each chunk in 2 bits, with error feedback.
 
     The error feedback forgets a little each time, and takes the place of the outer momentum.
 
@@ -147,7 +147,7 @@ class SparseLoCo(DiLoCo):
         warmup_steps: int = 0,
     ) -> None:
         code = ChunkedTopK(ratio, chunk, decay=decay, source="gradient")
-        super().__init__(every, partial(SGD, lr=lr), code, warmup_steps=warmup_steps)
+        super().__init__(every, partial(SGD, lr=check_positive(lr, "lr")), code, warmup_steps=warmup_steps)
 
 
 class OuterRounds(Rounds):

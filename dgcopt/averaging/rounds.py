@@ -75,15 +75,16 @@ class Rounds:
         self.rule = rule
         self.optimizer = optimizer
         self.step = 0
-        self._join_wire(current_comm() if comm is None else comm)
-        if rule.warmup_steps and not isinstance(optimizer, _Distributed):
-            DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=self.comm)
-        elif not rule.warmup_steps and self.comm.size > 1 and getattr(optimizer, "comm", None) is self.comm:
+        comm = current_comm() if comm is None else comm
+        if not rule.warmup_steps and comm.size > 1 and getattr(optimizer, "comm", None) is comm:
             raise ConfigError(
                 f"this optimizer averages gradients over all ranks at every step, so there is nothing left for "
                 f"{type(rule).__name__}: give it the bare optimizer, or one with a process_set of fewer ranks, or set "
                 f"warmup_steps"
             )
+        self._join_wire(comm)
+        if rule.warmup_steps and not isinstance(optimizer, _Distributed):
+            DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=self.comm)
         self._scales_itself = bool(vars(optimizer).get("_step_supports_amp_scaling"))
         vars(optimizer)["_step_supports_amp_scaling"] = True  # so that steps skipped for Inf are steps all the same
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -181,6 +182,7 @@ class Rounds:
         if len(self.names) < sum(len(group["params"]) for group in optimizer.param_groups):
             self._take_new_parameters()
         self._settle()
+        self._lay_out()  # so that what is new starts from weights that no local step has changed
         if self.rule.prepares and self._local_step >= 0:
             for bucket, ctx in self._lay_out().items():
                 x = self.rule.before_step(self._read(bucket), ctx)
@@ -196,6 +198,9 @@ class Rounds:
             param.grad = grad
         self.step += 1
         self._since += 1
+        if self._local_step == 0:  # a warm-up has ended
+            for bucket, ctx in self._lay_out().items():
+                self._start(bucket, ctx)
         if self._local_step > 0:
             self._traffic.count_step(sum(param.numel() for param in self.names if param.requires_grad))
             if self.rule.due(self._local_step):
@@ -239,6 +244,7 @@ class Rounds:
             elif scale is not None:
                 values = grad._values() if grad.is_sparse else grad
                 values.mul_(scale.double().reciprocal().float().to(values.device))
+        vars(self.optimizer).update(found_inf=None, grad_scale=None)  # torch's own refuse them unless they are fused
 
     # -- an exchange -------------------------------------------------------------------------------------------------
 
@@ -361,7 +367,6 @@ class Rounds:
     def _prepare(self) -> None:
         """What precedes the first step, and the first one after state was loaded."""
         if not self._begun:
-            self._begun = True
             self._jobs.append(self._begin())
 
     def _go(self) -> None:
@@ -408,9 +413,7 @@ class Rounds:
     @torch.no_grad()
     def _begin(self) -> Generator[Handle, Tensor, None]:
         """Compare what must be equal, and let the algorithm see the weights that it starts from."""
-        if self.comm.constructs_in_turn:
-            lines = self._describe()
-            yield from self._traffic.through(compare(lines, self.comm.rank, "parameters and settings"))
+        yield from self._traffic.through(compare(self._describe(), self.comm.rank, "parameters and settings"))
         buckets = self._lay_out()
         if self._restored_from and self._restored_from != self.comm.size:
             yield from self._merge()
@@ -420,6 +423,7 @@ class Rounds:
         self._restored_from = 0
         for bucket, ctx in buckets.items():
             self._start(bucket, ctx)
+        self._begun = True
         if self._missed:
             self._missed = False
             self._repeat()
@@ -430,7 +434,10 @@ class Rounds:
         self._jobs.append(self._round())
 
     def _start(self, bucket: Bucket, ctx: Weights) -> None:
-        ctx.step = max(0, self._local_step)
+        """Let the algorithm see the weights that local steps start from, which a warm-up has yet to make."""
+        if self._local_step < 0:
+            return
+        ctx.step = self._local_step
         self.rule.start(self._read(bucket), ctx)
         ctx.settle()
 

@@ -88,6 +88,8 @@ class Comm(ABC):
     checksums: bool = False
     constructs_in_turn: ClassVar[bool] = False
     """True where ranks are built one after another in one process, so that none may wait in its constructor."""
+    threads: bool = True
+    """Whether another thread may use another comm of the same ranks at the same time, as `among` makes."""
 
     def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
         if not 0 <= rank < size:
@@ -98,6 +100,7 @@ class Comm(ABC):
         self.size = size
         self.deadline = deadline
         self._users: list[Callable[[], None]] = []
+        self._leaving: list[Callable[[], None]] = []
         everyone = tuple(range(size))
         self._ranks: dict[Group, tuple[int, ...]] = {
             "world": everyone, "node": (rank,), "across": (rank,), "control": everyone
@@ -288,8 +291,14 @@ class Comm(ABC):
         """Leave Python with an exit code, taking the other ranks along where the launcher would not."""
         sys.exit(code)
 
+    def before_close(self, leave: Callable[[], None]) -> None:
+        """Have `leave` called by `close`, while the other ranks can still be reached."""
+        self._leaving.append(leave)
+
     def close(self) -> None:
         """Leave the wire; its handles are void."""
+        while self._leaving:
+            self._leaving.pop()()
         self._users.clear()
 
     def _late(self, collective: Collective, limit: float) -> CommError:

@@ -135,6 +135,7 @@ class SimulatedComm(Comm):
 
     wire = "simulated"
     constructs_in_turn = True
+    threads = False
 
     def __init__(self, world: _World, rank: int) -> None:
         super().__init__(rank, len(world.node_of), DEADLINE)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 import dgcopt
-from dgcopt.__main__ import cost, library, main, show
+from dgcopt.__main__ import algorithms, cost, library, main
 from dgcopt.collectives import AllGather, AllReduce, SendRecv
 from dgcopt.compressors import Compressor, Context, Encoded, Sparse
 from dgcopt.testing import ConformanceError, check_compressor
@@ -233,11 +233,30 @@ def test_the_command_lists_all_with_what_they_cost(capsys: pytest.CaptureFixture
     assert cost(dgcopt.Hierarchical)[0] == 4_000_000, "nothing is sent within a machine of one rank"
 
 
-def test_the_command_shows_one_in_full(capsys: pytest.CaptureFixture) -> None:
-    assert show("topk") == 0
+@pytest.mark.parametrize(
+    ("command", "name", "begins", "holds"),
+    [
+        ("compressors", "topk", "dgcopt.TopK(ratio", "Costs one allgather"),
+        ("averaging", "slowmo", "dgcopt.SlowMo(fr", "lr"),
+    ],
+)
+def test_the_command_shows_one_in_full(
+    command: str, name: str, begins: str, holds: str, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["dgcopt", command, name])
+    assert main() == 0
     out = capsys.readouterr().out
-    assert out.startswith("dgcopt.TopK(ratio") and "Costs one allgather" in out
-    assert show("nothing") == 2 and "nothing" in capsys.readouterr().err
+    assert out.startswith(begins) and holds in out
+    monkeypatch.setattr("sys.argv", ["dgcopt", command, "nothing"])
+    assert main() == 2 and f"`dgcopt {command}` lists" in capsys.readouterr().err
+
+
+def test_the_command_lists_averaging_algorithms(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["dgcopt", "averaging"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [kind.__name__ for kind in algorithms()]
+    assert all(len(line.split()) > 4 for line in lines)
 
 
 # -- what travels of an optimizer that is not SGD ---------------------------------------------------------------------

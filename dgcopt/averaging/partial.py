@@ -1,0 +1,160 @@
+"""SPARTA: average a few coordinates of the weights at a time, but often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..arguments import check_whole, given_names, unique_names
+from ..collectives import Exchange
+from ..comm import Comm
+from ..errors import ConfigError
+from ..segments import BLOCK, chunks
+from ..selection import count_of
+from .base import Averaging, Weights, check_fraction, mean
+from .rounds import Rounds
+
+__all__ = ["SPARTA"]
+
+PATCH = 8 * BLOCK
+"""Coordinates that "drift" measures, and chooses, together."""
+
+
+class SPARTA(Averaging):
+    """After every local step, the mean over ranks of a small part of the weights, the same coordinates on all ranks.
+
+        x_i <- x_i - step_i;  C: fraction * n coordinates;  x_i[C] <- mean_j x_j[C]
+
+    No index travels: all ranks know C, so an allreduce carries the values. Optimizer state stays each rank's own. Ranks
+    are kept near each other, but never hold the same weights: evaluate within `optimizer.averaging.averaged()`, and end
+    the training with `optimizer.averaging.average()`. With fraction 1 this is LocalSGD.
+
+    Args:
+        fraction: of the weights that is averaged in an exchange, in (0, 1]. Larger sends more, and keeps ranks closer.
+        choose: which coordinates. "random": drawn from `seed`, all as likely in each exchange. "strided": every
+            (1/fraction)-th, the next ones each time, so that each is averaged once in 1/fraction exchanges, rounded to
+            a whole number; the fastest. "drift": the patches of 512 neighbours that have moved most since they were
+            last averaged, by the sum over the patch of mean_j (x_j - a)^2, where a is what came of it then.
+        frequency: local steps between exchanges. Lower `fraction` first.
+        budgets: fractions for some parameters, by patterns of their names as a shell has them, such as
+            {"*.bias": 1.0, "head.*": 0.0}. The first that matches counts. With 0 a parameter stays each rank's own.
+        seed: of "random"; the draws depend on nothing else but the step and the bucket.
+        overlap: let an exchange go on during the next forward and backward pass. Its gradient is then of the weights
+            before the exchange, and is applied to those after it.
+        warmup_steps: so many steps of dense data-parallel training first.
+
+    Costs an allreduce of 4 bytes per chosen coordinate of float32; of each bucket at least one coordinate, or patch, is
+    chosen. "strided" also sends the gaps between parameters, when it is their turn. "drift" takes an allreduce of 4
+    bytes per patch before it, 0.2% of the model, and keeps a copy of the weights (in float32 for half precision).
+
+    Raises ConfigError for settings out of range, and for a pattern that matches no parameter's name. Sources: Beton et
+    al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", 2025 (SPARTA, Exo Labs):
+    "random", which draws each coordinate by itself there; "drift" is ours.
+    """
+
+    def __init__(
+        self,
+        fraction: float = 0.005,
+        choose: Literal["random", "strided", "drift"] = "random",
+        frequency: int = 1,
+        budgets: dict[str, float] | None = None,
+        seed: int = 0,
+        overlap: bool = False,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.fraction = check_fraction(fraction, "fraction")
+        self.choose = choose
+        self.frequency = check_whole(frequency, "frequency", 1)
+        self.budgets = _check_budgets({} if budgets is None else budgets)
+        self.seed = check_whole(seed, "seed", 0)
+        self.overlap = overlap
+        self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
+        if choose not in ("random", "strided", "drift"):
+            raise ConfigError(f'choose must be "random", "strided" or "drift", not {choose!r}')
+
+    def _rounds(
+        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
+    ) -> Rounds:
+        named = None if named_parameters is None else list(named_parameters)
+        names = list(unique_names(optimizer, given_names(named)).values())
+        for pattern in self.budgets:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                hint = "" if named else " Give named_parameters=model.named_parameters() for names of your own."
+                raise ConfigError(
+                    f"budgets: no parameter's name matches {pattern!r}; they are {', '.join(map(repr, names[:4]))}"
+                    f"{' ...' if len(names) > 4 else ''}.{hint}"
+                )
+        return super()._rounds(optimizer, named, comm)
+
+    def kind(self, name: str, param: Tensor) -> float:
+        """The fraction of it that is averaged, so that a bucket has one."""
+        matching = (fraction for pattern, fraction in self.budgets.items() if fnmatchcase(name, pattern))
+        return next(matching, self.fraction)
+
+    def due(self, step: int) -> bool:
+        return step % self.frequency == 0
+
+    def start(self, x: Tensor, ctx: Weights) -> None:
+        if self.choose == "drift" and ctx.kind:
+            ctx.hold("anchor", lambda segment: segment.view(x))
+
+    def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
+        fraction = ctx.kind
+        assert isinstance(fraction, float)
+        if fraction == 0:
+            return x
+        chosen: Tensor | slice
+        if self.choose == "random":
+            chosen = self._drawn(fraction, ctx).to(x.device)
+        elif self.choose == "strided":
+            chosen = self._next(fraction, ctx)
+        else:
+            chosen = yield from self._farthest(fraction, x, ctx)
+        x[chosen] = yield from mean(x[chosen].contiguous(), ctx)
+        return x
+
+    def _drawn(self, fraction: float, ctx: Weights) -> Tensor:
+        """One coordinate of each of k spans of n / k neighbours, so that it takes k random numbers."""
+        numels = torch.tensor([segment.numel for segment in ctx.segments])
+        ends = numels.cumsum(0)
+        n = int(ends[-1])
+        k = count_of(fraction, n)
+        cuts = torch.arange(k + 1) * n // k
+        draws = torch.randint(2**62, (k + 1,), generator=ctx.generator(self.seed))
+        # the last one says where the first span begins: those of a shorter span would always be drawn more often
+        places = (cuts[:-1] + draws[:-1] % cuts.diff() + draws[-1]) % n
+        gaps = torch.tensor([segment.start for segment in ctx.segments]) - (ends - numels)
+        return places + gaps[torch.searchsorted(ends, places, right=True)]
+
+    def _next(self, fraction: float, ctx: Weights) -> slice:
+        """Whose turn it is."""
+        period = min(round(1 / fraction), ctx.numel)
+        return slice((ctx.step // self.frequency - 1) % period, None, period)
+
+    def _farthest(self, fraction: float, x: Tensor, ctx: Weights) -> Exchange:
+        """The k patches that have moved most since they were last averaged; the first ones among equals."""
+        anchor = ctx.hold("anchor")
+        moved = [(x[i] - anchor[i]).square_().view(-1, BLOCK).sum(1) for i in chunks(0, ctx.numel, x.device)]
+        width = PATCH // BLOCK
+        blocks = torch.nn.functional.pad(torch.cat(moved), (0, -ctx.numel // BLOCK % width)).view(-1, width)
+        drift = yield from mean(blocks.sum(1).float(), ctx)
+        farthest = drift.argsort(descending=True, stable=True)[: count_of(fraction, len(drift))]
+        chosen = (farthest.unsqueeze(1) * PATCH + torch.arange(PATCH, device=x.device)).view(-1)
+        chosen = chosen[chosen < ctx.numel]
+        ctx.once_settled(lambda: anchor.index_copy_(0, chosen, x[chosen].to(anchor.dtype)))  # averaged by then
+        return chosen
+
+
+def _check_budgets(budgets: Any) -> dict[str, float]:
+    """Fractions by pattern. Raises ConfigError for anything else."""
+    if not isinstance(budgets, dict) or not all(isinstance(pattern, str) for pattern in budgets):
+        raise ConfigError(f'budgets must be fractions by pattern, such as {{"*.bias": 1.0}}, not {budgets!r}')
+    for pattern, fraction in budgets.items():
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ConfigError(f"budgets[{pattern!r}] must be a number from 0 to 1, not {fraction!r}")
+    return {pattern: float(fraction) for pattern, fraction in budgets.items()}

@@ -252,8 +252,7 @@ class AsyncRounds(Rounds):
                 self._forget()
             else:
                 log.warning(
-                    "dgcopt: rank %d has ended its exchanges of weights and waits for rank(s) %s to do so by abort(), or "
-                    "to end; their threads are alive",
+                    "dgcopt: rank %d exchanges weights until rank(s) %s, which are alive, also call abort() or end",
                     *(self.comm.rank, self._missing),
                 )
 

@@ -70,7 +70,7 @@ class SGP(Averaging):
         return step % self.frequency == 0 or self._pushed is not None
 
     def before_step(self, x: Tensor, ctx: Weights) -> None:
-        pass
+        ctx.scratch["z"] = x
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         sends = ctx.step % self.frequency == 0

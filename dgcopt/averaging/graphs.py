@@ -275,7 +275,7 @@ def _check_shares(graph: Graph, rank: int, size: int, round: int, shares: dict[i
             raise ConfigError(f"{where} sends to {peer!r}, which is none of the ranks 0 to {size - 1}")
         if peer == rank:
             raise ConfigError(f"{where} sends to itself: leave that out, as it keeps what it does not send")
-        if not isinstance(share, int | float) or not 0 <= share < math.inf:
+        if not isinstance(share, int | float) or not share >= 0:
             raise ConfigError(f"{where} sends a share of {share!r} to rank {peer}: shares are numbers from 0 to 1")
     if math.fsum(shares.values()) > 1 - 1e-9:
         raise ConfigError(

@@ -125,7 +125,7 @@ class SlowMo(Averaging):
     def start(self, x: Tensor, ctx: Weights) -> None:
         self.base.start(x, ctx)
         if ANCHOR not in ctx.memory:
-            if self._is_on and not self._begins_late(ctx.step + 1):
+            if self._is_on:
                 self._begin(x, ctx)
         elif self.sharded != (OWNED in ctx.memory):
             raise ConfigError(

@@ -60,3 +60,37 @@ def test_a_compressor_in_twenty_lines(capsys):
     exec(declared, names)
     report = names["check_compressor"](names["Declared"]())
     assert all(outcome == "ok" for _, outcome in report.lines), report
+
+
+def test_weights_in_place_of_gradients():
+    (code,) = [block for block in CODE if "dgcopt.SlowMo" in block]
+    names = {"torch": torch, "dgcopt": dgcopt, "model": nn.Linear(4, 3)}
+    exec(code, names)
+    dgcopt.shutdown()
+    assert names["optimizer"].averaging.rule.frequency == 48
+
+
+def test_averaging_as_the_page_shows_it():
+    used, own = code_of("docs/averaging.md")
+    model = nn.Linear(4, 3)
+    names: dict = {"dgcopt": dgcopt, "AllReduce": AllReduce, "model": model}
+    exec(used, names)
+    dgcopt.shutdown()
+    model(torch.randn(5, 4)).sum().backward()
+    names["optimizer"].step()
+    assert names["optimizer"].averaging.step == 1
+    exec(own, names)
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    start = models[0].weight.detach().clone()
+    optimizers = [
+        names["Halfway"]().attach(torch.optim.SGD(model.parameters(), lr=1.0), comm=comm)
+        for model, comm in zip(models, dgcopt.simulated_world(2), strict=True)
+    ]
+    for _ in range(2):
+        for rank, model in enumerate(models):
+            model.weight.grad = torch.full_like(model.weight, float(rank))
+        for optimizer in optimizers:
+            optimizer.step()
+    # rank 1 has gone two steps of 1, and both went half the way to the middle
+    assert torch.allclose(models[0].weight, start - 0.5) and torch.allclose(models[1].weight, start - 1.5)

@@ -7,6 +7,7 @@ from dgcopt import Comm
 
 from . import (
     algorithms,
+    averaging,
     checksums,
     collectives,
     contract,
@@ -30,5 +31,6 @@ for module in (
     checksums,
     loops,
     contract,
+    averaging,
 ):
     SCENARIOS.update(module.SCENARIOS)

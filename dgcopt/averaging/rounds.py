@@ -575,6 +575,7 @@ class Rounds:
                 bucket.memory[kind] = yield self._traffic.start(collective, f"{kind} of {bucket.label}")
             if "weights" in bucket.memory:
                 self._write(bucket, bucket.memory.pop("weights"))
+        self._kept.pop("weights", None)  # of frozen parameters, which are equal anyway
         self._missed = False
 
     # -- uneven data -------------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ class SlowMo(Averaging):
                               u <- momentum u + (a - x) / lr
                               a <- a - slow_lr lr u;  x_i <- a
 
-    where the anchor a is what the last slow step gave, at first the initial weights, and u is 0 at first. The inner
-    optimizer's state stays each rank's own. With H = 1 and inner SGD without momentum this is dense data-parallel SGD
-    of learning rate slow_lr lr and this momentum; with momentum 0 and slow_lr 1 it is the base and nothing else; a
-    single rank is not left as it is either, but becomes Lookahead with momentum.
+    where the anchor a is what the last slow step gave, at first the weights before any local step, and u is 0 at first.
+    The inner optimizer's state stays each rank's own. With H = 1 and inner SGD without momentum this is dense
+    data-parallel SGD of learning rate slow_lr lr and this momentum; with momentum 0 and slow_lr 1 it is the base and
+    nothing else. A single rank takes slow steps too: it becomes Lookahead, with momentum.
 
     lr is the parameter group's as it is at the slow step. As u is of a gradient's scale, what it remembers moves
     weights in proportion to the lr at hand: less after a decay. Where lr is 0, u stays, and a moves by slow_lr (x - a).

@@ -319,8 +319,8 @@ class TestState:
         come.load([reshare(states, rank, after) for rank in range(after)])
         anchor, momentum = (memory_of(states, kind) for kind in ("slow anchor", "slow momentum"))
         whole = (total(anchor), total(momentum)) if mode == "sharded" else (anchor[0], momentum[0])
-        rule_ = (4, 3, 0.6, 0.8, True, False, (*whole, at))
-        theirs = naive.slowmo(replicas[0], gradient, maker(PLAIN), LRS[at:], after, *rule_)
+        settings = (4, 3, 0.6, 0.8, True, False, (*whole, at))
+        theirs = naive.slowmo(replicas[0], gradient, maker(PLAIN), LRS[at:], after, *settings)
         assert_close(come.train(LRS[at:]), theirs)
 
     def test_a_shard_that_was_lost_with_its_rank_begins_anew(self) -> None:

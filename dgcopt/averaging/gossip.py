@@ -22,8 +22,8 @@ class SGP(Averaging):
 
     z is what the model holds, and p_ji the share that i sends to j (`Graph`). The push-sum weights w, all 1 at first,
     undo that some ranks hear more than others; everyone can tell everyone's, so they are not sent. In a balanced graph,
-    as all of dgcopt's are, they stay 1, and z = x. Ranks drift apart between rounds, `optimizer.averaging.average()`
-    ends training with the mean.
+    as all of dgcopt's are, they stay 1, and z = x. At no time do all ranks hold the same weights;
+    `optimizer.averaging.average()` ends training with their mean.
 
     Args:
         graph: who sends to whom; None is `Exponential()`.

@@ -17,7 +17,6 @@ from ..errors import ConfigError
 from ..segments import BLOCK, chunks
 from ..selection import count_of
 from .base import Averaging, Weights, check_fraction, mean
-from .rounds import Rounds
 
 __all__ = ["SPARTA"]
 
@@ -77,9 +76,12 @@ class SPARTA(Averaging):
         if choose not in ("random", "strided", "drift"):
             raise ConfigError(f'choose must be "random", "strided" or "drift", not {choose!r}')
 
-    def _rounds(
-        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
-    ) -> Rounds:
+    def attach(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        comm: Comm | None = None,
+    ) -> Optimizer:
         named = None if named_parameters is None else list(named_parameters)
         names = list(unique_names(optimizer, given_names(named)).values())
         for pattern in self.budgets:
@@ -89,7 +91,7 @@ class SPARTA(Averaging):
                     f"budgets: no parameter's name matches {pattern!r}; they are {', '.join(map(repr, names[:4]))}"
                     f"{' ...' if len(names) > 4 else ''}.{hint}"
                 )
-        return super()._rounds(optimizer, named, comm)
+        return super().attach(optimizer, named, comm)
 
     def kind(self, name: str, param: Tensor) -> float:
         """The fraction of it that is averaged, so that a bucket has one."""

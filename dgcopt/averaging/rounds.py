@@ -559,8 +559,8 @@ class Rounds:
         state, telemetry = self._state(), self.telemetry
         self._join_wire(current_comm() if comm is None else comm)
         self._traffic.telemetry = telemetry
-        weights = {name: param.detach().clone() for param, name in self.names.items()}
-        self._restore(state | {"memory": state["memory"] | {"weights": weights}})
+        self._restore(state)
+        self._kept["weights"] = {name: param.detach().clone() for param, name in self.names.items()}
         self._restored_from = -1  # nobody's sum is to be divided
 
     def _merge(self) -> Generator[Handle, Tensor, None]:

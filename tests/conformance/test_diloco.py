@@ -53,6 +53,9 @@ class World:
     def weights(self) -> list[list[Tensor]]:
         return [[param.detach().clone() for param in model.parameters()] for model in self.models]
 
+    def anchors(self) -> list[Tensor]:
+        return [anchor.detach().clone() for anchor in self.optimizers[0].averaging._anchors.values()]
+
     def states(self) -> list[dict]:
         pairs = zip(self.models, self.optimizers, strict=True)
         return [copy.deepcopy({"model": m.state_dict(), "optimizer": o.state_dict()}) for m, o in pairs]
@@ -229,7 +232,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("saved_at", [4, 5, 6])
+@pytest.mark.parametrize("saved_at", [4, 5, 7])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_a_checkpoint_goes_on_bit_identically(rule: DiLoCo, saved_at: int) -> None:
     """Also while an exchange is under way."""
@@ -263,7 +266,7 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> 
     for optimizer in other.optimizers:
         optimizer.averaging._settle()
     assert_close(other.weights(), [mean] * size, "mean")
-    anchors = [anchor.detach() for anchor in one.optimizers[0].averaging._anchors.values()]
+    anchors = one.anchors()
     for optimizer in other.optimizers:
         kept = [anchor.detach() for anchor in optimizer.averaging._anchors.values()]
         assert all(torch.equal(a, b) for a, b in zip(anchors, kept, strict=True))
@@ -285,7 +288,7 @@ def _residuals(world: World) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_of_the_anchor_is_no_change(dtype: torch.dtype) -> None:
-    """Where nothing was learned, nothing moves, although weights of half precision are not what the anchor is."""
+    """Where nothing was learned, no anchor moves, although weights of half precision are not what it is."""
     world = World(2, DiLoCo(2), model=partial(small_model, dtype))
     for step in range(4):
         world.step(step)
@@ -293,10 +296,11 @@ def test_rounding_of_the_anchor_is_no_change(dtype: torch.dtype) -> None:
         optimizer.defaults["lr"] = 0.0
         for outer in optimizer.averaging.outers:
             outer.param_groups[0]["momentum"] = 0.0
-    before = world.weights()
+    before = world.anchors()
     for step in range(4, 8):
         world.step(step)
-    assert all(torch.equal(a, b) for a, b in zip(before[0], world.weights()[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, world.anchors(), strict=True))
+    assert all(anchor.dtype == torch.float32 for anchor in before)
 
 
 def test_a_fragment_alone_is_sent() -> None:
@@ -312,20 +316,30 @@ def test_a_fragment_alone_is_sent() -> None:
 
 
 def test_frozen_parameters_stay_and_new_ones_come() -> None:
-    world = World(2, DiLoCo(2))
+    """In the middle of a window too, of which the anchors of the others are the beginning."""
+    world, sent = World(2, DiLoCo(4)), [0]
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            world.step(step)
+        sent.append(world.optimizers[0].averaging.telemetry.sent_bytes)
+
+    steps(0, 8)
     for model in world.models:
         model[0].requires_grad_(False)
-    frozen = world.weights()[0][:2]
-    for step in range(4):
-        world.step(step)
+    steps(8, 12)
+    frozen, anchors = world.weights()[0][:2], world.anchors()[:2]
+    steps(12, 16)
     assert all(torch.equal(a, b) for a, b in zip(frozen, world.weights()[0][:2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(anchors, world.anchors()[:2], strict=True))
+    assert sent[3] - sent[2] < sent[1] / 2 - 8 * 360, "what is frozen does not travel"
+    steps(16, 18)
     for model, optimizer in zip(world.models, world.optimizers, strict=True):
         model[0].requires_grad_(True)
         torch.manual_seed(0)
         model.append(nn.Linear(5, 5).double())
         optimizer.add_param_group({"params": model[-1].parameters()})
-    for step in range(4, 8):
-        world.step(step)
+    steps(18, 20)
     one, other = world.weights()
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not torch.equal(one[0], frozen[0])
@@ -361,5 +375,4 @@ def test_nan_is_averaged_by_nobody() -> None:
     before = world.weights()[0]
     with pytest.raises(dgcopt.DivergenceError, match=r"rank\(s\) \[1\]"):
         world.step(1)
-    anchors = [anchor.detach() for anchor in world.optimizers[0].averaging._anchors.values()]
-    assert all(tensor.isfinite().all() for tensor in [*before, *anchors])
+    assert all(tensor.isfinite().all() for tensor in [*before, *world.anchors()])

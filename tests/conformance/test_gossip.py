@@ -107,19 +107,21 @@ def assert_alike(ours: Replicas, theirs: Any, lr: Callable[[int], float] = lr_at
 
 
 def assert_resumes(rule: Averaging, size: int, nodes: int = 1) -> None:
-    """What was saved after 3 steps goes on as if nothing had happened, to the bit."""
-    straight, before, after = (averaged(rule, size, two_buckets, nodes) for _ in range(3))
+    """What was saved after 3 steps goes on as if nothing had happened, to the bit, elsewhere and where it was saved."""
+    ranks, others = (averaged(rule, size, two_buckets, nodes) for _ in range(2))
     for t in range(3):
-        straight.train(t, lr_at(t))
-        before.train(t, lr_at(t))
-    for old, new in zip(before.optimizers, after.optimizers, strict=True):
-        new.load_state_dict(copy.deepcopy(old.state_dict()))
-    for old, new in zip(before.models, after.models, strict=True):
-        new.load_state_dict(copy.deepcopy(old.state_dict()))
+        ranks.train(t, lr_at(t))
+    saved = [copy.deepcopy(holder.state_dict()) for holder in (*ranks.optimizers, *ranks.models)]
+    rows = []
     for t in range(3, 7):
-        straight.train(t, lr_at(t))
-        after.train(t, lr_at(t))
-        assert torch.equal(straight.read(), after.read())
+        ranks.train(t, lr_at(t))
+        rows.append(ranks.read())
+    for again in (others, ranks):
+        for holder, state in zip((*again.optimizers, *again.models), saved, strict=True):
+            holder.load_state_dict(copy.deepcopy(state))
+        for t in range(3, 7):
+            again.train(t, lr_at(t))
+            assert torch.equal(again.read(), rows[t - 3])
 
 
 def assert_uneven(rule: Averaging, theirs: Any, lengths: tuple[int, ...], nodes: int = 1) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import dgcopt
-from dgcopt.averaging import Averaging, LocalSGD, Weights
+from dgcopt.averaging import Averaging, LocalSGD, SlowMo, Weights
 from dgcopt.averaging.partial import PATCH, SPARTA
 from dgcopt.buckets import Bucket, build_buckets
 from dgcopt.checkpoint import reshare
@@ -141,6 +141,18 @@ def test_all_of_the_weights_is_local_sgd(size: int, frequency: int, choose: Any)
         for fraction, overlap in ((0.3, False), (0.3, True)):
             rule = SPARTA(fraction, choose, frequency, BUDGETS, overlap=overlap)
             assert_identical(Ranks(rule, OPTIMIZERS["Adam"], 1).train(), Ranks(None, OPTIMIZERS["Adam"], 1).train())
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+def test_between_slow_steps(choose: Any) -> None:
+    """As SlowMo's base: each slow step takes the exact mean, and until the next one ranks are kept near each other."""
+    slow = functools.partial(SlowMo, frequency=4, momentum=0.5)
+    everything = Ranks(slow(base=SPARTA(1, choose, 2)), OPTIMIZERS["momentum"], 3).train()
+    assert_identical(everything, Ranks(slow(base=LocalSGD(2)), OPTIMIZERS["momentum"], 3).train())
+    some = Ranks(slow(base=SPARTA(0.3, choose, 2, BUDGETS)), OPTIMIZERS["momentum"], 3).train()
+    for step in (3, 7):
+        assert all(torch.equal(x, y) for mine in some[step] for x, y in zip(mine, some[step][0], strict=True))
+    assert not torch.equal(some[5][0][0], some[5][1][0])
 
 
 @pytest.mark.parametrize("choose", CHOICES)

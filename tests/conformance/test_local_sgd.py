@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 
 import naive_local_sgd as naive
@@ -92,9 +93,10 @@ def assert_identical(weights: list[list[Tensor]], what: str = "") -> None:
         assert all(torch.equal(x, y) for x, y in zip(mine, weights[0], strict=True)), f"{what}: rank {rank} differs"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("frequency", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("optimizer", ["momentum", "Nesterov", "Adam"])
+@pytest.mark.parametrize(
+    ("size", "frequency"), [*itertools.product((1, 2, 3), (1, 2, 3, 5)), (4, 1), (4, 3), (8, 2), (8, 5)]
+)
 def test_mean_of_weights_every_so_many_steps(size: int, frequency: int, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
     ours = Ranks(LocalSGD(frequency), make, size).train()
@@ -115,7 +117,7 @@ def test_overlap_lands_before_the_next_update(frequency: int, optimizer: str) ->
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (4, 4), (4, 1)])
+@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (6, 3), (2, 1)])
 def test_machines_average_among_themselves(size: int, nodes: int, overlap: bool) -> None:
     each = size // nodes
     machines = [list(range(node * each, (node + 1) * each)) for node in range(nodes)]
@@ -128,7 +130,7 @@ def test_machines_average_among_themselves(size: int, nodes: int, overlap: bool)
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warmup_steps", [1, 4, STEPS])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
 def test_warm_up_is_dense_training(optimizer: str, warmup_steps: int, overlap: bool) -> None:
     make = OPTIMIZERS[optimizer]
     ours = Ranks(LocalSGD(3, warmup_steps=warmup_steps, overlap=overlap), make, 3).train()
@@ -140,7 +142,7 @@ def test_warm_up_is_dense_training(optimizer: str, warmup_steps: int, overlap: b
     assert_close(ours[warmup_steps - 1][0], dense[warmup_steps - 1])
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("optimizer", ["SGD", "momentum", "Nesterov"])
 def test_every_step_is_large_batch_training(optimizer: str, size: int) -> None:
     """Of linear methods: what is averaged is a linear function of gradients at the same weights."""
@@ -169,9 +171,8 @@ def classes() -> dict[str, type[Optimizer]]:
     }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", classes().values(), ids=classes())
-def test_alone_it_is_the_bare_optimizer(kind: type[Optimizer], overlap: bool) -> None:
+def test_alone_it_is_the_bare_optimizer(kind: type[Optimizer]) -> None:
     """To the bit, through a closure where there is none without; whether alone in a world or without one."""
     histories = []
     for how in ("bare", "simulated", "local"):
@@ -179,7 +180,7 @@ def test_alone_it_is_the_bare_optimizer(kind: type[Optimizer], overlap: bool) ->
         optimizer = kind(params, lr=0.05)
         if how != "bare":
             comm = dgcopt.simulated_world(1)[0] if how == "simulated" else dgcopt.comm.LocalComm()
-            LocalSGD(2, overlap=overlap).attach(optimizer, comm=comm)
+            LocalSGD(2, overlap=how == "local").attach(optimizer, comm=comm)
         history = []
         for step in range(5):
 

@@ -272,6 +272,21 @@ def bytes_are_counted(comm: Comm) -> None:
 
 
 @scenario
+def beside_other_collectives(comm: Comm) -> None:
+    """Those of the script and those of the thread, of the same kind and size, are not taken for each other."""
+    mine = Replica(comm, Counted(interval=1e-3))
+    mine.step()
+    for turn in range(100):
+        x = torch.full((256,), float(turn + comm.rank), dtype=torch.float64)
+        assert (comm.run(AllReduce(x)) == turn + (comm.size - 1) / 2).all()
+        flag = torch.tensor([turn + comm.rank], dtype=torch.uint8)
+        assert comm.run(AllGather(flag, group="control")).flatten().tolist() == [turn + r for r in range(comm.size)]
+        assert mine.rounds.consensus_distance() < 1
+    mine.wait_for_exchanges(10)
+    mine.rounds.abort()
+
+
+@scenario
 def warm_up(comm: Comm) -> None:
     """Dense data-parallel training, bit by bit, and no thread; which then begins with the same weights."""
     mine, dense = Replica(comm, Counted(warmup_steps=6)), Replica.__new__(Replica)
@@ -471,13 +486,15 @@ def main() -> int:
             file.write(json.dumps(record) + "\n")
         # if a rank left the scenario half-way, this cannot succeed, and what follows is not tried
         failed = bool(comm.run(AllGather(torch.tensor([failed]), label=f"end of {name}")).any())
-    # the last one goes on exchanging weights, and ranks end one after another
+    # the last replica goes on exchanging weights, and the last rank goes on longer
     last = Replica(comm)
-    for _ in range(20 * (1 + comm.rank)):
+    for _ in range(100 if comm.rank == comm.size - 1 else 20):
         last.step()
         time.sleep(0.01)
+    last.wait_for_exchanges()
     if "DGCOPT_TEST_JOIN_FIRST" in os.environ:
         dgcopt.shutdown()
+        failed |= last.threads() > 0
         if comm.wire == "torch":
             torch.distributed.destroy_process_group()
     return int(failed)

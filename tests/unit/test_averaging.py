@@ -103,9 +103,9 @@ def test_what_a_single_rank_is_not_left_as_it_was_by(optimizer: str):
     make = OPTIMIZERS[optimizer]
     bare, _ = trained(make, None)
     spread = float(bare.max() - bare.min())
-    cases: dict[str, tuple[str, list[Averaging], list[Averaging], float]] = {
+    cases: dict[str, tuple[str, list[Averaging], list[Averaging], float]] = {  # words, which differ, which do not
         "SlowMo": (
-            "a single rank is not left as it is",
+            "single rank takes slow steps too",
             [averaging.SlowMo(2), averaging.SlowMo(3, sharded=False)],
             [averaging.SlowMo(2, momentum=0.0), averaging.SlowMo(2, momentum=0.0, sharded=False)],
             0.0,

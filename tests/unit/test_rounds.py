@@ -226,20 +226,20 @@ def test_gradients_within_a_machine_and_weights_over_all():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("make", [momentum, adam])
-@pytest.mark.parametrize("saved_after", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("saved_after", [1, 3, 5])
 def test_training_continues_bit_for_bit_from_anywhere_in_a_window(saved_after: int, make: Make, overlap: bool):
     """With overlap, at the end of a window, an exchange is under way."""
     rule = LocalSGD(3, overlap=overlap)
-    whole = World(3, rule, make).train(range(9))
+    whole = World(3, rule, make).train(range(7))
     saving = World(3, rule, make).train(range(saved_after))
     states = saving.states()
     assert states[0]["optimizer"]["averaging"]["dgcopt"]["under_way"] == (overlap and saved_after % 3 == 0)
     resumed = World(3, rule, make).train(range(50, 52))  # used, and in the middle of something else
     resumed.load(pickle.loads(pickle.dumps(states)))
     for world in (saving, resumed):
-        world.train(range(saved_after, 9))
+        world.train(range(saved_after, 7))
         assert_worlds_close(world, whole, 0)
-        assert all(optimizer.averaging.step == 9 for optimizer in world.optimizers)
+        assert all(optimizer.averaging.step == 7 for optimizer in world.optimizers)
 
 
 @pytest.mark.parametrize("warmup_steps", [2, 5])
@@ -252,7 +252,7 @@ def test_a_warm_up_continues_where_it_was(warmup_steps: int):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("saved_after", [2, 3, 4])
+@pytest.mark.parametrize("saved_after", [2, 3])
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 1), (1, 3), (2, 3)])
 def test_another_number_of_ranks_goes_on_from_the_mean(before: int, after: int, saved_after: int, overlap: bool):
     """Of all the weights that there were; each with the state of the optimizer whose turn it is, in the same window."""

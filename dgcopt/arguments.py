@@ -17,6 +17,7 @@ from .errors import ConfigError
 
 __all__ = [
     "Op",
+    "check_flag",
     "check_groups",
     "check_op",
     "check_passes",
@@ -48,6 +49,13 @@ def check_whole(value: Any, name: str, least: int) -> int:
     """A whole number of at least `least`. Raises ConfigError for others."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value
+
+
+def check_flag(value: Any, name: str) -> bool:
+    """True or False. Raises ConfigError for others."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, not {value!r}")
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..arguments import check_whole
+from ..arguments import check_flag, check_whole
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import AllReduce, Broadcast, Collective, Exchange, SendRecv, watched
 from ..compressors.bytegrad import chunk_length, into_chunks, out_of_chunks
@@ -58,7 +58,7 @@ class Decentralized(Averaging):
             raise ConfigError(f'peers must be "all" or "shift_one", not {peers!r}')
         self.peers = peers
         self.interval = check_whole(interval, "interval", 1)
-        self.hierarchical = hierarchical
+        self.hierarchical = check_flag(hierarchical, "hierarchical")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
     @property
@@ -117,7 +117,7 @@ class LowPrecisionDecentralized(Averaging):
 
     def __init__(self, interval: int = 1, hierarchical: bool = False, warmup_steps: int = 0) -> None:
         self.interval = check_whole(interval, "interval", 1)
-        self.hierarchical = hierarchical
+        self.hierarchical = check_flag(hierarchical, "hierarchical")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
     @property

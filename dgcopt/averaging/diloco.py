@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..arguments import check_positive, check_whole
+from ..arguments import check_positive, check_whole, given_names, unique_names
 from ..buckets import Bucket
 from ..checkpoint import STATE_KEY
 from ..collectives import Barrier
@@ -165,21 +165,25 @@ class OuterRounds(Rounds):
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         comm: Comm | None,
     ) -> None:
-        self.outers: list[Any] = []
-        super().__init__(rule, optimizer, named_parameters, comm)
         self._anchors: dict[Tensor, nn.Parameter] = {}
         self._anchored: set[Tensor] = set()  # those whose anchor is where local steps have started from
         self._departed: int | None = None  # the fragment that is on its way
         self._outgoing: dict[str, Tensor] = {}  # its gradient, if a checkpoint may come before the exchange ends
         self._moved = 0  # the last local step that this rank has made itself
-        for params in _split(list(self.names), rule.fragments):
+        self.outers: list[Any] = []
+        named = None if named_parameters is None else list(named_parameters)
+        for params in _split(list(unique_names(optimizer, given_names(named))), rule.fragments):
             anchors = {param: _anchor(param) for param in params}
-            self._anchors |= anchors
-            named = [(self.names[param], anchor) for param, anchor in anchors.items()]
             outer = rule.outer(list(anchors.values()))
             if not isinstance(outer, Optimizer) or isinstance(outer, LBFGS):
                 raise ConfigError(f"outer must make an optimizer that steps without a closure, not {outer!r}")
-            self.outers.append(DistributedOptimizer(outer, named, rule.compression, comm=self.comm))
+            self._anchors |= anchors
+            self.outers.append(outer)
+        super().__init__(rule, optimizer, named, comm)
+        for outer in self.outers:
+            mine = {param for group in outer.param_groups for param in group["params"]}
+            names = [(self.names[param], anchor) for param, anchor in self._anchors.items() if anchor in mine]
+            DistributedOptimizer(outer, names, rule.compression, comm=self.comm)
 
     @property
     def telemetry(self) -> Telemetry:
@@ -219,8 +223,8 @@ class OuterRounds(Rounds):
         self._departed = fragment
         outer = self.outers[fragment]
         for param, anchor in self._of(fragment):
-            anchor.requires_grad_(param.requires_grad)
-            if param.requires_grad:
+            anchor.requires_grad_(self._may_differ(param))
+            if anchor.requires_grad:
                 # from what the anchor was when it was written to the weights, or its rounding would count as a change
                 change = anchor.to(param.dtype).to(anchor.dtype) - param
                 anchor.grad = self._outgoing.get(self.names[param], change.mul_(self._weight))
@@ -235,7 +239,7 @@ class OuterRounds(Rounds):
             yield from self._vote()
             if not self._actives:
                 return
-            self._launch()
+        self._launch()
         if self.comm.constructs_in_turn:
             yield self._traffic.start(Barrier(), "outer step")  # whose exchange may wait for nobody's local step
         assert self._departed is not None
@@ -251,10 +255,19 @@ class OuterRounds(Rounds):
     def _arrive(self, fragment: int) -> None:
         """Weights follow their anchors."""
         for param, anchor in self._of(fragment):
-            if param.requires_grad:
+            if self._may_differ(param):
                 param.copy_(anchor if self.rule.alpha == 0 else torch.lerp(anchor, param.to(anchor), self.rule.alpha))
+                if self.rule.alpha == 0:
+                    self._apart.discard(param)
         self._departed, self._outgoing = None, {}
         self._since = 0
+
+    def _may_differ(self, param: Tensor) -> bool:
+        """Whether ranks have trained it since it was the same on all, or will."""
+        return param.requires_grad or param in self._apart
+
+    def _look(self) -> None:
+        self._finite = all(bool(param.detach().sum(dtype=torch.float32).isfinite()) for param in self.names)
 
     def _of(self, fragment: int) -> list[tuple[Tensor, nn.Parameter]]:
         """The parameters of a fragment and their anchors."""

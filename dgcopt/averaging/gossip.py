@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..arguments import check_whole
+from ..arguments import check_flag, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
@@ -48,7 +48,7 @@ class SGP(Averaging):
         self.graph = Exponential() if graph is None else graph
         if not isinstance(self.graph, Graph):
             raise ConfigError(f"graph must be a Graph, such as Exponential() or Ring(), not {graph!r}")
-        self.overlap = overlap
+        self.overlap = check_flag(overlap, "overlap")
         self.frequency = check_whole(frequency, "frequency", 1)
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self._pushed: PushSum | None = None

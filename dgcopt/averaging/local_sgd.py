@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..arguments import check_whole
+from ..arguments import check_flag, check_whole
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
 from .base import Averaging, Weights, mean
@@ -45,7 +45,7 @@ class LocalSGD(Averaging):
         if node_frequency is not None and frequency % check_whole(node_frequency, "node_frequency", 1):
             raise ConfigError(f"node_frequency {node_frequency} must divide frequency {frequency}")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
-        self.overlap = overlap
+        self.overlap = check_flag(overlap, "overlap")
 
     def due(self, step: int) -> bool:
         return step % (self.node_frequency or self.frequency) == 0

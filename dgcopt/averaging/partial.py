@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..arguments import check_whole, given_names, unique_names
+from ..arguments import check_flag, check_whole, given_names, unique_names
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
@@ -71,7 +71,7 @@ class SPARTA(Averaging):
         self.frequency = check_whole(frequency, "frequency", 1)
         self.budgets = _check_budgets({} if budgets is None else budgets)
         self.seed = check_whole(seed, "seed", 0)
-        self.overlap = overlap
+        self.overlap = check_flag(overlap, "overlap")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         if choose not in ("random", "strided", "drift"):
             raise ConfigError(f'choose must be "random", "strided" or "drift", not {choose!r}')

@@ -104,12 +104,14 @@ class Rounds:
         self._kept: Memory = {}
         self._shared: Memory = {}
         self._flights: list[_Flight] = []
+        self._copies: dict[Bucket, Tensor] = {}
         self._jobs: deque[Generator[Handle, Tensor, None]] = deque()
         self._awaited: Handle | None = None
         self._begun = False
         self._restored_from = 0  # so many ranks, if at all
         self._missed = False  # whether an exchange that was under way is to be made again
         self._since = 0  # local steps since the last exchange
+        self._apart: set[Tensor] = set()  # parameters trained since all ranks held the same, also if frozen by now
         self._joining = self._serving = False
         self._divide_by_active = True
         self._actives, self._weight = comm.size, 1.0
@@ -173,6 +175,7 @@ class Rounds:
             x = yield self._traffic.start(AllReduce(self._read(bucket)), f"mean of {bucket.label}")
             self._write(bucket, x)
         self._since = 0
+        self._apart.clear()
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
@@ -202,6 +205,7 @@ class Rounds:
             for bucket, ctx in self._lay_out().items():
                 self._start(bucket, ctx)
         if self._local_step > 0:
+            self._apart.update(param for param in self.names if param.requires_grad)
             self._traffic.count_step(sum(param.numel() for param in self.names if param.requires_grad))
             if self.rule.due(self._local_step):
                 self._exchange()
@@ -250,7 +254,7 @@ class Rounds:
 
     def _exchange(self) -> None:
         """One round of the algorithm, or its beginning if it overlaps with what comes next."""
-        if not self._joining:
+        if self._overlaps:
             self._launch()
         self._jobs.append(self._round())
         if not self._overlaps:
@@ -266,28 +270,36 @@ class Rounds:
 
     @torch.no_grad()
     def _launch(self) -> None:
-        """Read the weights, and start to exchange them."""
-        weights = {bucket: self._read(bucket) for bucket in self._lay_out()}
-        self._finite = all(bool(x.sum(dtype=torch.float32).isfinite()) for x in weights.values())
-        if not self._finite and not self.rule.meets:
+        """Start to exchange the weights."""
+        self._look()
+        if not self.rule.meets and not self._finite:
             raise self._not_finite([self.comm.rank])
-        for bucket, x in weights.items():
+        for bucket, x in self._copies.items():
             ctx = self._buckets[bucket]
             ctx.step = self._local_step
             flight = _Flight(bucket.label, bucket)
             self._flights.append(flight)
             self._traffic.launch(flight, self.rule.exchange(x, ctx))
+        self._copies = {}
+
+    def _look(self) -> None:
+        """Copy weights and settings as they are now, for the vote on an exchange and for the exchange itself."""
+        if not self._copies:
+            for bucket, ctx in self._lay_out().items():
+                self._copies[bucket] = self._read(bucket)
+                ctx.group = dict(ctx.group)  # a scheduler may step before others have voted
+            self._finite = all(bool(x.sum(dtype=torch.float32).isfinite()) for x in self._copies.values())
 
     @torch.no_grad()
     def _round(self) -> Generator[Handle, Tensor, None]:
         """What is left of an exchange; yields handles to wait for, is sent their results."""
-        if self._joining:
+        if self.rule.meets or self._joining:
             yield from self._vote()
             if not self._actives:
+                self._copies = {}
                 return
+        if not self._flights:
             self._launch()
-        elif self.rule.meets:
-            yield from self._vote()
         yield from self._traffic.finish(self._flights, self.rule.in_turn)
         if not self._overlaps:
             self._land()
@@ -301,6 +313,8 @@ class Rounds:
             self._write(flight.of, flight.result)
         self._flights = []
         self._since = 0
+        if self.rule.identical(self._local_step):
+            self._apart.clear()
 
     def _vote(self) -> Generator[Handle, Tensor, None]:
         """Tell all ranks, and hear from them, where each stands.
@@ -308,10 +322,11 @@ class Rounds:
         Raises, on all ranks, DivergenceError if weights are not finite on any, MismatchError if they are not at the
         same step or train different parameters.
         """
-        finite = self._finite if self._flights else self._is_finite()
+        if not self._flights:
+            self._look()
         active = self._has_moved
-        trained = zlib.crc32("\n".join(self.names[param] for param in self._trained).encode())
-        ballot = _BALLOT.pack(active + 2 * finite, trained, self._local_step)
+        trained = zlib.crc32("\n".join(name for param, name in self.names.items() if param.requires_grad).encode())
+        ballot = _BALLOT.pack(active + 2 * self._finite, trained, self._local_step)
         mine = torch.frombuffer(bytearray(ballot), dtype=torch.uint8)
         rows = yield self._traffic.start(AllGather(mine, group="control"), "vote")
         ballots = [_BALLOT.unpack(bytes(row.tolist())) for row in rows]
@@ -342,9 +357,6 @@ class Rounds:
         self._weight = weight
         for ctx in self._buckets.values():
             ctx.weight = weight
-
-    def _is_finite(self) -> bool:
-        return all(bool(self._read(bucket).sum(dtype=torch.float32).isfinite()) for bucket in self._lay_out())
 
     def _not_finite(self, ranks: list[int]) -> DivergenceError:
         bad = [name for param, name in self.names.items() if not bool(param.detach().isfinite().all())]
@@ -408,7 +420,7 @@ class Rounds:
         for ctx in self._buckets.values():
             ctx.roll_back()
         self._jobs.clear()
-        self._flights, self._awaited = [], None
+        self._flights, self._copies, self._awaited = [], {}, None
 
     @torch.no_grad()
     def _begin(self) -> Generator[Handle, Tensor, None]:
@@ -445,7 +457,7 @@ class Rounds:
 
     def _lay_out(self) -> dict[Bucket, Weights]:
         """The buckets of all parameters that are trained; memory follows its parameters."""
-        trained = [param for param in self.names if param.requires_grad and param.numel()]
+        trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self._apart)]
         if len(trained) == len(self._trained) and all(a is b for a, b in zip(trained, self._trained, strict=True)):
             for bucket, ctx in self._buckets.items():
                 ctx.group = self.optimizer.param_groups[_group(bucket)]  # loaded state makes it another dict
@@ -510,7 +522,8 @@ class Rounds:
         if self._since or not self.rule.identical(self._local_step):
             # for another number of ranks, which go on from the mean of all weights that there were
             memory["weights"] = {name: param.detach().clone() for param, name in self.names.items()}
-        return {**state, "order": [], "memory": memory, "shared": copied(self._shared)}
+        apart = [name for param, name in self.names.items() if param in self._apart]
+        return {**state, "order": [], "memory": memory, "shared": copied(self._shared), "apart": apart}
 
     def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         place = {"rank": self.comm.rank, "world_size": self.comm.size}
@@ -549,6 +562,7 @@ class Rounds:
         if self._restored_from == self.comm.size:
             self._kept.pop("weights", None)
         self._missed = state["under_way"]
+        self._apart = {param for param, name in self.names.items() if name in state["apart"]}
         self._settle_warmup()
 
     def rejoin(self, comm: Comm | None = None) -> None:
@@ -575,7 +589,7 @@ class Rounds:
                 bucket.memory[kind] = yield self._traffic.start(collective, f"{kind} of {bucket.label}")
             if "weights" in bucket.memory:
                 self._write(bucket, bucket.memory.pop("weights"))
-        self._kept.pop("weights", None)  # of frozen parameters, which are equal anyway
+        self._kept.pop("weights", None)  # of frozen parameters, which are equal
         self._missed = False
 
     # -- uneven data -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import check_positive, check_whole
+from ..arguments import check_flag, check_positive, check_whole
 from ..collectives import AllGather, Collective, Exchange, ReduceScatter
 from ..comm import Comm
 from ..compressors.base import at_least_float32
@@ -86,7 +86,8 @@ class SlowMo(Averaging):
             raise ConfigError(f"momentum must be at least 0 and below 1, not {momentum!r}")
         self.slow_lr = check_positive(slow_lr, "slow_lr")
         self.base = LocalSGD(frequency=3) if base is None else base
-        self.sharded, self.exact, self.faithful = sharded, exact, faithful
+        self.sharded, self.exact = check_flag(sharded, "sharded"), check_flag(exact, "exact")
+        self.faithful = check_flag(faithful, "faithful")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         _check_base(self.base)
         if sharded and not exact:

@@ -190,6 +190,15 @@ def sgd(lr: float) -> Callable[..., SGD]:
         ("DiLoCo", {"alpha": 1.5}, "alpha must be a number from 0 to 1, not 1.5"),
         ("DiLoCo", {"outer": 0.7}, "outer must make an optimizer.* not 0.7"),
         ("DiLoCo", {"compression": dgcopt.OneBitAdam()}, "OneBitAdam learns Adam's second moments"),
+        *(
+            (name, {"overlap": "no"}, "overlap must be True or False, not 'no'")
+            for name in ("LocalSGD", "SGP", "SPARTA")
+        ),
+        *(
+            (name, {"hierarchical": 1}, "hierarchical must be")
+            for name in ("Decentralized", "LowPrecisionDecentralized")
+        ),
+        *(("SlowMo", {name: None}, f"{name} must be True or False") for name in ("sharded", "exact", "faithful")),
         ("AsyncAverage", {"interval": 0.0}, "interval must be a positive number, not 0.0"),
     ],
 )
@@ -213,8 +222,10 @@ def test_settings_at_odds_are_refused(name: str, settings: dict[str, Any], words
 def test_what_does_not_go_with_these_ranks_or_parameters_is_refused(rule: Averaging, size: int, words: str):
     model = small_model()
     for comm in dgcopt.simulated_world(size):
+        optimizer = SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match=words):
-            rule.attach(SGD(model.parameters(), lr=0.1), model.named_parameters(), comm)
+            rule.attach(optimizer, model.named_parameters(), comm)
+        assert not hasattr(optimizer, "averaging"), "the optimizer can be wrapped otherwise"
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

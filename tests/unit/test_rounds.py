@@ -656,3 +656,24 @@ def test_warm_up_and_what_follows_have_one_account():
 def test_alone_nothing_is_sent():
     world = World(1, LocalSGD(1)).train(range(3))
     assert world.optimizers[0].averaging.telemetry.sent_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [LocalSGD(4), dgcopt.DiLoCo(4), dgcopt.SlowMo(4), dgcopt.DiLoCo(4, delay=1), LocalSGD(4, overlap=True)],
+    ids=str,
+)
+def test_what_is_frozen_in_the_middle_of_a_window_comes_together_once_more(rule: Averaging) -> None:
+    world = World(3, rule, plain)
+    for seed in range(6):
+        world.step(seed)
+    for _, model, _ in world:
+        model[0].requires_grad_(False)
+    for seed in range(6, 10):
+        world.step(seed)
+    frozen = [model[0].weight.detach().clone() for _, model, _ in world]
+    assert torch.equal(frozen[0], frozen[1]) and torch.equal(frozen[0], frozen[2])
+    for seed in range(10, 14):
+        world.step(seed)
+    for _, model, _ in world:
+        assert torch.equal(model[0].weight, frozen[0]), "and stays"

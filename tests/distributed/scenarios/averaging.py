@@ -450,6 +450,16 @@ def ranks_come_and_go(comm: Comm) -> None:
     assert mine.averaging.step == 12
 
 
+def ranks_train_different_parameters(comm: Comm) -> None:
+    mine = Member(LocalSGD(2), PLAIN, comm)
+    train([mine], range(3))
+    mine.model.get_parameter("2.weight").requires_grad_(comm.rank != comm.size - 1)
+    mine.backward(3)
+    with refused(comm, MismatchError, "requires_grad"):
+        mine.optimizer.step()
+    gathered(comm, mine.flat)  # the wire goes on
+
+
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{f"averaging: {name}": functools.partial(as_simulated_ranks, name) for name in AVERAGED},
     **{
@@ -465,6 +475,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             loss_scaling,
             as_torchs_averager,
             ranks_come_and_go,
+            ranks_train_different_parameters,
         )
     },
 }

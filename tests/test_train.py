@@ -209,6 +209,38 @@ class TestExactResumption:
         assert "--resume" in refusal(*SMALL, "--output", str(straight))
 
 
+class TestAveraging:
+    """Weights in place of gradients, chosen by a config file."""
+
+    SETTINGS = (*SMALL, "--config", "configs/averaging/diloco_dgc.yaml", "--averaging.every", "4")
+
+    def test_within_a_window_a_run_goes_on_bit_identically(self, tmp_path: Path) -> None:
+        settings = [*self.SETTINGS, "--checkpoint_steps", "9"]
+        result = train(launch(2), tmp_path, *settings)
+        sent = [entry["sent_bytes"] for entry in history(tmp_path) if "loss" in entry]
+        assert [step for step, bytes_ in enumerate(sent, start=1) if bytes_] == [1, 4, 8, 12, 16, 20]
+        files = sorted(tmp_path.glob("checkpoints/step-00000022/rank-*.pt"))
+        first, second = (torch.load(file, weights_only=True)["model"] for file in files)
+        weights = [name for name in first if "running" not in name and "num_batches" not in name]
+        assert all(torch.equal(first[name], second[name]) for name in weights), "the outcome is one model"
+        shutil.rmtree(tmp_path / "checkpoints/step-00000022")
+        (tmp_path / "result.json").unlink()
+        again = train(launch(2), tmp_path, *settings, "--resume")
+        assert all(again[key] == result[key] for key in ("parameters_sha256", "test_loss", "accuracy", "steps"))
+        assert train(launch(2), tmp_path, *settings, "--evaluate")["test_loss"] == result["test_loss"]
+
+    def test_more_workers_go_on_from_the_mean(self, tmp_path: Path) -> None:
+        settings = [*self.SETTINGS, "--checkpoint_steps", "9"]
+        train(launch(2), tmp_path, *settings)
+        shutil.rmtree(tmp_path / "checkpoints/step-00000022")
+        result = train(launch(4), tmp_path, *settings, "--resume", "--epochs", "2")
+        assert result["workers"] == 4 and result["steps"] == 18 + 2 + 11
+
+    def test_a_compressor_beside_it_is_refused(self) -> None:
+        line = refusal(*self.SETTINGS, *DGC)
+        assert "compressor is for gradients" in line
+
+
 # Says which samples were drawn: each worker adds a line per sample to a file of its own.
 COUNTED = """
 import os

@@ -24,7 +24,7 @@ from ..errors import CommError, ConfigError, DGCError
 from ..flights import Flight, Traffic
 from ..telemetry import Telemetry
 from .base import Averaging, Weights, mean
-from .rounds import Rounds
+from .rounds import Rounds, is_finite
 
 __all__ = ["AsyncAverage"]
 
@@ -332,7 +332,7 @@ class AsyncRounds(Rounds):
 
         Raises, on all of them, CommError if any has failed, and DivergenceError if weights are not finite on any.
         """
-        finite = all(bool(x.sum(dtype=torch.float32).isfinite()) for x in copies)
+        finite = all(map(is_finite, copies))
         mine = torch.tensor([self._asked.is_set() + 2 * finite + 4 * self._failing], dtype=torch.uint8)
         flags = (yield AllGather(mine, group="control", label="who asks to stop")).flatten().tolist()
         if failing := [rank for rank, flag in enumerate(flags) if flag & 4]:

@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..optimizer import DistributedOptimizer
 from ..telemetry import Telemetry
 from .base import Averaging, Weights
-from .rounds import KEY, Rounds
+from .rounds import KEY, Rounds, is_finite
 
 __all__ = ["DiLoCo", "Outer", "OuterRounds", "SparseLoCo"]
 
@@ -218,16 +218,19 @@ class OuterRounds(Rounds):
             self._depart(self._turn(self._local_step))
 
     @torch.no_grad()
-    def _depart(self, fragment: int) -> None:
-        """Give the outer optimizer its gradient, what local steps have changed, and start to exchange it."""
+    def _depart(self, fragment: int, again: bool = False) -> None:
+        """Give the outer optimizer its gradient, what local steps have changed, and start to exchange it.
+
+        `again` takes the one that was on its way when state was saved.
+        """
         self._departed = fragment
-        outer = self.outers[fragment]
+        outer, saved = self.outers[fragment], self._outgoing if again else {}
         for param, anchor in self._of(fragment):
             anchor.requires_grad_(self._may_differ(param))
             if anchor.requires_grad:
                 # from what the anchor was when it was written to the weights, or its rounding would count as a change
                 change = anchor.to(param.dtype).to(anchor.dtype) - param
-                anchor.grad = self._outgoing.get(self.names[param], change.mul_(self._weight))
+                anchor.grad = saved.get(self.names[param], change.mul_(self._weight))
         graded = {self.names[param]: anchor for param, anchor in self._of(fragment) if anchor.grad is not None}
         if self.rule.delay:
             self._outgoing = {name: anchor.grad.clone() for name, anchor in graded.items() if anchor.grad is not None}
@@ -267,7 +270,7 @@ class OuterRounds(Rounds):
         return param.requires_grad or param in self._apart
 
     def _look(self) -> None:
-        self._finite = all(bool(param.detach().sum(dtype=torch.float32).isfinite()) for param in self.names)
+        self._finite = all(is_finite(param.detach()) for param in self.names)
 
     def _of(self, fragment: int) -> list[tuple[Tensor, nn.Parameter]]:
         """The parameters of a fragment and their anchors."""
@@ -302,20 +305,20 @@ class OuterRounds(Rounds):
         for segment in bucket.segments if self._local_step >= 0 else ():
             if segment.param not in self._anchored:
                 self._anchored.add(segment.param)
-                self._anchors[segment.param].copy_(held.get(segment.name, segment.param))
+                self._anchors[segment.param].copy_(held.pop(segment.name, segment.param))
 
     @property
     def _under_way(self) -> bool:
         return self._departed is not None
 
     def _repeat(self) -> None:
-        self._depart(self._turn(self._local_step + self.rule.delay))
+        self._depart(self._turn(self._local_step + self.rule.delay), again=True)
 
     def _state(self) -> dict[str, Any]:
         state = super()._state()
         if self._anchored:
             anchors = {self.names[param]: self._anchors[param].detach().clone() for param in self._anchored}
-            state["shared"]["anchor"] = anchors
+            state["shared"]["anchor"] = state["shared"].get("anchor", {}) | anchors
         if self._outgoing:
             state["memory"]["outgoing"] = {name: grad.clone() for name, grad in self._outgoing.items()}
         return state
@@ -344,7 +347,7 @@ class OuterRounds(Rounds):
         self._outgoing = self._kept.pop("outgoing", {})
 
     def rejoin(self, comm: Comm | None = None) -> None:
-        self._departed = None
+        self._departed, self._outgoing = None, {}
         for outer in self.outers:
             outer.rejoin(comm)
         super().rejoin(comm)

@@ -2,8 +2,8 @@
 
 After each local step the algorithm says whether an exchange is due. If so, a copy of the weights goes on its way,
 bucket by bucket, and nothing changes before all of it has arrived: a wire that fails leaves weights and memory as the
-local steps have made them. Where all ranks meet anyway they also vote: on whose weights are finite, and on who still
-has data.
+local steps have made them. Where all ranks meet anyway they vote first, or beside an exchange that overlaps with
+training: are the weights of all finite, do all train the same parameters, who still has data?
 
 On the simulated wire, where ranks take turns, no rank can wait for the others in its own step: the last one to step
 takes the exchange to its end for all of them.
@@ -38,7 +38,7 @@ from ..telemetry import Telemetry
 from ..version import __version__
 from .base import Averaging, Weights
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "is_finite"]
 
 BUCKET_BYTES = 25 * 2**20
 KEY = "averaging"
@@ -288,7 +288,7 @@ class Rounds:
             for bucket, ctx in self._lay_out().items():
                 self._copies[bucket] = self._read(bucket)
                 ctx.group = dict(ctx.group)  # a scheduler may step before others have voted
-            self._finite = all(bool(x.sum(dtype=torch.float32).isfinite()) for x in self._copies.values())
+            self._finite = all(is_finite(x) for x in self._copies.values())
 
     @torch.no_grad()
     def _round(self) -> Generator[Handle, Tensor, None]:
@@ -630,3 +630,8 @@ class Rounds:
 def _group(bucket: Bucket) -> int:
     """The place of the parameter group that a bucket's parameters are in."""
     return cast(tuple[int, bool, Hashable], bucket.kind)[0]
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether no element is NaN or Inf. Waits for the device."""
+    return bool(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite())

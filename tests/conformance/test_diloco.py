@@ -277,6 +277,21 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> 
         other.step(step)
 
 
+def test_what_was_on_its_way_among_other_ranks_is_made_anew() -> None:
+    """From the mean, so that an outer step of rate 1 ends there."""
+    one = World(3, DiLoCo(4, partial(SGD, lr=1.0), delay=2))
+    for step in range(6):
+        one.step(step)
+    mean = [sum(tensors) / 3 for tensors in zip(*one.weights(), strict=True)]
+    other = World(2, DiLoCo(4, partial(SGD, lr=1.0), delay=2))
+    other.load([checkpoint.reshare(one.states(), rank, 2) for rank in range(2)])
+    for optimizer in other.optimizers:
+        optimizer.defaults["lr"] = 0.0
+    for step in range(6, 8):
+        other.step(step)
+    assert_close(other.weights(), [mean] * 2, "mean")
+
+
 def _residuals(world: World) -> list[Tensor]:
     found = []
     for optimizer in world.optimizers:

@@ -23,7 +23,7 @@ from worker import join
 import dgcopt
 from dgcopt import Comm
 from dgcopt.averaging.asynchronous import AsyncAverage, AsyncRounds
-from dgcopt.collectives import AllGather, AllReduce, Exchange
+from dgcopt.collectives import AllGather, AllReduce, Barrier, Exchange
 
 Scenario = Callable[[Comm], None]
 SCENARIOS: dict[str, Scenario] = {}
@@ -369,8 +369,8 @@ def other_parameters(comm: Comm) -> None:
     mine.rounds.resume()
     mine.step(comm.rank)
     weight.requires_grad_(False)
-    mine.step(0.0)
-    mine.wait_for_exchanges()
+    comm.run(Barrier())
+    mine.wait_for_exchanges(3)  # one that began before, one, and one that begins after it
     mine.step(0.0)
     torch.testing.assert_close(weight.detach(), mine.mean(weight.detach()), rtol=0, atol=1e-12)
     bias.requires_grad_(True)
@@ -379,7 +379,8 @@ def other_parameters(comm: Comm) -> None:
     mine.rounds.abort()
     mine.rounds.resume()
     mine.step(comm.rank)
-    mine.wait_for_exchanges()
+    comm.run(Barrier())
+    mine.wait_for_exchanges(3)
     mine.rounds.abort()
     torch.testing.assert_close(bias.detach(), mine.mean(bias.detach()), rtol=0, atol=1e-12)
     if comm.rank == 0:

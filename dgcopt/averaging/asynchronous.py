@@ -6,7 +6,7 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -69,7 +69,7 @@ class AsyncAverage(Averaging):
     ) -> Rounds:
         return AsyncRounds(self, optimizer, named_parameters, comm)
 
-    def check(self, comm: Comm) -> None:
+    def check(self, comm: Comm, names: Sequence[str]) -> None:
         if comm.constructs_in_turn:
             raise ConfigError(
                 "AsyncAverage averages in a thread beside training, and simulated ranks take turns in one: start real "

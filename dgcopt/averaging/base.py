@@ -7,9 +7,9 @@ is a subclass that says when (`due`) and how (`exchange`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -110,8 +110,8 @@ class Averaging:
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
         return f"{type(self).__name__}({', '.join(settings)})"
 
-    def check(self, comm: Comm) -> None:
-        """Raises ConfigError if the algorithm does not go with the ranks that there are."""
+    def check(self, comm: Comm, names: Sequence[str]) -> None:
+        """Raises ConfigError if the algorithm does not go with the ranks that there are, or the parameters' names."""
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Tell schedules that count epochs how many local steps one has."""
@@ -146,9 +146,9 @@ class Averaging:
         """Flat tensors that a checkpoint needs beyond `ctx.memory`; `start` finds them there when it is loaded."""
         return {}
 
-    def merged(self, kind: str) -> Literal["mean", "sum", "none"]:
-        """What becomes of memory when the number of ranks changes: what all ranks take over from those there were."""
-        return "none" if kind.startswith("residual") else "mean"
+    def merges(self, kind: str) -> bool:
+        """Whether, when the number of ranks changes, all take over the mean of a kind of memory that there was."""
+        return True
 
 
 def check_fraction(value: Any, name: str) -> float:

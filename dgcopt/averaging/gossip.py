@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ class SGP(Averaging):
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self._pushed: PushSum | None = None
 
-    def check(self, comm: Comm) -> None:
+    def check(self, comm: Comm, names: Sequence[str]) -> None:
         self._pushed = None if is_balanced(self.graph, comm.size) else PushSum(self.graph, comm.size)
         if self._pushed is not None and self.overlap:
             raise ConfigError(

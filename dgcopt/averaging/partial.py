@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ..arguments import check_flag, check_whole, given_names, unique_names
+from ..arguments import check_flag, check_whole, number
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
@@ -76,22 +75,14 @@ class SPARTA(Averaging):
         if choose not in ("random", "strided", "drift"):
             raise ConfigError(f'choose must be "random", "strided" or "drift", not {choose!r}')
 
-    def attach(
-        self,
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        comm: Comm | None = None,
-    ) -> Optimizer:
-        named = None if named_parameters is None else list(named_parameters)
-        names = list(unique_names(optimizer, given_names(named)).values())
+    def check(self, comm: Comm, names: Sequence[str]) -> None:
         for pattern in self.budgets:
             if not any(fnmatchcase(name, pattern) for name in names):
-                hint = "" if named else " Give named_parameters=model.named_parameters() for names of your own."
+                hint = " Give named_parameters=model.named_parameters() for names of your own."
                 raise ConfigError(
                     f"budgets: no parameter's name matches {pattern!r}; they are {', '.join(map(repr, names[:4]))}"
-                    f"{' ...' if len(names) > 4 else ''}.{hint}"
+                    f"{' ...' if len(names) > 4 else ''}.{hint if names[0] == number(0, 0) else ''}"
                 )
-        return super().attach(optimizer, named, comm)
 
     def kind(self, name: str, param: Tensor) -> float:
         """The fraction of it that is averaged, so that a bucket has one."""

@@ -12,7 +12,6 @@ takes the exchange to its end for all of them.
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator
@@ -28,7 +27,7 @@ from ..agreement import compare
 from ..arguments import check_trainable, describe, given_names, number, unique_names
 from ..buckets import Bucket, Memory, build_buckets, copied
 from ..checkpoint import STATE_KEY
-from ..collectives import AllGather, AllReduce, Collective
+from ..collectives import AllReduce, Collective
 from ..comm import Comm, Handle, current_comm
 from ..divergence import replicas
 from ..errors import CommError, ConfigError, DivergenceError, MismatchError
@@ -36,6 +35,7 @@ from ..flights import Flight, Traffic, context_of
 from ..optimizer import DistributedOptimizer, _Distributed
 from ..telemetry import Telemetry
 from ..version import __version__
+from ..vote import Ballot, vote
 from .base import Averaging, Weights
 
 __all__ = ["Rounds", "is_finite"]
@@ -43,8 +43,6 @@ __all__ = ["Rounds", "is_finite"]
 BUCKET_BYTES = 25 * 2**20
 KEY = "averaging"
 """Where `optimizer.state_dict()` keeps what is here."""
-
-_BALLOT = struct.Struct("<BIQ")  # flags, checksum of which parameters are trained, local steps
 
 
 @dataclass(eq=False)
@@ -96,7 +94,7 @@ class Rounds:
         optimizer.register_load_state_dict_pre_hook(self._load)
 
     def _join_wire(self, comm: Comm) -> None:
-        self.rule.check(comm)
+        self.rule.check(comm, list(self.names.values()))
         self.comm = comm
         self._traffic = Traffic(comm, Telemetry(), "averaging", self._progress)
         self._buckets: dict[Bucket, Weights] = {}
@@ -324,29 +322,27 @@ class Rounds:
         """
         if not self._flights:
             self._look()
-        active = self._has_moved
         trained = zlib.crc32("\n".join(name for param, name in self.names.items() if param.requires_grad).encode())
-        ballot = _BALLOT.pack(active + 2 * self._finite, trained, self._local_step)
-        mine = torch.frombuffer(bytearray(ballot), dtype=torch.uint8)
-        rows = yield self._traffic.start(AllGather(mine, group="control"), "vote")
-        ballots = [_BALLOT.unpack(bytes(row.tolist())) for row in rows]
-        problem: Exception | None = None
-        if infinite := [rank for rank, (flags, _, _) in enumerate(ballots) if not flags & 2]:
-            problem = self._not_finite(infinite)
-        elif len({at for _, _, at in ballots}) > 1:
-            listed = ", ".join(f"rank {rank} after step {at}" for rank, (_, _, at) in enumerate(ballots[:16]))
-            problem = MismatchError(
-                f"ranks do not exchange weights after the same local step: {listed}. Load the same checkpoint on every "
-                f"rank, and call step() equally often, or within dgcopt.join(optimizer)."
-            )
-        elif len({names for _, names, _ in ballots}) > 1:
-            problem = MismatchError("ranks train different parameters: set requires_grad alike on every rank")
-        if problem is not None:
+        ballot = Ballot(
+            active=self._has_moved,
+            finite=self._finite,
+            stale=False,
+            prepared=True,
+            complete=True,
+            final=True,
+            step=self._local_step,
+            trained=trained,
+            launched=len(self._flights),
+        )
+        verdict = yield from self._traffic.through(vote(ballot, "vote"))
+        if verdict.void or not verdict.alike:
             yield from self._traffic.call_off(self._flights)
-            raise problem
-        self._actives = sum(flags & 1 for flags, _, _ in ballots)
+            if verdict.void:
+                raise self._not_finite(verdict.void)
+            raise MismatchError("ranks train different parameters: set requires_grad alike on every rank")
+        self._actives = verdict.active
         shared = self._actives and self._divide_by_active
-        self._weigh((self.comm.size / self._actives if active else 0.0) if shared else 1.0)
+        self._weigh((self.comm.size / self._actives if ballot.active else 0.0) if shared else 1.0)
 
     @property
     def _has_moved(self) -> bool:
@@ -478,10 +474,10 @@ class Rounds:
             for by_name in kept.values():
                 for segment in bucket.segments:
                     by_name.pop(segment.name, None)
-            group, _, kind = cast(tuple[int, bool, Hashable], bucket.kind)
+            *_, kind = cast(tuple[int, bool, Hashable], bucket.kind)
             place = vars(context_of(bucket, self.comm, "average", self._shared)) | {"kind": kind}
             ctx = self._buckets[bucket] = Weights(
-                **place, group=self.optimizer.param_groups[group], weight=self._weight
+                **place, group=self.optimizer.param_groups[_group(bucket)], weight=self._weight
             )
             if before:
                 self._start(bucket, ctx)
@@ -582,11 +578,9 @@ class Rounds:
         scale = self.comm.size / self._restored_from if self._restored_from > 0 else 1.0
         for bucket in self._buckets:
             for kind, flat in sorted(bucket.memory.items()):
-                how = self.rule.merged(kind)
-                if how == "none":
-                    continue
-                collective = AllReduce(flat, op="sum") if how == "sum" else AllReduce(flat * scale)
-                bucket.memory[kind] = yield self._traffic.start(collective, f"{kind} of {bucket.label}")
+                if self.rule.merges(kind):
+                    mean = yield self._traffic.start(AllReduce(flat * scale), f"{kind} of {bucket.label}")
+                    bucket.memory[kind] = mean
             if "weights" in bucket.memory:
                 self._write(bucket, bucket.memory.pop("weights"))
         self._kept.pop("weights", None)  # of frozen parameters, which are equal

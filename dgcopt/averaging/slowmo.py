@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
-from typing import Literal
+from collections.abc import Generator, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -190,10 +189,10 @@ class SlowMo(Averaging):
                 saved[kind] = rows.view(-1)[: ctx.numel]
         return saved
 
-    def merged(self, kind: str) -> Literal["mean", "sum", "none"]:
+    def merges(self, kind: str) -> bool:
         if kind in (ANCHOR, MOMENTUM, OWNED):
-            return "none" if self.sharded else "mean"  # the next slow step brings shards together
-        return self.base.merged(kind)
+            return not self.sharded  # the next slow step brings shards together
+        return self.base.merges(kind)
 
     # -- the base's --------------------------------------------------------------------------------------------------
 
@@ -209,8 +208,8 @@ class SlowMo(Averaging):
     def prepares(self) -> bool:  # type: ignore[override]
         return self.base.prepares
 
-    def check(self, comm: Comm) -> None:
-        self.base.check(comm)
+    def check(self, comm: Comm, names: Sequence[str]) -> None:
+        self.base.check(comm, names)
 
     def before_step(self, x: Tensor, ctx: Weights) -> Tensor | None:
         return self.base.before_step(x, ctx)

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "momentum": functools.partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "Adam": functools.partial(Adam, lr=0.1, eps=1.0),  # or all coordinates would move alike at first
 }
-VOTE = 13
+VOTE = 12
 """Bytes of a ballot."""
 
 

@@ -197,7 +197,7 @@ class Busy(LocalSGD):
 
     prepares = True
 
-    def check(self, comm) -> None:
+    def check(self, comm, names) -> None:
         if comm.size == 5:
             raise ConfigError("not among 5")
 
@@ -220,8 +220,8 @@ class Busy(LocalSGD):
     def saved(self, ctx: Weights) -> dict[str, Tensor]:
         return {"total": ctx.scratch["total"]}
 
-    def merged(self, kind: str) -> str:
-        return "sum" if kind == "total" else super().merged(kind)
+    def merges(self, kind: str) -> bool:
+        return kind != "total"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -232,7 +232,7 @@ def test_until_a_slow_step_the_base_does_all_that_it_does(mode: str) -> None:
     assert len(ours.optimizers[0].averaging._buckets) == len(theirs.optimizers[0].averaging._buckets) == 3
     for kind in ("seen", "total"):
         assert_same([memory_of(ours.states(), kind)], [memory_of(theirs.states(), kind)])
-        assert rule.merged(kind) == Busy(2).merged(kind)
+        assert rule.merges(kind) == Busy(2).merges(kind)
     with pytest.raises(ConfigError, match="not among 5"):
         Ranks(rule, 5)
     for name in ("meets", "in_turn", "prepares"):

@@ -14,24 +14,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import multiprocessing
 import os
 import re
 import statistics
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_library import ROOT, batches, evaluate, spread
+from bench_library import ROOT, evaluate, learn, run_all, settings_of, spread
 from torch import nn
 
 import dgcopt
-
-sys.path.insert(0, str(ROOT))
-from train import cross_entropy, make_parser
 
 PLANS: dict[str, dict[str, Any]] = {
     "digits": {"workers": 4, "batch_size": 16, "steps": 1280, "warmup": 128},
@@ -65,33 +58,8 @@ METHODS = {
 """What is compared, dense training first."""
 
 
-def settings_of(task: str, method: str) -> Any:
-    """The objects that the configs of a task and a method describe."""
-    name, _, changes = method.partition(":")
-    arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml"]
-    kind = "averaging" if (ROOT / f"configs/averaging/{name}.yaml").exists() else "compressor"
-    if name != "alone":
-        arguments.append(f"--config={ROOT}/configs/{kind.replace('compressor', 'compressors')}/{name}.yaml")
-    for change in re.split(r",(?![^\[]*\])", changes) if changes else ():  # at commas outside brackets
-        place = "" if change.startswith("optimizer.") else f"{kind}.init_args."
-        arguments.append(f"--{place}{change}")
-    parser = make_parser()
-    return parser.instantiate(parser.parse_args(arguments))
-
-
-def run_once(job: tuple[str, str, int, dict[str, Any], Path]) -> dict[str, Any]:
-    """One run, unless its result is there already."""
-    task, method, seed, plan, folder = job
-    path = folder / f"{re.sub('[^a-z0-9_.]+', '-', method)}-{seed}.json"
-    if not path.exists():
-        path.write_text(json.dumps(train(task, method, seed, plan)))
-    return json.loads(path.read_text())
-
-
 def train(task: str, method: str, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
     """What comes of a method with a seed."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
     settings, workers, steps = settings_of(task, method), plan["workers"], plan["steps"]
     models = [copy.deepcopy(settings["model"]) for _ in range(workers)]
     optimizers: list[Any] = []
@@ -102,29 +70,12 @@ def train(task: str, method: str, seed: int, plan: dict[str, Any]) -> dict[str, 
         elif method != "alone":
             dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), settings["compressor"], comm=comm)
         optimizers.append(optimizer)
-    peak = optimizers[0].param_groups[0]["lr"] * (workers if settings["scale_lr"] else 1)
-    curve = []
-    data = batches(settings["train_data"], plan["batch_size"] * workers, steps, seed)
-    for step, (inputs, targets) in enumerate(data):
-        warm = min(1.0, (step + 1) / plan["warmup"]) if plan["warmup"] else 1.0
-        lr = peak * warm * (1 + torch.cos(torch.tensor(torch.pi * step / steps)).item()) / 2
-        losses = []
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.zero_grad()
-            loss = cross_entropy(model(inputs[rank::workers]), targets[rank::workers])
-            loss.backward()
-            losses.append(loss.item())
-        for optimizer in optimizers:
-            optimizer.step()
-        curve.append(statistics.mean(losses))
+    curve = learn(models, optimizers, settings, plan, seed)
     if method != "alone":
         average(models)
     elements = sum(param.numel() for param in models[0].parameters())
     sender = getattr(optimizers[0], "averaging", optimizers[0])
     return {
-        "method": method,
-        "seed": seed,
         "sent_bytes": sender.telemetry.sent_bytes / steps if method != "alone" else 0.0,
         "dense_bytes": 2 * 4 * elements * (workers - 1) / workers,
         "curve": curve,
@@ -154,15 +105,8 @@ def main() -> None:
     methods = arguments.methods or METHODS[arguments.task]
 
     folder = ROOT / "runs" / "bench_averaging" / "-".join([arguments.task, *map(str, plan.values())])
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [(arguments.task, name, seed, plan, folder) for seed in arguments.seeds for name in methods]
-    began, runs = time.perf_counter(), []
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        for run in pool.imap(run_once, jobs):
-            runs.append(run)
-            took = time.perf_counter() - began
-            print(f"{len(runs)}/{len(jobs)} {run['method']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)
-
+    jobs = [(arguments.task, name, seed, plan) for seed in arguments.seeds for name in methods]
+    runs = run_all(train, jobs, folder, arguments.jobs)
     title = f"{arguments.task}, {plan['workers']} workers, {plan['steps']} steps"
     print(f"{title}, seeds {arguments.seeds}: mean (range)\n")
     print("| method | bytes per sample | vs fp32 | final loss | vs dense | accuracy |\n|---|---|---|---|---|---|")

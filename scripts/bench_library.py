@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import multiprocessing
 import os
 import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,21 @@ COMPRESSORS: dict[str, list[str]] = {
 }
 """What is compared, dense training first."""
 
+Train = Callable[[str, str, int, dict[str, Any]], dict[str, Any]]
+"""A run: what comes of a task, a method, a seed and a plan."""
 
-def settings_of(task: str, compressor: str) -> Any:
-    """The objects that the configs of a task and a compressor describe."""
-    name, _, changes = compressor.partition(":")
-    parser = make_parser()
-    arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml", f"--config={ROOT}/configs/compressors/{name}.yaml"]
+
+def settings_of(task: str, method: str) -> Any:
+    """The objects that the configs of a task and a method describe: a file of configs/compressors or configs/averaging,
+    with settings after a colon, or "alone"."""
+    name, _, changes = method.partition(":")
+    kind = "averaging" if (ROOT / f"configs/averaging/{name}.yaml").exists() else "compressor"
+    arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml"]
+    if name != "alone":
+        arguments.append(f"--config={ROOT}/configs/{kind.replace('compressor', 'compressors')}/{name}.yaml")
     for change in re.split(r",(?![^\[]*\])", changes) if changes else ():  # at commas outside brackets
-        arguments.append(f"--{change}" if change.startswith("optimizer.") else f"--compressor.{change}")
+        arguments.append(f"--{change}" if change.startswith("optimizer.") else f"--{kind}.init_args.{change}")
+    parser = make_parser()
     return parser.instantiate(parser.parse_args(arguments))
 
 
@@ -108,20 +116,31 @@ def batches(data: Any, per_step: int, steps: int, seed: int) -> Iterator[tuple[T
         yield torch.stack(inputs), torch.stack(targets)
 
 
-def run_once(job: tuple[str, str, int, dict[str, Any], Path]) -> dict[str, Any]:
-    """One run, unless its result is there already."""
-    task, compressor, seed, plan, folder = job
-    path = folder / f"{re.sub('[^a-z0-9_.]+', '-', compressor)}-{seed}.json"
+def run_all(train: Train, jobs: list[tuple[str, str, int, dict[str, Any]]], folder: Path, at_a_time: int) -> list[Any]:
+    """What `train` returns for each task, method, seed and plan, unless it is there already; a process per run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    began, runs = time.perf_counter(), []
+    with multiprocessing.get_context("spawn").Pool(at_a_time) as pool:
+        for run in pool.imap(run_once, [(train, job, folder) for job in jobs]):
+            runs.append(run)
+            took = time.perf_counter() - began
+            print(f"{len(runs)}/{len(jobs)} {run['method']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)
+    return runs
+
+
+def run_once(given: tuple[Train, tuple[str, str, int, dict[str, Any]], Path]) -> dict[str, Any]:
+    train, (task, method, seed, plan), folder = given
+    path = folder / f"{re.sub('[^a-z0-9_.]+', '-', method)}-{seed}.json"
     if not path.exists():
-        path.write_text(json.dumps(train(task, compressor, seed, plan)))
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        path.write_text(json.dumps({"method": method, "seed": seed, **train(task, method, seed, plan)}))
     return json.loads(path.read_text())
 
 
-def train(task: str, compressor: str, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
+def train(task: str, method: str, seed: int, plan: dict[str, Any]) -> dict[str, Any]:
     """What comes of a compressor with a seed."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    settings, workers, steps = settings_of(task, compressor), plan["workers"], plan["steps"]
+    settings, workers, steps = settings_of(task, method), plan["workers"], plan["steps"]
     models = [copy.deepcopy(settings["model"]) for _ in range(workers)]
     epoch = len(settings["train_data"]) // (plan["batch_size"] * workers)
     settings["compressor"].set_steps_per_epoch(epoch)
@@ -131,12 +150,28 @@ def train(task: str, compressor: str, seed: int, plan: dict[str, Any]) -> dict[s
         )
         for model, comm in zip(models, dgcopt.simulated_world(workers), strict=True)
     ]
+    curve = learn(models, optimizers, settings, plan, seed)
+    telemetry = optimizers[0].telemetry
+    return {
+        "sent_bytes": telemetry.sent_bytes / steps,
+        "ratio_bf16": telemetry.dense_bytes / 2 / max(1, telemetry.sent_bytes),
+        "curve": curve,
+        **evaluate(models[0], settings["test_data"]),
+    }
+
+
+def learn(
+    models: list[nn.Module], optimizers: list[Any], settings: Any, plan: dict[str, Any], seed: int
+) -> list[float]:
+    """Take a model per rank through a run, and return the mean loss of each step."""
+    workers, steps, warmup = plan["workers"], plan["steps"], plan["warmup"]
     peak = optimizers[0].param_groups[0]["lr"] * (workers if settings["scale_lr"] else 1)
     curve = []
-    data = batches(settings["train_data"], plan["batch_size"] * workers, steps, seed)
-    for step, (inputs, targets) in enumerate(data):
-        warm = min(1.0, (step + 1) / plan["warmup"]) if plan["warmup"] else 1.0
-        lr = peak * warm * (1 + torch.cos(torch.tensor(torch.pi * step / steps)).item()) / 2
+    for step, (inputs, targets) in enumerate(
+        batches(settings["train_data"], plan["batch_size"] * workers, steps, seed)
+    ):
+        warm = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        lr = peak * warm * (1 + math.cos(math.pi * step / steps)) / 2
         losses = []
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = lr
@@ -147,15 +182,7 @@ def train(task: str, compressor: str, seed: int, plan: dict[str, Any]) -> dict[s
         for optimizer in optimizers:
             optimizer.step()
         curve.append(statistics.mean(losses))
-    telemetry = optimizers[0].telemetry
-    return {
-        "compressor": compressor,
-        "seed": seed,
-        "sent_bytes": telemetry.sent_bytes / steps,
-        "ratio_bf16": telemetry.dense_bytes / 2 / max(1, telemetry.sent_bytes),
-        "curve": curve,
-        **evaluate(models[0], settings["test_data"]),
-    }
+    return curve
 
 
 @torch.no_grad()
@@ -240,17 +267,11 @@ def main() -> None:
     names = arguments.compressors or COMPRESSORS[arguments.task]
 
     folder = ROOT / "runs" / "bench_library" / "-".join([arguments.task, *map(str, plan.values())])
-    folder.mkdir(parents=True, exist_ok=True)
     milliseconds = {name: cpu_milliseconds(arguments.task, name) for name in names}
-    jobs = [(arguments.task, name, seed, plan, folder) for name in names for seed in arguments.seeds]
-    began, runs = time.perf_counter(), []
-    with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
-        for run in pool.imap(run_once, jobs):
-            runs.append(run)
-            took = time.perf_counter() - began
-            print(f"{len(runs)}/{len(jobs)} {run['compressor']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)
+    jobs = [(arguments.task, name, seed, plan) for name in names for seed in arguments.seeds]
+    runs = run_all(train, jobs, folder, arguments.jobs)
     rows = [
-        {"compressor": name, "cpu_ms": milliseconds[name], "runs": [r for r in runs if r["compressor"] == name]}
+        {"compressor": name, "cpu_ms": milliseconds[name], "runs": [r for r in runs if r["method"] == name]}
         for name in names
     ]
     path = folder / "table.json"

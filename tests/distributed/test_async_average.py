@@ -1,48 +1,25 @@
 """Asynchronous averaging in real processes, on every wire: a launch each, a test per scenario; and how scripts end."""
 
-import functools
 import re
-import warnings
 
 import pytest
 from async_worker import SCENARIOS
-from launching import HERE, WIRES, Outcome, launch, missing
+from launching import HERE, WIRES, WORLDS, Outcome, assert_passed, launch, launch_world, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
-LIMIT = 240
-WORLDS = [(wire, size) for size in (2, 4) for wire in WIRES]
 WORKER = str(HERE / "async_worker.py")
-
-
-@functools.cache
-def outcome_of(wire: str, size: int) -> Outcome:
-    # among two, the script has joined the library before dgcopt does, and leaves it by itself
-    env = {"DGCOPT_TEST_JOIN_FIRST": wire} if size == 2 else {}
-    outcome = launch(wire, size, [WORKER], limit=LIMIT, env=env)
-    if "Horovod background loop uncaught exception" in outcome.output:
-        # Horovod 0.28.1 now and then stands still by itself, between two of its own threads, until Gloo gives up
-        warnings.warn(f"Horovod aborted, trying once more:\n{outcome.tail}", stacklevel=1)
-        outcome = launch(wire, size, [WORKER], limit=LIMIT, env=env)
-    return outcome
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=[f"{wire}-{size}" for wire, size in WORLDS])
 def world(request: pytest.FixtureRequest) -> tuple[str, int, Outcome]:
     wire, size = request.param
-    if missing(wire):
-        pytest.skip(missing(wire))
-    return wire, size, outcome_of(wire, size)
+    return wire, size, launch_world(wire, size, [WORKER], limit=240)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(world: tuple[str, int, Outcome], name: str) -> None:
-    wire, size, outcome = world
-    records = outcome.records.get(name, {})
-    errors = [f"rank {rank}: {record['error']}" for rank, record in sorted(records.items()) if "error" in record]
-    assert not errors, f"{len(errors)} of {size} ranks failed over {wire}:\n" + "\n".join(errors[:2])
-    assert set(records) == set(range(size)), f"not all ranks got through it over {wire}:\n{outcome.tail}"
-    assert {record["wire"] for record in records.values()} == {wire.split("-")[0]}
+    assert_passed(*world, name)
 
 
 def test_ends(world: tuple[str, int, Outcome]) -> None:

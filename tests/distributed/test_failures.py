@@ -76,6 +76,30 @@ def test_uneven_data(wire: str) -> None:
     assert_says(fail(wire, "has_fewer_batches", limit=2 * DEADLINE), LOST)
 
 
+ENQUEUES = """
+import sys, time, torch
+import horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(0.3)
+    sys.exit()
+for number in range(10**6):
+    hvd.allreduce_async_(torch.ones(8), name=str(number))
+    if number % 100 == 0:
+        time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("wire", ["horovod-gloo", "horovod-mpi"])
+def test_horovod_leaves_amid_enqueueing(wire: str) -> None:
+    """Horovod itself, for which it is patched: it kept the GIL for locks whose holder waited for the GIL, for ever."""
+    if missing(wire):
+        pytest.skip(missing(wire))
+    outcome = launch(wire, SIZE, ["-c", ENQUEUES], limit=START)
+    assert outcome.code is not None, f"stood still:\n{outcome.tail}"
+    assert_says(outcome, "Horovod has been shut down")
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_frozen_machine(wire: str) -> None:
     """A rank whose very threads stand still, as when a machine hangs: the others leave without its help."""

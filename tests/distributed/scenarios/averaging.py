@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +29,7 @@ from dgcopt.averaging import (
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm import LocalComm
 
+from .loops import refused
 from .persistence import shared_folder
 from .training import assert_close, assert_same_on_all_ranks, batch, make_model
 
@@ -132,17 +132,6 @@ def train(members: Sequence[Member], steps: Iterable[int]) -> None:
 def gathered(comm: Comm, mine: Tensor) -> Tensor:
     """Everyone's, a row each."""
     return comm.run(AllGather(mine.clone(), label="what all ranks have"))
-
-
-@contextmanager
-def refused(comm: Comm, kind: type[Exception], *words: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        for part in words:
-            assert part in str(error), f"does not say {part!r}: {error}"
-    else:
-        raise AssertionError(f"rank {comm.rank}: no {kind.__name__}")
 
 
 # -- every algorithm -------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@
 
 Methods are files of configs/averaging or configs/compressors, with settings after a colon, also of the optimizer. As in
 scripts/bench_library.py, whose results these extend: simulated ranks, a process per run and a run per core, equal
-initial weights and batches for all methods of a seed. Every run ends with an exchange and is measured by the mean of
-its ranks' weights; "alone" is one rank's own weights without any exchange. Bytes are all that a rank sends, per sample
-that it has seen. Runs whose results are under runs/ are not repeated.
+initial weights and batches for all methods of a seed. A run is measured by the weights of its first rank, which all
+ranks share where H divides the steps; "alone" has no exchange at all. Bytes are all that a rank sends, per sample that
+it has seen. Runs whose results are under runs/ are not repeated.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from bench_library import ROOT, evaluate, learn, run_all, settings_of, spread
-from torch import nn
 
 import dgcopt
 
@@ -52,6 +50,8 @@ METHODS = {
         *(f"slowmo:frequency={every},base.init_args.frequency={every}" for every in EVERY),
         *(f"diloco:every={every},outer.init_args.momentum={MOMENTUM[every]}" for every in EVERY),
         *(f"diloco_dgc:every={every},outer.init_args.momentum={MOMENTUM[every]}" for every in EVERY),
+        *(f"diloco:every={every},outer.init_args.momentum=0.5,compression=dgcopt.OneBit" for every in (32, 128)),
+        *(f"sparta:fraction={fraction}" for fraction in (0.01, 0.0001)),
     ]
     for task in PLANS
 }
@@ -71,8 +71,6 @@ def train(task: str, method: str, seed: int, plan: dict[str, Any]) -> dict[str, 
             dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), settings["compressor"], comm=comm)
         optimizers.append(optimizer)
     curve = learn(models, optimizers, settings, plan, seed)
-    if method != "alone":
-        average(models)
     elements = sum(param.numel() for param in models[0].parameters())
     sender = getattr(optimizers[0], "averaging", optimizers[0])
     return {
@@ -81,14 +79,6 @@ def train(task: str, method: str, seed: int, plan: dict[str, Any]) -> dict[str, 
         "curve": curve,
         **evaluate(models[0], settings["test_data"]),
     }
-
-
-@torch.no_grad()
-def average(models: list[nn.Module]) -> None:
-    """Give the first model the mean weights and statistics of all."""
-    for tensors in zip(*(model.state_dict().values() for model in models), strict=True):
-        if tensors[0].is_floating_point():
-            tensors[0].copy_(torch.stack(tensors).mean(0))
 
 
 def main() -> None:
@@ -134,6 +124,8 @@ def plot(rows: dict[str, list[dict[str, Any]]], batch_size: int, title: str, pat
     families: dict[str, list[tuple[float, list[float], str]]] = {}
     for name, runs in rows.items():
         family, _, settings = name.partition(":")
+        if code := re.search(r"compression=dgcopt\.(\w+)", settings):
+            family += f" {code[1]}"
         losses = [run["test_loss"] for run in runs]
         every = re.search(r"(?:frequency|every)=(\d+)", settings)
         if runs[0]["sent_bytes"]:

@@ -59,9 +59,10 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     that is done is to take rank 0's. An error in the middle of a step costs what was done since the last commit.
 
     Give `dgcopt.init(deadline=...)` fewer seconds than the default, as a worker that is left may have to wait so long
-    for another that has already given up. Horovod 0.28.1 itself sometimes hangs after a worker has died (about once in
-    ten times here, inside the call that hands it a tensor), and aborts if process sets are registered; the groups
-    "node" and "across" therefore do not exist under Horovod Elastic.
+    for another that has already given up. Horovod 0.28.1 as released sometimes stands still for ever after a worker has
+    died (about once in ten times here, inside the call that hands it a tensor); the one that
+    scripts/install_horovod.sh builds does not. It aborts if process sets are registered; the groups "node" and
+    "across" therefore do not exist under Horovod Elastic.
 
     Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
     method; CommError if Horovod is not installed.

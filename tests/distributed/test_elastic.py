@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -30,29 +29,15 @@ def torchrun(size: int, directory: Path, *options: str) -> Outcome:
 
 
 def horovodrun(size: int, hosts: str, directory: Path, *options: str) -> Outcome:
-    """`hosts` are shell commands that print a host and its slots per line; Horovod runs them again every second.
-
-    About once in ten times that a worker dies, one that is left never returns from the call that hands Horovod a
-    tensor, while Horovod's own thread ends. That no one outside of Horovod can help it is the reason to try again.
-    """
-    for attempt in range(3):
-        outcome = horovodrun_once(size, hosts, directory / str(attempt), *options)
-        if outcome.code is not None or not (directory / str(attempt) / "killed").exists():
-            break
-        warnings.warn(f"Horovod hung after a worker had died:\n{outcome.tail}", stacklevel=2)
-    return done(outcome)
-
-
-def horovodrun_once(size: int, hosts: str, directory: Path, *options: str) -> Outcome:
+    """`hosts` are shell commands that print a host and its slots per line; Horovod runs them again every second."""
     if missing("horovod-gloo"):
         pytest.skip(missing("horovod-gloo"))
-    directory.mkdir(parents=True)
     discover = directory / "discover.sh"
     discover.write_text(f"#!/bin/sh\ncd {directory}\n{hosts}")
     discover.chmod(0o755)
     program = ["-m", "horovod.runner.launch", "-np", str(size), "--min-np", "2", "--elastic-timeout", "60"]
     program += ["--host-discovery-script", str(discover), sys.executable, str(EXAMPLES / "elastic_horovod.py")]
-    return launch("horovod-gloo", size, [*program, str(directory), *options], limit=LIMIT, bare=True)
+    return done(launch("horovod-gloo", size, [*program, str(directory), *options], limit=LIMIT, bare=True))
 
 
 def done(outcome: Outcome) -> Outcome:

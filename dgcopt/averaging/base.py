@@ -127,9 +127,8 @@ class Averaging:
     def start(self, x: Tensor, ctx: Weights) -> None:
         """Before the first local step, and after state was loaded: see the weights that it is made from."""
 
-    def before_step(self, x: Tensor, ctx: Weights) -> Tensor | None:
-        """What becomes of the weights right before each local step; None leaves them. Only if `prepares`."""
-        return None
+    def before_step(self, x: Tensor, ctx: Weights) -> None:
+        """Right before each local step, if `prepares`: see the weights that it is made from."""
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         """Exchange one bucket: yields collectives, returns the new weights.

@@ -186,9 +186,7 @@ class Rounds:
         self._lay_out()  # so that what is new starts from weights that no local step has changed
         if self.rule.prepares and self._local_step >= 0:
             for bucket, ctx in self._lay_out().items():
-                x = self.rule.before_step(self._read(bucket), ctx)
-                if x is not None:
-                    self._write(bucket, x)
+                self.rule.before_step(self._read(bucket), ctx)
         self._follow_scaler()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

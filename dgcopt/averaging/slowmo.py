@@ -211,8 +211,8 @@ class SlowMo(Averaging):
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         self.base.check(comm, names)
 
-    def before_step(self, x: Tensor, ctx: Weights) -> Tensor | None:
-        return self.base.before_step(x, ctx)
+    def before_step(self, x: Tensor, ctx: Weights) -> None:
+        self.base.before_step(x, ctx)
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         return self.base.kind(name, param)

@@ -44,7 +44,7 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     Args:
         directory: where commits go, shared by all machines. One that holds commits already is gone on with.
         model: its parameters and buffers; after a loss, each rank takes those of one rank.
-        optimizer: as `DistributedOptimizer` returned it, for all ranks.
+        optimizer: as `DistributedOptimizer` or an algorithm of `dgcopt.averaging` returned it, for all ranks.
         values: become attributes and are committed, as rank 0 has them: where training is, and whatever else has to
             be taken back with it. Tensors, numbers, text, None, and dicts, lists and tuples of them.
 
@@ -63,6 +63,9 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     died (about once in ten times here, inside the call that hands it a tensor); the one that
     scripts/install_horovod.sh builds does not. It aborts if process sets are registered; the groups "node" and
     "across" therefore do not exist under Horovod Elastic.
+
+    With averaging, those that go on do so from the mean of all ranks' weights at the commit, those of lost ranks too;
+    they come to it right before their first step. `AsyncAverage` needs a process set and cannot be used.
 
     Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
     method; CommError if Horovod is not installed.
@@ -87,14 +90,19 @@ class _State(_HorovodsState):
     """What differs from Horovod's base class, which listens for changes of hosts."""
 
     def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
-        if not hasattr(optimizer, "rejoin"):
-            raise ConfigError("dgcopt.elastic.State needs the optimizer that DistributedOptimizer returned")
-        joined = optimizer.comm.wire == "horovod"
-        if joined and optimizer.comm is not current_comm():
+        member = getattr(optimizer, "averaging", optimizer)
+        if not hasattr(member, "rejoin"):
+            raise ConfigError(
+                "dgcopt.elastic.State needs the optimizer that DistributedOptimizer, or an algorithm of "
+                "dgcopt.averaging, returned"
+            )
+        joined = member.comm.wire == "horovod"
+        if joined and {member.comm, getattr(optimizer, "comm", member.comm)} != {current_comm()}:
             raise ConfigError("dgcopt.elastic.State needs an optimizer of all ranks: wrap it without process_set")
-        super().__init__(bcast_object=broadcast_object, get_rank=lambda: optimizer.comm.rank)
+        super().__init__(bcast_object=broadcast_object, get_rank=lambda: member.comm.rank)
         self.model = model
         self.optimizer = optimizer
+        self._member = member  # of the world that there is
         self._directory = directory
         self._names = list(values)
         self._commits = 0
@@ -123,10 +131,10 @@ class _State(_HorovodsState):
     def sync(self) -> None:
         """Join the ranks that there are now and take the newest commit over, or else what rank 0 starts from."""
         if not self._joined:
-            left = self.optimizer.comm
+            left = self._member.comm
             shutdown()
             init("horovod", deadline=left.deadline, checksums=left.checksums)
-            self.optimizer.rejoin()
+            self._member.rejoin()
             self._joined = True
         found = checkpoint.load(self._directory)
         if found is None:
@@ -139,7 +147,7 @@ class _State(_HorovodsState):
         self._commits, state = found
         self.model.load_state_dict(state["model"])
         # a single rank commits no memory, and what was held back since must not stay
-        nothing = {"rank": self.optimizer.comm.rank, "world_size": self.optimizer.comm.size}
+        nothing = {"rank": self._member.comm.rank, "world_size": self._member.comm.size}
         nothing |= {"step": 0, "order": [], "memory": {}}
         self.optimizer.load_state_dict({checkpoint.STATE_KEY: nothing} | state["optimizer"])
         self._set(state["values"])

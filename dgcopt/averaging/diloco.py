@@ -348,9 +348,9 @@ class OuterRounds(Rounds):
 
     def rejoin(self, comm: Comm | None = None) -> None:
         self._departed, self._outgoing = None, {}
-        for outer in self.outers:
-            outer.rejoin(comm)
         super().rejoin(comm)
+        for outer in self.outers:  # in the order in which a rank that is new to the world joins it
+            outer.rejoin(self.comm)
 
 
 def _anchor(param: Tensor) -> nn.Parameter:

@@ -562,10 +562,14 @@ class Rounds:
     def rejoin(self, comm: Comm | None = None) -> None:
         """Go on over another wire, after ranks were lost or have come; from the mean of the weights that are there.
 
-        All ranks of `comm` must call it.
+        All ranks of `comm` must call it. A warm-up's DistributedOptimizer comes along.
         """
-        state, telemetry = self._state(), self.telemetry
-        self._join_wire(current_comm() if comm is None else comm)
+        state, telemetry = self._state(), self._traffic.telemetry
+        comm = current_comm() if comm is None else comm
+        comes_along = getattr(self.optimizer, "comm", None) is self.comm
+        self._join_wire(comm)
+        if comes_along:
+            cast(Any, self.optimizer).rejoin(comm)
         self._traffic.telemetry = telemetry
         self._restore(state)
         self._kept["weights"] = {name: param.detach().clone() for param, name in self.names.items()}

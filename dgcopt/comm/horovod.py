@@ -96,9 +96,7 @@ class HorovodComm(Comm):
         if process_set is None:
             self._registered[self.ranks()] = where
             self._find_nodes()
-            # while there are process sets, Horovod 0.28.1 aborts the workers that are left when one dies
-            is_elastic = os.environ.get("HOROVOD_ELASTIC") == "1"
-            for members in () if is_elastic else self._subgroups:
+            for members in () if _is_elastic() else self._subgroups:
                 self._sets[members] = self._register(members, list(members))
 
     def _forget_what_is_void(self) -> None:
@@ -139,6 +137,11 @@ class HorovodComm(Comm):
             raise ConfigError(
                 f"Horovod registers a process set with all {self._hvd.size()} ranks taking part, and this comm has "
                 f"{self.size} of them: ask the comm of all ranks for ranks {[self._in_world[r] for r in members]}"
+            )
+        if _is_elastic():
+            raise ConfigError(
+                "there can be no group of some ranks under Horovod Elastic, because Horovod aborts the workers that "
+                "are left when one dies while there are process sets"
             )
         chosen = self._register(members, given if isinstance(given, self._hvd.ProcessSet) else list(members))
         self._subsets += 1
@@ -216,6 +219,11 @@ class _Unchanged(_Pending):
     def result(self) -> Tensor:
         super().result()
         return self.collective.tensor
+
+
+def _is_elastic() -> bool:
+    """Whether workers may go and come, and so no process sets may be registered."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def _is_alive(process_set: Any) -> bool:

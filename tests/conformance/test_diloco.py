@@ -301,6 +301,17 @@ def _residuals(world: World) -> list[Tensor]:
     return found
 
 
+def test_bytes_are_counted_once_when_ranks_rejoin() -> None:
+    world = World(3, DiLoCo(2, fragments=2))
+    for step in range(4):
+        world.step(step)
+    before = [copy.copy(optimizer.averaging.telemetry) for optimizer in world.optimizers]
+    assert before[0].sent_bytes > sum(p.nbytes for p in world.models[0].parameters())
+    for optimizer, comm in zip(world.optimizers, dgcopt.simulated_world(3), strict=True):
+        optimizer.averaging.rejoin(comm)
+    assert before == [optimizer.averaging.telemetry for optimizer in world.optimizers]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_of_the_anchor_is_no_change(dtype: torch.dtype) -> None:
     """Where nothing was learned, no anchor moves, although weights of half precision are not what it is."""

@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 EXAMPLES = ROOT / "tests" / "examples"
 LIMIT = 120.0
 STEPS, KILL_AT, LAST_COMMIT = 12, 7, 6
+GROWS = "ls | grep -q 'step-0000000[3-9]' && touch grown\n"
+GROWS += "echo localhost:2; [ -e grown ] && echo 127.0.0.1:2 || echo 127.0.0.1:1"
+"""Two hosts of 3 slots, and of 4 from the third commit on."""
 
 
 def torchrun(size: int, directory: Path, *options: str) -> Outcome:
@@ -28,7 +31,7 @@ def torchrun(size: int, directory: Path, *options: str) -> Outcome:
     return done(launch("torch", size, [*program, str(directory), *options], limit=LIMIT, env=env, bare=True))
 
 
-def horovodrun(size: int, hosts: str, directory: Path, *options: str) -> Outcome:
+def horovodrun(size: int, hosts: str, directory: Path, *options: str, script: str = "elastic_horovod.py") -> Outcome:
     """`hosts` are shell commands that print a host and its slots per line; Horovod runs them again every second."""
     if missing("horovod-gloo"):
         pytest.skip(missing("horovod-gloo"))
@@ -36,7 +39,7 @@ def horovodrun(size: int, hosts: str, directory: Path, *options: str) -> Outcome
     discover.write_text(f"#!/bin/sh\ncd {directory}\n{hosts}")
     discover.chmod(0o755)
     program = ["-m", "horovod.runner.launch", "-np", str(size), "--min-np", "2", "--elastic-timeout", "60"]
-    program += ["--host-discovery-script", str(discover), sys.executable, str(EXAMPLES / "elastic_horovod.py")]
+    program += ["--host-discovery-script", str(discover), sys.executable, str(EXAMPLES / script)]
     return done(launch("horovod-gloo", size, [*program, str(directory), *options], limit=LIMIT, bare=True))
 
 
@@ -83,11 +86,25 @@ def test_horovod_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     assert_right(outcome, 2)
 
 
+def test_averaging_goes_on_from_the_mean_of_all_ranks_that_there_were(tmp_path: Path) -> None:
+    options = ["--steps", "13", "--kill-at", str(KILL_AT), "--kill-host", "127.0.0.1"]
+    outcome = horovodrun(3, "echo localhost:2; echo 127.0.0.1:1", tmp_path, *options, script="elastic_averaging.py")
+    assert "exit with status code 137" in outcome.output, outcome.tail
+    assert set(starts(outcome)) == everyone(3, 0) | everyone(2, LAST_COMMIT)
+    assert len(re.findall("weights on 2 ranks: .* off by at most", outcome.output)) == 2, outcome.tail
+
+
 def test_horovod_takes_in_workers_that_come(tmp_path: Path) -> None:
     """Nothing is lost, as what was done is committed first."""
-    hosts = "ls | grep -q 'step-0000000[3-9]' && touch grown\n"
-    hosts += "echo localhost:2; [ -e grown ] && echo 127.0.0.1:2 || echo 127.0.0.1:1"
-    outcome = horovodrun(3, hosts, tmp_path, "--steps", "60", "--seconds", "0.2")
+    outcome = horovodrun(3, GROWS, tmp_path, "--steps", "60", "--seconds", "0.2")
     assert [size for _, size, _ in starts(outcome)] == [3] * 3 + [4] * 4, outcome.tail
     assert outcome.output.count("has seen worlds of [3, 4]") == 4, outcome.tail
     assert_right(outcome, 4)
+
+
+def test_averaging_takes_in_workers_that_come(tmp_path: Path) -> None:
+    """They join the wire in the order in which others rejoin it: the algorithm, its warm-up, its outer optimizers."""
+    options = ["--steps", "61", "--seconds", "0.2", "--diloco"]
+    outcome = horovodrun(3, GROWS, tmp_path, *options, script="elastic_averaging.py")
+    assert [size for _, size, _ in starts(outcome)] == [3] * 3 + [4] * 4, outcome.tail
+    assert len(re.findall("weights on 4 ranks: .* off by at most", outcome.output)) == 4, outcome.tail

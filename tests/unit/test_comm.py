@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -211,6 +212,17 @@ def test_failures_of_horovod_are_horovods_own_too():
         error = HorovodComm._error(None, kind, "rank 0 waited")
         assert isinstance(error, kind) and isinstance(error, exceptions.HorovodInternalError)
         assert (type(error).__name__, str(error)) == (kind.__name__, "rank 0 waited")
+
+
+def test_groups_of_some_ranks_are_refused_where_they_would_abort_all(monkeypatch):
+    pytest.importorskip("horovod")
+    from dgcopt.comm.horovod import HorovodComm
+
+    comm = object.__new__(HorovodComm)
+    comm.size, comm._hvd = 3, types.SimpleNamespace(size=lambda: 3)
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(ConfigError, match="no group of some ranks under Horovod Elastic"):
+        comm.among([0, 1])
 
 
 def test_emulated_collectives_equal_the_real_ones():

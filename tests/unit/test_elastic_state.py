@@ -16,20 +16,26 @@ from torch import Tensor, nn
 from worlds import Ranks, small_batch, small_model
 
 import dgcopt
-from dgcopt import DGC, CommError, ConfigError, checkpoint, elastic
+from dgcopt import DGC, CommError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
+from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import STATE_KEY
+from dgcopt.comm import LocalComm
 
 LR, MOMENTUM = 0.1, 0.9
 
 
 class Worker:
-    """A process of one rank with a State."""
+    """A process of one rank with a State, averaged by a rule if there is one."""
+
+    rule: Averaging | None = None
 
     def __init__(self, directory: Path, **values: Any) -> None:
         self.model = small_model()
-        self.optimizer = dgcopt.DistributedOptimizer(
-            torch.optim.SGD(self.model.parameters(), LR, MOMENTUM), self.model.named_parameters(), DGC()
-        )
+        sgd = torch.optim.SGD(self.model.parameters(), LR, MOMENTUM)
+        if self.rule is not None:
+            self.optimizer = self.rule.attach(sgd, self.model.named_parameters())
+        else:
+            self.optimizer = dgcopt.DistributedOptimizer(sgd, self.model.named_parameters(), DGC())
         self.state = elastic.State(directory, model=self.model, optimizer=self.optimizer, **values)
 
     def train(self, seed: int = 0) -> None:
@@ -70,7 +76,9 @@ def copy_of(value: Any) -> Any:
     return dgcopt.broadcast_object(value)
 
 
-def test_back_to_what_was_committed(tmp_path: Path, joined) -> None:
+@pytest.mark.parametrize("rule", [None, LocalSGD(2), DiLoCo(2, fragments=2), SlowMo(2, warmup_steps=2)], ids=str)
+def test_back_to_what_was_committed(tmp_path: Path, joined, monkeypatch: pytest.MonkeyPatch, rule) -> None:
+    monkeypatch.setattr(Worker, "rule", rule)
     worker = Worker(tmp_path, epoch=0, seen=torch.zeros(2), log=[])
     worker.state.sync()
     worker.train()
@@ -164,6 +172,10 @@ def test_what_cannot_be_a_state(tmp_path: Path, joined) -> None:
     bare = torch.optim.SGD(model.parameters(), LR)
     with pytest.raises(ConfigError, match="DistributedOptimizer"):
         elastic.State(tmp_path, model=model, optimizer=bare)
+    subset = type("Subset", (LocalComm,), {"wire": "horovod"})()
+    averaged = LocalSGD(2).attach(torch.optim.SGD(model.parameters(), LR), comm=subset)
+    with pytest.raises(ConfigError, match="without process_set"):
+        elastic.State(tmp_path, model=model, optimizer=averaged)
     for name in ("sync", "_rank"):
         with pytest.raises(ConfigError, match=f"has '{name}' itself"):
             Worker(tmp_path, **{name: 1})
@@ -171,7 +183,7 @@ def test_what_cannot_be_a_state(tmp_path: Path, joined) -> None:
     with pytest.raises(ConfigError, match="holds a object"):
         worker.state.sync()
     optimizer = dgcopt.DistributedOptimizer(bare, model.named_parameters())
-    optimizer.comm = type("Subset", (type(optimizer.comm),), {"wire": "horovod"})()
+    optimizer.comm = subset
     with pytest.raises(ConfigError, match="without process_set"):
         elastic.State(tmp_path, model=model, optimizer=optimizer)
 

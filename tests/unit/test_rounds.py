@@ -653,6 +653,35 @@ def test_warm_up_and_what_follows_have_one_account():
     assert telemetry is world.optimizers[0].telemetry and telemetry.steps == 6
 
 
+@pytest.mark.parametrize("rule", [LocalSGD(2, warmup_steps=4), dgcopt.DiLoCo(2, warmup_steps=4)], ids=str)
+def test_a_warm_up_goes_on_among_the_ranks_that_are_left(rule: Averaging):
+    """One of three is lost in it; the others average gradients, then weights, in one account."""
+    world = World(3, rule).train(range(2))
+    world.models, world.optimizers = world.models[:2], world.optimizers[:2]
+    for optimizer, comm in zip(world.optimizers, dgcopt.simulated_world(2), strict=True):
+        optimizer.averaging.rejoin(comm)
+    theirs, states = World(2), world.states()
+    for state in states:
+        del state["optimizer"]["averaging"]
+    theirs.load(states)
+    for seed in (2, 3):
+        world.step(seed)
+        theirs.backward(seed)
+        for grads in zip(*([param.grad for param in model.parameters()] for model in theirs.models), strict=True):
+            mean = sum(grads) / 2
+            for grad in grads:
+                grad.copy_(mean)
+        for optimizer in theirs.optimizers:
+            optimizer.step()
+        assert_close(world.weights(0) + world.weights(1), theirs.weights(0) + theirs.weights(1))
+    for optimizer in world.optimizers:
+        assert (
+            optimizer.averaging.telemetry.steps == 4 and optimizer.telemetry is optimizer.averaging._traffic.telemetry
+        )
+    world.train((4, 5))
+    assert_close(world.weights(0), world.weights(1), 0)
+
+
 def test_alone_nothing_is_sent():
     world = World(1, LocalSGD(1)).train(range(3))
     assert world.optimizers[0].averaging.telemetry.sent_bytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -104,6 +105,8 @@ class TorchComm(Comm):
                     f"({str(error).splitlines()[0]}). Check that every rank was started and can reach that address."
                 ) from error
             atexit.register(self.close)  # Gloo's threads must be gone before the interpreter is
+        else:
+            atexit.register(_let_threads_end_their_work)
         self._world = process_group
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
@@ -211,6 +214,11 @@ class TorchComm(Comm):
         if self._owner:
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
+
+
+def _let_threads_end_their_work() -> None:
+    """Release the GIL, as the script leaves Gloo's threads: they drop the last tensors with it, or abort at exit."""
+    time.sleep(0.05)
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -65,6 +66,11 @@ class Outcome:
     def failed(self) -> bool:
         """Whether a rank has recorded an error."""
         return any("error" in record for by_rank in self.records.values() for record in by_rank.values())
+
+    def told(self, key: str) -> list[dict[str, Any]]:
+        """The JSON objects that begin with a key, wherever ranks have printed them, on one line or more."""
+        starts = [match.start() for match in re.finditer(rf'\{{"{key}"', self.output)]
+        return [json.JSONDecoder().raw_decode(self.output, start)[0] for start in starts]
 
     @property
     def tail(self) -> str:

@@ -1,7 +1,6 @@
 """Compressors as hooks of torch's DistributedDataParallel, in two real processes: a launch, a test per scenario."""
 
 import functools
-import json
 import math
 import re
 from pathlib import Path
@@ -39,7 +38,7 @@ def test_learns_in(framework: str) -> None:
     if missing("torch"):
         pytest.skip(missing("torch"))
     run = launch("torch", 2, [str(ROOT / "tests" / "examples" / f"{framework}_ddp.py")], limit=120)
-    told = [json.loads(line) for line in re.findall(r'\{"example".*\}', run.output)]
+    told = run.told("example")
     assert run.code == 0 and not run.orphans and len(told) == 2, run.tail
     assert told[0] == told[1], "replicas drifted apart"
     assert told[0]["steps"] == 10 * math.ceil(1437 / 2 / 32), "the hook was not called in every step"

@@ -1,7 +1,6 @@
 """Scripts as Horovod's documentation teaches them, run with dgcopt on every wire, and with Horovod alone."""
 
 import functools
-import json
 import math
 import re
 from pathlib import Path
@@ -37,8 +36,7 @@ def outcome_of(wire: str) -> tuple[Outcome, dict[tuple[str, str], dict[str, Any]
     """One launch for all that is planned on the wire, and what rank 0 told of each."""
     words = [word for library, names in PLAN[wire].items() for word in (f"--{library}", *names)]
     outcome = launch(wire, 2, [str(FOLDER / "run_all.py"), *words], limit=200)
-    told = [json.loads(line) for line in re.findall(r'\{"example".*\}', outcome.output)]
-    return outcome, {(result["library"], result["example"]): result for result in told}
+    return outcome, {(result["library"], result["example"]): result for result in outcome.told("example")}
 
 
 def result_of(wire: str, library: str, name: str) -> dict[str, Any]:

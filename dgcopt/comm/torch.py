@@ -106,6 +106,7 @@ class TorchComm(Comm):
                 ) from error
             atexit.register(self.close)  # Gloo's threads must be gone before the interpreter is
         else:
+            atexit.unregister(_let_threads_end_their_work)  # once is enough for all groups
             atexit.register(_let_threads_end_their_work)
         self._world = process_group
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)

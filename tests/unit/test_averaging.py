@@ -342,5 +342,3 @@ def test_its_state_is_saved_and_goes_on(name: str):
     for here, there in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True):
         assert torch.equal(here, there)
     assert not torch.equal(expected, torch.cat([param.detach().flatten() for param in model.parameters()]))
-    for kind_of_memory in optimizer.state_dict()["averaging"]["dgcopt"]["memory"]:
-        assert rule.merges(kind_of_memory) in (True, False)

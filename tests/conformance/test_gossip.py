@@ -195,6 +195,17 @@ each_graph = pytest.mark.parametrize(
 )
 
 
+def each_graph_of(*sizes: int) -> pytest.MarkDecorator:
+    """Graphs and sizes that go together."""
+    cases = [
+        pytest.param(graph, send_to, size, id=f"{graph!r}-{size}")
+        for graph, send_to in GRAPHS
+        for size in sizes
+        if size in sizes_of(graph)
+    ]
+    return pytest.mark.parametrize(("graph", "send_to", "size"), cases)
+
+
 class TestGraphs:
     @each_graph
     def test_peers_are_those_of_the_rule(self, graph: Graph, send_to: Callable) -> None:
@@ -284,22 +295,16 @@ class TestGraphs:
 
 
 class TestSGP:
-    @each_graph
-    @pytest.mark.parametrize("size", SIZES)
+    @each_graph_of(*SIZES)
     def test_it_is_the_algorithm(self, graph: Graph, send_to: Callable, size: int) -> None:
-        if size not in sizes_of(graph):
-            return
         for frequency, make in ((1, MOMENTUM), (2, ADAM)):
             ours = averaged(SGP(graph, frequency=frequency), size, make)
             assert_alike(ours, naive.Push(Replicas(size, make), naive.even(send_to), frequency))
 
-    @each_graph
-    @pytest.mark.parametrize("size", [1, 2, 3, 8])
+    @each_graph_of(1, 2, 3, 8)
     def test_with_overlap_the_gradient_is_of_weights_before_the_round(
         self, graph: Graph, send_to: Callable, size: int
     ) -> None:
-        if size not in sizes_of(graph):
-            return
         for frequency, make in ((1, two_buckets), (3, MOMENTUM)):
             ours = averaged(SGP(graph, overlap=True, frequency=frequency), size, make)
             theirs = naive.Mixed(Replicas(size, make), naive.graph(naive.even(send_to)), frequency, first=False)

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 import torch
+from scenarios.where import WIRES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-WIRES = ("torch", "horovod-gloo", "horovod-mpi", "mpi")
 BIN = str(Path(sys.executable).parent)
 MARK = "DGCOPT_TEST_LAUNCH"
 
@@ -84,6 +84,7 @@ def launch(
 
     Records are the JSON lines that ranks append to `rank-*.jsonl` in the folder named by DGCOPT_TEST_RECORDS.
     """
+    SESSION.launches += 1
     token = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="dgcopt-test-") as folder:
         ours = {
@@ -129,6 +130,28 @@ def launch(
         return outcome
 
 
+@dataclass
+class Session:
+    """The launches of a whole run of pytest, and which of them had to be made once more."""
+
+    launches: int = 0
+    again: list[str] = field(default_factory=list)
+
+    @property
+    def too_often(self) -> bool:
+        """More than once, and more than one in fifty: no longer the rare fault of a library."""
+        return len(self.again) > max(1, self.launches / 50)
+
+    def __str__(self) -> str:
+        verdict = ": TOO OFTEN" if self.too_often else ""
+        return f"{len(self.again)} of {self.launches} launches were made once more{verdict}" + "".join(
+            f"\n  {what}" for what in self.again
+        )
+
+
+SESSION = Session()
+ABORTED = "Horovod background loop uncaught exception"
+
 WORLDS = [(wire, size) for size in (2, 4) for wire in WIRES]
 
 
@@ -139,8 +162,9 @@ def launch_world(wire: str, size: int, program: list[str], limit: float) -> Outc
     # among two, the script has joined the library before dgcopt does, and leaves it by itself; among four, dgcopt does
     env = {"DGCOPT_TEST_JOIN_FIRST": wire} if size == 2 else {}
     outcome = launch(wire, size, program, limit=limit, env=env)
-    if not outcome.failed and "Horovod background loop uncaught exception" in outcome.output:
+    if not outcome.failed and ABORTED in outcome.output:
         # Horovod 0.28.1 now and then stands still by itself, between two of its own threads, until Gloo gives up
+        SESSION.again.append(f"{wire}, {size} ranks, {Path(program[0]).name}: Horovod aborted")
         warnings.warn(f"Horovod aborted, trying once more:\n{outcome.tail}", stacklevel=1)
         outcome = launch(wire, size, program, limit=limit, env=env)
     return outcome

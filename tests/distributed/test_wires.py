@@ -4,32 +4,27 @@ import functools
 
 import pytest
 from launching import HERE, WIRES, WORLDS, Outcome, assert_passed, launch_world, missing
-from scenarios import SCENARIOS
+from scenarios import SCENARIOS, names_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
-
-PROGRAM = [str(HERE / "worker.py"), *SCENARIOS]
 
 
 @functools.cache
 def outcome_of(wire: str, size: int) -> Outcome:
-    return launch_world(wire, size, PROGRAM, limit=280)
+    return launch_world(wire, size, [str(HERE / "worker.py"), *names_of(wire, size)], limit=280)
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=[f"{wire}-{size}" for wire, size in WORLDS])
-def world(request: pytest.FixtureRequest) -> tuple[str, int, Outcome]:
-    wire, size = request.param
-    return wire, size, outcome_of(wire, size)
+@pytest.mark.parametrize(
+    ("wire", "size", "name"), [(wire, size, name) for wire, size in WORLDS for name in names_of(wire, size)]
+)
+def test_scenario(wire: str, size: int, name: str) -> None:
+    assert_passed(wire, size, outcome_of(wire, size), name)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_scenario(world: tuple[str, int, Outcome], name: str) -> None:
-    assert_passed(*world, name)
-
-
-def test_ends(world: tuple[str, int, Outcome]) -> None:
+@pytest.mark.parametrize(("wire", "size"), WORLDS)
+def test_ends(wire: str, size: int) -> None:
     """Leaving Python leaves the wire: no hang, no process left behind, no complaint of a library."""
-    _, _, outcome = world
+    outcome = outcome_of(wire, size)
     assert outcome.code is not None, f"had to be killed after {outcome.seconds:.0f} s:\n{outcome.tail}"
     assert not outcome.orphans, f"left {len(outcome.orphans)} process(es) behind"
     assert outcome.failed or outcome.code == 0, outcome.tail

@@ -11,19 +11,21 @@ import dgcopt
 sys.path.append(str(Path(__file__).resolve().parent.parent / "distributed"))
 
 from scenarios.loops import LOOPS
+from scenarios.where import is_for
 
 NEEDS_OTHERS = (
     "a_count_that_is_wrong",
     "a_step_without_finite_gradients",
     "loss_scaling",
     "what_nobody_used_is_left_alone",
-    "torch_join",
     "replicas_come_apart",
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [(name, size) for name, loop in LOOPS.items() for size in (1, 2, 4) if is_for(loop, "simulated", size)],
+)
 def test_loop(name: str, size: int) -> None:
     """All ranks go on from one place where they wait for each other to the next."""
     if size == 1 and name in NEEDS_OTHERS:

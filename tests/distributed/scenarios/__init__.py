@@ -18,6 +18,7 @@ from . import (
     persistence,
     subsets,
 )
+from .where import is_for
 
 SCENARIOS: dict[str, Callable[[Comm], dict[str, Any] | None]] = {}
 for module in (
@@ -34,3 +35,8 @@ for module in (
     averaging,
 ):
     SCENARIOS.update(module.SCENARIOS)
+
+
+def names_of(wire: str, size: int) -> list[str]:
+    """What is run over a wire among so many ranks."""
+    return [name for name, scenario in SCENARIOS.items() if is_for(scenario, wire, size)]

@@ -32,6 +32,7 @@ from dgcopt.comm import LocalComm
 from .loops import refused
 from .persistence import shared_folder
 from .training import assert_close, assert_same_on_all_ranks, batch, make_model
+from .where import only
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 PLAIN: Make = functools.partial(SGD, lr=0.1)
@@ -395,10 +396,9 @@ def loss_scaling(comm: Comm) -> None:
         assert_same_on_all_ranks(comm, model.parameters(), case)
 
 
+@only(wires=["torch"])
 def as_torchs_averager(comm: Comm) -> None:
     """PeriodicModelAverager, whose first call averages: after step 1, H + 1, ...; told to wait for H - 1, as ours."""
-    if comm.wire != "torch":
-        return
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     group = comm.process_group  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from .training import (
     tensors_in,
     train,
 )
+from .where import only
 
 SGD = functools.partial(recipe_of, torch.optim.SGD)
 
@@ -191,10 +192,9 @@ def reductions(comm: Comm) -> None:
         assert_same_on_all_ranks(comm, real.parameters, f"op {op}")
 
 
+@only(wires=["horovod-mpi"])
 def adasum_of_horovod(comm: Comm) -> None:
     """A step of Horovod's own, which has it where its controller is MPI."""
-    if comm.wire != "horovod" or not horovods().mpi_enabled():
-        return
     stock = horovods()
     ours = Replica(replace(SGD({}), buckets=(("op", stock.Adasum),)), comm)
     theirs = Replica(SGD({}))

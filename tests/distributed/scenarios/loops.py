@@ -20,6 +20,7 @@ from dgcopt import DGC, Comm, Warmup
 from dgcopt.collectives import AllReduce, Exchange
 
 from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in
+from .where import HOROVOD, WIRES, only
 
 Loop = Generator[None, None, None]
 
@@ -421,13 +422,12 @@ def uneven_data(comm: Comm) -> Loop:
             assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, f"divided by {divide_by}")
 
 
+@only(wires=WIRES)
 def uneven_data_of_two(comm: Comm) -> Loop:
     """Two optimizers that step in turn, and residuals that are still sent after their rank has run out of data.
 
     Of gradients for SGD, of updates for Adam.
     """
-    if comm.constructs_in_turn:
-        return
     models = [make_model(torch.float32, seed=place) for place in (1, 2)]
     made = [SGD(models[0].parameters()), torch.optim.AdamW(models[1].parameters(), lr=0.01)]
     optimizers = [wrap(optimizer, model, comm, DGC(0.3)) for optimizer, model in zip(made, models, strict=True)]
@@ -446,6 +446,7 @@ def uneven_data_of_two(comm: Comm) -> Loop:
     yield
 
 
+@only(wires=["torch"])
 def torch_join(comm: Comm) -> Loop:
     """torch's own Join context takes our optimizer where the wire is torch.distributed."""
     from torch.distributed.algorithms import Join
@@ -453,12 +454,6 @@ def torch_join(comm: Comm) -> Loop:
     whole, mine = make_model(), make_model()
     bare = SGD(whole.parameters())
     ours = wrap(SGD(mine.parameters()), mine, comm)
-    if comm.wire != "torch":
-        try:
-            Join([ours])
-        except dgcopt.ConfigError as error:
-            assert "dgcopt.join" in str(error)
-        return
     for step in range(batches_of(comm.size - 1)):
         bare.zero_grad()
         active = [rank for rank in range(comm.size) if step < batches_of(rank)]
@@ -473,6 +468,18 @@ def torch_join(comm: Comm) -> Loop:
             mse_loss(mine(x), y).backward()
             ours.step()
     assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, "torch's Join")
+    yield
+
+
+@only(wires=[*HOROVOD, "mpi", "simulated"], sizes=range(2, 2**10))
+def torch_join_elsewhere(comm: Comm) -> Loop:
+    """Refused before the first batch, with what to use."""
+    from torch.distributed.algorithms import Join
+
+    model = make_model()
+    optimizer = wrap(SGD(model.parameters()), model, comm)
+    with refused(comm, dgcopt.ConfigError, "dgcopt.join"):
+        Join([optimizer])
     yield
 
 
@@ -532,16 +539,19 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         uneven_data,
         uneven_data_of_two,
         torch_join,
+        torch_join_elsewhere,
         replicas_come_apart,
     )
 }
 
 
-def straight_through(loop: Callable[[Comm], Loop], comm: Comm) -> None:
-    for _ in loop(comm):
-        pass
+def straight_through(loop: Callable[[Comm], Loop]) -> Callable[[Comm], None]:
+    @functools.wraps(loop)
+    def scenario(comm: Comm) -> None:
+        for _ in loop(comm):
+            pass
+
+    return scenario
 
 
-SCENARIOS: dict[str, Callable[[Comm], Any]] = {
-    f"loop: {name}": functools.partial(straight_through, loop) for name, loop in LOOPS.items()
-}
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {f"loop: {name}": straight_through(loop) for name, loop in LOOPS.items()}

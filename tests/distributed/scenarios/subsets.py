@@ -10,7 +10,9 @@ from dgcopt import Comm, CommError, ConfigError, TimeoutExceeded
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv
 from dgcopt.comm import LocalComm
 
+from . import loops
 from .collectives import all_collectives, expect
+from .where import HOROVOD, only
 
 
 def votes_in_any_order(comm: Comm) -> None:
@@ -118,20 +120,26 @@ def every_collective_of_a_subset(comm: Comm) -> None:
     assert comm.run(AllReduce(torch.ones(3), op="sum")).tolist() == [comm.size] * 3
 
 
+@only(wires=["mpi"], sizes=[4])
 def subset_of_a_subset(comm: Comm) -> None:
-    """Works where the library can; elsewhere refused with what to do instead."""
-    outer = comm.among(range(comm.size - 1))
-    if isinstance(outer, LocalComm):
-        return
-    try:
-        inner = outer.among(range(1, outer.size))
-    except ConfigError as error:
-        wanted = f"ask the comm of all ranks for ranks {list(range(1, outer.size))}"
-        assert comm.wire in ("torch", "horovod") and wanted in str(error), error
+    """[1, 2] of [0, 1, 2]; those that are not of it get a comm of their own."""
+    outer = comm.among([0, 1, 2])
+    inner = outer.among([0] if comm.rank == 3 else [1, 2])
+    assert isinstance(outer, LocalComm) == (comm.rank == 3) and isinstance(inner, LocalComm) == (comm.rank in (0, 3))
+    assert inner.run(AllReduce(torch.tensor([comm.rank]), op="sum")).tolist() == [
+        3 if comm.rank in (1, 2) else comm.rank
+    ]
+
+
+@only(wires=["torch", *HOROVOD], sizes=[4])
+def no_subset_of_a_subset(comm: Comm) -> None:
+    """Refused, with what to do instead, where the library cannot; a comm of one rank has itself."""
+    outer = comm.among([0, 1, 2])
+    if comm.rank == 3:
+        assert isinstance(outer.among([0]), LocalComm)
     else:
-        assert comm.wire == "mpi" and isinstance(inner, LocalComm) == (comm.rank == 0)
-        if comm.rank:
-            assert inner.run(AllReduce(torch.tensor([comm.rank]), op="sum")).tolist() == [sum(range(1, outer.size))]
+        with loops.refused(comm, ConfigError, "ask the comm of all ranks for ranks [1, 2]"):
+            outer.among([1, 2])
 
 
 def refused(comm: Comm) -> None:
@@ -144,10 +152,9 @@ def refused(comm: Comm) -> None:
             raise AssertionError(f"{bad} was accepted")
 
 
+@only(wires=HOROVOD, sizes=[4])
 def process_sets_of_horovod(comm: Comm) -> None:
     """Process sets that the script has registered, or only made, are taken as they are."""
-    if comm.wire != "horovod" or comm.size < 4:
-        return
     import horovod.torch as hvd
 
     registered = hvd.add_process_set([1, 2])  # type: ignore[attr-defined]
@@ -165,10 +172,9 @@ def process_sets_of_horovod(comm: Comm) -> None:
     assert anew.run(AllGather(torch.tensor([7]))).flatten().tolist() == [7] * anew.size
 
 
+@only(wires=HOROVOD)
 def failures_of_horovod(comm: Comm) -> None:
     """They are caught by what catches Horovod's own: a name that is in flight twice, and a rank that is late."""
-    if comm.wire != "horovod":
-        return
     from horovod.common.exceptions import HorovodInternalError
 
     last = comm.rank == comm.size - 1
@@ -201,6 +207,7 @@ SCENARIOS = {
         two_comms_of_the_same_ranks,
         every_collective_of_a_subset,
         subset_of_a_subset,
+        no_subset_of_a_subset,
         refused,
         process_sets_of_horovod,
         failures_of_horovod,

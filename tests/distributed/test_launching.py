@@ -1,0 +1,63 @@
+"""What is counted of launches, and that scenarios run where they are meant to, and nowhere else."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import launching
+import pytest
+from launching import ABORTED, HERE, WORLDS, Outcome, Session
+from scenarios import SCENARIOS, names_of
+from scenarios.where import is_for, only
+
+
+@pytest.mark.parametrize(("launches", "again", "too_often"), [(3, 1, False), (99, 2, True), (100, 2, False)])
+def test_once_more_is_too_often(launches: int, again: int, too_often: bool) -> None:
+    session = Session(launches, ["mpi"] * again)
+    assert session.too_often is too_often
+    assert f"{again} of {launches} launches" in str(session)
+
+
+@pytest.mark.parametrize(("failed", "output", "again"), [(False, ABORTED, 1), (False, "", 0), (True, ABORTED, 0)])
+def test_only_an_abort_of_horovod_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, failed: bool, output: str, again: int
+) -> None:
+    records = {"a": {0: {"error": "no"}}} if failed else {}
+    outcomes = [Outcome(1, 2.0, output, [], records), Outcome(0, 2.0, "well", [])]
+    monkeypatch.setattr(launching, "SESSION", Session())
+    monkeypatch.setattr(launching, "missing", lambda wire: "")
+    monkeypatch.setattr(launching, "launch", lambda *args, **more: outcomes.pop(0))
+    if again:
+        with pytest.warns(UserWarning, match="trying once more"):
+            outcome = launching.launch_world("horovod-gloo", 2, ["worker.py"], limit=1)
+    else:
+        outcome = launching.launch_world("horovod-gloo", 2, ["worker.py"], limit=1)
+    assert outcome.output == ("well" if again else output) and len(launching.SESSION.again) == again
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_the_session_fails(tmp_path: Path, again: int) -> None:
+    """Though every test in it has passed."""
+    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(
+        "from launching import SESSION\n"
+        f"def test_it():\n    SESSION.launches, SESSION.again = 9, {[f'launch {number}' for number in range(again)]}\n"
+    )
+    code = f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); sys.exit(pytest.main([{str(tmp_path)!r}]))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "1 passed" in run.stdout and "launch 0" in run.stdout, run.stdout + run.stderr
+    assert f"{again} of 9 launches were made once more" in run.stdout
+    assert run.returncode == again - 1, run.stdout
+
+
+def test_a_scenario_is_where_it_is_for() -> None:
+    @only(wires=["torch"], sizes=[4])
+    def marked() -> None: ...
+
+    def everywhere() -> None: ...
+
+    assert is_for(everywhere, "mpi", 2) and is_for(marked, "torch", 4)
+    assert not is_for(marked, "torch", 2) and not is_for(marked, "mpi", 4)
+    run = {name for wire, size in WORLDS for name in names_of(wire, size)}
+    assert run == set(SCENARIOS), "a scenario is run nowhere"
+    assert "averaging: as_torchs_averager" not in names_of("mpi", 2)

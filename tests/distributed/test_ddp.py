@@ -70,11 +70,3 @@ def test_blocks_of_the_guide(tmp_path: Path) -> None:
     script.write_text(AROUND.format(code="\n".join(whole)))
     run = launch("torch", 2, [str(script)], limit=60)
     assert run.code == 0 and run.output.count("came to the end") == 2, run.tail
-
-
-@pytest.mark.parametrize(("framework", "mark"), [("lightning", "lightning.Callback"), ("accelerate", "prepare(")])
-def test_the_guide_shows_what_the_example_runs(framework: str, mark: str) -> None:
-    script = (ROOT / "tests" / "examples" / f"{framework}_ddp.py").read_text()
-    (block,) = [code for code in BLOCKS if mark in code]
-    for line in filter(None, block.splitlines()):
-        assert line in script.splitlines(), line

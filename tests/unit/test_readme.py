@@ -1,8 +1,15 @@
-"""The code of the README and of the page on compressors runs as it stands there."""
+"""What the README and the pages in docs/ show runs as it stands there, and what they name exists.
 
+Every block of Python is run by a test: here, on two ranks by tests/distributed (migration.md, ddp.md), or as part of a
+whole script in tests/examples, which must hold the block as it is.
+"""
+
+import importlib
 import re
+import shlex
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from worlds import Ranks
@@ -17,12 +24,64 @@ def code_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-CODE = code_of("README.md")
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+ALL_RUN = {"README.md", "docs/averaging.md", "docs/compressors.md", "docs/design.md", "docs/migration.md"}
+"""Pages of which a test here, or tests/distributed/test_examples.py, runs all blocks."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ALL_RUN])
+def test_what_is_not_run_by_itself_is_part_of_an_example(page):
+    scripts = [path.read_text() for path in (ROOT / "tests" / "examples").glob("*.py")]
+    for code in code_of(page):
+        if page == "docs/ddp.md" and "DistributedDataParallel(model)" in code:
+            continue  # tests/distributed/test_ddp.py
+        assert any(code in script for script in scripts), f"{page} shows what no test runs:\n{code}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        there = (ROOT / page).parent / path if path else ROOT / page
+        assert there.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_name_what_exists(page, monkeypatch):
+    """Scripts, configs, options. What they do when they are run, scripts/test.sh and tests/test_train.py try."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT)
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    for words in filter(None, lines):
+        names = [word for word in words if word.endswith((".py", ".sh"))]
+        assert all((ROOT / name).exists() for name in names), words
+        if "train.py" in names:
+            after = words[words.index("train.py") + 1 :]
+            importlib.import_module("train").make_parser().parse_args(after)
+        elif names and names[0].endswith(".py"):
+            source = (ROOT / names[0]).read_text()
+            options = [word for word in words[words.index(names[0]) :] if word.startswith("--")]
+            assert all(f'"{option}"' in source for option in options), words
+        elif words[:2] == ["pip", "install"] and words[2].startswith("."):
+            known = (ROOT / "setup.cfg").read_text()
+            for extra in filter(None, words[2].strip(".[]").split(",")):
+                assert f"\n{extra} =\n" in known, words
 
 
 def test_a_compressor_of_your_own():
-    (code,) = [block for block in CODE if "class SignMean" in block]
-    names = {"dgcopt": dgcopt, "AllReduce": AllReduce}
+    (code,) = code_of("docs/design.md")
+    names: dict = {}
     exec(code, names)
     ranks = Ranks(3, lambda p: torch.optim.SGD(p, lr=0.01), compression=names["SignMean"](), bucket_mb=0.001)
     for seed in range(4):
@@ -32,7 +91,7 @@ def test_a_compressor_of_your_own():
 
 
 def test_the_training_loop():
-    (code,) = [block for block in CODE if "for inputs, targets" in block]
+    (code,) = code_of("README.md")
     model = nn.Linear(4, 3)
     batches = [(torch.randn(5, 4), torch.randint(3, (5,))) for _ in range(3)]
     before = model.weight.detach().clone()
@@ -62,18 +121,14 @@ def test_a_compressor_in_twenty_lines(capsys):
     assert all(outcome == "ok" for _, outcome in report.lines), report
 
 
-def test_weights_in_place_of_gradients():
-    (code,) = [block for block in CODE if "dgcopt.SlowMo" in block]
-    names = {"torch": torch, "dgcopt": dgcopt, "model": nn.Linear(4, 3)}
-    exec(code, names)
+def test_averaging_as_the_page_shows_it():
+    line, used, own = code_of("docs/averaging.md")
+    model = nn.Linear(4, 3)
+    names: dict = {"torch": torch, "dgcopt": dgcopt, "AllReduce": AllReduce, "model": nn.Linear(4, 3)}
+    exec(line, names)
     dgcopt.shutdown()
     assert names["optimizer"].averaging.rule.frequency == 48
-
-
-def test_averaging_as_the_page_shows_it():
-    used, own = code_of("docs/averaging.md")
-    model = nn.Linear(4, 3)
-    names: dict = {"dgcopt": dgcopt, "AllReduce": AllReduce, "model": model}
+    names["model"] = model
     exec(used, names)
     dgcopt.shutdown()
     model(torch.randn(5, 4)).sum().backward()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import ConfigError
@@ -20,6 +20,7 @@ __all__ = [
     "check_flag",
     "check_groups",
     "check_op",
+    "check_optimizer",
     "check_passes",
     "check_positive",
     "check_predivide",
@@ -27,12 +28,42 @@ __all__ = [
     "check_whole",
     "describe",
     "given_names",
+    "inner_optimizer",
     "number",
     "split",
     "unique_names",
 ]
 
 Op: TypeAlias = Literal["average", "sum", "adasum"]
+
+_FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Whose wrappers of optimizers call `step` of the one inside, `.optimizer`, and so run its step hooks."""
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ConfigError for what is no torch optimizer, or only looks like one: its step would run no hooks."""
+    # looked up in the object itself, because wrappers hand on what they are asked for
+    if isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer):
+        return
+    inner = getattr(optimizer, "optimizer", None)
+    remedy = "give the optimizer of the model's parameters"
+    if isinstance(inner, Optimizer):
+        remedy = (
+            f"it goes around {type(inner).__name__}. Give that one (optimizer.optimizer) before it is put there; or, "
+            f"where a framework has the model in DistributedDataParallel, use dgcopt.ddp_hook"
+        )
+    raise ConfigError(f"{type(optimizer).__name__} is no torch.optim.Optimizer with step hooks of its own: {remedy}")
+
+
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside what Accelerate, Lightning or Fabric put around it; any other as it is.
+
+    Raises ConfigError if that is no torch optimizer whose step runs hooks.
+    """
+    if type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+    check_optimizer(optimizer)
+    return optimizer
 
 
 def check_op(op: Any) -> Op:
@@ -91,11 +122,14 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
     """
     if named_parameters is None:
         return None
-    given = list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
+    is_pairs = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, nn.Module | type)
+    given = list(named_parameters) if is_pairs else []
+    if not is_pairs or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
         raise ConfigError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()"
+            f"named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            f"model.named_parameters(), not {_in_short(named_parameters)}. It is the second argument of "
+            f"DistributedOptimizer and the compressor the third: "
+            f"DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.DGC())"
         )
     counts = collections.Counter(name for name, _ in given)
     duplicates = sorted(name for name, count in counts.items() if count > 1)
@@ -105,6 +139,11 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
             f"the names when you chain the parameters of several modules."
         )
     return {param: name for name, param in given}
+
+
+def _in_short(given: Any) -> str:
+    """What was given, in a few words."""
+    return f"the class {given.__name__}" if isinstance(given, type) else f"an object of type {type(given).__name__}"
 
 
 def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:

@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from .agreement import compare
-from .arguments import check_trainable, describe, given_names, unique_names
+from .arguments import check_trainable, describe, given_names, inner_optimizer, unique_names
 from .buckets import Bucket, Memory, build_buckets, copied
 from .comm import Comm, Handle, current_comm
 from .compressors import Compressor, Context, NoCompression, accept
@@ -131,17 +131,19 @@ class HookState:
 
     def __init__(self, compressor: Compressor | Any = None) -> None:
         self.compressor: Compressor = NoCompression() if compressor is None else copy.deepcopy(accept(compressor))
+        self._start()
         if self.compressor.source == "auto":
             self.compressor.source = "gradient"
+            self._would_send_updates = True
         if self.compressor.sends == "update":
             raise ConfigError(
                 f"{type(self.compressor).__name__} sends the updates that the optimizer makes, and DDP exchanges "
                 f"gradients: use dgcopt.DistributedOptimizer, without DDP"
             )
         self.step = 0
-        self._start()
 
     def _start(self) -> None:
+        self._would_send_updates = False
         self.telemetry = Telemetry()
         self._kept: Memory = {}
         self._shared: Memory = {}
@@ -206,7 +208,11 @@ class HookState:
     # -- around the optimizer's step ---------------------------------------------------------------------------------
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Let the compressor take over from the optimizer what it can, before the first backward pass."""
+        """Let the compressor take over from the optimizer what it can, before the first backward pass.
+
+        Of what Accelerate, Lightning or Fabric put around an optimizer, the one inside is taken, which they step.
+        """
+        optimizer = inner_optimizer(optimizer)
         if isinstance(optimizer, _Distributed):
             raise ConfigError("the optimizer exchanges gradients by itself: give ddp_hook the one that is not wrapped")
         if self._optimizer is not None or self._layout:
@@ -214,6 +220,12 @@ class HookState:
         self._optimizer = optimizer
         self._given = self._given or unique_names(optimizer, None)
         self.compressor.attach(optimizer)
+        if self._would_send_updates and any("betas" in group for group in optimizer.param_groups):
+            log.info(
+                "dgcopt: gradients travel, and %s's moments see only what has arrived of them; in place of DDP, "
+                "dgcopt.DistributedOptimizer sends the updates that it makes of whole ones",
+                type(optimizer).__name__,
+            )
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -450,7 +462,11 @@ class HookState:
     def _make_void(self, ranks: list[int]) -> None:
         """Gradients of `ranks` are not finite: memory stays what it was, and DDP is given NaN on every rank."""
         self.telemetry.skipped += 1
-        log.warning("dgcopt: step %d: NaN or Inf in the gradients of rank(s) %s; nothing is averaged", self.step, ranks)
+        log.log(
+            logging.WARNING if self._scaler is None else logging.INFO,  # loss scaling brings it about
+            "dgcopt: step %d: NaN or Inf in the gradients of rank(s) %s; nothing is averaged",
+            *(self.step, ranks),
+        )
         for buffer, *_ in self._arrived:
             _values(buffer).fill_(torch.nan)
 

@@ -378,7 +378,8 @@ class Engine:
             self._stale = True
         infinite = gradients.find_infinite(trained, changed) if self.active else None
         if infinite is not None:
-            log.warning(
+            log.log(
+                logging.WARNING if self.early else logging.INFO,  # loss scaling, for which there is `hold`, expects it
                 "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
                 *(self.comm.rank, self.step, self.names[infinite]),
             )
@@ -422,7 +423,8 @@ class Engine:
         self.void, self.infinite = True, ranks
         if ranks:
             self.telemetry.skipped += 1
-            log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
+            if self.comm.rank not in ranks:  # else it has said so when it found them
+                log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
         self._end_step()
         self.let_go()
 

@@ -17,6 +17,7 @@ from .agreement import compare
 from .arguments import (
     check_groups,
     check_op,
+    check_optimizer,
     check_passes,
     check_positive,
     check_predivide,
@@ -89,11 +90,13 @@ def DistributedOptimizer(
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
         on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0.
 
-    Raises ConfigError (a ValueError) for parameters that have no name, two with one name, or that cannot be trained,
-    and for settings out of range; MismatchError if ranks differ in parameters or settings.
+    Raises ConfigError (a ValueError) for what is no torch optimizer or a framework's wrapper of one, for parameters
+    that have no name, two with one name, or that cannot be trained, and for settings out of range; MismatchError if
+    ranks differ in parameters or settings.
     """
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
+    check_optimizer(optimizer)
     op = check_op(op)
     check_on_divergence(on_divergence)
     compressor = NoCompression() if compression is None else copy.deepcopy(accept(compression))

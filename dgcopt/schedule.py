@@ -29,7 +29,8 @@ class Warmup:
         steps: optimizer steps per stage; None counts in epochs.
         epochs: epochs per stage, where `steps` is None.
         steps_per_epoch: optimizer steps per epoch; whoever knows the data sets it before training
-            (`compressor.set_steps_per_epoch`). Longer warm-up, gentler start: raise `steps` or `epochs`.
+            (`set_steps_per_epoch` of the compressor, or of the copy that wrapping made, `optimizer.compressor` or
+            `state.compressor`). Longer warm-up, gentler start: raise `steps` or `epochs`.
 
     Raises ConfigError for ratios outside (0, 1], stages without length, or an unknown `steps_per_epoch`.
     """
@@ -50,8 +51,10 @@ class Warmup:
             return self.steps
         if self.steps_per_epoch is None:
             raise ConfigError(
-                "the ratio warm-up counts epochs but does not know how long one is: call "
-                "compressor.set_steps_per_epoch(len(loader)) before training, or give Warmup(steps=...)"
+                "the ratio warm-up counts epochs but does not know how long one is. Call "
+                "compressor.set_steps_per_epoch(len(loader)) before wrapping, which took a copy, or after it "
+                "optimizer.compressor.set_steps_per_epoch(...), with dgcopt.ddp_hook state.compressor's; or give "
+                "Warmup(steps=...)"
             )
         return max(1, math.ceil(self.epochs * self.steps_per_epoch))
 

@@ -268,11 +268,17 @@ class Compressor:
 
         Raises ConfigError for an optimizer, or a `source`, that the compressor cannot go with.
         """
+        self._doubt_ratio()
         self._decided = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
         if self.sends == "update" and self.source == "auto":
             log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
             if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
                 log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")
+
+    def _doubt_ratio(self) -> None:
+        """Say what a ratio of 1 is, where 1% may have been meant."""
+        if getattr(self, "ratio", None) == 1:
+            log.warning("dgcopt: %s: ratio 1 sends everything; 1%% is 0.01", type(self).__name__)
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Tell schedules that count epochs how many optimizer steps one has."""

@@ -73,6 +73,7 @@ class DeMo(Compressor):
                 "DeMo keeps the momentum itself, and SGD would apply a second one: make SGD with momentum=0 and set "
                 "DeMo(decay=...)"
             )
+        super().attach(optimizer)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         m = ctx.remember("momentum", grad).mul_(self.decay).add_(grad)

@@ -112,6 +112,7 @@ class DGC(Compressor):
     def attach(self, optimizer: Optimizer) -> None:
         if self.ratio < 1:
             super().attach(optimizer)
+        self._doubt_ratio()
         self._set_whole_model()
         self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
 

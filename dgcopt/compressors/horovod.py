@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from .dense import NoCompression
 from .half import FP16
 
 __all__ = ["HorovodCompression", "accept"]
+
+_REMEDY = "subclass dgcopt.Compressor, see docs/compressors.md, or choose one that comes with dgcopt"
 
 
 class HorovodCompression(Compressor):
@@ -30,6 +33,12 @@ class HorovodCompression(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> Exchange:
         message, context = self.compression.compress(grad)
+        if not isinstance(message, Tensor):
+            name = getattr(self.compression, "__name__", type(self.compression).__name__)
+            raise ConfigError(
+                f"{name}.compress must return one tensor, which travels by an allreduce, and a context, not "
+                f"{type(message).__name__}: {_REMEDY}"
+            )
         total = yield AllReduce(message, op=ctx.op)
         return self.compression.decompress(total, context)
 
@@ -44,8 +53,25 @@ def accept(compression: Any) -> Compressor:
     if callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None)):
         if isinstance(compression, type) and issubclass(compression, Compressor):
             raise ConfigError(f"compression must be an instance: {compression.__name__}(), not {compression.__name__}")
+        if not _takes(compression.compress, 1) or not _takes(compression.decompress, 2):
+            name = getattr(compression, "__name__", type(compression).__name__)
+            raise ConfigError(
+                f"{name} does not have the interface of Horovod's compressors, compress(tensor) and "
+                f"decompress(tensor, ctx), as GRACE's and the original DGC's do not either: {_REMEDY}"
+            )
         return HorovodCompression(compression)
     raise ConfigError(
         f"compression must be a dgcopt.Compressor such as dgcopt.DGC(), or Horovod's hvd.Compression.none or fp16, not "
         f"{compression!r}"
     )
+
+
+def _takes(method: Any, count: int) -> bool:
+    """Whether it can be called with so many arguments, as far as it says."""
+    try:
+        inspect.signature(method).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # built in, and says nothing
+        return True
+    return True

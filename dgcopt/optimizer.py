@@ -84,7 +84,8 @@ def DistributedOptimizer(
         num_groups, groups: put parameters that are to travel together into one bucket, by number or by list.
         sparse_as_dense: exchange sparse gradients (of embeddings) like dense ones.
         process_set: exchange only among these ranks: a sequence, or Horovod's ProcessSet; outside, a step is local.
-            Every rank must say the same.
+            Every rank must say the same. "node" or "across": among the ranks of this machine, or those of this local
+            rank on all machines that have so many.
         comm: the wire; None is the one of `dgcopt.init()`.
         bucket_mb, first_bucket_mb: megabytes of gradient per bucket. Larger costs overlap, smaller costs messages.
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.

@@ -28,7 +28,7 @@ from ..collectives import (
     carried,
     reduce_rows,
 )
-from ..errors import CommError, ConfigError, DGCError, TimeoutExceeded
+from ..errors import CommError, ConfigError, DGCError, MismatchError, TimeoutExceeded
 from .checksum import checked
 
 __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "RankSet", "lowered"]
@@ -125,7 +125,8 @@ class Comm(ABC):
             for place in range(max(map(len, members.values())))
         ]
         self._ranks["across"] = across[self.local_rank]
-        groups = {*map(tuple, members.values()), *across} - {self._ranks["world"]}
+        self._partitions = {"node": [*map(tuple, members.values())], "across": across}
+        groups = {*self._partitions["node"], *across} - {self._ranks["world"]}
         self._subgroups = sorted(group for group in groups if len(group) > 1)
 
     def _find_nodes(self) -> None:
@@ -153,36 +154,68 @@ class Comm(ABC):
         """The group's key in the tables of a wire."""
         return "control" if group == "control" else self._ranks[group]
 
-    def among(self, ranks: Iterable[int] | RankSet) -> Comm:
+    def among(self, ranks: Iterable[int] | RankSet | Literal["node", "across"]) -> Comm:
         """A comm of some of this comm's ranks, renumbered from 0 in ascending order.
 
         A rank outside, or alone in the set, gets a LocalComm. Every rank of this comm must call it with the same
-        `ranks`: whole numbers, or an object that has them as `.ranks`, such as Horovod's ProcessSet. The new comm has
-        this one's deadline and checksums. On torch and Horovod it counts as one node, and only a comm of all ranks
-        can be asked. Raises ConfigError for ranks that are none, twice there or out of range, CommError if the
-        library refuses the group.
+        `ranks`: whole numbers, or an object that has them as `.ranks`, such as Horovod's ProcessSet; or "node" or
+        "across", with which every rank gets the set that it is in: the ranks of its machine, or those of its local
+        rank on all machines that have so many. The new comm has this one's deadline and checksums. On torch and Horovod
+        it counts as one node, and only a comm of all ranks can be asked. Raises ConfigError for ranks that are none,
+        twice there or out of range, MismatchError if ranks ask for different ones, CommError if the library refuses the
+        group.
         """
         from .local import LocalComm
 
-        asked: Any = getattr(ranks, "ranks", ranks)
+        given: Any = ranks
+        if isinstance(given, str):
+            if given not in self._partitions:
+                raise ConfigError(f"among() needs the ranks as whole numbers, 'node' or 'across', not {given!r}")
+            sets = self._partitions[given]
+        else:
+            sets = [self._asked_for(given)]
+        comm: Comm | None = None
+        for members in sets:
+            if len(members) > 1:  # every rank takes part in making each
+                comm = self._make(members, list(members) if isinstance(given, str) else given) or comm
+        comm = comm or LocalComm(self.deadline)
+        comm.checksums = self.checksums
+        return comm
+
+    def _asked_for(self, given: Any) -> tuple[int, ...]:
+        """The ranks that `given` names, if all ranks name the same."""
+        asked = getattr(given, "ranks", given)
         try:
             members = tuple(sorted(map(index, asked)))
         except TypeError as error:
-            raise ConfigError(f"among() needs the ranks as whole numbers, not {asked!r} of {ranks!r}") from error
+            raise ConfigError(f"among() needs the ranks as whole numbers, not {asked!r} of {given!r}") from error
         if not members or len(set(members)) < len(members) or members[0] < 0 or members[-1] >= self.size:
             raise ConfigError(
                 f"among() needs one or more of the ranks 0 to {self.size - 1}, each once, not {list(members)}"
             )
+        if not self.constructs_in_turn:
+            mine = torch.zeros(self.size, dtype=torch.uint8)
+            mine[list(members)] = 1
+            rows = self.run(AllGather(mine, group="control", label="ranks of a process set"))
+            named = [row.nonzero().flatten().tolist() for row in rows]
+            for rank, theirs in enumerate(named):
+                if theirs != named[0]:
+                    raise MismatchError(
+                        f"rank {self.rank}: rank 0 asks for a process set of ranks {named[0]}, rank {rank} for "
+                        f"{theirs}. Every rank must name the same, in it or not; process_set='node' or 'across' gives "
+                        f"each rank the set that it is in"
+                    )
+        return members
+
+    def _make(self, members: tuple[int, ...], given: Any) -> Comm | None:
         try:
-            comm = (self._among(members, ranks) if len(members) > 1 else None) or LocalComm(self.deadline)
+            return self._among(members, given)
         except DGCError:
             raise
         except (RuntimeError, ValueError) as error:
             raise CommError(
                 f"rank {self.rank}: {self.wire} could not make a group of rank(s) {list(members)}: {error}"
             ) from error
-        comm.checksums = self.checksums
-        return comm
 
     # -- one collective ----------------------------------------------------------------------------------------------
 

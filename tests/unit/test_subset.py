@@ -51,6 +51,48 @@ def test_a_subset_keeps_its_machines_and_its_parent():
     assert [float(c.wait(h)) for c, h in zip(comms, handles, strict=True)] == [6] * 6
 
 
+def test_the_ranks_of_a_machine_and_those_across():
+    comms = dgcopt.simulated_world(6, nodes=2, checksums=True)
+    parts = {name: [comm.among(name) for comm in comms] for name in ("node", "across")}
+    assert [(c.rank, c.size, c.nodes) for c in parts["node"]] == [(0, 3, 1), (1, 3, 1), (2, 3, 1)] * 2
+    assert [(c.rank, c.size, c.nodes) for c in parts["across"]] == [(0, 2, 2)] * 3 + [(1, 2, 2)] * 3
+    for made, sums in ((parts["node"], [3, 3, 3, 12, 12, 12]), (parts["across"], [3, 5, 7, 3, 5, 7])):
+        handles = [c.start(AllReduce(torch.tensor([float(r)]), op="sum")) for r, c in enumerate(made)]
+        assert [float(c.wait(handle)) for c, handle in zip(made, handles, strict=True)] == sums
+        assert all(c.checksums for c in made)
+
+
+def test_across_machines_of_several_sizes_are_those_that_have_the_local_rank():
+    comms = [comm.among([1, 2, 3, 4, 5]) for comm in dgcopt.simulated_world(6, nodes=2)[1:]]  # 2 ranks, and 3
+    assert [(c.rank, c.size) for c in (comm.among("node") for comm in comms)] == [
+        (0, 2),
+        (1, 2),
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
+    across = [comm.among("across") for comm in comms]
+    assert [(c.rank, c.size) for c in across] == [(0, 2), (0, 2), (1, 2), (1, 2), (0, 1)]
+    assert isinstance(across[4], LocalComm)
+
+
+def test_optimizers_of_machines_average_on_each():
+    """And in a checkpoint, rank and size are those of the set."""
+    models = [torch.nn.Linear(2, 1, bias=False) for _ in range(4)]
+    optimizers = []
+    for model, comm in zip(models, dgcopt.simulated_world(4, nodes=2), strict=True):
+        model.weight.data.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizers.append(dgcopt.DistributedOptimizer(optimizer, process_set="node", comm=comm))
+    for rank, model in enumerate(models):
+        model(torch.full((1, 2), float(rank))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [model.weight[0, 0].item() for model in models] == [-0.5, -0.5, -2.5, -2.5]
+    kept = [optimizer.state_dict()["dgcopt"] for optimizer in optimizers]
+    assert [(state["rank"], state["world_size"]) for state in kept] == [(0, 2), (1, 2)] * 2
+
+
 def test_two_optimizers_on_two_subsets_equal_two_worlds_of_their_own():
     """Each half trains by itself, and a rank outside trains alone."""
 
@@ -88,6 +130,7 @@ def test_two_optimizers_on_two_subsets_equal_two_worlds_of_their_own():
         ([-1], "0 to 2"),
         ([1, 1], "each once"),
         ([0.5], "whole numbers"),
+        ("machine", "whole numbers, 'node' or 'across', not 'machine'"),
         (SimpleNamespace(ranks=None), "whole numbers, not None"),
     ],
 )
@@ -100,6 +143,7 @@ def test_ranks_that_cannot_be_a_subset(ranks, words):
 def test_alone_there_is_one_subset():
     comm = LocalComm(deadline=7)
     assert (comm.among([0]).size, comm.among([0]).deadline) == (1, 7)
+    assert all(isinstance(comm.among(name), LocalComm) for name in ("node", "across"))
     assert all(isinstance(comm.among([1]), LocalComm) for comm in dgcopt.simulated_world(2))
     with pytest.raises(ConfigError, match="0 to 0"):
         comm.among([1])

@@ -29,6 +29,7 @@ from dgcopt.averaging import (
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm import LocalComm
 
+from .collectives import regrouped
 from .loops import refused
 from .persistence import shared_folder
 from .training import assert_close, assert_same_on_all_ranks, batch, make_model
@@ -396,6 +397,32 @@ def loss_scaling(comm: Comm) -> None:
         assert_same_on_all_ranks(comm, model.parameters(), case)
 
 
+def gradients_within_a_machine_and_weights_over_all(comm: Comm) -> None:
+    """As docs/averaging.md has it: on each machine the mean gradient at every step, and the mean of all weights."""
+    grouped = regrouped(comm, [2 * rank // comm.size for rank in range(comm.size)])
+    on_machine = list(grouped.ranks("node"))
+    for rule in (LocalSGD(2), SlowMo(2, base=LocalSGD(2))):
+        mine, by_hand = Member(rule, PLAIN, grouped), Member(rule, PLAIN, grouped)
+        named = mine.model.named_parameters()
+        optimizer = dgcopt.DistributedOptimizer(mine.optimizer, named, process_set="node", comm=grouped)
+        for step in range(1, 4):
+            mine.backward(step)
+            optimizer.step()
+            by_hand.backward(step)
+            grads = torch.cat([param.grad.flatten() for param in by_hand.parameters if param.grad is not None])
+            means = gathered(comm, grads)[on_machine].mean(0).split([param.numel() for param in by_hand.parameters])
+            for param, grad in zip(by_hand.parameters, means, strict=True):
+                param.grad = grad.view_as(param)
+            by_hand.optimizer.step()
+            what = f"{rule!r} after step {step}"
+            assert_close([mine.flat], [by_hand.flat], 1e-9, what)
+            rows = gathered(comm, mine.flat)
+            alike = (rows == rows[comm.rank]).all(1).nonzero().flatten().tolist()
+            assert alike == list(range(comm.size) if rule.due(step) else on_machine), f"{what}: {alike} are alike"
+        sent = optimizer.telemetry.sent_bytes
+        assert (sent > 0) == (len(on_machine) > 1), f"{sent} bytes on a machine of {len(on_machine)}"
+
+
 @only(wires=["torch"])
 def as_torchs_averager(comm: Comm) -> None:
     """PeriodicModelAverager, whose first call averages: after step 1, H + 1, ...; told to wait for H - 1, as ours."""
@@ -462,6 +489,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             uneven_data,
             uneven_data_of_others,
             loss_scaling,
+            gradients_within_a_machine_and_weights_over_all,
             as_torchs_averager,
             ranks_come_and_go,
             ranks_train_different_parameters,

@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from dgcopt import Comm, CommError, ConfigError, TimeoutExceeded
+from dgcopt import Comm, CommError, ConfigError, MismatchError, TimeoutExceeded
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv
 from dgcopt.comm import LocalComm
 
 from . import loops
-from .collectives import all_collectives, expect
+from .collectives import all_collectives, expect, regrouped
 from .where import HOROVOD, only
 
 
@@ -143,13 +143,41 @@ def no_subset_of_a_subset(comm: Comm) -> None:
 
 
 def refused(comm: Comm) -> None:
-    for bad in ([], [0, comm.size], [-1], [0, 0], ["0"], None):
+    for bad in ([], [0, comm.size], [-1], [0, 0], ["0"], None, "machine"):
         try:
             comm.among(bad)  # type: ignore[arg-type]
         except ConfigError as error:
             assert "among() needs" in str(error)
         else:
             raise AssertionError(f"{bad} was accepted")
+
+
+def sets_of_machines(comm: Comm) -> None:
+    """Each rank gets the one that it is in; with machines of several sizes, those that have this local rank."""
+    for node_of in ([2 * rank // comm.size for rank in range(comm.size)], [9] * (comm.size - 1) + [1], [0] * comm.size):
+        grouped = regrouped(comm, node_of)
+        for name in ("node", "across"):
+            members = grouped.ranks(name)  # type: ignore[arg-type]
+            part = grouped.among(name)  # type: ignore[arg-type]
+            assert (part.rank, part.size) == (members.index(comm.rank), len(members)), f"{name} of {node_of}: {part}"
+            assert isinstance(part, LocalComm) == (len(members) == 1) and part.deadline == comm.deadline
+            for group in ("world", "control"):
+                gathered = part.run(AllGather(torch.tensor([comm.rank]), group=group))  # type: ignore[arg-type]
+                assert gathered.flatten().tolist() == list(members)
+            part.close()
+
+
+def different_sets_are_refused(comm: Comm) -> None:
+    """Which is what one gets who names the ranks of this machine on each: an error on all ranks at once, no hang."""
+    half = max(1, comm.size // 2)
+    try:
+        comm.among(range(half) if comm.rank < half else range(half, comm.size))
+    except MismatchError as error:
+        theirs = list(range(half, comm.size))
+        assert f"set of ranks {list(range(half))}, rank {half} for {theirs}" in str(error), error
+        assert "process_set='node'" in str(error)
+    else:
+        raise AssertionError("each rank has named its own half")
 
 
 @only(wires=HOROVOD, sizes=[4])
@@ -209,6 +237,8 @@ SCENARIOS = {
         subset_of_a_subset,
         no_subset_of_a_subset,
         refused,
+        sets_of_machines,
+        different_sets_are_refused,
         process_sets_of_horovod,
         failures_of_horovod,
     )

@@ -154,17 +154,18 @@ class Engine:
 
         Raises RuntimeError if it is one pass more than the user said there would be.
         """
-        arrivals, announced = self._gradients.arrivals, self.settings.backward_passes_per_step
-        if not arrivals:
+        announced = self.settings.backward_passes_per_step
+        if not self.in_flight:
             if self._driver is not None:
                 self._progress()  # the end of a `join` that other ranks have left since
             self._finished_by_others = False
             self._outdated = self._layout is not None and not self._layout.fits(self._trained(), self._sparse)
         is_last = self._gradients.arrived(param, announced)
-        if arrivals[param] > announced > 1:
+        passes = self._gradients.passes.get(param, 0)
+        if passes > announced > 1:
             raise RuntimeError(
                 f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed "
-                f"{arrivals[param]} times before step(), but backward_passes_per_step is {announced}. Raise it "
+                f"{passes} times before step(), but backward_passes_per_step is {announced}. Raise it "
                 f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
                 f"every {announced} passes."
             )
@@ -197,7 +198,7 @@ class Engine:
         if self._launched:
             self._stale = True
             self._be_careful()
-        self._gradients.arrivals = {}
+        self._gradients.forget_arrivals()
         self.let_go()
 
     def _be_careful(self) -> None:

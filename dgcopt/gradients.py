@@ -1,12 +1,19 @@
 """One step's gradients on one rank: how often each was added to, which are in their buckets, and whether they changed.
 
+A backward pass adds to a gradient once, but reentrant checkpointing runs backward passes of its own within the user's:
+a layer that is used in two checkpoints is added to twice. What must come before a launch are all additions; what
+`backward_passes_per_step` announces are the user's passes.
+
 Gradients are taken into buckets while backward runs, in the hope that they are final. Autograd, clipping and loss
 scaling change them afterwards without telling; torch counts most changes of a tensor, and that is compared.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Collection, Iterable
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -15,28 +22,51 @@ from .buckets import Bucket
 
 __all__ = ["Gradients"]
 
+_BACKWARD = torch.autograd.backward.__code__
+_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+
 
 class Gradients:
     """What has come in since the last step.
 
-    Attributes: `arrivals`, backward passes that added to a parameter's gradient, in the order of the first ones;
-    `taken`, parameters whose gradient is in its bucket.
+    Attributes: `arrivals`, how often a parameter's gradient was added to, in the order of the first additions;
+    `passes`, in how many backward passes, if their number is announced; `taken`, parameters whose gradient is in its
+    bucket.
     """
 
     def __init__(self) -> None:
         self.arrivals: dict[Tensor, int] = {}
+        self.passes: dict[Tensor, int] = {}
         self.taken: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self._seen_in: dict[Tensor, int] = {}
+        self._pass = 0
+        self._graph_task: int | None = None
+        self._call: FrameType | None = None
         self._usual: dict[Tensor, int] = {}
         self._sums: dict[Tensor, Tensor] = {}
         self._filled: dict[Bucket, int] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
-        """Count a backward pass; whether it is the last one, by what was `announced` or what has been usual."""
-        passes = self.arrivals[param] = self.arrivals.get(param, 0) + 1
+        """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
+        additions = self.arrivals[param] = self.arrivals.get(param, 0) + 1
+        if announced > 1 and self._seen_in.get(param) != self._current_pass():
+            self._seen_in[param] = self._pass
+            self.passes[param] = self.passes.get(param, 0) + 1
         usual = self._usual.get(param, 1)
-        if passes > max(announced, usual):
-            self._usual[param] = usual = passes
-        return passes >= max(announced, usual)
+        if additions > max(announced, usual):
+            self._usual[param] = usual = additions
+        return additions >= max(announced, usual)
+
+    def _current_pass(self) -> int:
+        """The number of the user's backward pass that is running."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._graph_task:
+            self._graph_task = graph_task
+            call = _users_call()
+            # the frame is kept until the end of the step, so that no later call can have the same one
+            if call is None or call is not self._call:
+                self._pass, self._call = self._pass + 1, call
+        return self._pass
 
     def take(self, param: Tensor, bucket: Bucket, place: int) -> None:
         """Copy a gradient into its bucket, if that wants it."""
@@ -85,7 +115,32 @@ class Gradients:
     def clear(self) -> None:
         """Begin the next step."""
         self.put_back()
-        self.arrivals = {}
+        self.forget_arrivals()
+
+    def forget_arrivals(self) -> None:
+        """As if no backward pass had been made since the last step."""
+        self.arrivals, self.passes, self._seen_in = {}, {}, {}
+        self._graph_task = self._call = None
+
+
+def _users_call() -> FrameType | None:
+    """The call of `backward` that runs now: the user's, not one that an autograd function makes within it.
+
+    Autograd does not tell, call stacks do. Hooks run on the stack of that call, or in a thread of autograd's own, as
+    on CUDA.
+    """
+    stacks = sys._current_frames()
+    for frame in (stacks.pop(threading.get_ident(), None), *stacks.values()):
+        call = None
+        while frame is not None:
+            if frame.f_code is _BACKWARD:
+                call = frame
+            elif frame.f_code is _NODE:
+                call = None
+            frame = frame.f_back
+        if call is not None:
+            return call
+    return None
 
 
 def _values(grad: Tensor | None) -> Tensor:

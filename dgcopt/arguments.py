@@ -6,6 +6,7 @@ import collections
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -168,10 +169,10 @@ def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[
 def check_trainable(names: dict[Tensor, str]) -> None:
     """Raises ConfigError for parameters that cannot be averaged, or if none can be trained."""
     for param, name in names.items():
-        if not param.is_floating_point():
+        if param.requires_grad and not param.is_floating_point():
             raise ConfigError(
                 f"parameter {name!r} has dtype {str(param.dtype).removeprefix('torch.')}: only floating-point "
-                f"parameters can be averaged. Do not give it to the optimizer."
+                f"gradients can be averaged. Freeze it, or do not give it to the optimizer."
             )
         if param.numel() >= 2**31:
             raise ConfigError(f"parameter {name!r} has {param.numel()} elements; at most 2^31 - 1 can be indexed")
@@ -180,21 +181,27 @@ def check_trainable(names: dict[Tensor, str]) -> None:
 
 
 def check_groups(
-    names: dict[Tensor, str], groups: Sequence[Sequence[Tensor]] | None, num_groups: int
+    names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None, num_groups: int
 ) -> dict[str, int] | None:
-    """Which group each parameter's name is in, from `groups` or by splitting all parameters in `num_groups`.
+    """Which group each parameter's name is in, from lists, or by splitting all parameters in a number of groups.
 
-    Raises ConfigError for both at once, unknown parameters, one in two groups, or a negative number.
+    `num_groups` is what Horovod called that number before 0.23. Raises ConfigError for both at once, unknown
+    parameters, one in two groups, or a negative number.
     """
-    if groups is None:
-        if check_whole(num_groups, "num_groups", 0) == 0:
+    if check_whole(num_groups, "num_groups", 0):
+        if groups is not None:
+            raise ConfigError("give groups or num_groups, not both")
+        warnings.warn(f"num_groups is deprecated: say groups={num_groups}", DeprecationWarning, stacklevel=3)
+        groups = num_groups
+    if groups is None or isinstance(groups, int):
+        if not check_whole(groups or 0, "groups", 0):
             return None
         trained = [name for param, name in names.items() if param.requires_grad]
-        return {name: group for group, members in enumerate(split(trained, num_groups)) for name in members}
-    if num_groups:
-        raise ConfigError("give groups or num_groups, not both")
-    if isinstance(groups, Tensor) or not all(isinstance(group, list | tuple) for group in groups):
-        raise ConfigError("groups should be a list of lists of parameters; every list shares one bucket")
+        return {name: group for group, members in enumerate(split(trained, groups or 0)) for name in members}
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
+        raise ConfigError(
+            f"groups should be a number or a list of lists of parameters, which share one bucket, not {groups!r:.80}"
+        )
     group_of: dict[str, int] = {}
     for group, members in enumerate(groups):
         for param in members:

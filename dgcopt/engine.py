@@ -558,9 +558,10 @@ class Engine:
     def restore(self, memory: Memory, order: list[str], step: int, shared: Memory) -> None:
         """Take over what `memory`, `order`, `step` and `shared` were; buckets are laid out anew at the next step.
 
-        Raises ConfigError in the middle of a step, or for memory of a parameter that does not exist or fit.
+        Gradients that have come in and were not sent stay where they are; their passes are counted anew. Raises
+        ConfigError if some were sent, or for memory of a parameter that does not exist or fit.
         """
-        if self.in_flight or self._flights:
+        if self._launched or self._driver is not None:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         shapes = {name: param.shape for param, name in self.names.items()}
         for kind, by_name in memory.items():
@@ -572,6 +573,7 @@ class Engine:
                         f"the state holds {kind} of shape {tuple(tensor.shape)} for parameter {name!r}, which has "
                         f"shape {tuple(shapes[name])}"
                     )
+        self._gradients.clear()
         self._layout = None
         self._contexts = {}
         self._kept = copied(memory)

@@ -52,7 +52,7 @@ def DistributedOptimizer(
     op: Any = "average",
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: Sequence[Sequence[Tensor]] | None = None,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
     *,
@@ -81,7 +81,8 @@ def DistributedOptimizer(
         op: "average", "sum" or "adasum" over ranks, or Horovod's `Average`, `Sum`, `Adasum`. Adasum
             (Maleki et al., 2020) combines the updates that the optimizer makes of the local gradients.
         gradient_predivide_factor: divide by so much before the sum, and by the rest after it; with "average" only.
-        num_groups, groups: put parameters that are to travel together into one bucket, by number or by list.
+        groups: put parameters that are to travel together into one bucket, by a number of buckets or as lists.
+        num_groups: that number, by the name that Horovod has deprecated.
         sparse_as_dense: exchange sparse gradients (of embeddings) like dense ones.
         process_set: exchange only among these ranks: a sequence, or Horovod's ProcessSet; outside, a step is local.
             Every rank must say the same. "node" or "across": among the ranks of this machine, or those of this local

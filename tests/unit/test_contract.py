@@ -230,7 +230,7 @@ def with_unused() -> nn.Module:
 def test_groups_change_the_buckets_and_nothing_else(compression):
     settings = {
         "by size": lambda model: {},
-        "by number": lambda model: {"num_groups": 3},
+        "by number": lambda model: {"groups": 3},
         "by list": lambda model: {"groups": [[model[0].weight, model[4].bias], [model[2].unused, model[4].weight]]},
     }
     buckets, weights = {}, {}
@@ -252,6 +252,74 @@ def test_groups_change_the_buckets_and_nothing_else(compression):
     assert buckets["by size"] != buckets["by number"] != buckets["by list"] != buckets["by size"]
     for way in ("by number", "by list"):
         assert_close(weights[way], weights["by size"], 0)
+
+
+def test_the_old_name_of_a_number_of_groups():
+    with pytest.warns(DeprecationWarning, match="groups=3"):
+        old = Ranks(2, momentum_sgd, num_groups=3)
+    new = Ranks(2, momentum_sgd, groups=3)
+    assert old.optimizers[0]._settings == new.optimizers[0]._settings and new.optimizers[0]._settings.groups
+
+
+class Chosen(nn.Module):
+    """Trains those elements of its parameter that an integer one names."""
+
+    def __init__(self, which: tuple[int, ...] = (1, 3)) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(4, 5, dtype=torch.float64))
+        self.which = nn.Parameter(torch.tensor(which, dtype=torch.int32), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :2] @ self.values[self.which.long()]
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1), dgcopt.TopK(0.5, source="update")])
+def test_frozen_parameters_of_other_dtypes_are_left_alone(compression):
+    """As Horovod's own tests hand them over."""
+    ranks = Ranks(2, momentum_sgd, model=Chosen, compression=compression, check_replicas_every=1)
+    for seed in range(3):
+        ranks.step(seed)
+    ranks.assert_replicas_equal()
+    values, which = ranks.weights()
+    assert which.tolist() == [1, 3] and values[0].eq(1).all() and not values[1].eq(1).any()
+    twin = pickle.loads(pickle.dumps(ranks.optimizers[0].state_dict()))
+    ranks.optimizers[0].load_state_dict(twin)
+
+
+def test_state_is_loaded_between_passes_as_nothing_was_sent():
+    """What was added up so far stays in `param.grad`, and passes are counted anew, as Horovod does."""
+    first, second = (Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.1), backward_passes_per_step=2) for _ in range(2))
+    for ranks in (first, second):
+        for seed in range(3):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+            if ranks is second:
+                for optimizer in ranks.optimizers:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            ranks.backward(seed + 10)
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+    assert_close(second.weights(), first.weights(), 0)
+    second.backward(3)
+    for optimizer in second.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+    second.backward(4)
+    second.backward(5)
+    with pytest.raises(RuntimeError, match="computed 3 times"):
+        second.backward(6)
+
+
+def test_state_is_not_loaded_once_gradients_are_on_their_way():
+    ranks = Ranks(2, momentum_sgd, backward_passes_per_step=2)
+    for seed in range(2):
+        ranks.backward(seed)
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    for seed in range(2):
+        ranks.backward(seed)
+    with pytest.raises(dgcopt.ConfigError, match="finish the step first"):
+        ranks.optimizers[0].load_state_dict(ranks.optimizers[0].state_dict())
 
 
 class Rows(nn.Module):

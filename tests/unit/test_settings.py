@@ -93,9 +93,9 @@ def test_names():
 
 
 def test_parameters_that_cannot_be_trained():
-    counter = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"'steps' has dtype int64"):
-        wrap([counter], [("steps", counter)])
+    waves = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"'waves' has dtype complex64.*Freeze it"):
+        wrap([waves], [("waves", waves)])
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     with pytest.raises(ConfigError, match="requires a gradient"):
         wrap([frozen])
@@ -113,6 +113,10 @@ def test_parameters_that_cannot_be_trained():
         ({"gradient_predivide_factor": math.inf}, "gradient_predivide_factor"),
         ({"gradient_predivide_factor": 2.0, "op": "sum"}, "gradient_predivide_factor"),
         ({"num_groups": -1}, "num_groups"),
+        ({"groups": -1}, "groups must be a whole number"),
+        ({"groups": True}, "groups must be a whole number"),
+        ({"groups": "two"}, "groups should be a number or a list of lists of parameters"),
+        ({"groups": 2, "num_groups": 2}, "not both"),
         ({"check_replicas_every": 1.5}, "check_replicas_every"),
         ({"check_replicas_every": "often"}, "check_replicas_every"),
         ({"on_divergence": "ignore"}, "on_divergence"),

@@ -25,7 +25,7 @@ def code_of(page: str) -> list[str]:
 
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-ALL_RUN = {"README.md", "docs/averaging.md", "docs/compressors.md", "docs/design.md", "docs/migration.md"}
+ALL_RUN = {f"docs/{name}.md" for name in ("averaging", "compressors", "design", "loops", "migration")} | {"README.md"}
 """Pages of which a test here, or tests/distributed/test_examples.py, runs all blocks."""
 
 
@@ -119,6 +119,15 @@ def test_a_compressor_in_twenty_lines(capsys):
     exec(declared, names)
     report = names["check_compressor"](names["Declared"]())
     assert all(outcome == "ok" for _, outcome in report.lines), report
+
+
+def test_clipping_as_the_page_shows_it():
+    (code,) = code_of("docs/loops.md")
+    model = nn.Linear(4, 3)
+    names = {"dgcopt": dgcopt, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    exec(code, names)
+    dgcopt.shutdown()
+    assert names["optimizer"].compressor.clip == dgcopt.LocalClip(1.0)
 
 
 def test_averaging_as_the_page_shows_it():

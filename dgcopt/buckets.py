@@ -43,6 +43,7 @@ class Bucket:
     def __post_init__(self) -> None:
         self._grad: Tensor | None = None
         self._views: list[Tensor] = []
+        self._gaps: list[Tensor | None] = []
         self._other: Tensor | None = None
         self._lent: list[Tensor] = []
         self._lent_from: Tensor | None = None
@@ -62,6 +63,8 @@ class Bucket:
     def _own(self, flat: Tensor) -> None:
         self._grad = flat
         self._views = [segment.view(flat) for segment in self.segments]
+        ends = [-(-segment.stop // BLOCK) * BLOCK for segment in self.segments]
+        self._gaps = [flat[s.stop : end] if s.stop < end else None for s, end in zip(self.segments, ends, strict=True)]
 
     @property
     def is_cpu(self) -> bool:
@@ -85,13 +88,18 @@ class Bucket:
             self._own(other)
 
     def fill(self, place: int, grad: Tensor | None) -> Tensor:
-        """Take one parameter's gradient in; None counts as zero.
+        """Take one parameter's gradient in, and make the gap behind it zero; None counts as zero.
+
+        What the last exchange left in the flat gradient, where it worked in place or its result was copied to, fills
+        gaps as well, and would count as gradient where compressors take means and norms of blocks.
 
         Returns the sum of its elements, in float32 at least: NaN or Inf if any element is. It costs next to nothing
         while they are in the cache.
         """
         wide = torch.promote_types(self.grad.dtype, torch.float32)
-        view = self._views[place]
+        view, gap = self._views[place], self._gaps[place]
+        if gap is not None:
+            gap.zero_()
         if grad is None:
             return view.zero_().new_zeros((), dtype=wide)
         if grad.layout != torch.strided:

@@ -303,12 +303,10 @@ class HookState:
         grads, flights = bucket.gradients(), []
         for part in self._layout[names]:
             laid, mine = part.bucket, [grads[place] for place in part.places]
-            flights.append(_Flight(laid.label, part, buffer, mine, _sums(mine)))
-            if not laid.in_place:
-                for segment, grad in zip(laid.segments, mine, strict=True):
-                    segment.view(laid.grad).copy_(grad)
-                if self._scale != 1:
-                    laid.grad.div_(self._scale)
+            sums = _sums(mine) if laid.in_place else torch.stack([laid.fill(i, grad) for i, grad in enumerate(mine)])
+            flights.append(_Flight(laid.label, part, buffer, mine, sums))
+            if not laid.in_place and self._scale != 1:
+                laid.grad.div_(self._scale)
         return flights
 
     # -- which gradients travel together -----------------------------------------------------------------------------

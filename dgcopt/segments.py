@@ -1,7 +1,8 @@
 """Where parameters lie in flat memory, and the gradient of several of them before and after its exchange.
 
 A block of 64 elements belongs to one parameter only, so per-tensor work on a whole bucket is vector work on its
-blocks. The gaps behind parameters are zero and stay zero.
+blocks. The gaps behind parameters are zero in every gradient that an exchange is given, and in all memory; what it
+returns may hold anything there.
 """
 
 from __future__ import annotations

@@ -296,8 +296,10 @@ class Compressor:
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         """Exchange one bucket: yields collectives, returns the gradient averaged (or summed) over ranks.
 
-        `grad` is flat, may be overwritten and returned. All ranks must return the same bits; as a SparseSum if they
-        know nearly all of them to be zero.
+        `grad` is flat, may be overwritten and returned. Between parameters it is zero: who calls guarantees it, as
+        `Bucket.fill` does, and so does who hands on to a compressor inside what another exchange returned
+        (`PerTensor.clear_gaps`). The result may hold anything there. All ranks must return the same bits; as a
+        SparseSum if they know nearly all of them to be zero.
         """
         payload = self.compress(grad, ctx)
         if self.carrier is AllReduce:

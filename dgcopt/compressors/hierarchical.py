@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective, watched
-from .base import Context, GradientExchange
+from ..errors import ConfigError
+from .base import Compressor, Context, GradientExchange
 from .wrapper import Wrapper
 
 __all__ = ["Hierarchical"]
@@ -28,7 +29,17 @@ class Hierarchical(Wrapper):
     Args:
         inner: the compressor between machines; None is NoCompression. What it remembers lies on the first ranks;
             other ranks hand over residuals that a checkpoint of other machines left to them.
+
+    Raises ConfigError for another Hierarchical inside, as between machines there are no machines.
     """
+
+    def __init__(self, inner: Compressor | None = None) -> None:
+        super().__init__(inner)
+        within = self.inner
+        while isinstance(within, Wrapper):
+            if isinstance(within, Hierarchical):
+                raise ConfigError("Hierarchical cannot go around another one: leave one of them away")
+            within = within.inner
 
     def _follow(self) -> None:
         super()._follow()

@@ -214,6 +214,19 @@ class TwoRounds(dgcopt.Compressor):
 
 
 @scenario
+def what_an_exchange_leaves_between_parameters_is_gone() -> None:
+    for compressor in (dgcopt.Hierarchical(dgcopt.EFSignSGD()), dgcopt.OneBit()):
+        for dtype in (torch.float32, torch.bfloat16):
+            training = Training(compressor, plain, model=lambda dtype=dtype: nn.Linear(20, 5).to(dtype))
+            for step in range(20):
+                training.optimizer.zero_grad()
+                inputs, targets = batch(step)
+                nn.functional.cross_entropy(training.ddp(inputs.to(dtype)), targets).backward()
+                training.optimizer.step()
+            assert training.weights().abs().max() < 10, f"{compressor} ran away: {training.weights().abs().max()}"
+
+
+@scenario
 def chained_collectives_of_several_buckets() -> None:
     ours = Training(TwoRounds(), find_unused_parameters=True).run(4)
     assert len(ours.state._layout) >= 3

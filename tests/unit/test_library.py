@@ -19,7 +19,7 @@ from dgcopt.testing import ConformanceError, check_compressor
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compressors"
 
-ADAM = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01)}
+ADAM = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3)}
 
 SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.NoCompression(), {}),
@@ -77,6 +77,26 @@ def test_it_keeps_what_every_compressor_must(compressor: Compressor, given: dict
     given = {"sizes": (1, 2, 3, 8), **given}
     report = check_compressor(compressor, **given)
     assert not report.failures and len(report.lines) == 9
+
+
+FIRST_OF_A_KIND = list(
+    {type(c): (c, given) for c, given in reversed(SETTINGS) if "inner" not in vars(c) or given}.values()
+)
+"""All but those that are there to go around others."""
+
+OUT_OF_RANGE = {(dgcopt.PowerSGD, dgcopt.FP16): "the result for huge gradients holds NaN"}
+"""Products of gradients beyond float16, which is what BF16 is for."""
+
+
+@pytest.mark.parametrize("wrapper", [dgcopt.Hierarchical, dgcopt.FP16, dgcopt.BF16])
+@pytest.mark.parametrize(("compressor", "given"), FIRST_OF_A_KIND, ids=[type(c).__name__ for c, _ in FIRST_OF_A_KIND])
+def test_it_keeps_it_inside_another(compressor: Compressor, given: dict, wrapper: type[Compressor]) -> None:
+    outcome = OUT_OF_RANGE.get((type(compressor), wrapper))
+    if outcome is None:
+        assert not check_compressor(wrapper(compressor), sizes=(2,), **given).failures
+    else:
+        with pytest.raises(ConformanceError, match=outcome):
+            check_compressor(wrapper(compressor), sizes=(2,), **given)
 
 
 def test_none_is_left_out() -> None:

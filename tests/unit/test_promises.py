@@ -1,14 +1,16 @@
 """The promises of the design, on simulated ranks."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from worlds import Ranks, bucket_of, context_of, single, small_batch
+from worlds import Ranks, bucket_of, context_of, single, small_batch, small_model
 
 import dgcopt
+from dgcopt.collectives import AllReduce
 
 
 def assert_close(ours, theirs, **tolerance):
@@ -281,6 +283,55 @@ def test_writing_to_averaged_gradients_does_not_leak_into_the_next_step():
                 param.grad.add_(1e6)
     for ours, other in zip(a.weights(), b.weights(), strict=True):
         assert torch.equal(ours, other)
+
+
+class FillsGaps(dgcopt.compressors.Compressor):
+    """Leaves ones between parameters, in what it was given and in what it returns, and never meets them again."""
+
+    def __init__(self, whole_model: bool = False) -> None:
+        self.whole_model = whole_model
+
+    def prepare(self, grads, contexts):
+        for grad, ctx in zip(grads, contexts, strict=True):
+            self.look_between_parameters(grad, ctx)
+
+    def exchange(self, grad, ctx):
+        self.look_between_parameters(grad, ctx)
+        mean = yield AllReduce(grad.clone(), op=ctx.op)
+        for flat in (grad, mean):
+            between = torch.ones_like(flat)
+            for segment in ctx.segments:
+                between[segment.start : segment.stop] = 0
+            flat += between
+        return mean.to(torch.promote_types(mean.dtype, torch.float32))
+
+    def look_between_parameters(self, grad, ctx):
+        inside = sum(grad[segment.start : segment.stop].count_nonzero() for segment in ctx.segments)
+        assert grad.count_nonzero() == inside, "a gradient has something between its parameters"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("whole_model", [False, True])
+@pytest.mark.parametrize("inside", [None, dgcopt.Hierarchical, dgcopt.FP16, dgcopt.DiLoCo])
+def test_between_parameters_every_gradient_is_zero(inside, whole_model: bool, dtype: torch.dtype):
+    """Whatever the last exchange has left there, from the first step to one after a step that nobody took."""
+    compressor = FillsGaps(whole_model)
+    settings = {"compression": compressor if inside in (None, dgcopt.DiLoCo) else inside(compressor)}
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1), lambda: small_model(dtype), **settings)
+    if inside is dgcopt.DiLoCo:
+        outers = [SGD(model.parameters(), lr=0.1) for model in ranks.models]
+        ranks.optimizers = [
+            dgcopt.DiLoCo(1, compression=compressor).attach(outer, model.named_parameters(), comm)
+            for outer, model, comm in zip(outers, ranks.models, dgcopt.simulated_world(2), strict=True)
+        ]
+    for seed in range(4):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward(seed)
+        if seed == 2 and inside is not dgcopt.DiLoCo:
+            next(ranks.models[0].parameters()).grad[0, 0] = torch.nan
+        for optimizer in ranks.optimizers:
+            optimizer.step()
 
 
 def test_rounding_error_goes_back_into_the_residual():

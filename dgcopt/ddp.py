@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .agreement import compare
@@ -71,9 +73,10 @@ def ddp_hook(
 
     Costs what the compressor costs; 12 bytes per step and other rank for the vote; and one pass over the gradients,
     which tells whether they are finite. If they are not on any rank, every rank's gradients become NaN, so that scalers
-    skip the step alike, and no memory changes. Averages divide by all ranks, also in DDP's `join()`. In a single
-    process DDP is left as it is. A parameter whose gradient is zero on all ranks is left alone, with what is held back
-    of it, because DDP throws away what arrives for a parameter that was not used.
+    skip the step alike, and no memory changes. In DDP's `join()` averages divide as it says: by all ranks or, with
+    `divide_by_initial_world_size=False`, by those that have data. In a single process DDP is left as it is. A parameter
+    whose gradient is zero on all ranks is left alone, with what is held back of it, because DDP throws away what
+    arrives for a parameter that was not used.
 
     Raises ConfigError for compressors that send updates (DDP exchanges gradients), a distributed optimizer, or names
     that do not fit. In backward passes: MismatchError, on all ranks, if they differ in compressor, settings or
@@ -153,6 +156,7 @@ class HookState:
         self._optimizer: Optimizer | None = None
         self._scaler: Any = None
         self._scale = 1.0
+        self._share = 1.0
         self._comm: Comm | None = None
         self._layout: dict[tuple[str, ...], list[_Part]] = {}
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -302,11 +306,8 @@ class HookState:
             return [_Flight(label, None, buffer, [buffer], _sums([buffer]))]
         grads, flights = bucket.gradients(), []
         for part in self._layout[names]:
-            laid, mine = part.bucket, [grads[place] for place in part.places]
-            sums = _sums(mine) if laid.in_place else torch.stack([laid.fill(i, grad) for i, grad in enumerate(mine)])
-            flights.append(_Flight(laid.label, part, buffer, mine, sums))
-            if not laid.in_place and self._scale != 1:
-                laid.grad.div_(self._scale)
+            mine = [grads[place] for place in part.places]
+            flights.append(_Flight(part.bucket.label, part, buffer, mine, self._fill(part.bucket, mine)))
         return flights
 
     # -- which gradients travel together -----------------------------------------------------------------------------
@@ -400,15 +401,29 @@ class HookState:
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _factor(self) -> float:
+        """What DDP's gradients are multiplied by before they are exchanged, where the exchange divides by all."""
+        return self._share / self._scale
+
+    def _fill(self, laid: Bucket, grads: list[Tensor]) -> Tensor:
+        """Copy gradients into their bucket, if they do not stay where DDP has them; returns their sums."""
+        if laid.in_place:
+            return _sums(grads)
+        sums = torch.stack([laid.fill(place, grad) for place, grad in enumerate(grads)])
+        if self._factor != 1:
+            laid.grad.mul_(self._factor)
+        return sums
+
     def _launch(self, flight: _Flight, certain: bool = False) -> None:
         if flight.part is None:
-            self._traffic.launch(flight, gather_rows(flight.buffer / self._scale, self.comm.size))
+            self._traffic.launch(flight, gather_rows(flight.buffer * self._factor, self.comm.size))
             return
         context, laid = flight.part.context, flight.part.bucket
         context.step, context.certain, context.index = self.step, certain, self._flights.index(flight)
         if laid.in_place:
             parts = [segment.flatten(grad) for segment, grad in zip(laid.segments, flight.grads, strict=True)]
-            context.local = LocalGradient(laid.segments, parts, 1 / self._scale)
+            context.local = LocalGradient(laid.segments, parts, self._factor)
         self._traffic.launch(flight, exchange_of(laid, self.compressor, context))
 
     # -- at the end of the step --------------------------------------------------------------------------------------
@@ -428,8 +443,9 @@ class HookState:
         finite = all(math.isfinite(s) or bool(_values(g).isfinite().all()) for s, g in zip(sums, grads, strict=True))
         used = [s != 0 or bool(_values(g).any()) for s, g in zip(sums, grads, strict=True)]
         order = "\n".join(name for names in self._layout for name in names)
+        served = _served_without_data()
         ballot = Ballot(
-            active=True,
+            active=served is None,
             finite=finite,
             stale=False,
             prepared=True,
@@ -438,6 +454,7 @@ class HookState:
             step=self.step,
             trained=zlib.crc32(order.encode()),
             launched=len(self._flights),
+            by_active=served is not None and not served._divide_by_initial_world_size,
         )
         traffic = self._traffic
         verdict = yield from traffic.through(vote(ballot, "vote"))
@@ -447,7 +464,13 @@ class HookState:
             yield from traffic.call_off(self._flights)
             self._make_void(verdict.void)
         else:
-            if not verdict.complete:
+            share = self.comm.size / verdict.active if verdict.by_active else 1.0
+            if share != self._share:
+                self._share = share
+                yield from self._take_back()
+            if verdict.complete:
+                used = [True] * len(used)
+            else:
                 used = (yield from traffic.through(used_anywhere(used, "gradients that there are"))).tolist()
             self._launch_rest(certain=verdict.complete)
             yield from traffic.finish(self._flights, self.compressor.in_turn)
@@ -456,6 +479,17 @@ class HookState:
             result = flights[0].result if buffer.is_sparse and not verdict.void else buffer
             future.set_result(result)  # type: ignore[arg-type]  # a tensor, as sparse gradients are gathered whole
         self._forget()
+
+    def _take_back(self) -> Generator[Handle, Tensor, None]:
+        """Undo what was launched before it was known by how many ranks averages divide; all ranks do."""
+        self.telemetry.repeated += any(flight.exchange is not None for flight in self._flights)
+        yield from self._traffic.call_off(self._flights)
+        for flight in self._flights:
+            flight.exchange = flight.handle = flight.result = None
+            flight.rounds.clear()
+            if flight.part is not None:
+                flight.part.context.roll_back()
+                self._fill(flight.part.bucket, flight.grads)
 
     def _make_void(self, ranks: list[int]) -> None:
         """Gradients of `ranks` are not finite: memory stays what it was, and DDP is given NaN on every rank."""
@@ -521,6 +555,20 @@ class HookState:
             if flight.part is not None:
                 flight.part.context.roll_back()
         self._flights, self._arrived = [], []
+
+
+def _served_without_data() -> DistributedDataParallel | None:
+    """The model whose `join()` calls the hook for this rank, which has run out of data; None in a backward pass.
+
+    DDP tells its hooks nothing of that.
+    """
+    frame = sys._getframe() if torch._C._current_graph_task_id() < 0 else None
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, DistributedDataParallel):
+            return model
+        frame = frame.f_back
+    return None
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -452,8 +452,12 @@ class _Distributed(Optimizer):
             self.step()
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """For `torch.distributed.algorithms.Join`: steps without data until every rank has run out of it."""
-        return _JoinHook(self)
+        """For `torch.distributed.algorithms.Join`: steps without data until every rank has run out of it.
+
+        Averages divide by all ranks, or, as DDP's, with `Join(..., divide_by_initial_world_size=False)` by those that
+        have data.
+        """
+        return _JoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -494,8 +498,10 @@ class _Distributed(Optimizer):
 class _JoinHook:
     """One optimizer's part in torch's Join; see `torch.distributed.algorithms.JoinHook`."""
 
-    def __init__(self, optimizer: _Distributed) -> None:
+    def __init__(self, optimizer: _Distributed, divide_by_all: bool) -> None:
         self.optimizer = optimizer
+        if optimizer._engine is not None:
+            optimizer._engine.divide_by_active = not divide_by_all
 
     def main_hook(self) -> None:
         self.optimizer._shadow()

@@ -35,7 +35,8 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
 
     Args:
         optimizers: those that step in the loop, in the order in which they step.
-        divide_by: averages divide by the ranks that still have data ("active") or by all of them ("all").
+        divide_by: averages divide by the ranks that still have data ("active"), so that each of their steps is as long
+            as ever, or by all of them ("all"), which is what torch's Join and DDP do unless told otherwise.
 
     Raises ConfigError for optimizers that are not distributed or use Adasum; `step(closure)` is refused once a rank
     has run out of data. After an exception in the loop nobody is served: the others end at their deadline.

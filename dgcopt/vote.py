@@ -36,6 +36,7 @@ class Ballot:
         step: the step it is at.
         trained: checksum of which parameters are trained.
         launched: how many buckets it has sent.
+        by_active: averages are to divide by the ranks that have data; asked of those that have none.
     """
 
     active: bool
@@ -47,10 +48,11 @@ class Ballot:
     step: int
     trained: int
     launched: int
+    by_active: bool = False
 
     def pack(self) -> Tensor:
         """As bytes, uint8 of a fixed length."""
-        flags = (self.active, self.finite, self.stale, self.prepared, self.complete, self.final)
+        flags = (self.active, self.finite, self.stale, self.prepared, self.complete, self.final, self.by_active)
         bits = sum(flag << place for place, flag in enumerate(flags))
         data = _FORMAT.pack(bits, self.step & 0xFFFFFFFF, self.trained, self.launched)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -59,8 +61,8 @@ class Ballot:
     def unpack(row: Tensor) -> Ballot:
         """What `pack` made."""
         bits, step, trained, launched = _FORMAT.unpack(bytes(row.tolist()))
-        active, finite, stale, prepared, complete, final = (bool(bits >> place & 1) for place in range(6))
-        return Ballot(active, finite, stale, prepared, complete, final, step, trained, launched)
+        active, finite, stale, prepared, complete, final, by_active = (bool(bits >> place & 1) for place in range(7))
+        return Ballot(active, finite, stale, prepared, complete, final, step, trained, launched, by_active)
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Verdict:
         final: whether this was the last vote on the step, unless it is void.
         alike: whether all ranks train the same parameters.
         launched: the most buckets that any rank has sent.
+        by_active: whether averages divide by the ranks that have data.
     """
 
     active: int
@@ -86,6 +89,7 @@ class Verdict:
     final: bool
     alike: bool
     launched: int
+    by_active: bool
 
 
 def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:
@@ -108,6 +112,7 @@ def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:
         final=all(ballot.final for ballot in ballots),
         alike=len({ballot.trained for ballot in ballots}) == 1,
         launched=max(ballot.launched for ballot in ballots),
+        by_active=any(ballot.by_active for ballot in ballots),
     )
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -530,17 +531,50 @@ def loss_scaling_changes_nothing() -> None:
 
 @scenario
 def join_serves_ranks_that_have_more_data() -> None:
-    def run(hook) -> Training:
+    """Rank 0 runs out of data first. Averages divide by all ranks, or by those that have data, as DDP is told."""
+
+    def run(hook, by_all: bool = True) -> Training:
         training = Training(hook, plain)
-        with training.ddp.join():
+        with training.ddp.join(divide_by_initial_world_size=by_all):
             for step in range(4 + 3 * dist.get_rank()):
                 training.step(step)
         assert_same_on_all_ranks(training.weights())
+        training.run(2, first=7)
         return training
 
-    assert_close(run(dgcopt.NoCompression()).weights(), run(None).weights())
-    training = run(dgcopt.DGC(RATIO))
-    assert training.state.step == 7 and training.memory().abs().sum() > 0
+    dense = {by_all: run(None, by_all).weights() for by_all in (True, False)}
+    assert not torch.allclose(dense[True], dense[False], atol=1e-3)
+    for by_all, weights in dense.items():
+        for compressor in (dgcopt.NoCompression(), dgcopt.DGC(1.0), dgcopt.DGC(1.0, overlap=False)):
+            training = run(compressor, by_all)
+            assert_close(training.weights(), weights)
+            assert training.state.telemetry.repeated == (0 if by_all or not training.state.compressor.overlap else 2)
+        assert training.state.step == 9
+        assert run(dgcopt.DGC(RATIO), by_all).memory().abs().sum() > 0
+
+
+@scenario
+def join_is_that_of_distributed_optimizer() -> None:
+    """With what each rank held back when it ran out of data, and when others did."""
+    most = 7
+    for by_all in (True, False):
+        training = Training(dgcopt.DGC(RATIO), plain)
+        with training.ddp.join(divide_by_initial_world_size=by_all):
+            for step in range(4 + 3 * dist.get_rank()):
+                training.step(step)
+        replica = small_model()
+        optimizer = dgcopt.DistributedOptimizer(
+            plain(replica.parameters()), replica.named_parameters(), dgcopt.DGC(RATIO)
+        )
+        with dgcopt.join(optimizer, divide_by="all" if by_all else "active"):
+            for step in range(4 + 3 * dist.get_rank()):
+                inputs, targets = batch(step)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(replica(inputs), targets).backward()
+                optimizer.step()
+        assert training.state.step == optimizer.telemetry.steps == most
+        assert_close(training.weights(), flat(replica.parameters()))
+        assert math.isclose(training.memory().norm(), optimizer.residual_norm(), rel_tol=1e-6)
 
 
 @scenario

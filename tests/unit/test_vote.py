@@ -13,7 +13,12 @@ from dgcopt.vote import Ballot, used_anywhere, vote
 BALLOT = Ballot(True, True, False, True, True, True, step=7, trained=0xDEADBEEF, launched=3)
 flags, words = st.booleans(), st.integers(0, 2**32 - 1)
 ballots = st.builds(
-    Ballot, flags, flags, flags, flags, flags, flags, step=words, trained=words, launched=st.integers(0, 2**16 - 1)
+    Ballot,
+    *[flags] * 6,
+    step=words,
+    trained=words,
+    launched=st.integers(0, 2**16 - 1),
+    by_active=flags,
 )
 
 

@@ -448,26 +448,28 @@ def uneven_data_of_two(comm: Comm) -> Loop:
 
 @only(wires=["torch"])
 def torch_join(comm: Comm) -> Loop:
-    """torch's own Join context takes our optimizer where the wire is torch.distributed."""
+    """torch's own Join takes our optimizer; averages divide by all ranks unless it is told otherwise, as in DDP."""
     from torch.distributed.algorithms import Join
 
-    whole, mine = make_model(), make_model()
-    bare = SGD(whole.parameters())
-    ours = wrap(SGD(mine.parameters()), mine, comm)
-    for step in range(batches_of(comm.size - 1)):
-        bare.zero_grad()
-        active = [rank for rank in range(comm.size) if step < batches_of(rank)]
-        for rank in active:
-            x, y = batch(step, 0, None)
-            (mse_loss(whole(x[rank :: comm.size]), y[rank :: comm.size]) / len(active)).backward()
-        bare.step()
-    with Join([ours]):
-        for step in range(batches_of(comm.rank)):
-            ours.zero_grad()
-            x, y = batch(step, 0, comm)
-            mse_loss(mine(x), y).backward()
-            ours.step()
-    assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, "torch's Join")
+    for told, by_all in (({}, True), *(({"divide_by_initial_world_size": flag}, flag) for flag in (True, False))):
+        whole, mine = make_model(), make_model()
+        bare = SGD(whole.parameters())
+        ours = wrap(SGD(mine.parameters()), mine, comm)
+        for step in range(batches_of(comm.size - 1)):
+            bare.zero_grad()
+            active = [rank for rank in range(comm.size) if step < batches_of(rank)]
+            for rank in active:
+                x, y = batch(step, 0, None)
+                loss = mse_loss(whole(x[rank :: comm.size]), y[rank :: comm.size])
+                (loss / (comm.size if by_all else len(active))).backward()
+            bare.step()
+        with Join([ours], **told):
+            for step in range(batches_of(comm.rank)):
+                ours.zero_grad()
+                x, y = batch(step, 0, comm)
+                mse_loss(mine(x), y).backward()
+                ours.step()
+        assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, f"torch's Join with {told}")
     yield
 
 

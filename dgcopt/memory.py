@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from .errors import ConfigError
-from .segments import BLOCK, LocalGradient, Segment, block_maxima
+from .kernels import Momentum, accumulate, advance
+from .segments import BLOCK, LocalGradient, Segment
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
 
@@ -26,38 +27,12 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 """Memory as it is, and as it will be if the step succeeds."""
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """How SGD treats the momentum of neighbouring parameters."""
-
-    momentum: float
-    dampening: float
-    nesterov: bool
-
-    @staticmethod
-    def of(group: dict[str, Any], state: Mapping[str, Any]) -> "_Rule":
-        """Of a parameter group, or of one parameter in its `state`: torch's SGD does not dampen the first gradient."""
-        dampening = float(group["dampening"])
-        if dampening and not {"momentum_started", "momentum_buffer"} & state.keys():
-            dampening = 0.0
-        return _Rule(float(group["momentum"]), dampening, bool(group["nesterov"]))
-
-    def momentum_of(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """u' = m u + (1 - dampening) g."""
-        if self.dampening:
-            return torch.add(u * self.momentum, g, alpha=1 - self.dampening, out=out)
-        return torch.add(g, u, alpha=self.momentum, out=out)
-
-    def increment(self, g: Tensor, u: Tensor | None, span: slice, in_place: bool = False) -> Tensor:
-        """What g adds to v, by the old u: u', or with Nesterov g + m u'. u becomes u' if `in_place`."""
-        if self.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
-            return g
-        assert u is not None
-        rounds = in_place and torch.promote_types(g.dtype, u.dtype) != u.dtype
-        new = self.momentum_of(g, u[span], out=u[span] if in_place and not rounds else None)
-        if rounds:  # u, but not what it adds to v
-            u[span] = new
-        return torch.add(g, new, alpha=self.momentum) if self.nesterov else new
+def _rule_of(group: dict[str, Any], state: Mapping[str, Any]) -> Momentum:
+    """A parameter group's, or of one parameter in its `state`: torch's SGD does not dampen the first gradient."""
+    dampening = float(group["dampening"])
+    if dampening and not {"momentum_started", "momentum_buffer"} & state.keys():
+        dampening = 0.0
+    return Momentum(float(group["momentum"]), dampening, bool(group["nesterov"]))
 
 
 @dataclass(frozen=True)
@@ -66,7 +41,7 @@ class Run:
 
     start: int
     stop: int
-    rule: _Rule | None
+    rule: Momentum | None
 
 
 class ErrorFeedback:
@@ -89,10 +64,9 @@ class ErrorFeedback:
         maxima = torch.zeros(len(new) // BLOCK, dtype=new.dtype, device=new.device)
         for run in runs:
             for span, g in grad.within(run.start, run.stop, clear=in_place):
-                increment = g if run.rule is None else run.rule.increment(g, u, span, in_place)
-                torch.add(old[span], increment, out=new[span])
-                first, last = span.start // BLOCK, -(-span.stop // BLOCK)
-                block_maxima(new[first * BLOCK : last * BLOCK], out=maxima[first:last])
+                blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
+                momentum = None if u is None else u[span]
+                accumulate(old[span], new[span], momentum, g, maxima[blocks], run.rule, grad.scale, commit=in_place)
         return maxima
 
     def settle(self, grad: LocalGradient, u: Tensor | None, runs: Sequence[Run]) -> None:
@@ -101,19 +75,19 @@ class ErrorFeedback:
             if run.rule is not None and run.rule.momentum:
                 assert u is not None
                 for span, g in grad.within(run.start, run.stop, clear=True):
-                    run.rule.momentum_of(g, u[span], out=u[span])
+                    advance(u[span], g, run.rule, grad.scale)
 
     def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:
         """Make the flat gradient what `accumulate` would add to v, and write the new u."""
         for run in runs:
             if run.rule is not None:
                 assert u is not None
-                span = slice(run.start, run.stop)
-                if run.rule.momentum:
-                    run.rule.momentum_of(grad[span], u[0][span], out=u[1][span])
+                g, old, new = (flat[run.start : run.stop] for flat in (grad, *u))
+                if run.rule.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
+                    new.copy_(old)
                 else:
-                    u[1][span] = u[0][span]
-                grad[span] = run.rule.increment(grad[span], u[0], span)
+                    run.rule.of(g, old, out=new)
+                    g.copy_(torch.add(g, new, alpha=run.rule.momentum) if run.rule.nesterov else new)
 
     def before_step(self) -> None:
         """Nothing to take over: the wrapped optimizer does all of its own update."""
@@ -138,8 +112,8 @@ class MomentumCorrection(ErrorFeedback):
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
 
-        def rule_of(segment: Segment) -> _Rule:
-            return _Rule.of(group_of[id(segment.param)], self.optimizer.state.get(segment.param, {}))
+        def rule_of(segment: Segment) -> Momentum:
+            return _rule_of(group_of[id(segment.param)], self.optimizer.state.get(segment.param, {}))
 
         members = [(rule, list(run)) for rule, run in itertools.groupby(segments, rule_of)]
         return [Run(run[0].start, run[-1].stop, rule) for rule, run in members]
@@ -148,7 +122,7 @@ class MomentumCorrection(ErrorFeedback):
         """Subtract the weight-decay term and make SGD's own momentum and weight decay zero for its next step."""
         self.after_step()
         for group in self.optimizer.param_groups:
-            rule = _Rule.of(group, {"momentum_started": True})
+            rule = _rule_of(group, {"momentum_started": True})
             if rule.momentum == 0:
                 continue
             self._decay(group, rule)
@@ -162,7 +136,7 @@ class MomentumCorrection(ErrorFeedback):
             group, group["momentum"], group["weight_decay"] = self._set_aside.pop()
 
     @torch.no_grad()
-    def _decay(self, group: dict[str, Any], rule: _Rule) -> None:
+    def _decay(self, group: dict[str, Any], rule: Momentum) -> None:
         """b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b)."""
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         for param in group["params"]:
@@ -184,7 +158,7 @@ class MomentumCorrection(ErrorFeedback):
                 param.add_(b, alpha=-lr)
 
     @torch.no_grad()
-    def _add_momentum_of_rows(self, group: dict[str, Any], rule: _Rule) -> None:
+    def _add_momentum_of_rows(self, group: dict[str, Any], rule: Momentum) -> None:
         """Sparse gradients arrive whole and have no u: do for them what torch's SGD would, in its own buffer."""
         for param in group["params"]:
             grad = param.grad

@@ -124,8 +124,7 @@ class LocalGradient:
 
     def __init__(self, segments: Sequence[Segment], parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
         self._parts = [(s.start, s.stop, part) for s, part in zip(segments, parts, strict=True)]
-        self._none = segments[0].param.new_zeros((), requires_grad=False)
-        self._scale = scale
+        self.scale = scale
         self._clear: set[int] = set()
 
     @staticmethod
@@ -135,25 +134,20 @@ class LocalGradient:
         gradient._parts = [(0, len(flat), flat)]
         return gradient
 
-    def within(self, start: int, stop: int, clear: bool = False) -> Iterator[tuple[slice, Tensor]]:
-        """The gradient from `start` to `stop`, in parts that fit into a CPU's cache, and where they lie.
+    def within(self, start: int, stop: int, clear: bool = False) -> Iterator[tuple[slice, Tensor | None]]:
+        """The gradient from `start` to `stop`, yet to be multiplied by `scale`: where each part lies, and the part.
 
-        With `clear` it is zero afterwards.
+        None is zero. With `clear` whoever takes a part makes it zero.
         """
         for first, last, part in self._parts:
-            for span in chunks(max(start, first), min(stop, last), self._none.device):
-                if part is None:
-                    yield span, self._none.expand(span.stop - span.start)
-                    continue
-                here = part[span.start - first : span.stop - first]
-                yield span, here if self._scale == 1 else here * self._scale
-                if clear:
-                    here.zero_()
-            if clear and part is not None and start <= first and last <= stop:
-                self._clear.add(first)
+            span = slice(max(start, first), min(stop, last))
+            if span.start < span.stop:
+                yield span, None if part is None else part[span.start - first : span.stop - first]
+                if clear and part is not None and start <= first and last <= stop:
+                    self._clear.add(first)
 
     def is_clear(self, segment: Segment) -> bool:
-        """Whether a parameter's gradient was made zero by `within`."""
+        """Whether a parameter's gradient was made zero by who took it `within` a span."""
         return segment.start in self._clear
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .bits import aligned, pack, pack_small, packed_bytes, unpack, unpack_small
+from ..kernels import rice_measure, rice_pack, rice_unpack
+from .bits import aligned, packed_bytes
 
 __all__ = ["decode_rice", "encode_rice", "rice_bytes", "rice_excess"]
 
@@ -54,13 +55,6 @@ def rice_bytes(count: int, numel: int) -> int:
     return aligned(_HEADER + remainders + -(-_unary_bits(count, numel) // 8))
 
 
-def _gaps(indices: Tensor) -> Tensor:
-    """How many positions lie between an index and the one before it."""
-    gaps = indices.clone()
-    gaps[1:] -= indices[:-1] + 1
-    return gaps
-
-
 def rice_excess(indices: Tensor, numel: int) -> int:
     """How many of `indices`, whichever they are, have to be left out for the others to fit; 0 as a rule.
 
@@ -71,9 +65,8 @@ def rice_excess(indices: Tensor, numel: int) -> int:
     if count == 0:
         return 0
     b = remainder_bits(count, numel)
-    gaps = _gaps(indices)
-    smallest, last, quotients = torch.stack((gaps.amin(), indices[-1], (gaps >> b).sum())).tolist()
-    if smallest < 0 or last >= numel:
+    smallest, quotients = rice_measure(indices, b)
+    if smallest < 0 or int(indices[-1]) >= numel:
         raise ValueError(f"indices have to ascend strictly from 0 or more to less than {numel}")
     room = rice_bytes(count, numel) - _HEADER - packed_bytes(count, b)
     missing = -(-(count + quotients) // 8) - room
@@ -89,15 +82,8 @@ def encode_rice(indices: Tensor, count: int, numel: int) -> Tensor:
     message = torch.zeros(rice_bytes(count, numel), dtype=torch.uint8, device=indices.device)
     if count == 0:
         return message
-    b, sent = remainder_bits(count, numel), len(indices)
-    start = _HEADER + packed_bytes(sent, b)
-    message[:_HEADER].copy_(torch.tensor(list(sent.to_bytes(_HEADER, "little")), dtype=torch.uint8))
-    if sent:
-        gaps = _gaps(indices)
-        message[_HEADER:start] = pack(gaps, b)
-        ends = ((gaps >> b) + 1).cumsum(0) - 1
-        unary = message.new_zeros(8 * (len(message) - start)).index_fill_(0, ends, 1)
-        message[start:] = pack_small(unary, 1)
+    message[:_HEADER].copy_(torch.tensor(list(len(indices).to_bytes(_HEADER, "little")), dtype=torch.uint8))
+    message[_HEADER:] = rice_pack(indices, remainder_bits(count, numel), len(message) - _HEADER)
     return message
 
 
@@ -116,18 +102,10 @@ def decode_rice(message: Tensor, count: int, numel: int, rank: int) -> Tensor:
     sent = int.from_bytes(bytes(message[:_HEADER].tolist()), "little")
     if sent > count:
         raise PayloadError(f"the message from rank {rank} claims {sent} indices where at most {count} are sent")
-    b = remainder_bits(count, numel)
-    start = _HEADER + packed_bytes(sent, b)
-    unary = unpack_small(message[start:], 8 * (len(message) - start), 1)
-    ends = unary.cumsum(0)
-    lengths = torch.bincount(ends - unary)[:sent]  # of the unary parts: their bits have equally many ends before them
-    remainders = unpack(message[_HEADER:start], sent, b)
-    found = int(ends[-1])
-    if found == sent:
-        indices = ((lengths - 1 << b) + remainders + 1).cumsum(0) - 1
-        if sent == 0 or int(indices[-1]) < numel:
-            return indices
+    indices = rice_unpack(message[_HEADER:], sent, remainder_bits(count, numel), numel)
+    if indices is not None:
+        return indices
     raise PayloadError(
-        f"the message from rank {rank} holds {found} indices where it claims {sent}, or one beyond {numel}: it was "
-        f"damaged on the way, or that rank runs another model or version"
+        f"the message from rank {rank} holds more or fewer indices than the {sent} that it claims, or one beyond "
+        f"{numel}: it was damaged on the way, or that rank runs another model or version"
     )

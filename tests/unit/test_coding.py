@@ -23,8 +23,9 @@ from dgcopt.coding import (
     rice_excess,
     value_bytes,
 )
-from dgcopt.coding.bits import pack, pack_small, packed_bytes, unpack, unpack_small
+from dgcopt.coding.bits import pack_small, packed_bytes, unpack_small
 from dgcopt.errors import ConfigError, PayloadError
+from dgcopt.kernels.torch import pack, unpack
 
 INT32 = SparseCode("int32", "fp32")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

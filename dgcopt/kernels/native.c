@@ -1,0 +1,49 @@
+/* The inner loops of dgcopt on a CPU, without torch or Python: plain functions on pointers, called through ctypes.
+
+   loops.h holds the loops. It is compiled once for each instruction set below, all in one library, and `dgcopt_cpu` says
+   which of them this processor runs best. All need fused multiply-add in hardware, because torch's own loops use it and
+   results must have the same bits. -ffp-contract=off keeps the compiler from fusing anything else. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 64
+
+#if defined(__x86_64__) || defined(__i386__)
+
+#define TARGET __attribute__((target("avx2,fma,bmi,bmi2,lzcnt")))
+#define FN(name) name##_avx2
+#include "loops.h"
+#undef TARGET
+#undef FN
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,lzcnt")))
+#define FN(name) name##_avx512
+#include "loops.h"
+#undef TARGET
+#undef FN
+
+const char *dgcopt_cpu(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        return "avx512";
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+        return "avx2";
+    return "";
+}
+
+#elif defined(__aarch64__)
+
+#define TARGET
+#define FN(name) name##_neon
+#include "loops.h"
+
+const char *dgcopt_cpu(void) { return "neon"; }
+
+#else
+
+const char *dgcopt_cpu(void) { return ""; }
+
+#endif

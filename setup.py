@@ -1,0 +1,39 @@
+"""Builds the inner loops in C, if there is a compiler; everything else is in setup.cfg.
+
+The library has neither Python nor torch in it, so one wheel serves all their versions.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+
+class build_loops(build_ext):
+    """The library's name, without the tag of a Python version."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+
+class any_python(bdist_wheel):
+    """py3-none-PLATFORM."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "dgcopt.kernels.libdgcopt",
+            sources=["dgcopt/kernels/native.c"],
+            depends=["dgcopt/kernels/loops.h"],
+            # fused multiply-add where the source says so, and nowhere else: results must be torch's to the bit
+            extra_compile_args=["-O3", "-g0", "-ffp-contract=off"],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": build_loops, "bdist_wheel": any_python},
+)

@@ -1,0 +1,267 @@
+"""Every implementation of an inner loop gives the bits of the specification in torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dgcopt import kernels
+from dgcopt.errors import ConfigError
+from dgcopt.kernels import Groups, Momentum, native
+from dgcopt.kernels import torch as specification
+from dgcopt.segments import block_maxima
+
+built = pytest.mark.skipif(
+    not native.instructions(),
+    reason="the native kernels are not built here: install dgcopt with a C compiler, on a processor with AVX2 or NEON",
+)
+KERNELS = Path(kernels.__file__).parent
+EXAMPLES = int(os.environ.get("DGCOPT_TEST_EXAMPLES", "250"))
+
+SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-42, 3e38, -3e38])
+KINDS = ("of all sizes", "normal", "tied", "zero", "sparse")
+numels = st.one_of(st.integers(0, 200), st.sampled_from([1000, 4096, 5000, 140_001]))
+momenta = st.sampled_from(
+    [None, *(Momentum(m, d, n) for m in (0.0, 0.9) for d, n in [(0.0, False), (0.3, False), (0.0, True), (0.3, True)])]
+)
+halves_and_wholes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def numbers(numel: int, dtype: torch.dtype, kind: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "zero":
+        return torch.zeros(numel, dtype=dtype)
+    if kind == "tied":
+        return torch.randint(-3, 4, (numel,), generator=generator).to(dtype)
+    normal = torch.randn(numel, generator=generator)
+    if kind == "sparse":
+        return (normal * (torch.rand(numel, generator=generator) < 0.02)).to(dtype)
+    if kind == "of all sizes":
+        normal *= torch.randint(-140, 120, (numel,), generator=generator).double().exp2()
+        special = torch.rand(numel, generator=generator) < 0.02
+        normal[special] = SPECIAL[torch.randint(len(SPECIAL), (int(special.sum()),), generator=generator)]
+    return normal.to(dtype)
+
+
+def assert_same_bits(ours: Tensor | None, theirs: Tensor | None) -> None:
+    """NaN equals NaN: which one it is, torch's own loops do not agree upon."""
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert ours.dtype == theirs.dtype
+        width = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+        differ = (ours.view(width) != theirs.view(width)) & ~(ours.isnan() & theirs.isnan())
+        assert not differ.any(), (ours[differ][:4], theirs[differ][:4])
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=numels,
+    memory=halves_and_wholes,
+    gradient=halves_and_wholes,
+    rule=momenta,
+    scale=st.sampled_from([1.0, 0.37]),
+    commit=st.booleans(),
+    in_place=st.booleans(),
+    has_gradient=st.booleans(),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_accumulate(numel, memory, gradient, rule, scale, commit, in_place, has_gradient, kind, shift, seed):
+    def operands() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+        # not aligned to anything but their own elements
+        v = numbers(numel + shift, memory, kind, seed)[shift:]
+        u = numbers(numel + shift, memory, kind, seed + 1)[shift:]
+        g = numbers(numel + shift, gradient, kind, seed + 2)[shift:] if has_gradient else None
+        return v, v if in_place else torch.zeros_like(v), u, g, torch.zeros(-(-numel // 64), dtype=memory)
+
+    ours, theirs = operands(), operands()
+    native.accumulate(*ours, rule, scale, commit)
+    specification.accumulate(*theirs, rule, scale, commit)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_bits(mine, other)
+    assert_same_bits(ours[4], block_maxima(torch.nn.functional.pad(ours[1], (0, -numel % 64))))
+    if rule is not None and rule.momentum:
+        (_, _, u, g, _), (_, _, other_u, other_g, _) = operands(), operands()
+        native.advance(u, g, rule, scale)
+        specification.advance(other_u, other_g, rule, scale)
+        assert_same_bits(u, other_u)
+        assert_same_bits(g, other_g)
+        assert g is None or not g.any()
+
+
+def test_what_accumulate_means():
+    v, u, g = torch.tensor([1.0, -4.0]), torch.tensor([10.0, 10.0]), torch.tensor([2.0, -1.0])
+    maxima = torch.zeros(1)
+    kernels.accumulate(v, v, u, g, maxima, Momentum(0.5, 0.0, nesterov=True), scale=2.0, commit=True)
+    # u <- 0.5 u + 2 g; v <- v + 2 g + 0.5 u
+    assert u.tolist() == [9.0, 3.0] and v.tolist() == [9.5, -4.5] and g.tolist() == [0.0, 0.0]
+    assert maxima.tolist() == [9.5]
+
+
+@built
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_no_bits(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        v, u, g = (numbers(2**18 + 77, torch.float32, "of all sizes", seed) for seed in range(3))
+        ours, theirs = [v.clone(), u.clone(), g.clone()], [v.clone(), u.clone(), g.clone()]
+        for of, (a, b, c) in ((native, ours), (specification, theirs)):
+            maxima = torch.zeros(-(-len(v) // 64))
+            of.accumulate(a, a, b, c, maxima, Momentum(0.9), 1.0, True)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_same_bits(mine, other)
+    finally:
+        torch.set_num_threads(before)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    dtype=halves_and_wholes,
+    kind=st.sampled_from(KINDS),
+    ratio=st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0]),
+    together=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_select(sizes, dtype, kind, ratio, together, seed):
+    spans, start = [], 0
+    for size in sizes:
+        spans.append((start, start + size))
+        start += -(-size // 64) * 64
+    flat = torch.zeros(start, dtype=dtype)
+    for place, (first, last) in enumerate(spans):
+        flat[first:last] = numbers(last - first, dtype, kind, seed + place)
+    pieces = [spans] if together else [[span] for span in spans]
+    counts = [math.ceil(ratio * sum(last - first for first, last in group)) for group in pieces]
+    groups = Groups(pieces, counts, flat.device)
+    chosen = native.select(flat, block_maxima(flat), groups)
+    assert torch.equal(chosen, specification.select(flat, block_maxima(flat), groups))
+    # and both are right: the largest of each group, of equal ones the first
+    width = {2: torch.int16, 4: torch.int32}[flat.element_size()]
+    magnitudes = (flat.view(width) & torch.iinfo(width).max).tolist()
+    expected: list[int] = []
+    for group, count in zip(pieces, counts, strict=True):
+        owned = [position for first, last in group for position in range(first, last)]
+        expected += sorted(sorted(owned, key=lambda position: -magnitudes[position])[:count])
+    assert chosen.tolist() == expected
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(numel=st.integers(0, 300), width=st.integers(0, 7), seed=st.integers(0, 2**20))
+def test_pack_small(numel, width, seed):
+    fields = torch.randint(2**width, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    packed = native.pack_small(fields, width)
+    assert torch.equal(packed, specification.pack_small(fields, width))
+    assert torch.equal(native.unpack_small(packed, numel, width), fields)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    gaps=st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3000)), max_size=200),
+    b=st.integers(0, 20),
+    seed=st.integers(0, 2**20),
+)
+def test_rice(gaps, b, seed):
+    indices = (torch.tensor(gaps, dtype=torch.int64) + 1).cumsum(0) - 1
+    assert native.rice_measure(indices, b) == specification.rice_measure(indices, b)
+    nbytes = len(gaps) * (b // 8) + -(-len(gaps) // 8) * (b % 8) + -(-sum((gap >> b) + 1 for gap in gaps) // 8) + 3
+    packed = native.rice_pack(indices, b, nbytes)
+    assert torch.equal(packed, specification.rice_pack(indices, b, nbytes))
+    numel = int(indices[-1]) + 1 if gaps else 1
+    arrived = native.rice_unpack(packed, len(gaps), b, numel)
+    assert arrived is not None and torch.equal(arrived, indices)
+    if gaps:
+        assert native.rice_unpack(packed, len(gaps), b, numel - 1) is None
+        with pytest.raises(ValueError, match="do not fit"):
+            native.rice_pack(indices, b, nbytes - 4)
+    damaged = packed ^ torch.randint(256, packed.shape, generator=torch.Generator().manual_seed(seed)).byte()
+    for message in (damaged, torch.zeros_like(packed), torch.full_like(packed, 255)):
+        ours = native.rice_unpack(message, len(gaps), b, numel)
+        theirs = specification.rice_unpack(message, len(gaps), b, numel)
+        assert (ours is None) == (theirs is None) and (ours is None or theirs is None or torch.equal(ours, theirs))
+
+
+@built
+def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
+    v, maxima = torch.zeros(100), torch.zeros(2)
+    with pytest.raises(ValueError, match="flat tensor of 100"):
+        native.accumulate(v, v, None, torch.zeros(99), maxima, None)
+    with pytest.raises(ValueError, match="memory must be of"):
+        native.accumulate(v, v, torch.zeros(100).bfloat16(), v.clone(), maxima, Momentum(0.9))
+    with pytest.raises(ValueError, match="block maxima"):
+        native.accumulate(v, v, None, v.clone(), torch.zeros(1), None)
+    with pytest.raises(ValueError, match="beyond"):
+        native.select(torch.zeros(64), torch.zeros(1), Groups([[(0, 65)]], [1], v.device))
+    with pytest.raises(ValueError, match="bytes are needed"):
+        native.unpack_small(torch.zeros(3, dtype=torch.uint8), 100, 2)
+
+
+def run(code: str, **env: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_environment_chooses(tmp_path):
+    show = "from dgcopt import kernels; print(repr(kernels.instructions()))"
+    assert run(show, DGCOPT_KERNELS="torch") == "''"
+    with pytest.raises(AssertionError, match="DGCOPT_KERNELS must be"):
+        run(show, DGCOPT_KERNELS="fast")
+
+
+def test_without_the_library_everything_runs_in_torch(tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
+    monkeypatch.setattr(native, "_LIBRARY", tmp_path / "missing.so")
+    native._library.cache_clear()
+    try:
+        with caplog.at_level("INFO", "dgcopt"):
+            assert kernels.instructions() == "" and kernels.instructions() == ""
+            assert kernels.pack_small(torch.ones(8, dtype=torch.uint8), 1).tolist() == [255]
+        assert caplog.text.count("install a C compiler") == 1
+        monkeypatch.setenv("DGCOPT_KERNELS", "native")
+        native._library.cache_clear()
+        with pytest.raises(ConfigError, match="were not built"):
+            kernels.instructions()
+    finally:
+        native._library.cache_clear()
+
+
+@built
+def test_under_sanitizers(tmp_path):
+    """The loops read and write nothing but what they are given, and do nothing that C leaves undefined."""
+    compiler = shutil.which("gcc") or pytest.skip("no gcc, whose sanitizers this uses")
+    library = tmp_path / "libdgcopt.so"
+    flags = ["-g", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-fsanitize=address,undefined"]
+    flags.append("-fno-sanitize-recover=all")
+    build = subprocess.run([compiler, *flags, KERNELS / "native.c", "-o", library], capture_output=True, text=True)
+    if build.returncode:
+        pytest.skip(f"gcc has no sanitizers here: {build.stderr[-200:]}")
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    code = f"""
+import pathlib, sys
+from dgcopt.kernels import native
+native._LIBRARY = pathlib.Path({str(library)!r})
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_kernels as tests
+for test in (tests.test_accumulate, tests.test_select, tests.test_pack_small, tests.test_rice):
+    test()
+print("clean", native.instructions())
+"""
+    env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "DGCOPT_TEST_EXAMPLES": "30"}
+    assert run(code, DGCOPT_KERNELS="native", **env) == f"clean {native.instructions()}"

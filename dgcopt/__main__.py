@@ -1,28 +1,33 @@
-"""The command `dgcopt`, also `python -m dgcopt`: what there is to choose from.
+"""The command `dgcopt`, also `python -m dgcopt`: what there is to choose from, and what is in use.
 
 dgcopt compressors          every compressor with its cost and one line
 dgcopt compressors TopK     one of them in full
 dgcopt averaging            every algorithm that averages weights now and then, with one line
 dgcopt averaging SlowMo     one of them in full
+dgcopt env                  what is installed and in use here, for a report of a problem
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
+import os
+import platform
 import sys
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from . import averaging, compressors
+from . import averaging, compressors, kernels
 from .averaging import Averaging
 from .buckets import build_buckets
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
 from .compressors import Compressor, Context, Encoded, HorovodCompression, Sparse, Wrapper
 from .errors import ConfigError
+from .version import __version__
 
 SHAPE = (1000, 1000)
 RANKS = 2
@@ -91,6 +96,24 @@ def list_algorithms() -> None:
         print(f"{kind.__name__:26} {first_line(kind)}")
 
 
+def show_environment() -> None:
+    """Print what decides how dgcopt runs here."""
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    wires = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
+    here = [wire for wire, module in wires.items() if importlib.util.find_spec(module) is not None]
+    instructions = kernels.instructions()
+    rows = {
+        "dgcopt": __version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} thread(s), CUDA device: {cuda}",
+        "kernels": f"native ({instructions})" if instructions else "torch",
+        "wires": ", ".join(here),
+        "settings": ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("DGCOPT_")) or "none",
+    }
+    for name, value in rows.items():
+        print(f"{name:9} {value}")
+
+
 def first_line(kind: type) -> str:
     """What a class says of itself in one line."""
     return (inspect.getdoc(kind) or "").splitlines()[0]
@@ -115,7 +138,11 @@ def main() -> int:
     listing.add_argument("name", nargs="?", help="a compressor, such as TopK")
     listing = commands.add_parser("averaging", help="list algorithms that average weights, or show one of them in full")
     listing.add_argument("name", nargs="?", help="an algorithm, such as SlowMo")
+    commands.add_parser("env", help="show what is installed and in use here")
     arguments = parser.parse_args()
+    if arguments.command == "env":
+        show_environment()
+        return 0
     if arguments.name is not None:
         kinds = library() if arguments.command == "compressors" else algorithms()
         return show(kinds, arguments.name, arguments.command)

@@ -15,6 +15,7 @@ import dgcopt
 from dgcopt.__main__ import algorithms, cost, library, main
 from dgcopt.collectives import AllGather, AllReduce, SendRecv
 from dgcopt.compressors import Compressor, Context, Encoded, Sparse
+from dgcopt.kernels import instructions
 from dgcopt.testing import ConformanceError, check_compressor
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compressors"
@@ -251,6 +252,16 @@ def test_the_command_lists_all_with_what_they_cost(capsys: pytest.CaptureFixture
     assert named["FP16"][1:4] == ["2,000,000", "2.0x", "1"]
     assert named["DGC"][1:4] == ["8,000", "500.0x", "1"]
     assert cost(dgcopt.Hierarchical)[0] == 4_000_000, "nothing is sent within a machine of one rank"
+
+
+def test_command_shows_what_is_in_use(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dgcopt", "env"])
+    monkeypatch.setenv("DGCOPT_NODE", "a")
+    assert main() == 0
+    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert told["dgcopt"] == dgcopt.__version__ and told["torch"].startswith(torch.__version__)
+    assert told["kernels"] in ("torch", f"native ({instructions()})")
+    assert told["wires"].split(", ")[0] == "torch" and "DGCOPT_NODE=a" in told["settings"]
 
 
 @pytest.mark.parametrize(

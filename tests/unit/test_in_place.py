@@ -9,6 +9,7 @@ from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
+from dgcopt.memory import ErrorFeedback
 from dgcopt.segments import LocalGradient, Segment
 
 
@@ -347,9 +348,11 @@ def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> 
 def test_a_gradient_that_is_missing_is_not_taken_for_cleared() -> None:
     """What is left of an older one must not be added to."""
     segments = [Segment("a", torch.empty(3), 0), Segment("b", torch.empty(5), 64)]
-    local = LocalGradient(segments, [torch.ones(3), None], scale=2.0)
-    parts = {span.start: part.tolist() for span, part in local.within(0, 69, clear=True)}
-    assert parts == {0: [2.0] * 3, 64: [0.0] * 5}
+    grad, v = torch.ones(3), torch.zeros(128)
+    local, memory = LocalGradient(segments, [grad, None], scale=2.0), ErrorFeedback()
+    maxima = memory.accumulate(local, (v, v), None, memory.runs(segments))
+    assert v[:3].tolist() == [2.0] * 3 and not v[3:].any() and maxima.tolist() == [2.0, 0.0]
+    assert not grad.any()
     assert local.is_clear(segments[0]) and not local.is_clear(segments[1])
 
 

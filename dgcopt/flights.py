@@ -21,13 +21,15 @@ from .buckets import Bucket, Memory
 from .collectives import Collective, Group, carried
 from .comm import Comm, Handle, lowered
 from .compressors import Compressor, Context, GradientExchange
-from .errors import ConfigError
+from .errors import CommError, ConfigError
 from .segments import SparseSum
 from .telemetry import Telemetry
 
 __all__ = ["Flight", "Traffic", "context_of", "exchange_of"]
 
 Result = TypeVar("Result")
+
+UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimizer):`, or DDP's own join() with a hook."
 
 
 @dataclass(eq=False)
@@ -73,7 +75,12 @@ class Traffic:
     def wait(self, handle: Handle) -> Tensor:
         """The result of a collective that was started."""
         start = time.perf_counter()
-        result = self.comm.wait(handle)
+        try:
+            result = self.comm.wait(handle)
+        except CommError as error:
+            if handle.collective.label.endswith(" vote"):  # where a rank that takes no more steps is missed first
+                error.args = (f"{error} {UNEVEN}",)
+            raise
         self.telemetry.wait_seconds += time.perf_counter() - start
         return result
 

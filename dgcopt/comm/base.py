@@ -235,7 +235,8 @@ class Comm(ABC):
             raise
         except (RuntimeError, ValueError) as error:
             raise self._error(
-                CommError, f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}"
+                CommError,
+                f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}{self._who_is_gone()}",
             ) from error
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
@@ -345,7 +346,19 @@ class Comm(ABC):
 
     def _failed(self, collective: Collective, error: Exception) -> CommError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return self._error(CommError, f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}")
+        return self._error(
+            CommError,
+            f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}{self._who_is_gone()}",
+        )
+
+    def _who_is_gone(self) -> str:
+        """For an error: the ranks that can no longer be reached, where the library does not name them by itself."""
+        ranks = ", ".join(map(str, self._gone()))
+        return f" Rank(s) {ranks} closed the connection: look there first." if ranks else ""
+
+    def _gone(self) -> list[int]:
+        """Ranks that can no longer be reached, as far as the wire can tell after a failure."""
+        return []
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
         """A failure of the library as an exception."""

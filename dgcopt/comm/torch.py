@@ -32,6 +32,12 @@ from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
 __all__ = ["TorchComm"]
 
+NOTICE = 0.5
+"""Seconds within which Gloo's threads take notice of all connections of a process that is gone."""
+
+PROBE = 1_000_003
+"""The tag of messages that are only sent to see whether they can be; nothing else uses it."""
+
 _REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -209,6 +215,30 @@ class TorchComm(Comm):
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self._late(handle.collective, limit) from error
             raise self._failed(handle.collective, error) from error
+
+    def _gone(self) -> list[int]:
+        """Gloo names who it has lost by an address, and refuses at once to send there.
+
+        A collective that failed may close connections of its group to ranks that are well, but not those of others.
+        """
+        channels: list[Channel] = ["control", *([] if self._gpu_only else [self.ranks()])]
+        groups = [self._groups[channel] for channel in channels if channel in self._groups]
+        if not groups:  # it failed while they were made
+            return []
+        others, end = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + NOTICE
+        while True:
+            gone = [rank for rank in others if not any(self._reaches(rank, group) for group in groups)]
+            if gone or time.monotonic() > end:
+                return gone
+            time.sleep(0.01)
+
+    def _reaches(self, rank: int, group: dist.ProcessGroup | None) -> bool:
+        """Whether Gloo takes a message to a rank, which nobody waits for."""
+        try:
+            dist.isend(torch.zeros(1), self._global(rank), group, tag=PROBE)
+        except RuntimeError:
+            return False
+        return True
 
     def close(self) -> None:
         super().close()

@@ -31,6 +31,7 @@ from .compressors.sparse_rows import gather_rows
 from .errors import ConfigError
 from .flights import Flight, Traffic, context_of, exchange_of
 from .optimizer import _Distributed
+from .own_step import updates_add_up
 from .segments import LocalGradient, SparseSum
 from .telemetry import Telemetry
 from .version import __version__
@@ -224,7 +225,7 @@ class HookState:
         self._optimizer = optimizer
         self._given = self._given or unique_names(optimizer, None)
         self.compressor.attach(optimizer)
-        if self._would_send_updates and any("betas" in group for group in optimizer.param_groups):
+        if self._would_send_updates and updates_add_up(optimizer):
             log.info(
                 "dgcopt: gradients travel, and %s's moments see only what has arrived of them; in place of DDP, "
                 "dgcopt.DistributedOptimizer sends the updates that it makes of whole ones",

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from .errors import ConfigError
 from .kernels import Momentum, accumulate, advance
+from .own_step import steps_as
 from .segments import BLOCK, LocalGradient, Segment
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
@@ -179,7 +180,8 @@ class MomentumCorrection(ErrorFeedback):
 
 def memory_for(optimizer: Optimizer) -> ErrorFeedback:
     """Momentum correction for SGD with momentum, plain error feedback for everything else; says which in the log."""
-    if isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups):
+    has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
+    if has_momentum and isinstance(optimizer, SGD) and steps_as(optimizer, SGD):
         return MomentumCorrection(optimizer)
     log.info(
         "dgcopt: %s has no classical momentum to correct; what is not sent is kept by plain error feedback",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ from .compressors import Adasum, Compressor, NoCompression, accept
 from .divergence import OnDivergence, check_on_divergence
 from .engine import Engine, Settings
 from .errors import ConfigError
+from .own_step import check_steps_alone, passes_over_missing_gradients
 from .sparse_step import step_touched
 from .telemetry import Telemetry
 from .version import __version__
@@ -136,7 +138,9 @@ def _wrap(
 ) -> None:
     """Give the optimizer its new class, and what that needs."""
     base: Any = type(optimizer)
-    optimizer.__class__ = _subclass(base, comm.wire == "horovod")
+    kind = _subclass(base, comm.wire == "horovod")
+    _bind_anew(optimizer, kind)
+    optimizer.__class__ = kind
     assert isinstance(optimizer, _Distributed)
     optimizer.compressor = compressor
     optimizer._parameter_names = names
@@ -164,21 +168,36 @@ class _Distributed(Optimizer):
     _warned = False
     _is_void = False
     _raw = False
+    _is_done = False
+    _may_leave = False
     _hidden: list[tuple[Tensor, Tensor | None]]
+    _bare_step: Callable[..., Any]
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's own step, without any exchange.
+        """The wrapped optimizer's own step, without any exchange or hook.
 
         `optimizer.step()` is not this one but that of the generated subclass; this is what lies directly above it,
         where `hvd.broadcast_optimizer_state` looks for the raw step.
         """
         before, self._raw = self._raw, True
         try:
-            return super().step(*args, **kwargs)
+            return self._bare_step(*args, **kwargs)
         finally:
             self._raw = before
+
+    def _step_unless_done(self, *args: Any, **kwargs: Any) -> Any:
+        """What happens between the hooks of a step: the optimizer's own one, where that is left to do."""
+        if self._is_done:
+            return None
+        self._may_leave = True
+        try:
+            return _Distributed.step(self, *args, **kwargs)
+        except _Done as done:
+            return done.loss
+        finally:
+            self._may_leave = False
 
     def synchronize(self) -> None:
         """Wait until every parameter's gradient is the average over ranks. `step()` does it by itself.
@@ -300,6 +319,8 @@ class _Distributed(Optimizer):
         if not hasattr(self, "_hooked"):
             self._hooked = set()
             self.compressor.attach(self)
+            if self.compressor.sends == "update":
+                check_steps_alone(self, f"{type(self.compressor).__name__} sends the update that it makes")
             self.register_step_pre_hook(_before_step)
             self.register_step_post_hook(_after_step)
         self._hook_parameters()
@@ -354,7 +375,7 @@ class _Distributed(Optimizer):
         engine.arrived(param)
 
     def _hide_gradients(self, params: Iterable[Tensor]) -> None:
-        """Leave the optimizer's own step nothing to do: it passes over parameters without a gradient."""
+        """Leave torch's own step nothing to do with them: it passes over parameters without a gradient."""
         for param in params:
             self._hidden.append((param, param.grad))
             param.grad = None
@@ -398,7 +419,6 @@ class _Distributed(Optimizer):
             for param in group["params"]:
                 if param.grad is not None:
                     param.data.mul_(kept).add_(param.grad)
-        self._hide_gradients(self._parameter_names)
 
     # -- automatic mixed precision -----------------------------------------------------------------------------------
 
@@ -529,6 +549,7 @@ def _before_step(
         optimizer._synchronized = optimizer._expects_step = False
         _use_gradients(optimizer)
         return None
+    optimizer._is_done = False
     averaged = functools.partial(_averaged_closure, optimizer, closure)
     if len(args) > place:
         return (*args[:place], averaged, *args[place + 1 :]), kwargs
@@ -536,7 +557,10 @@ def _before_step(
 
 
 def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
-    """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere."""
+    """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere.
+
+    If nothing is left to do then, the step that has called it is over, unless it has changed weights since it began.
+    """
     if optimizer.compressor.sends == "update" and isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             f"LBFGS looks at gradients more than once in a step, and {type(optimizer.compressor).__name__} sends the "
@@ -554,15 +578,28 @@ def _averaged_closure(optimizer: _Distributed, closure: Callable[[], Any]) -> An
             mean = optimizer.comm.run(AllReduce(optimizer.comm.to_wire(value), op="average", label="loss"))
             loss = mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
     _use_gradients(optimizer)
+    if optimizer._is_done and optimizer._may_leave:
+        raise _Done(loss)
+    optimizer._may_leave = False
     return loss
 
 
+class _Done(Exception):
+    """The closure has left nothing to do for the step that called it."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+
 def _use_gradients(optimizer: _Distributed) -> None:
-    """What stands between the exchange and the optimizer's own step."""
-    if optimizer._is_void:
-        optimizer._hide_gradients(optimizer._parameter_names)
-    elif optimizer.compressor.sends == "update":
-        optimizer._take_update()
+    """What stands between the exchange and the optimizer's own step, which is not to be taken if that is done."""
+    takes_update = optimizer._engine is not None and optimizer.compressor.sends == "update"
+    optimizer._is_done = optimizer._is_void or takes_update
+    if optimizer._is_done:
+        if not optimizer._is_void:
+            optimizer._take_update()
+        optimizer._hide_gradients(optimizer._parameter_names)  # where its own step was bound before it was wrapped
     else:
         if isinstance(optimizer, torch.optim.SparseAdam):  # it takes no other gradients, also where they came densely
             for param in optimizer._parameter_names:
@@ -576,6 +613,7 @@ def _use_gradients(optimizer: _Distributed) -> None:
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert isinstance(optimizer, _Distributed)
     if not optimizer._raw:
+        optimizer._is_done = False
         optimizer._show_gradients()
         optimizer.compressor.after_step(optimizer)
         if optimizer._engine is not None:
@@ -615,14 +653,48 @@ def _subclass(base: type[Optimizer], as_horovods: bool) -> type[Optimizer]:
 
     `hvd.broadcast_optimizer_state` knows a distributed optimizer by the module of its class.
     """
+    bare: Any = base.step
+    if getattr(bare, "__code__", None) is _with_hooks(bare).__code__:
+        bare = bare.__wrapped__
 
-    @functools.wraps(base.step)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return base.step(self, *args, **kwargs)
+    @functools.wraps(bare)
+    def between_hooks(self: _Distributed, *args: Any, **kwargs: Any) -> Any:
+        return self._step_unless_done(*args, **kwargs)
 
-    step.hooked = True  # type: ignore[attr-defined]  # the base's own step runs the hooks, and must do so once
     module = "horovod.torch.optimizer" if as_horovods else base.__module__
-    return type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__, "__module__": module, "step": step})
+    body = {"__doc__": base.__doc__, "__module__": module, "_bare_step": bare, "step": _with_hooks(between_hooks)}
+    return type(base.__name__, (_Distributed, base), body)
+
+
+def _with_hooks(step: Any) -> Any:
+    """A step as torch makes it of the one that a class defines: with the hooks of the optimizer around it."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # so that torch does not do it again
+    return hooked
+
+
+def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    """Let a scheduler that was made before, and has bound the old class's `step`, call that of `kind`, the new class.
+
+    Raises ConfigError if something else was bound that may move weights in a step that no rank is to take.
+    """
+    bound: Any = vars(optimizer).get("step")
+    if hasattr(bound, "_wrapped_by_lr_sched") and bound.__wrapped__ is type(optimizer).step:
+        reference = weakref.ref(optimizer)
+
+        @functools.wraps(bound)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer: Any = reference()
+            optimizer._opt_called = True  # all that the scheduler wants to know
+            return kind.step(optimizer, *args, **kwargs)
+
+        optimizer.step = step  # type: ignore[method-assign]
+    elif bound is not None and not passes_over_missing_gradients(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"this {name}'s `step` was replaced before the optimizer was wrapped, so that dgcopt cannot keep it from "
+            f"moving weights where NaN or Inf make a step void: wrap the optimizer first, then replace its `step`"
+        )
 
 
 def _decays_apart(group: dict[str, Any]) -> bool:

@@ -33,6 +33,7 @@ from ..divergence import replicas
 from ..errors import CommError, ConfigError, DivergenceError, MismatchError
 from ..flights import Flight, Traffic, context_of
 from ..optimizer import DistributedOptimizer, _Distributed
+from ..own_step import check_steps_alone
 from ..telemetry import Telemetry
 from ..version import __version__
 from ..vote import Ballot, vote
@@ -70,6 +71,7 @@ class Rounds:
         self._given = given_names(named_parameters) or {}
         self.names = unique_names(optimizer, self._given)
         check_trainable(self.names)
+        check_steps_alone(optimizer, f"{type(rule).__name__} averages weights that it has moved")
         self.rule = rule
         self.optimizer = optimizer
         self.step = 0

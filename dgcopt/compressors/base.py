@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..collectives import AllGather, AllReduce, Collective
 from ..errors import ConfigError
+from ..own_step import updates_add_up
 from ..segments import BLOCK, LocalGradient, PerTensor, Segment, SparseSum
 
 __all__ = ["Compressor", "Context", "GradientExchange", "Source"]
@@ -228,11 +229,19 @@ class Compressor:
     source: Source = "gradient"
     """What travels: the gradient, or the update that the wrapped optimizer makes of the local one, by itself.
 
-    An update is added to the parameters as it arrives, and nothing overlaps with backward. "auto" becomes "gradient"
-    for SGD, where the two differ by a factor of lr, and for LBFGS, whose step looks at gradients more than once; and
-    "update" for all others, as Adam's moments are no use with gradients of which most coordinates are missing. Give
-    Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough (docs/compressors.md). If a
-    wire fails, the step is lost, but the optimizer's own state, and what waits, have taken in its gradient.
+    An update is added to the parameters as it arrives, and nothing overlaps with backward. "auto" becomes "update" for
+    Adam and torch's other optimizers whose update is made coordinate by coordinate (Adadelta, Adagrad, Adamax, AdamW,
+    NAdam, RAdam, RMSprop, Rprop, SparseAdam), as Adam's moments are no use with gradients of which most coordinates are
+    missing. Give Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough
+    (docs/compressors.md). If a wire fails, the step is lost, but the optimizer's own state, and what waits, have taken
+    in its gradient.
+
+    "auto" becomes "gradient" for SGD, where the two differ by a factor of lr, and for all others, of which it is not
+    known that their updates add up. Say "update" for one of your own if nothing but its `step()` changes weights, if
+    that uses only the gradients and what it keeps of them, and changes nothing that is to be equal on all ranks but the
+    weights. This cannot be checked: an optimizer that makes weights from its own state, such as the z of schedule-free
+    ones in `eval()`, makes other ones on each rank then. One whose `step()` is known to exchange weights with other
+    ranks, such as ZeroRedundancyOptimizer, is refused with "update".
     """
 
     _decided: Source = "auto"
@@ -269,11 +278,20 @@ class Compressor:
         Raises ConfigError for an optimizer, or a `source`, that the compressor cannot go with.
         """
         self._doubt_ratio()
-        self._decided = "gradient" if isinstance(optimizer, SGD | LBFGS) else "update"
-        if self.sends == "update" and self.source == "auto":
-            log.info("dgcopt: what travels are the updates that %s makes on each rank", type(optimizer).__name__)
+        self._decided = "update" if updates_add_up(optimizer) else "gradient"
+        if self.source != "auto":
+            return
+        name = type(optimizer).__name__
+        if self.sends == "update":
+            log.info("dgcopt: what travels are the updates that %s makes on each rank", name)
             if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
                 log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")
+        elif not isinstance(optimizer, SGD | LBFGS):
+            log.info(
+                "dgcopt: what travels are gradients, as it is not known that updates of %s add up: if they do, and "
+                "weights depend on nothing else, give the compressor source='update'",
+                name,
+            )
 
     def _doubt_ratio(self) -> None:
         """Say what a ratio of 1 is, where 1% may have been meant."""

@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
+from ..own_step import steps_as
 from .base import Compressor, Context, GradientExchange
 from .wrapper import Wrapper
 
@@ -65,7 +66,7 @@ class FrozenAdam(Wrapper):
 
     def attach(self, optimizer: Optimizer) -> None:
         name = type(self).__name__
-        if not isinstance(optimizer, Adam | AdamW):
+        if not steps_as(optimizer, Adam, AdamW):
             raise ConfigError(
                 f"{name} takes the place of Adam's step and needs torch.optim.Adam or AdamW, not "
                 f"{type(optimizer).__name__}: choose another compressor for it, such as TopK"

@@ -15,8 +15,21 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import dgcopt
 from dgcopt import Comm
+from dgcopt.collectives import AllReduce
+from dgcopt.errors import ConfigError
 
-from .training import TINY, Recipe, Replica, assert_close, assert_same_on_all_ranks, generator, make_model, train
+from .training import (
+    TINY,
+    Recipe,
+    Replica,
+    assert_close,
+    assert_same_on_all_ranks,
+    generator,
+    make_model,
+    tensors_in,
+    train,
+)
+from .where import only
 
 STEPS = 4
 
@@ -264,6 +277,148 @@ def average_by_hand(comm: Comm) -> None:
             assert_close(mine.parameters, whole.parameters, 1e-9, "clipped by hand")
 
 
+class ZerosForNone(Optimizer):
+    """Momentum that goes on where there is no gradient, and looks at the closure first."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                momentum.mul_(0.9).add_(param.grad)
+                param.sub_(momentum, alpha=group["lr"])
+        return loss
+
+
+def a_closure_that_leaves_nothing_to_do(comm: Comm) -> None:
+    """In a step that no rank takes, or that is taken by the updates that ranks make, the optimizer's own one ends."""
+    for compression in (None, dgcopt.TopK(0.1), dgcopt.TopK(0.1, source="update")):
+        for first in (False, True):
+            recipe = Recipe(
+                lambda named: ZerosForNone([param for _, param in named]),
+                compression=compression,
+                schedule=functools.partial(ExponentialLR, gamma=0.9),
+                schedule_first=first,
+                closure=True,
+            )
+            what, mine = f"closure, {compression}, {first}", Replica(recipe, comm)
+            train([mine], range(2))
+            assert_same_on_all_ranks(comm, mine.parameters, what)
+            before = [tensor.clone() for tensor in [*mine.parameters, *tensors_in([*mine.optimizer.state.values()])]]
+
+            def spoilt(step: int, mine: Replica = mine) -> Tensor:
+                loss = Replica.backward(mine, step)
+                if comm.rank == comm.size - 1:
+                    mine.parameters[0].grad[0, 0] = torch.nan  # type: ignore[index]
+                return loss
+
+            mine.backward = spoilt  # type: ignore[method-assign]
+            train([mine], [2])
+            after = [*mine.parameters, *tensors_in([*mine.optimizer.state.values()])]
+            assert all(map(torch.equal, after, before)), f"{what}: a step that no rank takes has moved something"
+            del mine.backward
+            train([mine], [3])
+            assert_same_on_all_ranks(comm, mine.parameters, what)
+            assert not torch.equal(mine.parameters[0], before[0])
+
+
+@only(wires=["torch"])
+def zero_redundancy_optimizer(comm: Comm) -> None:
+    """Its own step tells the other ranks what each owner made of the mean: gradients travel in front of it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def zero(named: Iterable[tuple[str, Tensor]], kind: type[Optimizer], settings: dict[str, Any]) -> Optimizer:
+        return ZeroRedundancyOptimizer([param for _, param in named], kind, **settings)
+
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    dense = (None, dgcopt.TopK(1.0, values="fp64"), dgcopt.DGC(1.0))
+    sparse = (dgcopt.TopK(0.1), dgcopt.DGC(0.1), dgcopt.PowerSGD())
+    for kind, settings in ((torch.optim.SGD, sgd), (torch.optim.AdamW, {"lr": 0.02})):
+        bare = Recipe(lambda named, kind=kind, settings=settings: kind([param for _, param in named], **settings))
+        sharded = replace(bare, optimizer=functools.partial(zero, kind=kind, settings=settings))
+        whole = Replica(bare)
+        train([whole], range(STEPS))
+        for compression in dense + sparse:
+            what = f"ZeRO of {kind.__name__}, {compression}"
+            mine = Replica(replace(sharded, compression=compression, schedule_first=True), comm)
+            train([mine], range(STEPS))
+            assert_same_on_all_ranks(comm, mine.parameters, what)
+            if compression in dense:
+                assert_close(mine.parameters, whole.parameters, 1e-9, what)
+            before = [param.detach().clone() for param in mine.parameters]
+            mine.backward(STEPS)
+            if comm.rank == 1:
+                mine.parameters[0].grad[0, 0] = torch.nan  # type: ignore[index]
+            mine.step(STEPS)
+            assert all(map(torch.equal, mine.parameters, before)), f"{what}: a step that no rank takes moved weights"
+
+    def bare_zero() -> Optimizer:
+        return zero(make_model().named_parameters(), torch.optim.SGD, {"lr": 0.1})
+
+    for refused in (
+        lambda: dgcopt.DistributedOptimizer(bare_zero(), None, dgcopt.TopK(0.1, source="update"), comm=comm),
+        lambda: dgcopt.DistributedOptimizer(bare_zero(), op="adasum", comm=comm),
+        lambda: dgcopt.LocalSGD(bare_zero(), frequency=2, comm=comm),
+    ):
+        try:
+            refused()
+        except ConfigError as error:
+            assert "ZeroRedundancyOptimizer.step() exchanges weights" in str(error), error
+        else:
+            raise AssertionError("no rank steps by itself")
+
+
+@only(wires=["torch"])
+def zero_redundancy_optimizer_loses_nothing(comm: Comm) -> None:
+    """Below ratio 1, what was applied and what is held back are all gradients; also through its own state_dict."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make(named: Iterable[tuple[str, Tensor]]) -> Optimizer:
+        return ZeroRedundancyOptimizer([param for _, param in named], torch.optim.SGD, lr=0.1)
+
+    def total(tensors: Iterable[Tensor]) -> Tensor:
+        return comm.run(AllReduce(torch.cat([tensor.flatten() for tensor in tensors]), op="sum", label="total"))
+
+    for compression in (dgcopt.TopK(0.1, values="fp64"), dgcopt.DGC(0.1, values="fp64")):
+        recipe = Recipe(make, compression=compression)
+        mine = Replica(recipe, comm)
+        start = torch.cat([param.detach().flatten() for param in make_model().parameters()])
+        given = torch.zeros_like(start)
+        for step in range(STEPS):
+            mine.backward(step)
+            given += total(param.grad for param in mine.parameters)  # type: ignore[misc]
+            mine.step(step)
+        try:
+            mine.optimizer.state_dict()
+            raise AssertionError("each rank has a part of the state only")
+        except RuntimeError as error:
+            assert "consolidate_state_dict" in str(error)
+        for rank in range(comm.size):
+            mine.optimizer.consolidate_state_dict(to=rank)  # type: ignore[attr-defined]
+            if comm.rank == rank:
+                state = mine.optimizer.state_dict()
+        residual = state["dgcopt"]["memory"]["residual"]
+        assert residual, "something was to be held back"
+        held = total(residual.get(name, torch.zeros_like(param)) for name, param in mine.model.named_parameters())
+        applied = (start - torch.cat([param.detach().flatten() for param in mine.parameters])) / 0.1 * comm.size
+        torch.testing.assert_close(applied + held, given, rtol=1e-9, atol=1e-9)
+
+        resumed = Replica(recipe, comm)
+        resumed.model.load_state_dict(mine.model.state_dict())
+        resumed.optimizer.load_state_dict(state)
+        train([mine, resumed], [STEPS])
+        assert all(map(torch.equal, mine.parameters, resumed.parameters)), f"{compression}: resumed otherwise"
+
+
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     f"one process: {name}": functools.partial(every_setting, kind) for name, kind in optimizer_classes().items()
 }
@@ -276,5 +431,8 @@ SCENARIOS |= {
         dgc_at_ratio_one_is_dense,
         two_optimizers,
         average_by_hand,
+        a_closure_that_leaves_nothing_to_do,
+        zero_redundancy_optimizer,
+        zero_redundancy_optimizer_loses_nothing,
     )
 }

@@ -663,7 +663,21 @@ def _subclass(base: type[Optimizer], as_horovods: bool) -> type[Optimizer]:
 
     module = "horovod.torch.optimizer" if as_horovods else base.__module__
     body = {"__doc__": base.__doc__, "__module__": module, "_bare_step": bare, "step": _with_hooks(between_hooks)}
-    return type(base.__name__, (_Distributed, base), body)
+    return _ahead_of(type(base))(base.__name__, (base, _Distributed), body)
+
+
+def _ahead_of(kind: Any) -> Any:
+    """A `kind` of class whose own methods give way to those of _Distributed, though it names `base` first.
+
+    Python lets an object change to a class that has its memory laid out by the same first base. With _Distributed
+    first, that fails for optimizers whose first base is none itself, such as `class Mine(ABC, Optimizer)`.
+    """
+
+    def mro(cls: Any) -> list[type]:
+        first, *others = kind.mro(cls)
+        return [first, _Distributed, *(other for other in others if other is not _Distributed)]
+
+    return type(kind.__name__, (kind,), {"mro": mro})
 
 
 def _with_hooks(step: Any) -> Any:

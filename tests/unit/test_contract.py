@@ -3,7 +3,8 @@
 import copy
 import pickle
 import warnings
-from typing import ClassVar
+from abc import ABC
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -365,3 +366,24 @@ def test_rows_have_momentum_too(flavour: dict):
 
     bare = weights_after(make=make, model=lambda: Rows(True))
     assert_close(weights_after(make=make, model=lambda: Rows(True), compression=dgcopt.DGC(1.0)), bare)
+
+
+def test_an_optimizer_whose_first_base_is_none() -> None:
+    """As in other packages: Python refused to give an object of such a class ours."""
+
+    class Descent(ABC, torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for param in self.param_groups[0]["params"]:
+                param.sub_(param.grad, alpha=0.1)
+
+    ranks, plain = Ranks(2, Descent), Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1))
+    for seed in range(2):
+        ranks.step(seed)
+        plain.step(seed)
+    assert all(torch.equal(*pair) for pair in zip(ranks.weights(), plain.weights(), strict=True))
+    assert type(pickle.loads(pickle.dumps(plain.optimizers[0]))) is torch.optim.SGD
+    assert type(copy.deepcopy(ranks.optimizers[0])).__mro__[2] is Descent

@@ -169,6 +169,7 @@ def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[
 def check_trainable(names: dict[Tensor, str]) -> None:
     """Raises ConfigError for parameters that cannot be averaged, or if none can be trained."""
     for param, name in names.items():
+        _check_whole_on_each_rank(param, name)
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(
                 f"parameter {name!r} has dtype {str(param.dtype).removeprefix('torch.')}: only floating-point "
@@ -178,6 +179,17 @@ def check_trainable(names: dict[Tensor, str]) -> None:
             raise ConfigError(f"parameter {name!r} has {param.numel()} elements; at most 2^31 - 1 can be indexed")
     if names and not any(param.requires_grad for param in names):
         raise ConfigError("none of the optimizer's parameters requires a gradient: there is nothing to train")
+
+
+def _check_whole_on_each_rank(param: Tensor, name: str) -> None:
+    """Raises ConfigError for what torch has cut up or laid over a mesh of ranks, told by the marks that it leaves."""
+    of_mesh, of_fsdp = hasattr(param, "device_mesh"), hasattr(param, "_fsdp_flattened")
+    if of_mesh or of_fsdp:
+        kind = "a DTensor (fully_shard, tensor parallelism)" if of_mesh else "part of a FullyShardedDataParallel module"
+        raise ConfigError(
+            f"parameter {name!r} is {kind}: sharded parameters are not supported yet. Train the plain module, whole on "
+            f"every rank, with DistributedOptimizer, or in DistributedDataParallel with ddp_hook"
+        )
 
 
 def check_groups(

@@ -93,8 +93,16 @@ def ddp_hook(
     return state, exchange_bucket
 
 
-def exchange_bucket(state: "HookState", bucket: GradBucket) -> Future[Tensor]:
-    """The hook: takes one of DDP's buckets, and returns a future of its averaged gradients."""
+def exchange_bucket(state: "HookState", bucket: GradBucket, *_: Tensor) -> Future[Tensor]:
+    """The hook: takes one of DDP's buckets, and returns a future of its averaged gradients.
+
+    Raises ConfigError for what FullyShardedDataParallel hands to its hooks.
+    """
+    if isinstance(bucket, Tensor):
+        raise ConfigError(
+            "ddp_hook is for DistributedDataParallel, and this is the gradient of a FullyShardedDataParallel module: "
+            "sharded parameters are not supported yet. Put the plain module in DistributedDataParallel"
+        )
     return state._exchange(bucket)
 
 
@@ -222,8 +230,10 @@ class HookState:
             raise ConfigError("the optimizer exchanges gradients by itself: give ddp_hook the one that is not wrapped")
         if self._optimizer is not None or self._layout:
             raise ConfigError("attach one optimizer, before the first backward pass")
+        numbered = unique_names(optimizer, None)
+        check_trainable({param: (self._given or {}).get(param, name) for param, name in numbered.items()})
         self._optimizer = optimizer
-        self._given = self._given or unique_names(optimizer, None)
+        self._given = self._given or numbered
         self.compressor.attach(optimizer)
         if self._would_send_updates and updates_add_up(optimizer):
             log.info(

@@ -15,10 +15,10 @@ from .errors import MismatchError
 __all__ = ["compare"]
 
 
-def compare(lines: list[str], rank: int, what: str) -> Generator[Collective, Tensor, None]:
+def compare(lines: list[str], rank: int, what: str, remedy: str = "") -> Generator[Collective, Tensor, None]:
     """Exchange `lines` with all ranks; every rank must do so at the same place.
 
-    Raises MismatchError on every rank if any differs from rank 0, saying where first.
+    Raises MismatchError on every rank if any differs from rank 0, saying where first, and the `remedy`.
     """
     digest = bytearray(hashlib.sha256("\n".join(lines).encode()).digest())
     hashes = yield _bytes(digest, f"hash of {what}")
@@ -38,7 +38,7 @@ def compare(lines: list[str], rank: int, what: str) -> Generator[Collective, Ten
                 break
     raise MismatchError(
         f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. Build the same model with the same settings "
-        f"on every rank."
+        f"on every rank.{remedy}"
     )
 
 

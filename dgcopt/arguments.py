@@ -28,6 +28,7 @@ __all__ = [
     "check_trainable",
     "check_whole",
     "describe",
+    "describe_groups",
     "given_names",
     "inner_optimizer",
     "number",
@@ -231,6 +232,19 @@ def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
     short, longer = divmod(len(items), parts)
     bounds = [place * short + min(place, longer) for place in range(parts + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def describe_groups(optimizer: Optimizer) -> list[str]:
+    """The numbers in the optimizer's parameter groups, learning rates and the like, a line each."""
+    lines = []
+    for place, group in enumerate(optimizer.param_groups):
+        for name, value in sorted(group.items()):
+            plain = value.tolist() if isinstance(value, Tensor) else value
+            parts = plain if isinstance(plain, tuple | list) else [plain]
+            how = name in ("params", "foreach", "fused")  # how a step is made does not change what it is
+            if not how and all(isinstance(part, int | float) for part in parts):
+                lines.append(f"{name} of parameter group {place}: {plain}")
+    return lines
 
 
 def describe(optimizer: Optimizer, names: dict[Tensor, str], settings: dict[str, Any], version: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .checkpoint import STATE_KEY, unmarked
 from .collectives import Broadcast, Collective
 from .comm import Comm, current_comm
 from .errors import ConfigError
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+log = logging.getLogger("dgcopt")
 
 
 def broadcast_parameters(
@@ -48,18 +52,32 @@ def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Comm | None = None) -> None:
-    """Load rank `root_rank`'s optimizer state on every rank: buffers, step counts, learning rates.
+    """Load rank `root_rank`'s optimizer state on every rank: buffers, step counts, learning rates; and of what
+    DistributedOptimizer keeps, its step and all that ranks share.
 
-    What each rank keeps for itself (residuals) is not touched. Raises ConfigError, on every rank, for state that
+    What each rank keeps for itself (residuals) is not touched if it is at the root's step already; else it belongs to
+    other steps and starts from zero, which the log says. Raises ConfigError, on every rank, for state that
     `broadcast_object` cannot send.
     """
     comm = current_comm() if comm is None else comm
     if comm.size == 1:
         return
-    state: dict[str, Any] = {}
-    if comm.rank == root_rank:
-        state = {key: value for key, value in optimizer.state_dict().items() if key in ("state", "param_groups")}
-    received = comm.drive(_sent(state, root_rank, comm, "optimizer state"))
+    state = optimizer.state_dict()
+    mine = state.get(STATE_KEY)
+    sent = {key: state[key] for key in ("state", "param_groups")}
+    if mine is not None:
+        sent["param_groups"] = [unmarked(group) for group in sent["param_groups"]]
+        sent[STATE_KEY] = {key: mine[key] for key in ("step", "order", "shared")}
+    received = comm.drive(_sent(sent if comm.rank == root_rank else None, root_rank, comm, "optimizer state"))
+    theirs = received.pop(STATE_KEY, None)
+    if mine is not None and theirs is not None:
+        received[STATE_KEY] = {**mine, **theirs}
+        if mine["step"] != theirs["step"]:
+            received[STATE_KEY]["memory"] = {}
+            log.info(
+                "dgcopt: rank %d goes on from step %d of rank %d, with nothing held back",
+                *(comm.rank, theirs["step"], root_rank),
+            )
     # on the root too: load_state_dict may change dtypes, and all ranks must end up with the same
     optimizer.load_state_dict(received)
 

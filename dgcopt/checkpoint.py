@@ -15,6 +15,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Generator, Iterator, Sequence
@@ -29,10 +30,20 @@ from .comm import Comm, current_comm
 from .errors import CheckpointError, ConfigError
 from .version import __version__
 
-__all__ = ["STATE_KEY", "load", "reshare", "save"]
+__all__ = ["STATE_KEY", "load", "own_part", "put_mark", "reshare", "save", "take_mark", "unmarked"]
+
+log = logging.getLogger("dgcopt")
 
 STATE_KEY = "dgcopt"
 """Where an optimizer's `state_dict()` keeps what dgcopt adds: rank, world_size, step, order and memory."""
+
+STEP_MARK, HELD_MARK = "dgcopt_step", "dgcopt_held"
+"""Numbers beside the settings in an optimizer's first parameter group, where torch keeps what it does not know: the
+step, and how many tensors were held back."""
+
+HOW_TO_KEEP = (
+    "To keep it, save with dgcopt.checkpoint.save, which writes every rank's own, and load with dgcopt.checkpoint.load."
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -109,6 +120,49 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
                         raise CheckpointError(f"{where}: {kind} of {name!r} has other shapes on ranks {rank}, {other}")
                     sums[name] = sums[name] + tensor if name in sums else tensor.clone()
     return mine
+
+
+# -- what one rank has saved for all -----------------------------------------------------------------------------------
+
+
+def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """What rank `rank` of `size` may take over of `state`: without memory if another rank has saved it.
+
+    Says in the log what is lost. Training scripts let rank 0 save what every rank loads.
+    """
+    if (state["rank"], state["world_size"]) == (rank, size):
+        return state
+    lost = sorted(kind for kind, by_name in state["memory"].items() if by_name)
+    if lost:
+        log.warning(
+            "dgcopt: rank %d of %d loads what rank %d of %d has saved: step and shared state go on, but what rank %d "
+            "had held back (%s) is not in it and starts from zero. %s",
+            *(rank, size, state["rank"], state["world_size"], rank, ", ".join(lost), HOW_TO_KEEP),
+        )
+    return {**state, "rank": rank, "world_size": size, "memory": {}}
+
+
+def put_mark(state_dict: dict[str, Any], step: int, memory: dict[str, dict[str, Tensor]]) -> None:
+    """Leave a mark in an optimizer's `state_dict` by which it is known should the rest of `memory` get lost."""
+    state_dict["param_groups"][0] |= {STEP_MARK: step, HELD_MARK: sum(map(len, memory.values()))}
+
+
+def unmarked(group: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a parameter group without the mark."""
+    return {key: value for key, value in group.items() if key not in (STEP_MARK, HELD_MARK)}
+
+
+def take_mark(groups: list[dict[str, Any]], rank: int) -> int:
+    """Take the mark out of parameter groups; returns the step, 0 if there is none. Says in the log what is lost."""
+    step, held = groups[0].pop(STEP_MARK, 0), groups[0].pop(HELD_MARK, 0)
+    if step and held:
+        log.warning(
+            "dgcopt: rank %d: the optimizer's state is that of step %d, where training goes on, but what ranks had "
+            "held back until then (%d tensors) did not come along and starts from zero: it was loaded before the "
+            "optimizer was wrapped, or lost its entry %r on the way. %s",
+            *(rank, step, held, STATE_KEY, HOW_TO_KEEP),
+        )
+    return step
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------

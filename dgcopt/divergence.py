@@ -14,7 +14,7 @@ from .collectives import AllGather, Broadcast, Collective, bytes_of
 from .comm import Comm, current_comm
 from .errors import ConfigError, DivergenceError
 
-__all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "replicas"]
+__all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "digest", "replicas"]
 
 log = logging.getLogger("dgcopt")
 
@@ -55,7 +55,7 @@ def replicas(
     if not tensors:
         return
     names = list(tensors)
-    mine = torch.cat([_digest(tensors[name]) for name in names])
+    mine = torch.cat([digest(tensors[name]) for name in names])
     rows = (yield AllGather(mine, group="control", label="digests of parameters")).view(comm.size, len(names), -1)
     differs = (rows != rows[:1]).any(-1)
     if not differs.any():
@@ -63,11 +63,12 @@ def replicas(
     first = int(differs.any(0).nonzero()[0])
     others = differs[:, first].nonzero().flatten().tolist()
     count = int(differs.any(0).sum())
-    when = "" if step is None else f" after step {step}"
+    when = "" if step is None else f" after step {step}" if step else " before the first step"
     words = (
         f"rank {comm.rank}: replicas have come apart{when}: parameter {names[first]!r} is not the same on rank(s) "
         f"{others} as on rank 0 ({count} of {len(names)} parameters differ). Look for weights that were not "
-        f"broadcast, random numbers or code that differ over ranks, or a broken machine"
+        f"broadcast (dgcopt.broadcast_parameters(model.state_dict(), root_rank=0) before the first step), random "
+        f"numbers or code that differ over ranks, or a broken machine"
     )
     if on_divergence == "raise":
         raise DivergenceError(f'{words}; on_divergence="resync" takes over what rank 0 has.')
@@ -79,10 +80,10 @@ def replicas(
                 tensor.copy_(received)
 
 
-def _digest(tensors: Sequence[Tensor]) -> Tensor:
+def digest(tensors: Sequence[Tensor]) -> Tensor:
     """16 bytes that two ranks share only if their tensors are equal in every bit, dtype and shape."""
-    digest = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(tensor))
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        hashed.update(bytes_of(tensor))
+    return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)

@@ -41,6 +41,11 @@ __all__ = ["Engine", "Settings"]
 
 log = logging.getLogger("dgcopt")
 
+REMEDY = (
+    " What only one rank has loaded, dgcopt.broadcast_optimizer_state(optimizer, root_rank=0) before the first step "
+    "gives to all."
+)
+
 LONGEST_PAUSE = 1024
 """Steps without early launches after launches that proved too early again and again."""
 
@@ -76,6 +81,7 @@ class Engine:
         comm: the wire.
         settings: how they are exchanged.
         describe: everything that must be equal on all ranks, a line each; compared whenever buckets are laid out.
+        describe_start: what must be equal beyond that before the first step, a line each; afterwards it stays so.
         replicated: what must be equal on all ranks, bit for bit, by parameter name.
         local_update: replaces each gradient by the update that the optimizer makes of it; for compressors whose
             source is the update.
@@ -88,6 +94,7 @@ class Engine:
         comm: Comm,
         settings: Settings,
         describe: Callable[[], list[str]],
+        describe_start: Callable[[], list[str]],
         replicated: Callable[[], dict[str, list[Tensor]]],
         local_update: Callable[[], None],
     ) -> None:
@@ -111,6 +118,8 @@ class Engine:
         self.on_shadowed: Callable[[], None] | None = None
         """Takes the step of a rank without data when other ranks have moved it on (simulated wire)."""
         self._describe = describe
+        self._describe_start = describe_start
+        self._begun = False
         self._replicated = replicated
         self._local_update = local_update
         self._layout: Layout | None = None
@@ -497,7 +506,10 @@ class Engine:
 
     def _lay_out(self) -> Generator[Handle, Tensor, Layout]:
         """Compare parameters, and lay out buckets by the order in which gradients became ready."""
-        yield from self._traffic.through(compare(self._describe(), self.comm.rank, "parameters"))
+        if self._begun:
+            yield from self._traffic.through(compare(self._describe(), self.comm.rank, "parameters"))
+        else:
+            yield from self._begin()
         settings = self.settings
         layout = yield from self._traffic.through(
             lay_out(
@@ -521,6 +533,14 @@ class Engine:
         self._contexts = {}
         self._kept_order = []
         return layout
+
+    def _begin(self) -> Generator[Handle, Tensor, None]:
+        """Before the first step over this wire: do all ranks start alike?"""
+        lines = [*self._describe(), *self._describe_start()]
+        yield from self._traffic.through(compare(lines, self.comm.rank, "what ranks start from", REMEDY))
+        weights = {name: [param] for param, name in self.names.items()}
+        yield from self._traffic.through(replicas(weights, self.comm, 0, self.settings.on_divergence))
+        self._begun = True
 
     def _drop_layout(self) -> None:
         """Take the buckets apart; what was kept for their parameters waits for the next ones."""

@@ -25,15 +25,17 @@ from .arguments import (
     check_trainable,
     check_whole,
     describe,
+    describe_groups,
     given_names,
     number,
     unique_names,
 )
-from .checkpoint import STATE_KEY
+from .broadcast import broadcast_optimizer_state
+from .checkpoint import STATE_KEY, own_part, put_mark, take_mark, unmarked
 from .collectives import AllReduce
-from .comm import Comm, current_comm
+from .comm import Comm, broadcasting_root, current_comm
 from .compressors import Adasum, Compressor, NoCompression, accept
-from .divergence import OnDivergence, check_on_divergence
+from .divergence import OnDivergence, check_on_divergence, digest
 from .engine import Engine, Settings
 from .errors import ConfigError
 from .own_step import check_steps_alone, passes_over_missing_gradients
@@ -92,7 +94,8 @@ def DistributedOptimizer(
         comm: the wire; None is the one of `dgcopt.init()`.
         bucket_mb, first_bucket_mb: megabytes of gradient per bucket. Larger costs overlap, smaller costs messages.
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
-        on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0.
+        on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0. Before the first step they are
+            always compared.
 
     Raises ConfigError (a ValueError) for what is no torch optimizer or a framework's wrapper of one, for parameters
     that have no name, two with one name, or that cannot be trained, and for settings out of range; MismatchError if
@@ -101,6 +104,13 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
     check_optimizer(optimizer)
+    if hasattr(optimizer, "averaging"):
+        raise ConfigError(
+            f"the weights of this optimizer are averaged now and then, by {optimizer.averaging.rule!r}, and "
+            f"DistributedOptimizer would average gradients at every step: leave one of them away. For gradients among "
+            f"some ranks and weights among all, wrap the other way round: "
+            f"LocalSGD(DistributedOptimizer(optimizer, process_set=...))"
+        )
     op = check_op(op)
     check_on_divergence(on_divergence)
     compressor = NoCompression() if compression is None else copy.deepcopy(accept(compression))
@@ -138,7 +148,7 @@ def _wrap(
 ) -> None:
     """Give the optimizer its new class, and what that needs."""
     base: Any = type(optimizer)
-    kind = _subclass(base, comm.wire == "horovod")
+    kind = _subclass(base)
     _bind_anew(optimizer, kind)
     optimizer.__class__ = kind
     assert isinstance(optimizer, _Distributed)
@@ -148,7 +158,10 @@ def _wrap(
     optimizer._settings = settings
     optimizer.register_state_dict_post_hook(_save_state)
     optimizer.register_load_state_dict_pre_hook(_load_state)
+    step = take_mark(optimizer.param_groups, comm.rank)
     optimizer._join(comm)
+    if step:
+        optimizer._restore({"memory": {}, "order": [], "step": step})
 
 
 class _Distributed(Optimizer):
@@ -176,11 +189,7 @@ class _Distributed(Optimizer):
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's own step, without any exchange or hook.
-
-        `optimizer.step()` is not this one but that of the generated subclass; this is what lies directly above it,
-        where `hvd.broadcast_optimizer_state` looks for the raw step.
-        """
+        """The wrapped optimizer's own step, without any exchange or hook: `optimizer.step()` is the subclass's."""
         before, self._raw = self._raw, True
         try:
             return self._bare_step(*args, **kwargs)
@@ -311,6 +320,7 @@ class _Distributed(Optimizer):
             self.comm,
             self._settings,
             self._describe,
+            self._describe_start,
             self._replicated,
             self._local_update,
         )
@@ -328,6 +338,11 @@ class _Distributed(Optimizer):
     def _describe(self) -> list[str]:
         settings = {"compression": self.compressor, **vars(self._settings)}
         return describe(self, self._parameter_names, settings, __version__)
+
+    def _describe_start(self) -> list[str]:
+        states = {name: state for name, (_, *state) in self._replicated().items() if state}
+        digests = [f"state of parameter {name}: {bytes(digest(s).tolist()).hex()}" for name, s in states.items()]
+        return describe_groups(self) + digests
 
     def _replicated(self) -> dict[str, list[Tensor]]:
         """Parameters, and the state kept of them where it comes from averaged gradients."""
@@ -620,39 +635,38 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             optimizer._engine.let_go()
 
 
-def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     assert isinstance(optimizer, _Distributed)
+    root = broadcasting_root()
+    if root is not None:
+        # Horovod's knows nothing of what is kept here, and stands still if ranks keep different things for a parameter:
+        # do its work, and leave it the settings
+        broadcast_optimizer_state(optimizer, root)
+        groups = [unmarked(group) for group in optimizer.state_dict()["param_groups"]]
+        return {"state": {"sent": {}}, "param_groups": groups}
     engine = optimizer._engine
     if engine is not None:
-        state_dict[STATE_KEY] = {
-            "rank": optimizer.comm.rank,
-            "world_size": optimizer.comm.size,
-            **engine.kept(),
-        }
+        kept = engine.kept()
+        state_dict[STATE_KEY] = {"rank": optimizer.comm.rank, "world_size": optimizer.comm.size, **kept}
+        put_mark(state_dict, engine.step, kept["memory"])
+    return None
 
 
 def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     assert isinstance(optimizer, _Distributed)
-    if STATE_KEY not in state_dict:
-        return None
-    state = state_dict[STATE_KEY]
-    if (state["rank"], state["world_size"]) != (optimizer.comm.rank, optimizer.comm.size):
-        raise ConfigError(
-            f"this state belongs to rank {state['rank']} of {state['world_size']} and cannot be loaded on rank "
-            f"{optimizer.comm.rank} of {optimizer.comm.size}: each rank keeps what it has not sent yet. "
-            f"dgcopt.checkpoint.load hands it out to any number of ranks; or delete state_dict[{STATE_KEY!r}] to do "
-            f"without."
-        )
-    optimizer._restore(state)
-    return {key: value for key, value in state_dict.items() if key != STATE_KEY}
+    rank, size = optimizer.comm.rank, optimizer.comm.size
+    groups = state_dict["param_groups"]
+    if STATE_KEY in state_dict:
+        optimizer._restore(own_part(state_dict[STATE_KEY], rank, size))
+    elif step := take_mark([dict(group) for group in groups], rank):
+        optimizer._restore({"memory": {}, "order": [], "step": step})
+    kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}
+    return {**kept, "param_groups": [unmarked(group) for group in groups]}
 
 
 @functools.cache
-def _subclass(base: type[Optimizer], as_horovods: bool) -> type[Optimizer]:
-    """The class that a wrapped `base` gets: the same name, with the methods above.
-
-    `hvd.broadcast_optimizer_state` knows a distributed optimizer by the module of its class.
-    """
+def _subclass(base: type[Optimizer]) -> type[Optimizer]:
+    """The class that a wrapped `base` gets: the same name, with the methods above."""
     bare: Any = base.step
     if getattr(bare, "__code__", None) is _with_hooks(bare).__code__:
         bare = bare.__wrapped__
@@ -661,9 +675,8 @@ def _subclass(base: type[Optimizer], as_horovods: bool) -> type[Optimizer]:
     def between_hooks(self: _Distributed, *args: Any, **kwargs: Any) -> Any:
         return self._step_unless_done(*args, **kwargs)
 
-    module = "horovod.torch.optimizer" if as_horovods else base.__module__
-    body = {"__doc__": base.__doc__, "__module__": module, "_bare_step": bare, "step": _with_hooks(between_hooks)}
-    return _ahead_of(type(base))(base.__name__, (base, _Distributed), body)
+    body = {"__doc__": base.__doc__, "__module__": base.__module__, "_bare_step": bare}
+    return _ahead_of(type(base))(base.__name__, (base, _Distributed), {**body, "step": _with_hooks(between_hooks)})
 
 
 def _ahead_of(kind: Any) -> Any:

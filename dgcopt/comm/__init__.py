@@ -1,6 +1,7 @@
 """The wires: one interface (`Comm`), carried out by torch.distributed, Horovod, MPI, one process, or a simulator."""
 
 from .base import DEADLINE, Comm, Finished, Handle, lowered
+from .horovod import broadcasting_root
 from .launch import current_comm, init, shutdown
 from .local import LocalComm
 from .simulated import SimulatedComm, simulate, simulated_world
@@ -12,6 +13,7 @@ __all__ = [
     "Handle",
     "LocalComm",
     "SimulatedComm",
+    "broadcasting_root",
     "current_comm",
     "init",
     "lowered",

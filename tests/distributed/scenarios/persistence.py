@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 import dgcopt
-from dgcopt import DGC, CheckpointError, Comm, ConfigError, Warmup
+from dgcopt import DGC, CheckpointError, Comm, ConfigError, DivergenceError, Warmup, hvd
 from dgcopt.collectives import AllReduce, Barrier, Broadcast
 from dgcopt.comm import LocalComm
 
@@ -272,6 +273,88 @@ def broadcast_optimizer_state(comm: Comm) -> None:
         assert residuals == fingerprint(tensors_in(memory_of(replica.optimizer))), "a rank's own memory was touched"
 
 
+def rank_0_resumes_and_tells_the_others(comm: Comm) -> None:
+    """Horovod's way: rank 0 loads the only file that there is, and broadcasts; the ratio warm-up goes on."""
+    hvd.init()
+    ways: list[Callable[..., None]] = [dgcopt.broadcast_optimizer_state, hvd.broadcast_optimizer_state]
+    if comm.wire == "horovod":
+        import horovod.torch
+
+        ways.append(horovod.torch.broadcast_optimizer_state)
+
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    dgc = DGC(0.02, warmup=Warmup(ratios=(0.5, 0.25, 0.1), steps=2))
+    cases: list[tuple[Callable[..., torch.optim.Optimizer], dgcopt.Compressor | None]] = [
+        (sgd, None),
+        (sgd, dgc),
+        (functools.partial(sgd, weight_decay=0.01, dampening=0.1), dgc),
+        (functools.partial(sgd, momentum=0.0), dgc),  # without any state of its own
+        (sgd, dgcopt.PowerSGD(rank=1, start_step=0)),
+        (functools.partial(torch.optim.Adam, lr=0.01), None),
+        (functools.partial(torch.optim.Adam, lr=0.01), dgcopt.TopK(0.1, source="update")),
+    ]
+    for make, compression in cases:
+        recipe = Recipe(
+            lambda named, make=make: make([param for _, param in named]),
+            functools.partial(make_model, torch.float32),
+            compression,
+            buckets=(*TINY.items(),),
+        )
+        whole = Replica(recipe, comm)
+        train([whole], range(3))
+        for group in whole.optimizer.param_groups:
+            group["lr"] /= 2
+        saved = copy.deepcopy({"model": whole.model.state_dict(), "optimizer": whole.optimizer.state_dict()})
+        for way in ways:
+            what = f"{make}, {compression}, {way}"
+            resumed = Replica(recipe, comm)
+            if comm.rank == 0:
+                resumed.model.load_state_dict(saved["model"])
+                resumed.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+            dgcopt.broadcast_parameters(resumed.model.state_dict(), comm=comm)
+            way(resumed.optimizer, root_rank=0)
+            state = resumed.optimizer.state_dict()
+            assert state["dgcopt"]["step"] == 3, what
+            assert resumed.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"], what
+            assert_same_on_all_ranks(comm, tensors_in([state["state"], state["dgcopt"]["shared"]]), f"state of {what}")
+            if comm.rank:
+                assert not state["dgcopt"]["memory"], f"{what}: others were given memory"
+            else:
+                for kept, held in zip(*(tensors_in(s["dgcopt"]["memory"]) for s in (saved["optimizer"], state))):
+                    assert torch.equal(kept, held), f"{what}: rank 0 lost its memory"
+            train([resumed], range(3, 4))
+            before = resumed.optimizer.telemetry.payload_bytes  # type: ignore[attr-defined]
+            train([resumed], range(4, 5))
+            sent = resumed.optimizer.telemetry.payload_bytes - before  # type: ignore[attr-defined]
+            assert_same_on_all_ranks(comm, resumed.parameters, f"trained after {what}")
+            if way is ways[0]:
+                train([whole], range(3, 4))
+                before = whole.optimizer.telemetry.payload_bytes  # type: ignore[attr-defined]
+                train([whole], range(4, 5))
+                expected = whole.optimizer.telemetry.payload_bytes - before  # type: ignore[attr-defined]
+            assert sent == expected, f"{what}: the warm-up did not go on at the loaded step"
+
+
+def different_starts(comm: Comm) -> None:
+    """Without a broadcast, ranks that start from different weights are told so, all of them, and can go on after it."""
+    model = make_model(seed=1 + (comm.rank == comm.size - 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), DGC(0.1), comm=comm)
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    try:
+        optimizer.step()
+    except DivergenceError as error:
+        for words in (f"rank {comm.rank}", "0.weight", f"[{comm.size - 1}]", "dgcopt.broadcast_parameters"):
+            assert words in str(error), error
+    else:
+        raise AssertionError("different weights were not noticed")
+    dgcopt.broadcast_parameters(model.state_dict(), comm=comm)
+    optimizer.zero_grad()
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert_same_on_all_ranks(comm, list(model.parameters()), "after the broadcast")
+
+
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{
         f"checkpoint: {function.__name__}": function
@@ -284,6 +367,12 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     },
     **{
         f"start alike: {function.__name__}": function
-        for function in (broadcast_parameters, broadcast_object, broadcast_optimizer_state)
+        for function in (
+            broadcast_parameters,
+            broadcast_object,
+            broadcast_optimizer_state,
+            rank_0_resumes_and_tells_the_others,
+            different_starts,
+        )
     },
 }

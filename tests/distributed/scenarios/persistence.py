@@ -320,8 +320,9 @@ def rank_0_resumes_and_tells_the_others(comm: Comm) -> None:
             if comm.rank:
                 assert not state["dgcopt"]["memory"], f"{what}: others were given memory"
             else:
-                for kept, held in zip(*(tensors_in(s["dgcopt"]["memory"]) for s in (saved["optimizer"], state))):
-                    assert torch.equal(kept, held), f"{what}: rank 0 lost its memory"
+                held, kept = (each["dgcopt"]["memory"] for each in (saved["optimizer"], state))
+                same = [torch.equal(kept[kind][name], held[kind][name]) for kind in held for name in held[kind]]
+                assert all(same), f"{what}: rank 0 lost its memory"
             train([resumed], range(3, 4))
             before = resumed.optimizer.telemetry.payload_bytes  # type: ignore[attr-defined]
             train([resumed], range(4, 5))

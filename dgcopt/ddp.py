@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .agreement import compare
-from .arguments import check_trainable, describe, given_names, inner_optimizer, unique_names
+from .arguments import check_trainable, describe, describe_groups, given_names, inner_optimizer, unique_names
 from .buckets import Bucket, Memory, build_buckets, copied
 from .comm import Comm, Handle, current_comm
 from .compressors import Compressor, Context, NoCompression, accept
@@ -163,6 +165,7 @@ class HookState:
         self._given: dict[Tensor, str] | None = None
         self._names: dict[Tensor, str] = {}
         self._optimizer: Optimizer | None = None
+        self._hooks: list[Any] = []
         self._scaler: Any = None
         self._scale = 1.0
         self._share = 1.0
@@ -223,15 +226,19 @@ class HookState:
     def attach(self, optimizer: Optimizer) -> None:
         """Let the compressor take over from the optimizer what it can, before the first backward pass.
 
-        Of what Accelerate, Lightning or Fabric put around an optimizer, the one inside is taken, which they step.
+        Another one of the same parameters takes the place of the one before. Of what Accelerate, Lightning or Fabric
+        put around an optimizer, the one inside is taken, which they step.
         """
         optimizer = inner_optimizer(optimizer)
         if isinstance(optimizer, _Distributed):
             raise ConfigError("the optimizer exchanges gradients by itself: give ddp_hook the one that is not wrapped")
-        if self._optimizer is not None or self._layout:
+        others = self._optimizer is not None and _parameters_of(self._optimizer) != _parameters_of(optimizer)
+        if others or self._layout:
             raise ConfigError("attach one optimizer, before the first backward pass")
         numbered = unique_names(optimizer, None)
         check_trainable({param: (self._given or {}).get(param, name) for param, name in numbered.items()})
+        while self._hooks:
+            self._hooks.pop().remove()
         self._optimizer = optimizer
         self._given = self._given or numbered
         self.compressor.attach(optimizer)
@@ -241,13 +248,29 @@ class HookState:
                 "dgcopt.DistributedOptimizer sends the updates that it makes of whole ones",
                 type(optimizer).__name__,
             )
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        # until the attached one has stepped, look at what others do
+        self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            self._watch,
+        ]
+
+    def _notice(self, other: Optimizer) -> None:
+        """Raises ConfigError if, in place of the attached optimizer, another one has stepped: as one made anew does."""
+        if self._layout and not _parameters_of(other).isdisjoint(self._names):
+            raise ConfigError(
+                f"an optimizer ({type(other).__name__}) has stepped parameters of DDP that is not the one which "
+                f"ddp_hook knows, and that one has never stepped: what compressors take over from it, such as "
+                f"momentum, would be applied twice. Give ddp_hook the optimizer that steps, or call "
+                f"state.attach(optimizer) with it before the first backward pass."
+            )
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Runs `Compressor.before_step` once gradients are there: now, or when the closure has made them."""
+        self._watch.remove()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._use_gradients()
@@ -346,6 +369,7 @@ class HookState:
             {"compression": self.compressor, "scaler": self._scaler is not None},
             __version__,
         )
+        lines += describe_groups(self._optimizer) if self._optimizer is not None else []
         self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))
         for others in [key for key in self._layout if not set(key).isdisjoint(names)]:  # as DDP had them before
             for part in self._layout.pop(others):
@@ -388,7 +412,7 @@ class HookState:
         """Raises ConfigError for parameters that cannot be averaged, or that a restored state does not fit."""
         check_trainable(names)
         if self._optimizer is not None:
-            stepped = {param for group in self._optimizer.param_groups for param in group["params"]}
+            stepped = _parameters_of(self._optimizer)
             for param, name in names.items():
                 if param not in stepped:
                     raise ConfigError(
@@ -580,6 +604,17 @@ def _served_without_data() -> DistributedDataParallel | None:
             return model
         frame = frame.f_back
     return None
+
+
+def _parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _after_any_step(attached: "weakref.ref[HookState]", other: Optimizer, args: Any, kwargs: Any) -> None:
+    """Runs after every optimizer's step, until the attached one has made its first."""
+    state = attached()
+    if state is not None and other is not state._optimizer:
+        state._notice(other)
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +46,8 @@ from .telemetry import Telemetry
 from .version import __version__
 
 __all__ = ["DistributedOptimizer"]
+
+log = logging.getLogger("dgcopt")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
@@ -104,13 +108,6 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
     check_optimizer(optimizer)
-    if hasattr(optimizer, "averaging"):
-        raise ConfigError(
-            f"the weights of this optimizer are averaged now and then, by {optimizer.averaging.rule!r}, and "
-            f"DistributedOptimizer would average gradients at every step: leave one of them away. For gradients among "
-            f"some ranks and weights among all, wrap the other way round: "
-            f"LocalSGD(DistributedOptimizer(optimizer, process_set=...))"
-        )
     op = check_op(op)
     check_on_divergence(on_divergence)
     compressor = NoCompression() if compression is None else copy.deepcopy(accept(compression))
@@ -134,6 +131,13 @@ def DistributedOptimizer(
     comm = current_comm() if comm is None else comm
     if process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
         comm = comm.among(process_set)
+    averaging = getattr(optimizer, "averaging", None)
+    if averaging is not None and comm.size >= averaging.comm.size:
+        raise ConfigError(
+            f"the weights of this optimizer are averaged now and then, by {averaging.rule!r}, which is no use if "
+            f"gradients are averaged over the same ranks at every step: leave one of them away, or give "
+            f"DistributedOptimizer a process_set of fewer ranks"
+        )
     _wrap(optimizer, names, given or {}, compressor, settings, comm)
     return optimizer
 
@@ -340,6 +344,12 @@ class _Distributed(Optimizer):
         return describe(self, self._parameter_names, settings, __version__)
 
     def _describe_start(self) -> list[str]:
+        if self.comm.rank == 0 and _is_averaged_by_ddp(self._parameter_names):
+            log.warning(
+                "dgcopt: DistributedDataParallel averages these parameters' gradients too: what it sends comes on top "
+                "of what telemetry counts, and saves nothing. Give dgcopt.ddp_hook to DDP in place of "
+                "DistributedOptimizer, or train the bare model"
+            )
         states = {name: state for name, (_, *state) in self._replicated().items() if state}
         digests = [f"state of parameter {name}: {bytes(digest(s).tolist()).hex()}" for name, s in states.items()]
         return describe_groups(self) + digests
@@ -722,6 +732,22 @@ def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
             f"this {name}'s `step` was replaced before the optimizer was wrapped, so that dgcopt cannot keep it from "
             f"moving weights where NaN or Inf make a step void: wrap the optimizer first, then replace its `step`"
         )
+
+
+def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
+    """Whether a DistributedDataParallel without a hook has averaged gradients of `params` over all processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    ours = set(params)
+    for module in gc.get_objects():  # nothing leads from a parameter to its DDP
+        if issubclass(type(module), torch.nn.parallel.DistributedDataParallel):
+            size = torch.distributed.get_world_size(module.process_group)
+            everyone = size == torch.distributed.get_world_size() > 1
+            # False after a forward pass within DDP's no_sync()
+            exchanges = getattr(module, "require_forward_param_sync", True) and not getattr(module, "_comm_hooks", [])
+            if everyone and exchanges and not ours.isdisjoint(module.parameters()):
+                return True
+    return False
 
 
 def _decays_apart(group: dict[str, Any]) -> bool:

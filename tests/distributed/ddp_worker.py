@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -474,6 +476,87 @@ def state_of_another_rank_is_refused() -> None:
     other.state.load_state_dict(state)
     with pytest.raises(dgcopt.ConfigError, match=r"belongs to rank \d of 2 .* Let every rank save"):
         other.step(0)
+
+
+@scenario
+def an_optimizer_made_anew_is_noticed() -> None:
+    """The hook has taken over the momentum of the one that it was given, which another would apply once more."""
+    training = Training(dgcopt.DGC(1.0))
+    training.optimizer = sgd(training.model.parameters())
+    training.backward(0)
+    with pytest.raises(
+        dgcopt.ConfigError, match=r"never stepped.* would be applied twice.* state\.attach\(optimizer\)"
+    ):
+        training.optimizer.step()
+    again = Training(dgcopt.DGC(1.0))
+    again.optimizer = sgd(again.model.parameters())
+    again.state.attach(again.optimizer)
+    assert_close(again.run(4).weights(), Training().run(4).weights())
+
+
+@scenario
+def other_optimizers_and_loaded_weights_are_no_mistake() -> None:
+    """Steps of another model; weights loaded after a backward pass; a wrapper that is an optimizer itself."""
+    training = Training(dgcopt.DGC(1.0))
+    training.backward(0)
+    training.model.load_state_dict(small_model().state_dict())
+    other = nn.Parameter(torch.ones(2, requires_grad=True))
+    other.grad = torch.ones(2)
+    plain(iter([other])).step()
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            return self.inner.step(closure)
+
+    training.optimizer = Wrapper(training.optimizer)
+    training.run(2, first=1)
+
+
+@scenario
+def settings_that_differ_over_ranks_are_noticed() -> None:
+    training = Training(dgcopt.DGC(RATIO))
+    training.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * dist.get_rank()
+    with pytest.raises(dgcopt.MismatchError, match=r"lr of parameter group 0: 0\.1\], rank 1 has \[lr .*0\.2"):
+        training.backward(0)
+
+
+@scenario
+def a_distributed_optimizer_beside_ddp_is_noticed() -> None:
+    """DDP's dense gradients would travel beside ours; not with a hook of the user's, no_sync, or DDP of some ranks."""
+
+    def warnings_of(step: Callable[[DDP], None], **settings) -> list[str]:
+        model, records = small_model(), logging.Handler()
+        said: list[str] = []
+        records.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        ddp = DDP(model, **settings)
+        optimizer = dgcopt.DistributedOptimizer(sgd(model.parameters()), compression=dgcopt.DGC(RATIO))
+        logging.getLogger("dgcopt").addHandler(records)
+        step(ddp)
+        optimizer.step()
+        logging.getLogger("dgcopt").removeHandler(records)
+        assert_same_on_all_ranks(flat(model.parameters()))
+        return [text for text in said if "DistributedDataParallel averages" in text]
+
+    def backward(ddp: nn.Module) -> None:
+        inputs, targets = batch(0)
+        nn.functional.cross_entropy(ddp(inputs), targets).backward()
+
+    def quiet(ddp: DDP) -> None:
+        with ddp.no_sync():
+            backward(ddp)
+
+    def hooked(ddp: DDP) -> None:
+        ddp.register_comm_hook(None, noop_hook)
+        backward(ddp)
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    first = dist.get_rank() == 0
+    assert len(warnings_of(backward)) == first
+    assert not warnings_of(quiet) and not warnings_of(hooked) and not warnings_of(backward, process_group=alone)
 
 
 @scenario

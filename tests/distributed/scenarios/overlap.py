@@ -75,14 +75,16 @@ def order_is_the_same_on_all_ranks(comm: Comm) -> None:
 
 def layered() -> nn.Module:
     """Matrices of 1000 and 130 elements, vectors of 20 and 10: 64, 576, 1000 elements are 1, 9, 16 blocks of 64."""
-    return nn.Sequential(nn.Linear(50, 20), nn.Tanh(), nn.Linear(13, 10))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(50, 20), nn.Tanh(), nn.Linear(13, 10))
 
 
 def bytes_are_counted(comm: Comm) -> None:
     """The ledger of a step equals what can be worked out with pencil and paper, whatever is accumulated."""
     n = comm.size
-    # order: 4 int64, broadcast; sparse: 4 int32, reduced; hash of parameters
-    agreement = [4 * 8 * (n - 1) // n, 2 * 4 * 4 * (n - 1) // n, 32 * (n - 1)]
+    # order: 4 int64, broadcast; sparse: 4 int32, reduced; hash of what ranks start from; digests of 4 parameters
+    agreement = [4 * 8 * (n - 1) // n, 2 * 4 * 4 * (n - 1) // n, 32 * (n - 1), 4 * 16 * (n - 1)]
     vote = 12 * (n - 1)
     whole = (1024 + 64 + 192 + 64) * 4  # float32, every tensor on blocks of 64 elements
     vectors = 2 * 2 * 64 * 4 // 2 * 2 * (n - 1) // n

@@ -4,8 +4,8 @@ import copy
 import functools
 import io
 import json
-import math
 import logging
+import math
 import os
 import sys
 import time

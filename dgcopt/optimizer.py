@@ -715,11 +715,12 @@ def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
 
     Raises ConfigError if something else was bound that may move weights in a step that no rank is to take.
     """
-    bound: Any = vars(optimizer).get("step")
-    if hasattr(bound, "_wrapped_by_lr_sched") and bound.__wrapped__ is type(optimizer).step:
+    bound, own = vars(optimizer).get("step"), type(optimizer).step
+    # a newer torch names what its scheduler calls, an older one does not
+    if hasattr(bound, "_wrapped_by_lr_sched") and getattr(bound, "__wrapped__", own) is own:
         reference = weakref.ref(optimizer)
 
-        @functools.wraps(bound)
+        @functools.wraps(bound)  # type: ignore[arg-type]
         def step(*args: Any, **kwargs: Any) -> Any:
             optimizer: Any = reference()
             optimizer._opt_called = True  # all that the scheduler wants to know

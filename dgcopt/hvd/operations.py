@@ -73,9 +73,13 @@ class Handle:
     """A collective on its way, for `poll` and `synchronize`."""
 
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Any]) -> None:
-        self.is_done = is_done
+        self._is_done = is_done
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
+
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._finish is None or self._is_done()
 
     def result(self) -> Any:
         """Wait for the result."""
@@ -122,8 +126,13 @@ class _Differentiable(torch.autograd.Function):
         return (None, None, *(back if isinstance(back, list) else [back]))
 
 
-def _named(tensors: Sequence[Tensor], name: str | None) -> list[tuple[Tensor, str]]:
-    return [(tensor, f"{name or ''}.{place}") for place, tensor in enumerate(tensors)]
+def _label(operation: str, name: str | None, process_set: ProcessSet) -> str:
+    """What the ranks call a collective. Those without a name are numbered, as Horovod takes no two alike at a time."""
+    return f"hvd.{operation} {next(process_set.unnamed) if name is None else name}"
+
+
+def _named(tensors: Sequence[Tensor], name: str | None) -> list[tuple[Tensor, str | None]]:
+    return [(tensor, name and f"{name}.{place}") for place, tensor in enumerate(tensors)]
 
 
 # -- reductions ------------------------------------------------------------------------------------------------------
@@ -164,7 +173,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `allreduce`; all ranks must start what they start in the same order."""
-    comm, chosen, label = comm_of(process_set), _operation(op, average), f"hvd.allreduce {name or ''}"
+    comm, chosen, label = comm_of(process_set), _operation(op, average), _label("allreduce", name, process_set)
     message = _scaled(tensor.detach().clone(), prescale_factor)
 
     def finish(result: Tensor) -> Tensor:
@@ -320,7 +329,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `reducescatter`; all ranks must start what they start in the same order."""
-    comm, label = comm_of(process_set), f"hvd.reducescatter {name or ''}"
+    comm, label = comm_of(process_set), _label("reducescatter", name, process_set)
     if op not in (Average, Sum):
         raise ConfigError(f"op must be hvd.Average or hvd.Sum here, not {op!r}")
     if tensor.dim() == 0:
@@ -405,7 +414,7 @@ def _alike(comm: Comm, numbers: Sequence[int], rows: Tensor, label: str) -> Tens
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Start `allgather`, once all ranks have told how much they have, in the same order everywhere."""
-    comm, label = comm_of(process_set), f"hvd.allgather {name or ''}"
+    comm, label = comm_of(process_set), _label("allgather", name, process_set)
     rows = torch.atleast_1d(tensor.detach())
     lengths = _alike(comm, [len(rows)], rows, label).flatten().tolist()
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
@@ -459,7 +468,7 @@ def broadcast_async(
     if root_rank not in process_set.ranks:
         raise ConfigError(f"root_rank {root_rank} is not in {process_set}")
     root = process_set.ranks.index(root_rank)
-    message = Broadcast(tensor.detach().clone(), root=root, label=f"hvd.broadcast {name or ''}")
+    message = Broadcast(tensor.detach().clone(), root=root, label=_label("broadcast", name, process_set))
     return _start(comm, message, lambda result: result.to(tensor.device))
 
 
@@ -501,7 +510,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `alltoall`, once all ranks have told how much they send; the result is always the pair."""
-    comm, label = comm_of(process_set), f"hvd.alltoall {name or ''}"
+    comm, label = comm_of(process_set), _label("alltoall", name, process_set)
     rows = torch.atleast_1d(tensor.detach())
     even = [len(rows) // comm.size] * comm.size
     counts = even if splits is None else [int(count) for count in splits]

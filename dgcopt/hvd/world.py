@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -42,12 +43,16 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some of the ranks, for collectives and DistributedOptimizer, once `init` or `add_process_set` has added it."""
+    """Some of the ranks, for collectives and DistributedOptimizer, once `init` or `add_process_set` has added it.
+
+    Attributes: `ranks`; `unnamed` numbers the collectives that were given no name.
+    """
 
     process_set_id: int | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = sorted(ranks)
+        self.unnamed = itertools.count()
         self._comm: Comm | None = None
 
     def __repr__(self) -> str:
@@ -119,6 +124,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def _add(process_set: ProcessSet) -> ProcessSet:
     # a comm of its own for all ranks, too: on some wires the comm of the optimizers would match by order alone
     process_set._comm = current_comm().among(process_set.ranks)
+    process_set.unnamed = itertools.count()
     _added.append(process_set)
     return process_set
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from ..compressors.base import at_least_float32
 from ..compressors.frozen_adam import FrozenAdam
 from ..errors import ConfigError
 from ..optimizer import DistributedOptimizer
+from ..schedule import Warmup
 from ..telemetry import Telemetry
 from .base import Averaging, Weights
 from .rounds import KEY, Rounds, is_finite
@@ -123,7 +124,8 @@ class DiLoCo(Averaging):
 class SparseLoCo(DiLoCo):
     """DiLoCo that sends the largest coordinates of each chunk in 2 bits, with error feedback.
 
-    The error feedback forgets a little each time, and takes the place of the outer momentum.
+    The error feedback forgets a little each time, and takes the place of the outer momentum. What an outer step does
+    not send is taken back from the weights; at the start that is nearly all that was learned, so the first send more.
 
     Args:
         every: H, as for DiLoCo.
@@ -132,6 +134,8 @@ class SparseLoCo(DiLoCo):
         decay: what is left of the error after each round.
         lr: of the outer SGD.
         warmup_steps: so many steps of dense data-parallel training first.
+        warmup: what the ratio is in the first outer steps, one after another; more of them if the loss rises when they
+            are over. The paper has none.
 
     Costs, every H steps, an allgather of about 0.02 bytes per parameter at the defaults. Source: Sarfi et al.,
     "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706, Algorithm 1.
@@ -145,8 +149,10 @@ class SparseLoCo(DiLoCo):
         decay: float = 0.95,
         lr: float = 1.0,
         warmup_steps: int = 0,
+        warmup: Sequence[float] = (1.0, 0.25, 0.0625),
     ) -> None:
-        code = ChunkedTopK(ratio, chunk, decay=decay, source="gradient")
+        schedule = Warmup(tuple(warmup), steps=1) if warmup else None
+        code = ChunkedTopK(ratio, chunk, decay=decay, source="gradient", warmup=schedule)
         super().__init__(every, partial(SGD, lr=check_positive(lr, "lr")), code, warmup_steps=warmup_steps)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..coding import SparseCode
 from ..errors import ConfigError
-from ..schedule import check_ratio
+from ..schedule import Warmup, check_ratio
 from ..segments import BLOCK
 from ..selection import count_of
 from .base import Context, Source
@@ -39,6 +39,7 @@ class ChunkedTopK(Sparse):
         decay: how much of what waits is kept from step to step; 1 loses nothing.
         error_feedback: False throws away what is not sent.
         source: what travels, see `Compressor.source`.
+        warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
     Costs one allgather of 1.2 bytes per selected coordinate, at the default 0.15 bits per parameter. Raises ConfigError
     for settings that are none of these, PayloadError for a damaged message.
@@ -51,6 +52,7 @@ class ChunkedTopK(Sparse):
     decay: float = 0.95
     error_feedback: bool = True
     source: Source = "auto"
+    warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
         self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
@@ -58,16 +60,21 @@ class ChunkedTopK(Sparse):
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
         SparseCode(self.indices, self.values)
 
+    def set_steps_per_epoch(self, steps: int) -> None:
+        if self.warmup is not None:
+            self.warmup.steps_per_epoch = steps
+
     def selection(self, ctx: Context) -> ChunkSelection:
         """What finds the largest coordinates of every chunk."""
-        if "selection" not in ctx.scratch:
+        ratio = self.ratio if self.warmup is None else self.warmup.ratio_at(ctx.step, self.ratio)
+        if "selection" not in ctx.scratch or ctx.scratch["selection"].ratio != ratio:
             spans = [
                 (start, min(start + self.chunk, segment.stop))
                 for segment in ctx.segments
                 for start in range(segment.start, segment.stop, self.chunk)
             ]
             device = ctx.segments[0].param.device
-            ctx.scratch["selection"] = ChunkSelection(spans, self.ratio, device)
+            ctx.scratch["selection"] = ChunkSelection(spans, ratio, device)
         return ctx.scratch["selection"]
 
     def select(self, v: Tensor, ctx: Context) -> Tensor:
@@ -86,6 +93,7 @@ class ChunkSelection:
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], ratio: float, device: torch.device) -> None:
+        self.ratio = ratio
         counts = [count_of(ratio, stop - start) for start, stop in spans]
         self.count = sum(counts)
         """How many coordinates are selected."""

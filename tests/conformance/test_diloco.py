@@ -16,6 +16,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 import dgcopt
 from dgcopt import DGC, ConfigError, DiLoCo, PowerSGD, SparseLoCo, TopK, checkpoint
+from dgcopt.tasks.stdlib_gpt import CharGPT
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "unit"))
 
@@ -402,3 +403,29 @@ def test_nan_is_averaged_by_nobody() -> None:
     with pytest.raises(dgcopt.DivergenceError, match=r"rank\(s\) \[1\]"):
         world.step(1)
     assert all(tensor.isfinite().all() for tensor in [*before, *world.anchors()])
+
+
+def test_sparse_loco_keeps_what_was_learned_before_its_first_outer_step() -> None:
+    """At 1 coordinate in 64 from the start, the loss was 5.56 before it and 5.53 after it; now 4.35."""
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    models, optimizers = [], []
+    for comm in dgcopt.simulated_world(2):
+        torch.manual_seed(0)
+        models.append(CharGPT(layers=1, heads=2, width=32, context=16))
+        optimizer = torch.optim.AdamW(models[-1].parameters(), lr=1e-3, betas=(0.9, 0.95))
+        optimizers.append(SparseLoCo().attach(optimizer, models[-1].named_parameters(), comm))
+    generator = torch.Generator().manual_seed(1)
+
+    def loss(model: nn.Module, windows: int) -> Tensor:
+        starts = torch.randint(len(text) - 17, (windows, 1), generator=generator)
+        x = text[starts + torch.arange(17)]
+        return nn.functional.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+    before = float(loss(models[0], 64).detach())
+    for _ in range(30):
+        for model in models:
+            loss(model, 8).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert float(loss(models[0], 64).detach()) < 0.85 * before

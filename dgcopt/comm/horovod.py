@@ -25,19 +25,10 @@ from ..collectives import (
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
-__all__ = ["HorovodComm", "broadcasting_root", "horovod_torch"]
+__all__ = ["HorovodComm", "broadcasting_root"]
 
 _REDUCED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 _MOVED = (*_REDUCED, torch.uint8, torch.int8)
-
-
-def horovod_torch() -> Any:
-    """The module `horovod.torch`, imported no earlier than it is needed. Raises CommError if it cannot be."""
-    try:
-        import horovod.torch as hvd
-    except ImportError as error:
-        raise CommError(f"Horovod cannot be imported ({error}); scripts/install_horovod.sh installs it") from error
-    return hvd
 
 
 class _Pending(Handle):
@@ -76,7 +67,14 @@ class HorovodComm(Comm):
     """Names of the comms in use. Horovod matches by name, and comms may share a process set."""
 
     def __init__(self, deadline: float = DEADLINE, process_set: Any = None, name: str = "") -> None:
-        hvd = self._hvd = horovod_torch()
+        try:
+            import horovod.torch as hvd
+        except ImportError as error:
+            raise CommError(
+                f"the script was started by horovodrun, but Horovod cannot be imported ({error}); "
+                f"scripts/install_horovod.sh installs it"
+            ) from error
+        self._hvd = hvd
         if not hvd.is_initialized():
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
             os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, int(deadline))))

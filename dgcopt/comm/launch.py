@@ -15,7 +15,7 @@ from ..errors import ConfigError, MismatchError
 from .base import DEADLINE, Comm
 from .local import LocalComm
 
-__all__ = ["current_comm", "init", "shutdown", "wire_in_use"]
+__all__ = ["current_comm", "init", "shutdown"]
 
 log = logging.getLogger("dgcopt")
 
@@ -75,11 +75,6 @@ def _alike(comm: Comm, checksums: bool) -> bool:
 def current_comm() -> Comm:
     """The comm that `init` made, joining now if it has not been called."""
     return _current if _current is not None else init()
-
-
-def wire_in_use() -> str:
-    """The name of the wire that this process has joined by, or that `init` would choose."""
-    return _current.wire if _current is not None else _detect(os.environ)[0]
 
 
 def shutdown() -> None:

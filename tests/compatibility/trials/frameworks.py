@@ -1,0 +1,33 @@
+"""What holds in frameworks: scripts of tests/examples, each two real ranks of its own."""
+
+from __future__ import annotations
+
+import functools
+
+from launching import ROOT, launch
+from table import trial
+
+FRAMEWORKS = "Frameworks"
+
+
+def example(name: str) -> None:
+    """Both ranks come to the end with the same bits, and have learned."""
+    outcome = launch("torch", 2, [str(ROOT / "tests" / "examples" / f"{name}.py")], limit=240)
+    told = outcome.told("example")
+    assert outcome.code == 0 and not outcome.orphans and len(told) == 2, outcome.tail
+    assert told[0] == told[1], f"replicas drifted apart: {told}"
+    assert told[0]["accuracy"] > 0.8 and told[0].get("resumed", True) is True, told[0]
+
+
+for what, name, needs in (
+    ("several optimizers and one `ddp_hook`", "two_optimizers_ddp", ()),
+    ("Accelerate", "accelerate_ddp", ["accelerate"]),
+    ("Accelerate: `save_state`, `load_state`", "accelerate_resume", ["accelerate"]),
+    ("Lightning", "lightning_ddp", ["lightning"]),
+    ("Lightning: checkpoint, `ckpt_path`", "lightning_resume", ["lightning"]),
+    ("Lightning Fabric", "fabric_ddp", ["lightning"]),
+    ("HF Trainer, and `resume_from_checkpoint`", "trainer_ddp", ["transformers", "accelerate"]),
+):
+    trial(FRAMEWORKS, what, needs=["sklearn", *needs], note=f"`tests/examples/{name}.py`")(
+        functools.partial(example, name)
+    )

@@ -11,8 +11,9 @@
 
     train(state)
 
-Horovod's own TorchState keeps what is committed in each worker's memory, where a residual dies with its worker. Here
-it is a checkpoint of all ranks in a directory that all machines share, shared out anew by `dgcopt.checkpoint.load`.
+With Horovod's own TorchState the optimizer rejoins by itself too, but what is committed stays in each worker's memory,
+where a residual dies with its worker. Here it is a checkpoint of all ranks in a directory that all machines share,
+shared out anew by `dgcopt.checkpoint.load`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     "across" therefore do not exist under Horovod Elastic.
 
     With averaging, those that go on do so from the mean of all ranks' weights at the commit, those of lost ranks too;
-    they come to it right before their first step. `AsyncAverage` needs a process set and cannot be used.
+    they come to it right before their first step. `AsyncAverage` cannot be used.
 
     Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
     method; CommError if Horovod is not installed.

@@ -193,7 +193,7 @@ class Engine:
                     break
                 self._launch(bucket)
         except Exception:
-            self._abandon()
+            self.abandon()
             raise
 
     def _may_launch(self) -> bool:
@@ -273,10 +273,10 @@ class Engine:
             self._driver = None
         except CommError as error:
             on_their_way = self._on_their_way()
-            self._abandon()
+            self.abandon()
             raise type(error)(f"{error}{on_their_way}") from error
         except Exception:
-            self._abandon()
+            self.abandon()
             raise
 
     def hold(self) -> None:
@@ -320,7 +320,7 @@ class Engine:
                 self.all_have_data()
         except Exception as error:  # it is this rank's own, for when it steps, unless another one cannot go on for it
             self._failure = error
-            self._abandon()
+            self.abandon()
 
     def _on_their_way(self) -> str:
         """For an error: which buckets were sent and not finished, of which parameters."""
@@ -332,7 +332,7 @@ class Engine:
             if labels
         )
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Forget a step that failed, so that the error is the last word about it."""
         self._driver = None
         for context in self._contexts.values():
@@ -581,6 +581,8 @@ class Engine:
         Gradients that have come in and were not sent stay where they are; their passes are counted anew. Raises
         ConfigError if some were sent, or for memory of a parameter that does not exist or fit.
         """
+        if self.comm.elastic:
+            self.abandon()  # the step that failed, on all ranks
         if self._launched or self._driver is not None:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         shapes = {name: param.shape for param, name in self.names.items()}

@@ -104,6 +104,8 @@ global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0  # by which DistributedOptimizer knows Horovod's, too
 
 _added: list[ProcessSet] = []
+_world: Comm | None = None
+"""The ranks that there are; others once `hvd.elastic.run` has started Horovod anew."""
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -115,8 +117,7 @@ def init(*, process_sets: Iterable[ProcessSet] | Literal["dynamic"] = ()) -> Non
     Called again, it only adds sets; "dynamic" is accepted because sets can always be added.
     """
     if not is_initialized():
-        global_process_set.ranks = list(join_wire().ranks())
-        _add(global_process_set)
+        _add_world(join_wire())
     if process_sets != "dynamic":
         for process_set in process_sets:
             add_process_set(process_set)
@@ -124,12 +125,16 @@ def init(*, process_sets: Iterable[ProcessSet] | Literal["dynamic"] = ()) -> Non
 
 def shutdown() -> None:
     """Leave the other ranks, so that `init` joins anew; process sets must be added anew, too."""
+    _leave_sets()
+    leave_wire()
+
+
+def _leave_sets() -> None:
     while _added:
         process_set = _added.pop()
         if process_set._comm is not None:
             process_set._comm.close()
         process_set._comm = None
-    leave_wire()
 
 
 def is_initialized() -> bool:
@@ -150,10 +155,21 @@ def _add(process_set: ProcessSet) -> ProcessSet:
     return process_set
 
 
+def _add_world(comm: Comm) -> None:
+    global _world
+    _world = comm
+    global_process_set.ranks = list(comm.ranks())
+    _add(global_process_set)
+
+
 def _joined() -> Comm:
     if not is_initialized():
         raise ConfigError("dgcopt.hvd has not been initialized; call hvd.init() first")
-    return current_comm()
+    comm = current_comm()
+    if comm is not _world:
+        _leave_sets()
+        _add_world(comm)
+    return comm
 
 
 def _comm_of(process_set: ProcessSet) -> Comm:
@@ -190,13 +206,12 @@ def local_size() -> int:
 
 def cross_rank() -> int:
     """This process's number among those of the same local rank, one on each machine."""
-    comm = _joined()
-    return comm.ranks("across").index(comm.rank)
+    return _joined().cross_rank
 
 
 def cross_size() -> int:
     """How many processes have this local rank, one on each machine."""
-    return _joined().size_of("across")
+    return _joined().cross_size
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def _wrap(
     optimizer._parameter_names = names
     optimizer._given_names = given
     optimizer._settings = settings
+    optimizer._formerly = set()
     optimizer.register_state_dict_post_hook(_save_state)
     optimizer.register_load_state_dict_pre_hook(_load_state)
     step = take_mark(optimizer.param_groups, comm.rank)
@@ -177,6 +178,8 @@ class _Distributed(Optimizer):
     _parameter_names: dict[Tensor, str]
     _given_names: dict[Tensor, str]
     _settings: Settings
+    _formerly: set[tuple[int, int]]
+    """The rank that this process was, of how many, before Horovod was started anew."""
     _hooked: set[Tensor]
     _synchronizing = True
     _accumulating = False
@@ -218,6 +221,8 @@ class _Distributed(Optimizer):
         Call it to change averaged gradients before the step, and step inside `skip_synchronize()`. Called again
         before the next backward pass, it does nothing.
         """
+        if self._engine is not None and not self._synchronized:
+            self._keep_up()
         if self._engine is not None and not self._synchronized:
             self._hook_parameters()
             self._engine.synchronize()
@@ -308,6 +313,31 @@ class _Distributed(Optimizer):
         if engine is not None and self._engine is not None:
             self._engine.telemetry = engine.telemetry
 
+    def _keep_up(self) -> None:
+        """Rejoin if the ranks that this optimizer was of are no more, as `hvd.elastic.run` has started Horovod anew.
+
+        Raises ConfigError where that cannot be right; it is no HorovodInternalError, after which all would try again.
+        """
+        if not self.comm.is_void():
+            return
+        left = self.comm
+        if left.is_part or hasattr(self, "averaging"):
+            what = "exchanges among some of the ranks" if left.is_part else "averages weights too"
+            raise ConfigError(
+                f"Horovod was started anew, and this optimizer {what}, so it cannot join the new ranks by itself: use "
+                f"dgcopt.elastic.State in place of hvd.elastic.TorchState, which takes optimizers of all ranks"
+            )
+        if self._engine is not None:
+            self._engine.abandon()
+        self.rejoin()
+        self._formerly.add((left.rank, left.size))
+        log.warning(
+            "dgcopt: Horovod was started anew, and this optimizer has rejoined: it was rank %d of %d, and is rank %d "
+            "of %d. It keeps what it has not sent yet (norm %.3g). What lost ranks had not sent is lost, which "
+            "dgcopt.elastic.State would have shared out; new ranks start with nothing",
+            *(left.rank, left.size, self.comm.rank, self.comm.size, self.residual_norm()),
+        )
+
     def _join(self, comm: Comm) -> None:
         self.comm = comm
         self._hidden = []
@@ -328,7 +358,7 @@ class _Distributed(Optimizer):
             self._replicated,
             self._local_update,
         )
-        if not self.comm.constructs_in_turn:
+        if not (self.comm.constructs_in_turn or self.comm.elastic):  # else it is done at the first step
             self.comm.drive(compare(self._describe(), self.comm.rank, "parameters and settings"))
         if not hasattr(self, "_hooked"):
             self._hooked = set()
@@ -389,6 +419,8 @@ class _Distributed(Optimizer):
                 param.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def _gradient_arrived(self, param: Tensor) -> None:
+        if not (self._engine is not None and self._engine.in_flight):
+            self._keep_up()
         engine = self._engine
         if engine is None:  # the only rank that is left after `rejoin`
             return
@@ -647,6 +679,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     assert isinstance(optimizer, _Distributed)
+    optimizer._keep_up()
     root = broadcasting_root()
     if root is not None:
         # Horovod's knows nothing of what is kept here, and stands still if ranks keep different things for a parameter:
@@ -664,10 +697,14 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     assert isinstance(optimizer, _Distributed)
+    optimizer._keep_up()
     rank, size = optimizer.comm.rank, optimizer.comm.size
     groups = state_dict["param_groups"]
     if STATE_KEY in state_dict:
-        optimizer._restore(own_part(state_dict[STATE_KEY], rank, size))
+        state = state_dict[STATE_KEY]
+        if (state["rank"], state["world_size"]) in optimizer._formerly:
+            state = {**state, "rank": rank, "world_size": size}
+        optimizer._restore(own_part(state, rank, size))
     elif step := take_mark([dict(group) for group in groups], rank):
         optimizer._restore({"memory": {}, "order": [], "step": step})
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}

@@ -75,6 +75,11 @@ class AsyncAverage(Averaging):
                 "AsyncAverage averages in a thread beside training, and simulated ranks take turns in one: start real "
                 "processes, or simulate LocalSGD"
             )
+        if comm.elastic:
+            raise ConfigError(
+                "AsyncAverage cannot be used under Horovod Elastic, where its thread would be left waiting for workers "
+                "that are gone"
+            )
         if not comm.threads:
             raise ConfigError(
                 "AsyncAverage needs MPI in two threads at once, for which it was not initialised: set "

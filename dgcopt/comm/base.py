@@ -80,14 +80,19 @@ class Comm(ABC):
     """One rank's end of a wire.
 
     Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
-    machine among `nodes`. Collectives of one group must be started in the same order on all its ranks; those of group
-    "control" are in no order with any others. `checksums`, alike on all ranks, says whether messages are verified.
+    machine among `nodes`; `cross_rank` of `cross_size` among the ranks of its local rank, one on each machine.
+    Collectives of one group must be started in the same order on all its ranks; those of group "control" are in no
+    order with any others. `checksums`, alike on all ranks, says whether messages are verified.
     """
 
     wire: ClassVar[str]
     checksums: bool = False
     constructs_in_turn: ClassVar[bool] = False
     """True where ranks are built one after another in one process, so that none may wait in its constructor."""
+    elastic: bool = False
+    """True where ranks may come while others train, so that none may wait before it has taken over their state."""
+    is_part: bool = False
+    """Whether it is of some of the ranks only, as `among` makes."""
     threads: bool = True
     """Whether another thread may use another comm of the same ranks at the same time, as `among` makes."""
 
@@ -125,6 +130,7 @@ class Comm(ABC):
             for place in range(max(map(len, members.values())))
         ]
         self._ranks["across"] = across[self.local_rank]
+        self.cross_rank, self.cross_size = across[self.local_rank].index(self.rank), len(across[self.local_rank])
         self._partitions = {"node": [*map(tuple, members.values())], "across": across}
         groups = {*self._partitions["node"], *across} - {self._ranks["world"]}
         self._subgroups = sorted(group for group in groups if len(group) > 1)
@@ -148,7 +154,11 @@ class Comm(ABC):
 
     def size_of(self, group: Group) -> int:
         """How many ranks share the group."""
-        return len(self._ranks[group])
+        return len(self.ranks(group))
+
+    def is_void(self) -> bool:
+        """Whether the library was started anew since: these ranks are gone, or have other numbers now."""
+        return False
 
     def _channel(self, group: Group) -> Channel:
         """The group's key in the tables of a wire."""
@@ -180,6 +190,7 @@ class Comm(ABC):
                 comm = self._make(members, list(members) if isinstance(given, str) else given) or comm
         comm = comm or LocalComm(self.deadline)
         comm.checksums = self.checksums
+        comm.is_part = self.is_part or comm.size < self.size
         return comm
 
     def _asked_for(self, given: Any) -> tuple[int, ...]:
@@ -193,7 +204,7 @@ class Comm(ABC):
             raise ConfigError(
                 f"among() needs one or more of the ranks 0 to {self.size - 1}, each once, not {list(members)}"
             )
-        if not self.constructs_in_turn:
+        if not (self.constructs_in_turn or self.elastic):
             mine = torch.zeros(self.size, dtype=torch.uint8)
             mine[list(members)] = 1
             rows = self.run(AllGather(mine, group="control", label="ranks of a process set"))
@@ -224,7 +235,7 @@ class Comm(ABC):
 
         Raises CommError if its shape does not fit the group, or the library refuses it.
         """
-        ranks = self._ranks[collective.group]
+        ranks = self.ranks(collective.group)
         self._check(collective, len(ranks))
         if len(ranks) == 1 and not self._supports_alone(collective):
             return Finished(collective, alone(collective))

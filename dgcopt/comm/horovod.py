@@ -19,6 +19,7 @@ from ..collectives import (
     Barrier,
     Broadcast,
     Collective,
+    Group,
     ReduceScatter,
     SendRecv,
 )
@@ -28,6 +29,8 @@ from .base import DEADLINE, Channel, Comm, Handle, RankSet
 __all__ = ["HorovodComm", "broadcasting_root"]
 
 _REDUCED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
+_GLOO_TIMEOUT = 30
+"""Seconds after which Horovod has Gloo give up, unless told otherwise."""
 _MOVED = (*_REDUCED, torch.uint8, torch.int8)
 
 
@@ -53,18 +56,47 @@ class _Pending(Handle):
         return output.view(self.dtype).view(self.shape)
 
 
+class _Life:
+    """What there is of Horovod from one `hvd.init()` to the next `hvd.shutdown()`."""
+
+    def __init__(self, hvd: Any) -> None:
+        self.hvd = hvd
+        self.place = (hvd.rank(), hvd.size())
+        self.registered: dict[tuple[int, ...], Any] = {}
+        """Process sets by their ranks in Horovod's world; Horovod refuses to register the same ranks twice."""
+        self.open: set[str] = set()
+        """Names of the comms in use. Horovod matches by name, and comms may share a process set."""
+        self._mark: int | None = None
+
+    def leave_mark(self) -> None:
+        """Start a sum that is never waited for. `hvd.shutdown()` forgets all handles, which tells of it."""
+        if self._mark is None:
+            self._mark = self.hvd.allreduce_async(torch.zeros(1), name="dgcopt", op=self.hvd.Sum)
+
+    def is_over(self) -> bool:
+        """Whether Horovod has been started anew since, as Horovod Elastic does when workers are lost or come."""
+        if not self.hvd.is_initialized():
+            return False
+        if self.place != (self.hvd.rank(), self.hvd.size()):
+            return True
+        try:
+            if self._mark is not None:
+                self.hvd.poll(self._mark)
+        except ValueError:
+            return True
+        return False
+
+
 class HorovodComm(Comm):
     """Horovod's world; `among` makes those of a `process_set`. Calls `hvd.init()` unless the script has.
 
-    What Horovod fails with is a HorovodInternalError too, so that `hvd.elastic.run` starts anew. Raises CommError if
-    Horovod cannot be used.
+    What Horovod fails with is a HorovodInternalError too, so that `hvd.elastic.run` starts anew. Under Horovod Elastic
+    it is made without a word from the other ranks, and there is only the group of all. Raises CommError if Horovod
+    cannot be used.
     """
 
     wire = "horovod"
-    _registered: ClassVar[dict[tuple[int, ...], Any]] = {}
-    """Process sets by their ranks in Horovod's world; Horovod refuses to register the same ranks twice."""
-    _open: ClassVar[set[str]] = set()
-    """Names of the comms in use. Horovod matches by name, and comms may share a process set."""
+    _latest: ClassVar[_Life | None] = None
 
     def __init__(self, deadline: float = DEADLINE, process_set: Any = None, name: str = "") -> None:
         try:
@@ -77,53 +109,55 @@ class HorovodComm(Comm):
         self._hvd = hvd
         if not hvd.is_initialized():
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-            os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, int(deadline))))
+            if not _is_elastic() or deadline < _GLOO_TIMEOUT:  # the sooner the others give a lost worker up, the better
+                os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, int(deadline))))
             try:
                 hvd.init()
             except Exception as error:  # Horovod raises whatever its controller did
                 raise CommError(f"Horovod could not start: {error}") from error
-            self._registered.clear()
-            self._open.clear()
-        elif process_set is None:
-            self._forget_what_is_void()
+            HorovodComm._latest = None
+        if HorovodComm._latest is None or HorovodComm._latest.is_over():
+            HorovodComm._latest = _Life(hvd)
+        self._life = HorovodComm._latest
+        self.elastic = _is_elastic()
         where = hvd.global_process_set if process_set is None else process_set
         super().__init__(where.rank(), where.size(), deadline)
         self._unnamed: dict[Channel, int] = {}
         self._sets: dict[tuple[int, ...], Any] = {self.ranks(): where}
         self._in_world = tuple(range(hvd.size())) if process_set is None else tuple(process_set.ranks)
-        self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._open)
-        self._open.add(self._name)
+        self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._life.open)
+        self._life.open.add(self._name)
         self._subsets = 0
         if process_set is None:
-            self._registered[self.ranks()] = where
+            self._life.registered[self.ranks()] = where
+            if self.elastic:
+                self.node, self.nodes = self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
+                self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
+                return
             self._find_nodes()
-            for members in () if _is_elastic() else self._subgroups:
+            for members in self._subgroups:
                 self._sets[members] = self._register(members, list(members))
 
-    def _forget_what_is_void(self) -> None:
-        """Forget all process sets and comms if others have started Horovod anew, as Horovod Elastic does.
+    def ranks(self, group: Group = "world") -> tuple[int, ...]:
+        if self.elastic and group in ("node", "across"):
+            raise ConfigError(
+                f"rank {self.rank}: under Horovod Elastic there is only the group of all ranks, and none of {group!r}: "
+                f"Horovod aborts the workers that are left when one dies while there are process sets"
+            )
+        return super().ranks(group)
 
-        It does not invalidate the sets of before, but knows none of them, or gives their ids to others.
-        """
-        for members, known in self._registered.items():
-            try:
-                is_void = known.size() not in (None, len(members))
-            except ValueError:
-                is_void = True
-            if is_void:
-                self._registered.clear()
-                self._open.clear()
-                break
+    def is_void(self) -> bool:
+        return self._life is not HorovodComm._latest or self._life.is_over()
 
     def _register(self, members: tuple[int, ...], given: Any) -> Any:
         """The process set of these ranks, registered unless it is; all ranks ask for all, in the same order."""
         if getattr(given, "process_set_id", None) is not None:
-            self._registered[members] = given
-        known = self._registered.get(members)
+            self._life.registered[members] = given
+        known = self._life.registered.get(members)
         if known is not None and _is_alive(known):
             return known
         try:
-            self._registered[members] = self._hvd.add_process_set(given)
+            self._life.registered[members] = self._hvd.add_process_set(given)
         except Exception as error:
             raise CommError(
                 f"Horovod refused a process set of ranks {list(members)}: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before "
@@ -131,7 +165,7 @@ class HorovodComm(Comm):
                 f"give that ProcessSet to among(); if dgcopt.init() wants them because they share a machine or a "
                 f"local rank, do not register them ({error})"
             ) from error
-        return self._registered[members]
+        return self._life.registered[members]
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
         if self.size < self._hvd.size():
@@ -139,7 +173,7 @@ class HorovodComm(Comm):
                 f"Horovod registers a process set with all {self._hvd.size()} ranks taking part, and this comm has "
                 f"{self.size} of them: ask the comm of all ranks for ranks {[self._in_world[r] for r in members]}"
             )
-        if _is_elastic():
+        if self.elastic and len(members) < self.size:
             raise ConfigError(
                 "there can be no group of some ranks under Horovod Elastic, because Horovod aborts the workers that "
                 "are left when one dies while there are process sets"
@@ -150,7 +184,7 @@ class HorovodComm(Comm):
 
     def close(self) -> None:
         super().close()
-        self._open.discard(self._name)
+        self._life.open.discard(self._name)
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
         return _elastic(kind)(message)  # type: ignore[arg-type]  # mypy finds that types cannot be hashed
@@ -164,11 +198,13 @@ class HorovodComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         hvd, tensor = self._hvd, collective.tensor
-        if ranks not in self._sets:
-            raise CommError(
-                f"rank {self.rank}: {collective.describe()} is for the ranks of one machine, or one of each, and under "
-                f"Horovod Elastic there is only the group of all ranks"
+        if self.is_void():
+            raise ConfigError(
+                f"rank {self.rank}: Horovod was started anew, and {collective.describe()} is for the {self.size} ranks "
+                f"that there were. An optimizer that averages gradients over all ranks joins the new ones by itself; "
+                f"one that averages weights does so with dgcopt.elastic.State. Make all others anew, comms too"
             )
+        self._life.leave_mark()
         where, channel = self._sets[ranks], self._channel(collective.group)
         # the channels of a comm, too, may share a process set
         name = f"dgcopt.{self._name}.{'control.' if channel == 'control' else ''}{collective.label}"

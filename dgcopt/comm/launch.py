@@ -40,6 +40,7 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
     itself, CommError if the ranks do not meet, MismatchError if they differ in `checksums`.
     """
     global _current
+    _renew()
     if _current is not None:
         if wire is not None and wire != _current.wire:
             raise ConfigError(f"dgcopt.init({wire!r}): this process has already joined over {_current.wire!r}")
@@ -64,6 +65,8 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
 
 def _alike(comm: Comm, checksums: bool) -> bool:
     """`checksums` if all ranks say the same: those that differ would misread each other's messages."""
+    if comm.elastic:
+        return checksums
     said = comm.run(AllGather(torch.tensor([checksums], dtype=torch.uint8), group="control", label="checksums"))
     if len(said.unique()) > 1:
         ranks = said.flatten().nonzero().flatten().tolist()
@@ -73,8 +76,17 @@ def _alike(comm: Comm, checksums: bool) -> bool:
 
 
 def current_comm() -> Comm:
-    """The comm that `init` made, joining now if it has not been called."""
+    """The comm that `init` made, joining now if it has not been called, and anew if the library was started anew."""
+    _renew()
     return _current if _current is not None else init()
+
+
+def _renew() -> None:
+    """Join anew what others have started anew, as `hvd.elastic.run` does."""
+    if _current is not None and _current.is_void():
+        left = _current
+        shutdown()
+        init(left.wire, deadline=left.deadline, checksums=left.checksums)
 
 
 def shutdown() -> None:

@@ -86,6 +86,20 @@ def test_horovod_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     assert_right(outcome, 2)
 
 
+def test_horovods_own_state_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
+    """One line changed: the optimizer rejoins by itself, and each of those that are left keeps what it held back."""
+    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT), "--kill-host", "127.0.0.1"]
+    hosts = "echo localhost:2; echo 127.0.0.1:1"
+    outcome = horovodrun(3, hosts, tmp_path, *options, script="elastic_torch_state.py")
+    assert "exit with status code 137" in outcome.output, outcome.tail
+    assert set(starts(outcome)) == everyone(3, 0) | everyone(2, LAST_COMMIT)
+    assert outcome.output.count("has seen worlds of [3, 2]") == 2, outcome.tail
+    words = r"rejoined: it was rank \d of 3, and is rank (\d) of 2. It keeps .* \(norm (\S+)\)"
+    rejoined = re.findall(words, outcome.output)
+    assert sorted(rank for rank, _ in rejoined) == ["0", "1"] and all(float(norm) > 0 for _, norm in rejoined)
+    assert_right(outcome, 2)
+
+
 def test_averaging_goes_on_from_the_mean_of_all_ranks_that_there_were(tmp_path: Path) -> None:
     options = ["--steps", "13", "--kill-at", str(KILL_AT), "--kill-host", "127.0.0.1"]
     outcome = horovodrun(3, "echo localhost:2; echo 127.0.0.1:1", tmp_path, *options, script="elastic_averaging.py")

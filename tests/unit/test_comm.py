@@ -214,15 +214,17 @@ def test_failures_of_horovod_are_horovods_own_too():
         assert (type(error).__name__, str(error)) == (kind.__name__, "rank 0 waited")
 
 
-def test_groups_of_some_ranks_are_refused_where_they_would_abort_all(monkeypatch):
+def test_groups_of_some_ranks_are_refused_where_they_would_abort_all():
     pytest.importorskip("horovod")
     from dgcopt.comm.horovod import HorovodComm
 
     comm = object.__new__(HorovodComm)
-    comm.size, comm._hvd = 3, types.SimpleNamespace(size=lambda: 3)
-    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    comm.rank, comm.size, comm._hvd, comm.elastic = 0, 3, types.SimpleNamespace(size=lambda: 3), True
     with pytest.raises(ConfigError, match="no group of some ranks under Horovod Elastic"):
         comm.among([0, 1])
+    for group in ("node", "across"):
+        with pytest.raises(ConfigError, match=f"only the group of all ranks, and none of '{group}'"):
+            comm.run(AllReduce(torch.ones(1), group=group))
 
 
 def test_emulated_collectives_equal_the_real_ones():

@@ -13,29 +13,33 @@ import dataclasses
 import hashlib
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
-import torch.nn.functional as F
-from jsonargparse import set_parsing_settings
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, Subset
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
+try:
+    import torch
+    import torch.nn.functional as F
+    from jsonargparse import set_parsing_settings
+    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+    from torch.utils.data import DataLoader, Dataset, Subset
+    from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
 
-import dgcopt
-from dgcopt import checkpoint
-from dgcopt.collectives import AllReduce
-from dgcopt.comm import Comm
-from dgcopt.config import Parser
-from dgcopt.tasks.shard import Shard
+    import dgcopt
+    from dgcopt import checkpoint
+    from dgcopt.collectives import AllReduce, Broadcast
+    from dgcopt.comm import Comm
+    from dgcopt.config import Parser
+    from dgcopt.tasks.shard import Shard
+except ModuleNotFoundError as error:
+    sys.exit(f'train.py: {error.name} is not installed: pip install ".[train]"')
 
 
 @dataclasses.dataclass
@@ -75,7 +79,7 @@ class Settings:
     wire: Literal["torch", "horovod", "mpi", "local"] | None = None
     """what carries the collectives; null follows the launcher"""
     output: str = "runs/train"
-    """folder for checkpoints, history.jsonl, the TensorBoard log and result.json"""
+    """folder for checkpoints, history.jsonl, the TensorBoard log and result.json; numbered unless --output names it"""
     log_steps: PositiveInt = 10
     """steps between two entries in the history"""
     checkpoint_steps: NonNegativeInt = 0
@@ -321,6 +325,18 @@ class Trainer:
         }
 
 
+def choose_output(output: Path, fresh: bool, comm: Comm) -> Path:
+    """Where a run goes without --output: the newest of output, output-2, ..., or a `fresh` one, as rank 0 says."""
+    name = re.compile(re.escape(output.name) + r"(?:-(\d+))?")
+    numbers = [int(found[1] or 1) for path in output.parent.glob("*") if (found := name.fullmatch(path.name))]
+    newest = max(numbers, default=0)
+    told = comm.run(Broadcast(comm.to_wire(torch.tensor([max(1, newest + fresh)])), label="where the run goes"))
+    chosen = output if told.item() == 1 else output.with_name(f"{output.name}-{told.item()}")
+    if comm.rank == 0 and chosen != output:
+        print(f"{output} exists: this run goes to {chosen}" if fresh else f"{chosen} is the newest run")
+    return chosen
+
+
 def run(trainer: Trainer, resume: bool, evaluate: bool) -> None:
     """Train or evaluate; rank 0 writes what came of it to result.json or evaluation.json in the output."""
     checkpoints = trainer.output / "checkpoints"
@@ -356,6 +372,8 @@ def main() -> None:
     comm: Comm | None = None
     try:
         comm = dgcopt.init(config.wire)
+        if not any(argument.split("=")[0] == "--output" for argument in sys.argv[1:]):
+            config.output = str(choose_output(Path(config.output), not (config.resume or config.evaluate), comm))
         torch.manual_seed(config.seed)
         try:
             objects = parser.instantiate(config)

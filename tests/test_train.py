@@ -93,9 +93,9 @@ def history(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
 
 
-def refusal(*arguments: str) -> str:
+def refusal(*arguments: str, command: list[str] | None = None) -> str:
     """The one line on stderr of a run that must fail without a traceback."""
-    done = execute(launch(1, "python"), *arguments)
+    done = execute(command or launch(1, "python"), *arguments)
     assert done.returncode > 0
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
@@ -207,6 +207,42 @@ class TestExactResumption:
 
     def test_a_fresh_run_does_not_mix_with_an_old_one(self, straight: Path) -> None:
         assert "--resume" in refusal(*SMALL, "--output", str(straight))
+
+
+class TestPlaces:
+    """Where a run goes that was not told where: the README's launch lines work one after another."""
+
+    def test_a_default_output_is_numbered_and_resumed_where_it_is_newest(self, tmp_path: Path) -> None:
+        first, second = tmp_path / "run.1", tmp_path / "run.1-2"
+        (tmp_path / "own.yaml").write_text(f"output: {first}\n")
+        settings = [*SMALL, "--config", str(tmp_path / "own.yaml")]
+        for output, more, told in (
+            (first, [], ""),
+            (second, [], f"{first} exists: this run goes to {second}"),
+            (second, ["--resume", "--epochs", "2"], f"{second} is the newest"),
+        ):
+            done = execute(launch(2), *settings, *more)
+            assert done.returncode == 0, done.stderr[-3000:]
+            assert f": {output}/result.json" in done.stdout and done.stdout.count(told or "exists") == bool(told)
+        steps = [json.loads((output / "result.json").read_text())["steps"] for output in (first, second)]
+        assert steps == [22, 44] and not (tmp_path / "run.1-3").exists()
+
+    def test_numbers(self, parser: Any, tmp_path: Path) -> None:
+        """Rank 0 decides, by what there is: a number is not used twice, whatever was removed in between."""
+        choose = importlib.import_module("train").choose_output
+        base = tmp_path / "deep" / "run"
+        assert choose(base, True, LocalComm()) == choose(base, False, LocalComm()) == base
+        for name, fresh, newest in (
+            ("run", "run-2", "run"),
+            ("run-4", "run-5", "run-4"),
+            ("run-11", "run-12", "run-11"),
+        ):
+            (base.parent / name).mkdir(parents=True)
+            (base.parent / "run-away").mkdir(exist_ok=True)
+            (base.parent / "runs-30").mkdir(exist_ok=True)
+            assert choose(base, True, LocalComm()).name == fresh and choose(base, False, LocalComm()).name == newest
+        base.rmdir()
+        assert choose(base, True, LocalComm()).name == "run-12"
 
 
 class TestAveraging:
@@ -381,6 +417,13 @@ class TestSettings:
 
 class TestRefusals:
     """Each ends in one line that names what is wrong and what would be right."""
+
+    @pytest.mark.parametrize("module", ["jsonargparse", "tensorboard", "torch"])
+    def test_a_package_that_is_not_installed(self, module: str) -> None:
+        script = f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['train.py', *sys.argv[2:]]"
+        script += "; runpy.run_path('train.py', run_name='__main__')"
+        line = refusal(*SMALL, command=[sys.executable, "-c", script])
+        assert module in line and 'pip install ".[train]"' in line
 
     @pytest.mark.parametrize(
         ("arguments", "named"),

@@ -1,8 +1,8 @@
 """The wires: one interface (`Comm`), carried out by torch.distributed, Horovod, MPI, one process, or a simulator."""
 
 from .base import DEADLINE, Comm, Finished, Handle, lowered
-from .horovod import broadcasting_root
-from .launch import current_comm, init, shutdown
+from .horovod import broadcasting_root, horovod_torch
+from .launch import current_comm, init, shutdown, wire_in_use
 from .local import LocalComm
 from .simulated import SimulatedComm, simulate, simulated_world
 
@@ -15,9 +15,11 @@ __all__ = [
     "SimulatedComm",
     "broadcasting_root",
     "current_comm",
+    "horovod_torch",
     "init",
     "lowered",
     "shutdown",
     "simulate",
     "simulated_world",
+    "wire_in_use",
 ]

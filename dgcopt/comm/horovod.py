@@ -26,12 +26,21 @@ from ..collectives import (
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
-__all__ = ["HorovodComm", "broadcasting_root"]
+__all__ = ["HorovodComm", "broadcasting_root", "horovod_torch"]
 
 _REDUCED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 _GLOO_TIMEOUT = 30
 """Seconds after which Horovod has Gloo give up, unless told otherwise."""
 _MOVED = (*_REDUCED, torch.uint8, torch.int8)
+
+
+def horovod_torch() -> Any:
+    """The module `horovod.torch`, imported no earlier than it is needed. Raises CommError if it cannot be."""
+    try:
+        import horovod.torch as hvd
+    except ImportError as error:
+        raise CommError(f"Horovod cannot be imported ({error}); scripts/install_horovod.sh installs it") from error
+    return hvd
 
 
 class _Pending(Handle):
@@ -99,14 +108,7 @@ class HorovodComm(Comm):
     _latest: ClassVar[_Life | None] = None
 
     def __init__(self, deadline: float = DEADLINE, process_set: Any = None, name: str = "") -> None:
-        try:
-            import horovod.torch as hvd
-        except ImportError as error:
-            raise CommError(
-                f"the script was started by horovodrun, but Horovod cannot be imported ({error}); "
-                f"scripts/install_horovod.sh installs it"
-            ) from error
-        self._hvd = hvd
+        hvd = self._hvd = horovod_torch()
         if not hvd.is_initialized():
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
             if not _is_elastic() or deadline < _GLOO_TIMEOUT:  # the sooner the others give a lost worker up, the better

@@ -15,7 +15,7 @@ from ..errors import ConfigError, MismatchError
 from .base import DEADLINE, Comm
 from .local import LocalComm
 
-__all__ = ["current_comm", "init", "shutdown"]
+__all__ = ["current_comm", "init", "shutdown", "wire_in_use"]
 
 log = logging.getLogger("dgcopt")
 
@@ -87,6 +87,11 @@ def _renew() -> None:
         left = _current
         shutdown()
         init(left.wire, deadline=left.deadline, checksums=left.checksums)
+
+
+def wire_in_use() -> str:
+    """The name of the wire that this process has joined by, or that `init` would choose."""
+    return _current.wire if _current is not None else _detect(os.environ)[0]
 
 
 def shutdown() -> None:

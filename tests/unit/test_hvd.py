@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -19,17 +20,26 @@ CALLS = {
     "cross_rank": (),
     "cross_size": (),
     "add_process_set": ([0],),
-    "allreduce": (torch.ones(2),),
-    "allreduce_": (torch.ones(2),),
-    "allgather": (torch.ones(2),),
+    "remove_process_set": (hvd.ProcessSet([0]),),
+    "mpi_threads_supported": (),
+    **dict.fromkeys(("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"), (torch.ones(2),)),
+    **dict.fromkeys(("allgather", "allgather_async", "alltoall", "alltoall_async"), (torch.ones(2),)),
+    **dict.fromkeys(("reducescatter", "reducescatter_async"), (torch.ones(2),)),
+    **dict.fromkeys(("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"), (torch.ones(2), 0)),
+    **dict.fromkeys(("grouped_allreduce", "grouped_allreduce_"), ([torch.ones(2)],)),
+    **dict.fromkeys(("grouped_allreduce_async", "grouped_allreduce_async_"), ([torch.ones(2)],)),
+    **dict.fromkeys(("grouped_allgather", "grouped_allgather_async"), ([torch.ones(2)],)),
+    **dict.fromkeys(("grouped_reducescatter", "grouped_reducescatter_async"), ([torch.ones(2)],)),
+    "sparse_allreduce_async": (torch.ones(2).to_sparse(), "name", hvd.Sum),
     "allgather_object": ({"loss": [1, 2.5]},),
     "barrier": (),
-    "broadcast": (torch.ones(2), 0),
-    "broadcast_": (torch.ones(2), 0),
     "broadcast_object": ("text", 0),
     "broadcast_parameters": ({"w": torch.ones(2)}, 0),
     "broadcast_optimizer_state": (torch.optim.SGD([torch.ones(2)], lr=0.1), 0),
 }
+
+BUILT = [name for name in hvd.__all__ if name.endswith(("_built", "_enabled"))]
+INSTEAD = ("join", "SyncBatchNorm", "start_timeline", "stop_timeline")
 
 
 @pytest.fixture
@@ -51,7 +61,8 @@ def test_it_is_imported_only_when_asked_for_and_needs_no_horovod():
 
 def test_every_name_that_joins_nothing_is_called_here():
     without = {"Compression", "DistributedOptimizer", "ProcessSet", "global_process_set", "init", "is_initialized"}
-    assert set(hvd.__all__) - set(CALLS) - without == {"Adasum", "Average", "Max", "Min", "Sum", "shutdown"}
+    without |= {*BUILT, "HorovodInternalError", "poll", "synchronize"}
+    assert set(hvd.__all__) - set(CALLS) - without == {"Adasum", "Average", "Max", "Min", "Product", "Sum", "shutdown"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -81,11 +92,27 @@ def test_alone(alone):
     tensor = torch.arange(6.0).view(2, 3).requires_grad_()
     for result in (
         hvd.allreduce(tensor, name="x"),
-        hvd.allreduce(tensor, op=hvd.Max),
+        hvd.allreduce(tensor, op=hvd.Product).detach(),
         hvd.allgather(tensor),
         hvd.broadcast(tensor, 0),
+        hvd.alltoall(tensor),
+        hvd.reducescatter(tensor, op=hvd.Sum),
+        *hvd.grouped_allreduce([tensor], prescale_factor=0.5, postscale_factor=2.0),
+        hvd.synchronize(hvd.allgather_async(tensor)),
     ):
-        assert torch.equal(result, tensor) and not result.requires_grad and result.data_ptr() != tensor.data_ptr()
+        assert torch.equal(result, tensor) and result.data_ptr() != tensor.data_ptr()
+        if result.requires_grad:
+            assert torch.autograd.grad((3 * result).sum(), tensor)[0].eq(3).all()
+    with pytest.raises(ValueError, match=r"Average or hvd\.Sum only"):
+        hvd.allreduce(tensor, op=hvd.Max).sum().backward()
+    handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+    assert hvd.poll(handle) and hvd.synchronize(handle) is hvd.synchronize(handle) is tensor
+    assert [t.tolist() for t in hvd.alltoall(torch.arange(3), [3])] == [[0, 1, 2], [3]]
+    assert hvd.allreduce(torch.tensor([5]), prescale_factor=0.5).tolist() == [2]
+    half = hvd.allreduce(torch.tensor([1 + 2.0**-12]), compression=hvd.Compression.fp16)
+    assert half.dtype == torch.float32 and half.item() == 1
+    rows = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,))
+    assert hvd.sparse_allreduce_async(rows, "rows", hvd.Average)().to_dense().tolist() == [0, 5, 0, 0]
     assert hvd.allreduce_(tensor) is tensor and hvd.broadcast_(tensor, 0) is tensor
     assert hvd.allgather(torch.tensor(7)).tolist() == [7] and hvd.allgather(torch.ones(0, 4)).shape == (0, 4)
     assert hvd.allgather_object({"a": (1, None)}) == [{"a": (1, None)}] and hvd.broadcast_object([2.5]) == [2.5]
@@ -108,7 +135,7 @@ def test_shutdown_and_init_again(alone):
 
 def test_what_is_refused(alone):
     tensor = torch.ones(2)
-    with pytest.raises(ValueError, match=r"Average, Sum, Min or Max here, not 2"):
+    with pytest.raises(ValueError, match=r"Average, Sum, Min, Max or Product here, not 2"):
         hvd.allreduce(tensor, op=hvd.Adasum)
     with pytest.raises(ValueError, match="not both"):
         hvd.allreduce(tensor, average=True, op=hvd.Sum)
@@ -118,6 +145,17 @@ def test_what_is_refused(alone):
         hvd.broadcast(tensor, 1)
     with pytest.raises(ValueError, match="0 to 0"):
         hvd.add_process_set([0, 1])
+    with pytest.raises(ValueError, match=r"splits \[1\]; on rank\(s\) \[0\] splits are not 1 numbers that add up"):
+        hvd.alltoall(tensor, [1])
+    with pytest.raises(ValueError, match="not a scalar"):
+        hvd.reducescatter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="none, fp16 or bf16"):
+        hvd.allreduce(tensor, compression=dgcopt.DGC(0.1))
+    assert not hvd.remove_process_set(hvd.global_process_set) and not hvd.remove_process_set(hvd.ProcessSet([0]))
+    added = hvd.add_process_set([0])
+    assert hvd.remove_process_set(added)
+    with pytest.raises(ValueError, match="has not been added"):
+        hvd.allreduce(tensor, process_set=added)
 
 
 def test_what_horovods_optimizer_is_given(alone):
@@ -140,3 +178,50 @@ def test_names_numbers_and_arguments_are_horovods():
             assert set(here) <= set(there) or name == "DistributedOptimizer", name
             by_place = [n for n, p in here.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
             assert by_place == list(there)[: len(by_place)], name
+
+
+def test_every_name_of_horovod_is_there_or_says_what_to_use():
+    horovods = pytest.importorskip("horovod.torch", reason="Horovod is not installed: its names cannot be listed")
+    names = {
+        name for name, value in vars(horovods).items() if not isinstance(value, types.ModuleType) and name[0] != "_"
+    }
+    names -= {"check_extension"}  # which is no part of its interface, but left over from its own import
+    assert names >= {"allreduce_async_", "nccl_built", "join"} and names - set(hvd.__all__) == set(INSTEAD)
+    assert hvd.elastic is horovods.elastic
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_names_that_are_missing_say_what_to_use(name: str):
+    assert not hasattr(hvd, name)
+    with pytest.raises(AttributeError, match=rf"no '{name}'.*(dgcopt\.join\(optimizer\)|torch\.)"):
+        getattr(hvd, name)
+
+
+def test_elastic_without_horovod(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    with pytest.raises(AttributeError, match=r"Horovod cannot be imported.*dgcopt\.checkpoint\.load"):
+        _ = hvd.elastic
+
+
+@pytest.mark.parametrize("wire", ["torch", "mpi", "local"])
+def test_which_libraries_there_are(wire: str, monkeypatch: pytest.MonkeyPatch):
+    """Before and after joining; Horovod's answers are its own."""
+    monkeypatch.setenv("DGCOPT_WIRE", wire)
+    assert hvd.gloo_built() == torch.distributed.is_gloo_available() and hvd.gloo_enabled() == (wire == "torch")
+    assert hvd.mpi_enabled() == (wire == "mpi") and hvd.cuda_built() == (torch.version.cuda is not None)
+    assert hvd.rocm_built() == (torch.version.hip is not None) and not hvd.ddl_built() and not hvd.ccl_built()
+    assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
+    assert all(type(getattr(hvd, name)()) is (int if name == "nccl_built" else bool) for name in BUILT)
+
+
+def test_mpi_is_not_asked_about_threads_where_it_is_not_used(alone):
+    with pytest.raises(ValueError, match="over local"):
+        hvd.mpi_threads_supported()
+
+
+def test_horovod_is_asked_where_it_is_the_wire(monkeypatch: pytest.MonkeyPatch):
+    horovods = pytest.importorskip("horovod.torch", reason="Horovod is not installed")
+    monkeypatch.setenv("DGCOPT_WIRE", "horovod")
+    for name in BUILT:
+        if name.endswith("_built"):  # the others are answered once Horovod runs
+            assert getattr(hvd, name)() == getattr(horovods, name)(), name

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -85,6 +88,85 @@ def gathering(comm: Comm) -> None:
             assert f"rank {me} has {odd.dtype}" in str(error)
         else:
             raise AssertionError("ranks gathered what does not fit together")
+
+
+def handles(comm: Comm) -> None:
+    """Several collectives on their way at once; results are fetched in another order on every rank."""
+    hvd.init()
+    size, me = comm.size, comm.rank
+    mine, total = torch.full((4,), float(me + 1)), size * (size + 1) / 2
+    again = mine.clone()
+    started = {
+        "sum": hvd.allreduce_async(mine, op=hvd.Sum, postscale_factor=0.5),
+        "product": hvd.allreduce_async(mine, op=hvd.Product),
+        "in place": hvd.allreduce_async_(again, average=False),
+        "rows": hvd.allgather_async(mine[:me]),
+        "last": hvd.broadcast_async(mine, size - 1),
+        "several": hvd.grouped_allreduce_async([mine, mine.long()], op=hvd.Sum),
+        "parts": hvd.reducescatter_async(torch.arange(size + 1.0), op=hvd.Sum),
+    }
+    sparse = hvd.sparse_allreduce_async(torch.sparse_coo_tensor([[0]], [float(me)], (2,)), "sparse", hvd.Sum)
+    names = list(started)
+    results = {name: hvd.synchronize(started[name]) for name in names[me % len(names) :] + names[: me % len(names)]}
+    assert results["sum"].tolist() == [total / 2] * 4 and results["product"].tolist() == [math.factorial(size)] * 4
+    assert results["in place"] is again and again.tolist() == [total] * 4
+    assert results["rows"].tolist() == [1.0 + rank for rank in range(size) for _ in range(min(rank, 4))]
+    assert results["last"].tolist() == [size] * 4
+    assert [(t.dtype, t.tolist()) for t in results["several"]] == [(t.dtype, [total] * 4) for t in (mine, mine.long())]
+    # rank 0 has a row more than the others
+    assert results["parts"].tolist() == ([0, size] if me == 0 else [(me + 1) * size])
+    assert sparse().to_dense().tolist() == [size * (size - 1) / 2, 0] and all(map(hvd.poll, started.values()))
+
+
+def rows_to_others(comm: Comm) -> None:
+    """Rank s sends s + r rows to rank r. Splits that fit nothing on one rank are refused on all."""
+    hvd.init()
+    size, me = comm.size, comm.rank
+    splits = [me + rank for rank in range(size)]
+    for dtype in (torch.float32, torch.int64):
+        rows = torch.full((sum(splits), 2), me, dtype=dtype)
+        received, counts = hvd.alltoall(rows, torch.tensor(splits), name="rows")
+        assert counts.tolist() == splits and received.dtype == dtype
+        assert received[:, 1].tolist() == [rank for rank in range(size) for _ in range(rank + me)]
+    assert hvd.alltoall(torch.arange(size)).tolist() == [me] * size
+    for splits in ([1] * size if me else [0] * size), [1] * (size + 1):
+        with pytest.raises(ConfigError, match=rf"rank {me} has {size} row\(s\) and splits {re.escape(str(splits))}"):
+            hvd.alltoall(torch.ones(size), splits)
+
+
+def gradients_flow_through(comm: Comm) -> None:
+    """What Horovod gives back: reductions are reduced again, rows return to where they came from."""
+    hvd.init()
+    size, me = comm.size, comm.rank
+    weights = torch.arange(1.0, size + 1)  # rank r multiplies what it gets by r + 1
+
+    def back(collective: Callable[[Tensor], Tensor], length: int = size) -> list[float]:
+        mine = torch.ones(length, requires_grad=True)
+        (collective(mine).sum() * (me + 1)).backward()
+        assert mine.grad is not None
+        return mine.grad.tolist()
+
+    mean, total = float(weights.mean()), float(weights.sum())
+    assert back(hvd.allreduce) == [mean] * size
+    assert back(lambda t: hvd.allreduce(t, op=hvd.Sum)) == [total] * size
+    assert back(hvd.allgather, me + 1) == [mean] * (me + 1)
+    assert back(lambda t: hvd.broadcast(t, size - 1)) == [mean if me == size - 1 else 0] * size
+    assert back(hvd.alltoall) == weights.tolist()
+    assert back(hvd.reducescatter) == weights.tolist()
+    assert back(lambda t: hvd.reducescatter(t, op=hvd.Sum)) == (size * weights).tolist()
+    (one,) = hvd.grouped_allreduce([torch.ones(1, requires_grad=True)])
+    assert one.requires_grad
+
+
+def which_library_carries_messages(comm: Comm) -> None:
+    hvd.init()
+    enabled = (hvd.gloo_enabled(), hvd.mpi_enabled())
+    if comm.wire == "horovod":
+        assert enabled == (horovods().gloo_enabled(), horovods().mpi_enabled()) and any(enabled)
+    else:
+        assert enabled == (comm.wire == "torch", comm.wire == "mpi")
+    if hvd.mpi_enabled():
+        assert isinstance(hvd.mpi_threads_supported(), bool)
 
 
 def a_logged_loss_meets_no_gradients(comm: Comm) -> None:
@@ -216,6 +298,10 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     for function in (
         names,
         gathering,
+        handles,
+        rows_to_others,
+        gradients_flow_through,
+        which_library_carries_messages,
         a_logged_loss_meets_no_gradients,
         state_of_one_rank_for_all,
         process_sets,

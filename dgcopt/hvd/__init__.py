@@ -1,0 +1,200 @@
+"""Horovod's names over any wire: `import dgcopt.hvd as hvd` in place of `import horovod.torch as hvd`.
+
+The script then runs under horovodrun as before, and under torchrun, mpirun, srun or alone too. Its own collectives
+never mix with gradients that are on their way. What differs from Horovod: collectives are matched by their order, so
+all ranks must start them in the same one; and objects are not pickled, so they must be what `dgcopt.broadcast_object`
+takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use when they are asked for.
+
+Before `hvd.init()`, all of these but DistributedOptimizer and the `_built` functions raise ConfigError, a ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .. import broadcast as start_alike
+from ..comm import horovod_torch
+from ..errors import CommError
+from ..optimizer import DistributedOptimizer
+from .operations import (
+    Adasum,
+    Average,
+    Compression,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+    synchronize,
+)
+from .world import (
+    ProcessSet,
+    add_process_set,
+    ccl_built,
+    comm_of,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+HorovodInternalError = CommError
+"""What a collective that failed raises; over Horovod it is Horovod's own, too."""
+
+_TIMELINE = "profile with torch.profiler, or with HOROVOD_TIMELINE under horovodrun; optimizer.telemetry has the sums"
+_INSTEAD = {
+    "join": "wrap the loop in `with dgcopt.join(optimizer):`, which serves the ranks that have more data on every wire",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm on the wire torch, or horovod.torch.SyncBatchNorm under horovodrun",
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        try:
+            return horovod_torch().elastic
+        except CommError as error:
+            raise AttributeError(
+                f"hvd.elastic is Horovod's own ({error}). Under torchrun, which restarts all workers, "
+                f"dgcopt.checkpoint.load is enough"
+            ) from error
+    if name in _INSTEAD:
+        raise AttributeError(f"dgcopt.hvd has no {name!r}: {_INSTEAD[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# -- starting alike --------------------------------------------------------------------------------------------------
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0) -> None:
+    """Overwrite tensors with rank `root_rank`'s: a `state_dict()`, `named_parameters()` or a list of parameters."""
+    listed = params.items() if isinstance(params, Mapping) else enumerate(params)
+    pairs = [value if isinstance(value, tuple) else (str(name), value) for name, value in listed]
+    start_alike.broadcast_parameters(pairs, root_rank, comm_of(global_process_set))
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, model: Any = None) -> None:
+    """Load rank `root_rank`'s optimizer state; `model` is what Horovod wants for sparse parameters, and unused."""
+    start_alike.broadcast_optimizer_state(optimizer, root_rank, comm_of(global_process_set))
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Rank `root_rank`'s object on every rank; see `dgcopt.broadcast_object` for what it may be."""
+    comm = comm_of(process_set)
+    return start_alike.broadcast_object(obj, process_set.ranks.index(root_rank), comm)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, in a list by rank; they may be what `broadcast_object` takes."""
+    return [broadcast_object(obj, root) for root in range(size())]

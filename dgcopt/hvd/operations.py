@@ -1,0 +1,567 @@
+"""Collectives on tensors, at once or with a handle for later, through which gradients flow as through Horovod's."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
+from ..collectives import Op as Reduction
+from ..comm import Comm, Finished
+from ..compressors import BF16, FP16, NoCompression, accept
+from ..errors import ConfigError, MismatchError
+from .world import ProcessSet, comm_of, global_process_set
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+"""The same numbers as Horovod's, so that either library's can be given to the other."""
+
+_REDUCTIONS: dict[Any, Reduction] = {Average: "average", Sum: "sum", Min: "min", Max: "max"}
+
+
+class Compression:
+    """Where Horovod's scripts look for compressors; DistributedOptimizer takes any other `dgcopt.Compressor` too."""
+
+    none = NoCompression()
+    fp16 = FP16()
+    bf16 = BF16()
+
+
+# -- on their way ----------------------------------------------------------------------------------------------------
+
+
+class Handle:
+    """A collective on its way, for `poll` and `synchronize`."""
+
+    def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Any]) -> None:
+        self._is_done = is_done
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def is_done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._finish is None or self._is_done()
+
+    def result(self) -> Any:
+        """Wait for the result."""
+        if self._finish is not None:
+            self._result, self._finish = self._finish(), None
+        return self._result
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize(handle)` would return at once."""
+    return handle.is_done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for what was started with an `_async` function; returns its result."""
+    return handle.result()
+
+
+def _start(comm: Comm, collective: Collective, finish: Callable[[Tensor], Any]) -> Handle:
+    """What takes a single collective goes on by itself; what takes more is finished here, in the order of the calls."""
+    collective.tensor = comm.to_wire(collective.tensor)
+    if comm.checksums or not comm.supports(collective):
+        started: Any = Finished(collective, comm.run(collective))
+    else:
+        started = comm.start(collective)
+    return Handle(started.done, lambda: finish(comm.wait(started)))
+
+
+def _all(handles: Sequence[Handle]) -> Handle:
+    return Handle(lambda: all(map(poll, handles)), lambda: [synchronize(handle) for handle in handles])
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective with the collective that its gradient takes back."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.back = back
+        return there(*[tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        back = ctx.back(*grads)
+        return (None, None, *(back if isinstance(back, list) else [back]))
+
+
+def _label(operation: str, name: str | None, process_set: ProcessSet) -> str:
+    """What the ranks call a collective. Those without a name are numbered, as Horovod takes no two alike at a time."""
+    return f"hvd.{operation} {next(process_set.unnamed) if name is None else name}"
+
+
+def _named(tensors: Sequence[Tensor], name: str | None) -> list[tuple[Tensor, str | None]]:
+    return [(tensor, name and f"{name}.{place}") for place, tensor in enumerate(tensors)]
+
+
+# -- reductions ------------------------------------------------------------------------------------------------------
+
+
+def _operation(op: Any, average: bool | None) -> Any:
+    if average is not None and op is not None:
+        raise ConfigError("give op or average, not both")
+    chosen = (Sum if average is False else Average) if op is None else op
+    if chosen not in _REDUCTIONS and chosen != Product:
+        raise ConfigError(f"op must be hvd.Average, Sum, Min, Max or Product here, not {op!r}")
+    return chosen
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    if factor == 1:
+        return tensor
+    return tensor * factor if tensor.is_floating_point() else (tensor.double() * factor).to(tensor.dtype)
+
+
+def _half(tensor: Tensor, compression: Any) -> Tensor:
+    """The tensor as `hvd.Compression` sends it."""
+    compressor = accept(compression)
+    if not isinstance(compressor, NoCompression | FP16 | BF16):
+        raise ConfigError("this takes hvd.Compression.none, fp16 or bf16; other compressors are for gradients")
+    if isinstance(compressor, NoCompression) or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.float16 if isinstance(compressor, FP16) else torch.bfloat16)
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `allreduce`; all ranks must start what they start in the same order."""
+    comm, chosen, label = comm_of(process_set), _operation(op, average), _label("allreduce", name, process_set)
+    message = _scaled(tensor.detach().clone(), prescale_factor)
+
+    def finish(result: Tensor) -> Tensor:
+        return _scaled(result, postscale_factor).to(tensor.device)
+
+    if chosen == Product:
+        return _start(comm, AllGather(message, label=label), lambda rows: finish(rows.prod(0, dtype=rows.dtype)))
+    return _start(comm, AllReduce(message, op=_REDUCTIONS[chosen], label=label), finish)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """As `allreduce_async`, in place."""
+    started = allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    return Handle(started.is_done, lambda: _overwritten(tensor, started.result()))
+
+
+def _overwritten(tensor: Tensor, result: Tensor) -> Tensor:
+    tensor.detach().copy_(result)
+    return tensor
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """The average of the ranks' tensors, or what `op` says: Average, Sum, Min, Max or Product.
+
+    `name` goes into errors. The tensor is multiplied by `prescale_factor` before and by `postscale_factor` afterwards.
+    The gradient of the result is reduced in the same way.
+    """
+    op = _operation(op, average)
+    again = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
+
+    def there(tensor: Tensor) -> Tensor:
+        return synchronize(allreduce_async(tensor, None, name, op, **again))  # type: ignore[arg-type]
+
+    def back(grad: Tensor) -> Tensor:
+        if op not in (Average, Sum):
+            raise ConfigError("gradients flow through hvd.allreduce with op=hvd.Average or hvd.Sum only")
+        return allreduce(grad, op=op, **again)  # type: ignore[arg-type]
+
+    return _Differentiable.apply(there, back, _half(tensor, compression)).to(tensor.dtype)
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """As `allreduce`, in place."""
+    return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `allreduce` of several tensors."""
+    rest = (op, prescale_factor, postscale_factor, process_set)
+    return _all([allreduce_async(tensor, average, label, *rest) for tensor, label in _named(tensors, name)])
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `allreduce_` of several tensors."""
+    rest = (op, prescale_factor, postscale_factor, process_set)
+    return _all([allreduce_async_(tensor, average, label, *rest) for tensor, label in _named(tensors, name)])
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allreduce` of each of several tensors."""
+    rest = (compression, op, prescale_factor, postscale_factor, process_set)
+    return [allreduce(tensor, average, label, *rest) for tensor, label in _named(tensors, name)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allreduce_` of each of several tensors."""
+    rest = (op, prescale_factor, postscale_factor, process_set)
+    return synchronize(grouped_allreduce_async_(tensors, average, name, *rest))
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: Any, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Start to add up sparse tensors; call what it returns for their sum, or average, not coalesced."""
+    chosen = _operation(op, None)
+    if chosen not in (Average, Sum):
+        raise ConfigError("sparse tensors are reduced by op=hvd.Average or hvd.Sum")
+    indices = allgather_async(tensor._indices().T.contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+
+    def finish() -> Tensor:
+        gathered = synchronize(values)
+        gathered = gathered / process_set.size() if chosen == Average else gathered
+        return torch.sparse_coo_tensor(synchronize(indices).T, gathered, tensor.shape)
+
+    return finish
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start `reducescatter`; all ranks must start what they start in the same order."""
+    comm, label = comm_of(process_set), _label("reducescatter", name, process_set)
+    if op not in (Average, Sum):
+        raise ConfigError(f"op must be hvd.Average or hvd.Sum here, not {op!r}")
+    if tensor.dim() == 0:
+        raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
+    lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
+    rows = _scaled(tensor.detach(), prescale_factor)
+    padded = rows.new_zeros(comm.size, lengths[0], *rows.shape[1:])
+    for block, part in zip(padded, rows.split(lengths), strict=True):
+        block[: len(part)] = part
+
+    def finish(mine: Tensor) -> Tensor:
+        return _scaled(mine[: lengths[comm.rank]], postscale_factor).to(tensor.device)
+
+    if padded.numel() == 0:
+        return Handle(lambda: True, lambda: finish(padded.flatten(0, 1)))
+    return _start(comm, ReduceScatter(padded.flatten(0, 1), op=_REDUCTIONS[op], label=label), finish)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's rows of the ranks' average, or sum; the first ranks have one more if they cannot be shared evenly.
+
+    The gradient of the result is gathered; with `op=hvd.Sum` it is multiplied by the number of ranks, as Horovod does.
+    """
+
+    def there(tensor: Tensor) -> Tensor:
+        return synchronize(reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor))
+
+    def back(grad: Tensor) -> Tensor:
+        factor = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
+        return allgather(grad * factor, process_set=process_set)
+
+    return _Differentiable.apply(there, back, _half(tensor, compression)).to(tensor.dtype)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """Start `reducescatter` of several tensors."""
+    rest = (op, process_set, prescale_factor, postscale_factor)
+    return _all([reducescatter_async(tensor, label, *rest) for tensor, label in _named(tensors, name)])
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """`reducescatter` of each of several tensors."""
+    rest = (compression, op, process_set, prescale_factor, postscale_factor)
+    return [reducescatter(tensor, label, *rest) for tensor, label in _named(tensors, name)]
+
+
+# -- tensors that go elsewhere ---------------------------------------------------------------------------------------
+
+
+def _alike(comm: Comm, numbers: Sequence[int], rows: Tensor, label: str) -> Tensor:
+    """Every rank's `numbers`. Raises MismatchError, on all, if dtypes or dimensions but the first differ."""
+    kind = f"{rows.dtype} of shape (any, {', '.join(map(str, rows.shape[1:]))})"
+    mine = comm.to_wire(torch.tensor([*numbers, zlib.crc32(kind.encode())]))
+    told = comm.run(AllGather(mine, label=f"lengths for {label}")).cpu()
+    if len(told[:, -1].unique()) > 1:
+        raise MismatchError(f"{label}: rank {comm.rank} has {kind}, and not all ranks have the same")
+    return told[:, :-1]
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+    """Start `allgather`, once all ranks have told how much they have, in the same order everywhere."""
+    comm, label = comm_of(process_set), _label("allgather", name, process_set)
+    rows = torch.atleast_1d(tensor.detach())
+    lengths = _alike(comm, [len(rows)], rows, label).flatten().tolist()
+    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    if padded.numel() == 0:
+        return Handle(lambda: True, lambda: rows.new_zeros(sum(lengths), *rows.shape[1:]))
+    padded[: len(rows)] = rows
+
+    def finish(gathered: Tensor) -> Tensor:
+        parts = [part[:length] for part, length in zip(gathered, lengths, strict=True)]
+        return torch.cat(parts).to(tensor.device)
+
+    return _start(comm, AllGather(padded, label=label), finish)
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """All ranks' tensors, one after another along the first dimension, which may be longer on some ranks.
+
+    The gradient of the result is averaged, and each rank gets that of its rows. Raises MismatchError if they differ
+    in dtype or in other dimensions.
+    """
+    mine = torch.atleast_1d(tensor)
+
+    def back(grad: Tensor) -> Tensor:
+        lengths = allgather(torch.tensor([len(mine)]), process_set=process_set).tolist()
+        place = process_set.ranks.index(comm_of(global_process_set).rank)
+        average = allreduce(grad, op=Average, process_set=process_set)
+        return average.narrow(0, sum(lengths[:place]), len(mine)).view(tensor.shape)
+
+    return _Differentiable.apply(lambda t: synchronize(allgather_async(t, name, process_set)), back, tensor)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start `allgather` of several tensors."""
+    return _all([allgather_async(tensor, label, process_set) for tensor, label in _named(tensors, name)])
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """`allgather` of each of several tensors."""
+    return [allgather(tensor, label, process_set) for tensor, label in _named(tensors, name)]
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start `broadcast`; all ranks must start what they start in the same order."""
+    comm = comm_of(process_set)
+    if root_rank not in process_set.ranks:
+        raise ConfigError(f"root_rank {root_rank} is not in {process_set}")
+    root = process_set.ranks.index(root_rank)
+    message = Broadcast(tensor.detach().clone(), root=root, label=_label("broadcast", name, process_set))
+    return _start(comm, message, lambda result: result.to(tensor.device))
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """As `broadcast_async`, in place."""
+    started = broadcast_async(tensor, root_rank, name, process_set)
+    return Handle(started.is_done, lambda: _overwritten(tensor, started.result()))
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Rank `root_rank`'s tensor, of which every rank has one of the same shape and dtype.
+
+    The root gets the average of the ranks' gradients, the others zeros.
+    """
+
+    def back(grad: Tensor) -> Tensor:
+        average = allreduce(grad, op=Average, process_set=process_set)
+        return average if comm_of(global_process_set).rank == root_rank else torch.zeros_like(average)
+
+    there = lambda tensor: synchronize(broadcast_async(tensor, root_rank, name, process_set))  # noqa: E731
+    return _Differentiable.apply(there, back, tensor)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """As `broadcast`, in place."""
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `alltoall`, once all ranks have told how much they send; the result is always the pair."""
+    comm, label = comm_of(process_set), _label("alltoall", name, process_set)
+    rows = torch.atleast_1d(tensor.detach())
+    even = [len(rows) // comm.size] * comm.size
+    counts = even if splits is None else [int(count) for count in splits]
+    fits = len(counts) == comm.size and min(counts) >= 0 and sum(counts) == len(rows)
+    # ranks whose splits do not fit tell so, as the others would wait for them
+    told = _alike(comm, counts if fits else [-1] * comm.size, rows, label)
+    if (told < 0).any():
+        wrong = (told < 0).any(1).nonzero().flatten().tolist()
+        raise ConfigError(
+            f"{label}: rank {comm.rank} has {len(rows)} row(s) and splits {counts}; on rank(s) {wrong} splits are not "
+            f"{comm.size} numbers that add up to the rows"
+        )
+    most, incoming = int(told.max()), told[:, comm.rank].tolist()
+    padded = rows.new_zeros(comm.size, most, *rows.shape[1:])
+    for block, part in zip(padded, rows.split(counts), strict=True):
+        block[: len(part)] = part
+
+    def finish(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [block[:count] for block, count in zip(blocks, incoming, strict=True)]
+        like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+        return torch.cat(parts).to(tensor.device), like.new_tensor(incoming)
+
+    if padded.numel() == 0:
+        return Handle(lambda: True, lambda: finish(padded))
+    return _start(comm, AllToAll(padded, label=label), finish)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send `splits[r]` rows to rank r, or as many to each; what has come, and with `splits` how many rows from each.
+
+    Gradients take the way back. Raises ConfigError, on all ranks, where splits do not add up to the rows.
+    """
+    received: list[Tensor] = []
+
+    def there(tensor: Tensor) -> Tensor:
+        output, counts = synchronize(alltoall_async(tensor, splits, name, process_set))
+        received.append(counts)
+        return output
+
+    def back(grad: Tensor) -> Tensor:
+        return alltoall(grad, received[0], None, process_set)[0]
+
+    output = _Differentiable.apply(there, back, tensor)
+    return output if splits is None else (output, received[0])
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have come here."""
+    comm_of(process_set).run(Barrier(label="hvd.barrier"))

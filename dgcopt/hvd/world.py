@@ -1,0 +1,277 @@
+"""Who is there, process sets, and which libraries carry messages."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from ..comm import Comm, current_comm, horovod_torch, wire_in_use
+from ..comm import init as join_wire
+from ..comm import shutdown as leave_wire
+from ..errors import ConfigError
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "ccl_built",
+    "comm_of",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
+
+
+class ProcessSet:
+    """Some of the ranks, for collectives and DistributedOptimizer, once `init` or `add_process_set` has added it.
+
+    Attributes: `ranks`; `unnamed` numbers the collectives that were given no name.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.ranks = sorted(ranks)
+        self.unnamed = itertools.count()
+        self._comm: Comm | None = None
+
+    def __repr__(self) -> str:
+        return f"ProcessSet({self.ranks})"
+
+    def included(self) -> bool:
+        """Whether this rank is in the set."""
+        return rank() in self.ranks
+
+    def rank(self) -> int | None:
+        """This rank's place in the set; None outside."""
+        return self.ranks.index(rank()) if self.included() else None
+
+    def size(self) -> int:
+        """How many ranks the set has."""
+        return len(self.ranks)
+
+
+global_process_set = ProcessSet([])
+"""All ranks."""
+global_process_set.process_set_id = 0  # by which DistributedOptimizer knows Horovod's, too
+
+_added: list[ProcessSet] = []
+_world: Comm | None = None
+"""The ranks that there are; others once `hvd.elastic.run` has started Horovod anew."""
+
+
+# -- joining ---------------------------------------------------------------------------------------------------------
+
+
+def init(*, process_sets: Iterable[ProcessSet] | Literal["dynamic"] = ()) -> None:
+    """Join the other ranks by `dgcopt.init()`, unless that has been done, and add `process_sets`.
+
+    Called again, it only adds sets; "dynamic" is accepted because sets can always be added.
+    """
+    if not is_initialized():
+        _add_world(join_wire())
+    if process_sets != "dynamic":
+        for process_set in process_sets:
+            add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leave the other ranks, so that `init` joins anew; process sets must be added anew, too."""
+    _leave_sets()
+    leave_wire()
+
+
+def _leave_sets() -> None:
+    while _added:
+        _remove(_added[-1])
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` not since."""
+    return global_process_set._comm is not None
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Make these ranks a group of their own and return it; every rank must call it with the same ranks."""
+    _joined()
+    return _add(process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set))
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a set that was added; False if it was not, or is that of all ranks."""
+    _joined()
+    there = process_set is not global_process_set and process_set in _added
+    if there:
+        _remove(process_set)
+    return there
+
+
+def _add(process_set: ProcessSet) -> ProcessSet:
+    # a comm of its own for all ranks, too: on some wires the comm of the optimizers would match by order alone
+    process_set._comm = current_comm().among(process_set.ranks)
+    process_set.unnamed = itertools.count()
+    _added.append(process_set)
+    return process_set
+
+
+def _remove(process_set: ProcessSet) -> None:
+    _added.remove(process_set)
+    if process_set._comm is not None:
+        process_set._comm.close()
+    process_set._comm = None
+
+
+def _add_world(comm: Comm) -> None:
+    global _world
+    _world = comm
+    global_process_set.ranks = list(comm.ranks())
+    _add(global_process_set)
+
+
+def _joined() -> Comm:
+    if not is_initialized():
+        raise ConfigError("dgcopt.hvd has not been initialized; call hvd.init() first")
+    comm = current_comm()
+    if comm is not _world:
+        _leave_sets()
+        _add_world(comm)
+    return comm
+
+
+def comm_of(process_set: ProcessSet) -> Comm:
+    """The comm of an added set. Raises ConfigError if it was not added, or this rank is not in it."""
+    me = _joined().rank
+    if process_set._comm is None:
+        raise ConfigError(f"{process_set} has not been added: hvd.add_process_set() does, on all ranks")
+    if me not in process_set.ranks:
+        raise ConfigError(f"rank {me} is not in {process_set}, so it takes no part in its collectives")
+    return process_set._comm
+
+
+# -- who is there ----------------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """This process's number, from 0."""
+    return _joined().rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return _joined().size
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return _joined().local_rank
+
+
+def local_size() -> int:
+    """How many processes there are on this machine."""
+    return _joined().local_size
+
+
+def cross_rank() -> int:
+    """This process's number among those of the same local rank, one on each machine."""
+    return _joined().cross_rank
+
+
+def cross_size() -> int:
+    """How many processes have this local rank, one on each machine."""
+    return _joined().cross_size
+
+
+# -- which libraries there are ---------------------------------------------------------------------------------------
+# Horovod says so of itself where it is the wire; elsewhere it is what torch and mpi4py can do.
+
+
+def _of_horovod(question: str) -> Any:
+    """What Horovod answers; None where it is not the wire."""
+    return getattr(horovod_torch(), question)() if wire_in_use() == "horovod" else None
+
+
+def mpi_built() -> bool:
+    """Whether messages could travel by MPI: Horovod was built with it, or mpi4py is installed."""
+    answer = _of_horovod("mpi_built")
+    return importlib.util.find_spec("mpi4py") is not None if answer is None else answer
+
+
+def mpi_enabled() -> bool:
+    """Whether messages travel by MPI."""
+    answer = _of_horovod("mpi_enabled")
+    return wire_in_use() == "mpi" if answer is None else answer
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may use MPI at the same time; as Horovod, refuses the question where MPI is not used."""
+    comm = _joined()
+    if not mpi_enabled():
+        raise ConfigError(f"messages do not travel by MPI here, but over {comm.wire}")
+    answer = _of_horovod("mpi_threads_supported")
+    return comm.threads if answer is None else answer
+
+
+def gloo_built() -> bool:
+    """Whether messages could travel by Gloo: Horovod, or torch, was built with it."""
+    answer = _of_horovod("gloo_built")
+    dist = torch.distributed
+    return dist.is_available() and dist.is_gloo_available() if answer is None else answer
+
+
+def gloo_enabled() -> bool:
+    """Whether messages travel by Gloo."""
+    answer = _of_horovod("gloo_enabled")
+    return wire_in_use() == "torch" if answer is None else answer
+
+
+def nccl_built() -> int:
+    """NCCL's version (21903 is 2.19.3) if Horovod, or torch, was built with it, else 0."""
+    answer = _of_horovod("nccl_built")
+    if answer is not None:
+        return answer
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    return 10000 * major + 100 * minor + patch
+
+
+def ddl_built() -> bool:
+    """Whether Horovod is the wire and was built with IBM's DDL."""
+    return bool(_of_horovod("ddl_built"))
+
+
+def ccl_built() -> bool:
+    """Whether Horovod is the wire and was built with Intel's oneCCL."""
+    return bool(_of_horovod("ccl_built"))
+
+
+def cuda_built() -> bool:
+    """Whether Horovod, or torch, was built with CUDA."""
+    answer = _of_horovod("cuda_built")
+    return torch.version.cuda is not None if answer is None else answer
+
+
+def rocm_built() -> bool:
+    """Whether Horovod, or torch, was built with ROCm."""
+    answer = _of_horovod("rocm_built")
+    return torch.version.hip is not None if answer is None else answer

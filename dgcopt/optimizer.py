@@ -406,7 +406,7 @@ class _Distributed(Optimizer):
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() "
                 "context if you use optimizer.synchronize() in your code.",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     # -- hooks -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""Every file of configs/compressors and configs/averaging trains every task that needs no download."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sysconfig
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dgcopt
+
+pytest.importorskip("jsonargparse")
+pytest.importorskip("sklearn")
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+METHODS = sorted([*CONFIGS.glob("compressors/*.yaml"), *CONFIGS.glob("averaging/*.yaml")])
+STEPS = 192
+"""Whole rounds of all averaging algorithms: 24 of 8 steps, 6 of 32, 4 of 48."""
+
+EMAIL = Path(sysconfig.get_path("stdlib")) / "email"
+TEXT = {"context": 32, "max_bytes": 100_000, "root": str(EMAIL)}
+SMALL = {
+    "digits": {"model.init_args.width": 8, "batch_size": 16, "warmup_epochs": 1.5},
+    "stdlib_gpt": {
+        "model.init_args": {"layers": 1, "heads": 2, "width": 32, "context": 32},
+        **{f"train_data.init_args.{name}": value for name, value in TEXT.items()},
+        **{f"test_data.init_args.{name}": value for name, value in TEXT.items()},
+        "batch_size": 8,
+    },
+}
+"""A network of a fifteenth of the parameters; a GPT on one package of the standard library."""
+
+SHARE = {"digits": 0.5, "stdlib_gpt": 0.7}
+"""Of the first loss, what must be left at most."""
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CONFIGS.parent))
+    monkeypatch.setattr(dgcopt, "broadcast_parameters", lambda *_, **__: None)  # simulated ranks cannot; seeds do
+    return importlib.import_module("train")
+
+
+def trainers(script: ModuleType, task: str, method: Path, seed: int, ranks: int) -> list[Any]:
+    """What `train.py --config task --config method` makes on each rank."""
+    small = [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in SMALL[task].items()]
+    files = ["--config", str(CONFIGS / f"tasks/{task}.yaml"), "--config", str(method)]
+    made = []
+    for comm in dgcopt.simulated_world(ranks):
+        parser = script.make_parser()
+        config = parser.parse_args([*files, *small, f"--seed={seed}"])
+        torch.manual_seed(seed)
+        objects = parser.instantiate(config)
+        settings = script.Settings(**{field.name: objects[field.name] for field in dataclasses.fields(script.Settings)})
+        made.append(script.Trainer(settings, comm))
+    return made
+
+
+def train(script: ModuleType, task: str, method: Path, seed: int = 0, ranks: int = 2) -> tuple[float, float]:
+    """The test loss of the first rank's weights before training and after it."""
+    made = trainers(script, task, method, seed, ranks)
+    first = made[0]
+    data, size = first.settings.train_data, first.settings.batch_size
+    inputs, targets = (torch.stack(part) for part in zip(*data, strict=True))
+    held_out = [torch.stack(part) for part in zip(*islice(first.settings.test_data, 256), strict=True)]
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(script.cross_entropy(first.model(held_out[0]), held_out[1]))
+
+    before = loss()
+    while first.step < STEPS:
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed + first.epoch))
+        for batch in order[: first.steps_per_epoch * size * ranks].view(-1, ranks, size):
+            for mine, chosen in zip(made, batch, strict=True):
+                script.cross_entropy(mine.model(inputs[chosen]), targets[chosen]).backward()
+            for mine in made:
+                mine.train_step()
+            if first.step == STEPS:
+                break
+        for mine in made:
+            mine.scheduler.step()
+            mine.epoch, mine.seen = mine.epoch + 1, 0
+    return before, loss()
+
+
+@pytest.mark.parametrize("task", SMALL)
+@pytest.mark.parametrize("method", METHODS, ids=[method.stem for method in METHODS])
+def test_it_learns(script: ModuleType, task: str, method: Path) -> None:
+    if method.stem == "async":
+        with pytest.raises(dgcopt.ConfigError, match="thread beside training, and simulated ranks take turns"):
+            train(script, task, method)
+        return
+    before, after = train(script, task, method)
+    print(f"{task} with {method.stem}: {before:.3f} -> {after:.3f}")
+    assert after < SHARE[task] * before
+
+
+def test_chunks_are_fine_enough_for_a_small_network(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four workers, at four times the learning rate of one: with one chunk in five on its way it did not learn."""
+    monkeypatch.setitem(SMALL["digits"], "model.init_args.width", 32)
+    before, after = train(script, "digits", CONFIGS / "compressors/csc.yaml", seed=1, ranks=4)
+    assert after < SHARE["digits"] * before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import sysconfig
@@ -37,8 +38,8 @@ SMALL = {
 }
 """A network of a fifteenth of the parameters; a GPT on one package of the standard library."""
 
-SHARE = {"digits": 0.5, "stdlib_gpt": 0.7}
-"""Of the first loss, what must be left at most."""
+SHARE = 0.5
+"""Of what dense training takes off the loss in as many steps."""
 
 
 @pytest.fixture
@@ -91,20 +92,29 @@ def train(script: ModuleType, task: str, method: Path, seed: int = 0, ranks: int
     return before, loss()
 
 
+@functools.cache
+def dense(script: ModuleType, task: str) -> float:
+    """How far the loss falls uncompressed."""
+    before, after = train(script, task, CONFIGS / "compressors/none.yaml")
+    return before - after
+
+
 @pytest.mark.parametrize("task", SMALL)
-@pytest.mark.parametrize("method", METHODS, ids=[method.stem for method in METHODS])
+@pytest.mark.parametrize("method", [m for m in METHODS if m.stem != "async"], ids=lambda method: method.stem)
 def test_it_learns(script: ModuleType, task: str, method: Path) -> None:
-    if method.stem == "async":
-        with pytest.raises(dgcopt.ConfigError, match="thread beside training, and simulated ranks take turns"):
-            train(script, task, method)
-        return
     before, after = train(script, task, method)
     print(f"{task} with {method.stem}: {before:.3f} -> {after:.3f}")
-    assert after < SHARE[task] * before
+    assert before - after > SHARE * dense(script, task)
+
+
+def test_training_beside_a_thread_is_not_for_simulated_ranks(script: ModuleType) -> None:
+    """Which is why async.yaml is not among those above; test_async_average.py trains with real processes."""
+    with pytest.raises(dgcopt.ConfigError, match="thread beside training, and simulated ranks take turns"):
+        train(script, "digits", CONFIGS / "averaging/async.yaml")
 
 
 def test_chunks_are_fine_enough_for_a_small_network(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four workers, at four times the learning rate of one: with one chunk in five on its way it did not learn."""
     monkeypatch.setitem(SMALL["digits"], "model.init_args.width", 32)
     before, after = train(script, "digits", CONFIGS / "compressors/csc.yaml", seed=1, ranks=4)
-    assert after < SHARE["digits"] * before
+    assert after < 0.5 * before

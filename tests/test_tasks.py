@@ -79,6 +79,7 @@ class TestStdlibText:
         assert inputs.dtype == torch.int64 and inputs.shape == targets.shape == (32,)
         assert torch.equal(inputs[1:], targets[:-1]) and targets[-1] == following[0]
         assert data[len(data) - 1][1].shape == (32,)
+        assert len([*data]) == len(data), "it can be gone through"
         assert len(data.text) <= 50_000
 
     def test_no_source(self, tmp_path: Path) -> None:

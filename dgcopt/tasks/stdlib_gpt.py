@@ -68,6 +68,8 @@ class StdlibText(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.text) - 1) // self.context
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):  # by which iteration ends, too
+            raise IndexError(f"there are {len(self)} windows, 0 to {len(self) - 1}: no {index}")
         start = index * self.context
         window = self.text[start : start + self.context + 1].long()
         return window[:-1], window[1:]

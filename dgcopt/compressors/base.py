@@ -279,10 +279,10 @@ class Compressor:
         """
         self._doubt_ratio()
         self._decided = "update" if updates_add_up(optimizer) else "gradient"
+        sends, name = self.sends, type(optimizer).__name__
         if self.source != "auto":
             return
-        name = type(optimizer).__name__
-        if self.sends == "update":
+        if sends == "update":
             log.info("dgcopt: what travels are the updates that %s makes on each rank", name)
             if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
                 log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")

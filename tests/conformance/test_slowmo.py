@@ -96,6 +96,7 @@ class Ranks:
         for optimizer in self.optimizers:
             for group, lr in zip(optimizer.param_groups, rates, strict=False):
                 group["lr"] = lr
+        for optimizer in self.optimizers:
             optimizer.step()
             for group in optimizer.param_groups:
                 group["lr"] *= 3  # a scheduler's step comes before the other ranks' turn

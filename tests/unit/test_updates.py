@@ -205,7 +205,8 @@ def test_which_optimizers_are_known() -> None:
         pass
 
     param = [nn.Parameter(torch.zeros(3, 3))]
-    apart = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Adafactor, torch.optim.LBFGS)
+    names = ("SGD", "ASGD", "LBFGS", "Adafactor")  # torch 2.4 has no Adafactor
+    apart = tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
     assert all(updates_add_up(kind(param)) for kind in [*ELEMENTWISE, torch.optim.SparseAdam, Renamed])
     assert not any(updates_add_up(kind(param)) for kind in [*apart, *OTHERS])
     assert all(passes_over_missing_gradients(kind(param)) for kind in [*ELEMENTWISE, *apart, Renamed])

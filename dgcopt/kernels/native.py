@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..errors import ConfigError
 from ..segments import BLOCK
@@ -142,6 +143,9 @@ def accumulate(
         )
 
     _share(loop, len(new))
+    for changed in (new, u if commit and moves else None, g if commit else None):
+        if changed is not None:
+            increment_version(changed)  # as torch's own operations do: autograd looks for it
 
 
 def advance(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> None:
@@ -155,6 +159,9 @@ def advance(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> 
         function(_at(u, start), _at(g, start), stop - start, *settings)
 
     _share(loop, len(u))
+    for changed in (u, g):
+        if changed is not None:
+            increment_version(changed)
 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:

@@ -198,6 +198,22 @@ def test_rice(gaps, b, seed):
 
 
 @built
+@pytest.mark.parametrize("of", [native, specification], ids=["native", "torch"])
+def test_autograd_notices_what_is_changed_in_place(of):
+    """As a gradient that was cleared: who goes back through it is told, and gets no wrong result."""
+    v, u, g, maxima = torch.zeros(3), torch.zeros(3), torch.ones(3), torch.zeros(1)
+    weight = torch.ones(3, requires_grad=True)
+    product = (weight * g).sum()
+    of.accumulate(v, v, u, g, maxima, Momentum(0.9), 1.0, True)
+    assert all(tensor._version > 0 for tensor in (v, u, g))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    before = u._version
+    of.advance(u, None, Momentum(0.9))
+    assert u._version > before
+
+
+@built
 def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
     v, maxima = torch.zeros(100), torch.zeros(2)
     with pytest.raises(ValueError, match="flat tensor of 100"):

@@ -75,9 +75,10 @@ def replicas(
     log.warning("dgcopt: %s; they take over what rank 0 has", words)
     for place in differs.any(0).nonzero().flatten().tolist():
         for tensor in tensors[names[place]]:
-            received = yield Broadcast(comm.to_wire(tensor.detach().clone()), label=f"parameter {names[place]}")
+            mine = _whole(tensor.detach()).clone()
+            received = yield Broadcast(comm.to_wire(mine), label=f"parameter {names[place]}")
             with torch.no_grad():
-                tensor.copy_(received)
+                tensor.copy_(received if tensor.layout == torch.strided else received.to_sparse(tensor.sparse_dim()))
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
@@ -85,5 +86,10 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     hashed = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        hashed.update(bytes_of(tensor))
+        hashed.update(bytes_of(_whole(tensor)))
     return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Every element: SGD's momentum of a sparse gradient is sparse too, and may hold a row in several parts."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()

@@ -86,6 +86,48 @@ def test_different_state_is_noticed_at_the_first_step():
         ranks.optimizers[0].step()
 
 
+def test_sparse_state_is_compared_and_mended_too():
+    """SGD's momentum of an embedding's sparse gradient."""
+
+    def step(tables: list[nn.Embedding], optimizers: list[Any]) -> None:
+        for rank, table in enumerate(tables):
+            table(torch.tensor([1, 3 + rank])).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def world(states: list[Any], **settings: Any) -> tuple[list[nn.Embedding], list[Any]]:
+        tables = [nn.Embedding.from_pretrained(torch.ones(6, 2), freeze=False, sparse=True) for _ in range(2)]
+        optimizers: list[Any] = []
+        for table, comm, state in zip(tables, dgcopt.simulated_world(2), states, strict=True):
+            mine = sgd(table.parameters())
+            mine.load_state_dict(copy.deepcopy(state) if state else mine.state_dict())
+            optimizers.append(dgcopt.DistributedOptimizer(mine, table.named_parameters(), comm=comm, **settings))
+        return tables, optimizers
+
+    tables, optimizers = world([None, None])
+    step(tables, optimizers)
+    saved = {key: optimizers[0].state_dict()[key] for key in ("state", "param_groups")}
+    assert saved["state"][0]["momentum_buffer"].is_sparse
+    tables, optimizers = world([saved, saved], check_replicas_every=1)
+    step(tables, optimizers)
+    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=0)
+    optimizers[1].state[tables[1].weight]["momentum_buffer"].mul_(2)
+    with pytest.raises(DivergenceError, match="parameter 'weight' is not the same on rank"):
+        step(tables, optimizers)
+    other = copy.deepcopy(saved)
+    other["state"][0]["momentum_buffer"] = saved["state"][0]["momentum_buffer"] * 2
+    with pytest.raises(MismatchError, match="state of parameter weight"):
+        step(*world([saved, other]))
+    tables, optimizers = world([saved, saved], check_replicas_every=1, on_divergence="resync")
+    step(tables, optimizers)
+    optimizers[1].state[tables[1].weight]["momentum_buffer"].mul_(2)
+    step(tables, optimizers)
+    one, two = (opt.state[table.weight]["momentum_buffer"] for opt, table in zip(optimizers, tables, strict=True))
+    assert one.is_sparse and two.is_sparse
+    torch.testing.assert_close(one.to_dense(), two.to_dense(), rtol=0, atol=0)
+
+
 def test_only_the_ranks_of_a_process_set_are_compared():
     model = [small_model() for _ in range(3)]
     optimizers = [

@@ -151,6 +151,8 @@ class SparseLoCo(DiLoCo):
         warmup_steps: int = 0,
         warmup: Sequence[float] = (1.0, 0.25, 0.0625),
     ) -> None:
+        if not isinstance(warmup, list | tuple):
+            raise ConfigError(f"warmup must be a list of ratios, such as (1.0, 0.25), or () for none, not {warmup!r}")
         schedule = Warmup(tuple(warmup), steps=1) if warmup else None
         code = ChunkedTopK(ratio, chunk, decay=decay, source="gradient", warmup=schedule)
         super().__init__(every, partial(SGD, lr=check_positive(lr, "lr")), code, warmup_steps=warmup_steps)

@@ -224,19 +224,20 @@ SELECT(bf16, uint16_t, MAGNITUDE_BF16)
 
 /* Eight fields, one a byte, are closed up in the low `width` bytes of a word: by pairs, pairs of pairs, and all. */
 
-INLINE TARGET uint64_t FN(low_of_pairs)(int lane, int used) { /* the lowest `used` bits of every second lane */
-    uint64_t mask = 0;
-    for (int start = 0; start < 64; start += 2 * lane) mask |= (((uint64_t)1 << used) - 1) << start;
-    return mask;
+/* Each fold's gap, what stays in place, and what comes to lie above it. */
+INLINE TARGET void FN(folds)(int width, int *gap, uint64_t *low, uint64_t *high) {
+    for (int i = 0, lane = 8; i < 3; i++, lane *= 2) {
+        int used = lane / 8 * width;
+        gap[i] = lane - used, low[i] = 0;
+        for (int start = 0; start < 64; start += 2 * lane) low[i] |= (((uint64_t)1 << used) - 1) << start;
+        high[i] = low[i] << used;
+    }
 }
 
 TARGET void FN(pack_small)(const uint8_t *fields, int64_t count, int width, uint8_t *packed) {
     uint64_t low[3], high[3];
     int gap[3];
-    for (int i = 0, lane = 8; i < 3; i++, lane *= 2) {
-        int used = lane / 8 * width;
-        gap[i] = lane - used, low[i] = FN(low_of_pairs)(lane, used), high[i] = low[i] << used;
-    }
+    FN(folds)(width, gap, low, high);
     for (int64_t start = 0; start < count; start += 8, packed += width) {
         uint64_t word = 0;
         if (count - start >= 8)
@@ -251,10 +252,7 @@ TARGET void FN(pack_small)(const uint8_t *fields, int64_t count, int width, uint
 TARGET void FN(unpack_small)(const uint8_t *packed, int64_t count, int width, uint8_t *fields) {
     uint64_t low[3], high[3];
     int gap[3];
-    for (int i = 0, lane = 8; i < 3; i++, lane *= 2) {
-        int used = lane / 8 * width;
-        gap[i] = lane - used, low[i] = FN(low_of_pairs)(lane, used), high[i] = low[i] << used;
-    }
+    FN(folds)(width, gap, low, high);
     for (int64_t start = 0; start < count; start += 8, packed += width) {
         uint64_t word = 0;
         for (int i = 0; i < width; i++) word |= (uint64_t)packed[i] << 8 * i;

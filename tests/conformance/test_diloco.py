@@ -385,6 +385,8 @@ def test_frozen_parameters_stay_and_new_ones_come() -> None:
         (lambda: DiLoCo(10, outer=SGD([torch.zeros(1)])), "outer must make an optimizer"),
         (lambda: DiLoCo(10, compression=dgcopt.QAdam()), "every step's gradient"),
         (lambda: DiLoCo(10, compression=dgcopt.OneBitAdam()), "every step's gradient"),
+        (lambda: SparseLoCo(warmup=0.5), "warmup must be a list of ratios"),
+        (lambda: SparseLoCo(warmup=(2.0,)), r"must lie in \(0, 1\]"),
         (lambda: World(2, DiLoCo(2, LBFGS)), "without a closure"),
         (lambda: World(2, DiLoCo(20, fragments=10)), "6 parameters cannot be split into 10 fragments"),
     ],

@@ -5,6 +5,8 @@ optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parame
 dgcopt.broadcast_parameters(model.state_dict())
 """
 
+import sys
+
 from . import averaging, checkpoint
 from .averaging import (
     SGP,
@@ -18,7 +20,6 @@ from .averaging import (
     SlowMo,
     SparseLoCo,
 )
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .comm import Comm, init, shutdown, simulate, simulated_world
 from .compressors import (
     BF16,
@@ -48,9 +49,11 @@ from .compressors import (
     TernGrad,
     Threshold,
     TopK,
+    memory,
+    schedule,
 )
-from .ddp import ddp_hook
-from .divergence import check_replicas
+from .compressors.memory import LocalClip
+from .compressors.schedule import Warmup
 from .errors import (
     CheckpointError,
     CommError,
@@ -61,13 +64,18 @@ from .errors import (
     PayloadError,
     TimeoutExceeded,
 )
-from .memory import LocalClip
-from .optimizer import DistributedOptimizer
-from .schedule import Warmup
-from .segments import SparseSum
-from .telemetry import Telemetry
+from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .exchange.divergence import check_replicas
+from .exchange.telemetry import Telemetry
+from .flat.segments import SparseSum
+from .gradients import ddp
+from .gradients.ddp import ddp_hook
+from .gradients.optimizer import DistributedOptimizer
 from .uneven import join
 from .version import __version__
+
+# pickles of a DDP hook's state, written before these modules had their places, look for them here
+sys.modules |= {f"{__name__}.ddp": ddp, f"{__name__}.memory": memory, f"{__name__}.schedule": schedule}
 
 __all__ = [
     "BF16",

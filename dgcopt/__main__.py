@@ -22,11 +22,11 @@ from torch import nn
 
 from . import averaging, compressors, kernels
 from .averaging import Averaging
-from .buckets import build_buckets
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
 from .compressors import Compressor, Context, Encoded, HorovodCompression, Sparse, Wrapper
 from .errors import ConfigError
+from .flat.buckets import build_buckets
 from .version import __version__
 
 SHAPE = (1000, 1000)

@@ -1,7 +1,7 @@
 """The collectives, as values: what an algorithm yields and a wire carries out.
 
 A compressor never calls a communication library. It yields one of these and is sent the result, so the same
-generator runs over every wire, and every byte is counted where the values pass (`dgcopt.flights`).
+generator runs over every wire, and every byte is counted where the values pass (`dgcopt.exchange.flights`).
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint
-from .broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .comm import current_comm, init, shutdown
 from .errors import CommError, ConfigError
+from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 if TYPE_CHECKING:
     from horovod.common.elastic import State as _HorovodsState

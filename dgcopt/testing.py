@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .buckets import Bucket, Memory, build_buckets
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
 from .compressors import Compressor, Context, GradientExchange
-from .optimizer import DistributedOptimizer
-from .segments import SparseSum
+from .flat.buckets import Bucket, Memory, build_buckets
+from .flat.segments import SparseSum
+from .gradients.optimizer import DistributedOptimizer
 
 __all__ = ["ConformanceError", "Report", "check_compressor"]
 

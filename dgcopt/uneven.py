@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from .averaging import Rounds
 from .comm import SimulatedComm
 from .compressors import Adasum
-from .engine import Engine
 from .errors import ConfigError
-from .optimizer import _Distributed
+from .gradients.engine import Engine
+from .gradients.optimizer import _Distributed
 
 __all__ = ["join"]
 

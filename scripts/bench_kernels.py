@@ -31,12 +31,12 @@ from synthetic import Synthetic
 from torch.optim import SGD
 
 import dgcopt
-from dgcopt.buckets import build_buckets
 from dgcopt.coding import SparseCode
 from dgcopt.compressors import dgc
-from dgcopt.memory import ErrorFeedback
-from dgcopt.segments import CHUNK
-from dgcopt.selection import Selection
+from dgcopt.compressors.memory import ErrorFeedback
+from dgcopt.compressors.selection import Selection
+from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.segments import CHUNK
 
 PASS, COPY, TOPK, NAIVE = "5-stream pass", "copy", "torch.topk of all magnitudes", "naive DGC, sampled threshold"
 COMPACT = "indices='rice', vectors='int8'"
@@ -53,7 +53,7 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
     "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
     "settle": [(dgcopt.Context, "settle")],
-    "hand out": [(dgcopt.buckets.Bucket, "hand_out")],
+    "hand out": [(dgcopt.flat.buckets.Bucket, "hand_out")],
 }
 WARMUP = 3
 

@@ -1,7 +1,7 @@
 """Weights that are averaged now and then, in place of gradients at every step: one file per algorithm."""
 
 from .asynchronous import AsyncAverage
-from .base import Averaging, Weights
+from .base import Averaging
 from .decentralized import Decentralized, LowPrecisionDecentralized
 from .diloco import DiLoCo, SparseLoCo
 from .gossip import SGP
@@ -10,6 +10,7 @@ from .local_sgd import LocalSGD
 from .partial import SPARTA
 from .rounds import Rounds
 from .slowmo import SlowMo
+from .weights import Weights
 
 __all__ = [
     "SGP",

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..agreement import compare
-from ..arguments import check_positive, check_whole
-from ..buckets import Bucket
+from ..checks import check_positive, check_whole
 from ..collectives import AllGather, Collective, Exchange
 from ..comm import Comm, Handle
 from ..errors import CommError, ConfigError, DGCError
-from ..flights import Flight, Traffic
-from ..telemetry import Telemetry
-from .base import Averaging, Weights, mean
+from ..exchange.agreement import compare
+from ..exchange.flights import Flight, Traffic
+from ..exchange.telemetry import Telemetry
+from ..flat.buckets import Bucket
+from .base import Averaging
 from .rounds import Rounds, is_finite
+from .weights import Weights, mean
 
 __all__ = ["AsyncAverage"]
 

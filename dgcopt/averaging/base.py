@@ -8,45 +8,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..collectives import AllReduce, Exchange
+from ..collectives import Exchange
 from ..comm import Comm
-from ..compressors import Context
-from ..errors import ConfigError
+from .weights import Weights
 
 if TYPE_CHECKING:
     from .rounds import Rounds
 
-__all__ = ["Averaging", "Weights", "mean"]
-
-
-@dataclass(eq=False)
-class Weights(Context):
-    """What an exchange of weights may know of its place: as that of gradients, and beyond it the following.
-
-    Attributes:
-        step: local steps made so far, after a warm-up.
-        group: the wrapped optimizer's parameter group, to which all parameters of the bucket belong.
-        weight: what this rank's weights count for in a mean; 1, unless ranks have run out of data.
-    """
-
-    group: dict[str, Any] = field(default_factory=dict)
-    weight: float = 1.0
-
-    @property
-    def lr(self) -> float:
-        """The learning rate as it is now."""
-        return float(self.group["lr"])
-
-
-def mean(x: Tensor, ctx: Weights) -> Exchange:
-    """The mean over ranks, the same bits on all; overwrites `x`."""
-    return (yield AllReduce(x if ctx.weight == 1 else x.mul_(ctx.weight)))
+__all__ = ["Averaging"]
 
 
 class Averaging:
@@ -148,10 +122,3 @@ class Averaging:
     def merges(self, kind: str) -> bool:
         """Whether, when the number of ranks changes, all take over the mean of a kind of memory that there was."""
         return True
-
-
-def check_fraction(value: Any, name: str) -> float:
-    """A number above 0, and at most 1. Raises ConfigError for others."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
-    return float(value)

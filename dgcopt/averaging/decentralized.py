@@ -8,14 +8,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..arguments import check_flag, check_whole
+from ..checks import check_flag, check_whole
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import AllReduce, Broadcast, Collective, Exchange, SendRecv, watched
 from ..compressors.bytegrad import chunk_length, into_chunks, out_of_chunks
 from ..compressors.hierarchical import send_across
 from ..errors import ConfigError
-from .base import Averaging, Weights, mean
+from .base import Averaging
 from .graphs import ShiftOne, mix
+from .weights import Weights, mean
 
 __all__ = ["Decentralized", "LowPrecisionDecentralized"]
 

@@ -11,20 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..arguments import check_positive, check_whole, given_names, unique_names
-from ..buckets import Bucket
 from ..checkpoint import STATE_KEY
+from ..checks import check_positive, check_whole
 from ..collectives import Barrier
 from ..comm import Comm, Handle
 from ..compressors import ChunkedTopK, Compressor
-from ..compressors.base import at_least_float32
+from ..compressors.context import at_least_float32
 from ..compressors.frozen_adam import FrozenAdam
+from ..compressors.schedule import Warmup
 from ..errors import ConfigError
-from ..optimizer import DistributedOptimizer
-from ..schedule import Warmup
-from ..telemetry import Telemetry
-from .base import Averaging, Weights
+from ..exchange.parameters import given_names, unique_names
+from ..exchange.telemetry import Telemetry
+from ..flat.buckets import Bucket
+from ..gradients.optimizer import DistributedOptimizer
+from .base import Averaging
 from .rounds import KEY, Rounds, is_finite
+from .weights import Weights
 
 __all__ = ["DiLoCo", "Outer", "OuterRounds", "SparseLoCo"]
 

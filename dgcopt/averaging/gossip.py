@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import check_flag, check_whole
+from ..checks import check_flag, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
-from .base import Averaging, Weights
+from .base import Averaging
 from .graphs import Exponential, Graph, edges_of, is_balanced, mix
+from .weights import Weights
 
 __all__ = ["SGP"]
 

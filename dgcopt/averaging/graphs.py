@@ -14,10 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..arguments import check_whole
+from ..checks import check_whole
 from ..collectives import Exchange, SendRecv
 from ..errors import ConfigError
-from .base import Weights
+from .weights import Weights
 
 __all__ = [
     "BipartiteExponential",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..arguments import check_flag, check_whole
+from ..checks import check_flag, check_whole
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
-from .base import Averaging, Weights, mean
+from .base import Averaging
+from .weights import Weights, mean
 
 __all__ = ["LocalSGD"]
 

@@ -9,13 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..arguments import check_flag, check_whole, number
+from ..checks import check_flag, check_fraction, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
+from ..compressors.selection import count_of
 from ..errors import ConfigError
-from ..segments import BLOCK, chunks
-from ..selection import count_of
-from .base import Averaging, Weights, check_fraction, mean
+from ..exchange.parameters import number
+from ..flat.segments import BLOCK, chunks
+from .base import Averaging
+from .weights import Weights, mean
 
 __all__ = ["SPARTA"]
 

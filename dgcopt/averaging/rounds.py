@@ -23,21 +23,22 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..agreement import compare
-from ..arguments import check_trainable, describe, given_names, number, unique_names
-from ..buckets import Bucket, Memory, build_buckets, copied
 from ..checkpoint import STATE_KEY
 from ..collectives import AllReduce, Collective
 from ..comm import Comm, Handle, current_comm
-from ..divergence import replicas
+from ..compressors.own_step import check_steps_alone
 from ..errors import CommError, ConfigError, DivergenceError, MismatchError
-from ..flights import Flight, Traffic, context_of
-from ..optimizer import DistributedOptimizer, _Distributed
-from ..own_step import check_steps_alone
-from ..telemetry import Telemetry
+from ..exchange.agreement import compare
+from ..exchange.divergence import replicas
+from ..exchange.flights import Flight, Traffic, context_of
+from ..exchange.parameters import check_trainable, describe, given_names, number, unique_names
+from ..exchange.telemetry import Telemetry
+from ..exchange.vote import Ballot, vote
+from ..flat.buckets import Bucket, Memory, build_buckets, copied
+from ..gradients.optimizer import DistributedOptimizer, _Distributed
 from ..version import __version__
-from ..vote import Ballot, vote
-from .base import Averaging, Weights
+from .base import Averaging
+from .weights import Weights
 
 __all__ = ["Rounds", "is_finite"]
 

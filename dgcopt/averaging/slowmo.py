@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arguments import check_flag, check_positive, check_whole
+from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather, Collective, Exchange, ReduceScatter
 from ..comm import Comm
-from ..compressors.base import at_least_float32
+from ..compressors.context import at_least_float32
 from ..errors import ConfigError
-from .base import Averaging, Weights, mean
+from .base import Averaging
 from .local_sgd import LocalSGD
+from .weights import Weights, mean
 
 __all__ = ["SlowMo"]
 

@@ -12,17 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
-    Collective,
-    Group,
-    ReduceScatter,
-    SendRecv,
-)
+from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, Group, ReduceScatter, SendRecv
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 

@@ -11,16 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
-    Collective,
-    ReduceScatter,
-    SendRecv,
-)
+from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter, SendRecv
 from ..errors import CommError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 

@@ -17,16 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from ..collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
-    Collective,
-    ReduceScatter,
-    SendRecv,
-)
+from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter, SendRecv
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 

@@ -1,10 +1,11 @@
 """What is sent: one file per algorithm, each reading like its paper."""
 
 from .adasum import Adasum
-from .base import Compressor, Context, GradientExchange, Source
+from .base import Compressor, GradientExchange, Source
 from .bytegrad import ByteGrad
 from .chunked import ChunkedTopK
 from .cltk import CLTK
+from .context import Context
 from .csc import CSC
 from .demo import DeMo
 from .dense import NoCompression, Noop

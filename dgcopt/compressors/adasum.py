@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..collectives import Exchange, SendRecv
 from ..errors import ConfigError
-from .base import Compressor, Context
+from .base import Compressor
+from .context import Context
 from .dense import NoCompression
 from .half import BF16, FP16
 

@@ -9,21 +9,19 @@ A new compressor is a subclass with either
 from __future__ import annotations
 
 import logging
-import zlib
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from collections.abc import Generator, Hashable, Iterable, Sequence
+from typing import ClassVar, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ..collectives import AllGather, AllReduce, Collective
 from ..errors import ConfigError
-from ..own_step import updates_add_up
-from ..segments import BLOCK, LocalGradient, PerTensor, Segment, SparseSum
+from ..flat.segments import SparseSum
+from .context import Context
+from .own_step import updates_add_up
 
-__all__ = ["Compressor", "Context", "GradientExchange", "Source"]
+__all__ = ["Compressor", "GradientExchange", "Source"]
 
 log = logging.getLogger("dgcopt")
 
@@ -32,183 +30,6 @@ Source: TypeAlias = Literal["auto", "gradient", "update"]
 
 GradientExchange: TypeAlias = Generator[Collective, Tensor, Tensor | SparseSum]
 """What exchanges a gradient: yields collectives, is sent their results, returns what all ranks share."""
-
-
-@dataclass(eq=False)
-class Context:
-    """What an exchange may know of its place.
-
-    Attributes:
-        rank, size: this rank among all.
-        op: "average" or "sum", what the user asked for.
-        step: optimizer steps completed before this one.
-        kind: what `Compressor.kind` said of the bucket's parameters.
-        index: the bucket's place in the order in which all ranks launch them.
-        node, nodes, local_rank, local_size: which machine this rank runs on, and its place there.
-        segments: which span of the flat gradient belongs to which parameter.
-        memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
-            through checkpoints and new buckets, as the last step left them. Change them through `remember` or
-            `advance`, whose result replaces them once the whole step has succeeded on every rank.
-        shared: small tensors of any shape that are the same on all ranks, by kind and parameter name; they persist
-            as `memory` does. Change them through `share`.
-        scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
-        local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
-        certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
-        peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
-            that is not finite.
-    """
-
-    rank: int
-    size: int
-    op: Literal["average", "sum"]
-    step: int
-    kind: Hashable
-    segments: Sequence[Segment]
-    memory: dict[str, Tensor] = field(default_factory=dict)
-    shared: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    index: int = 0
-    node: int = 0
-    nodes: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    scratch: dict[str, Any] = field(default_factory=dict)
-    local: LocalGradient | None = None
-    certain: bool = False
-    peak: Tensor | None = None
-    _next: dict[str, Tensor] = field(default_factory=dict)
-    _spare: dict[str, Tensor] = field(default_factory=dict)
-    _later: list[Callable[[], object]] = field(default_factory=list)
-    _shares: list[tuple[str, Segment, Tensor]] = field(default_factory=list)
-
-    @property
-    def divisor(self) -> int:
-        """What a sum over ranks is divided by."""
-        return self.size if self.op == "average" else 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters'."""
-        return self.segments[0].param.dtype
-
-    @property
-    def numel(self) -> int:
-        """Length of the flat gradient, gaps included."""
-        return -(-self.segments[-1].stop // BLOCK) * BLOCK
-
-    @property
-    def tensors(self) -> PerTensor:
-        """Statistics of a flat tensor per parameter."""
-        if "tensors" not in self.scratch:
-            self.scratch["tensors"] = PerTensor(self.segments)
-        return self.scratch["tensors"]
-
-    def dense(self, result: Tensor | SparseSum) -> Tensor:
-        """What an exchange returned as a flat tensor of the parameters' dtype."""
-        if isinstance(result, Tensor):
-            return result.to(self.dtype)
-        return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.segments[0].param.device))
-
-    def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
-        """Error feedback: `grad` plus `decay` times what has not been sent, in place unless memory is more precise."""
-        residual = self.hold("residual")
-        return grad.to(residual.dtype).add_(residual, alpha=decay)
-
-    def keep_residual(self, left: Tensor) -> None:
-        """What has not been sent this time. `left` must stay as it is until the exchange is over."""
-        residual = self.hold("residual")
-        self.tensors.clear_gaps(left)
-        self.once_settled(lambda: residual.copy_(left))
-
-    def generator(self, seed: int, own: bool = False) -> torch.Generator:
-        """Random numbers (on the CPU) of this step and bucket: the same on all ranks, or this rank's `own`."""
-        words = f"{seed} {self.step} {self.index} {self.rank if own else 'all'}"
-        return torch.Generator().manual_seed(zlib.crc32(words.encode()))
-
-    def share(self, kind: str, segment: Segment, value: Tensor) -> None:
-        """Once the step has succeeded, `shared[kind]` of a parameter is `value`: the same bits on all ranks."""
-        self._shares.append((kind, segment, value))
-
-    def remember(self, kind: str, like: Tensor) -> Tensor:
-        """The memory called `kind`, to be changed in place; zero at first, float32 where `like` is of half precision.
-
-        What was held back is called "residual".
-        """
-        if kind in self._next:
-            return self._next[kind]
-        old, new = self.advance(kind, dtype=at_least_float32(like.dtype))
-        return new.copy_(old)
-
-    def advance(
-        self,
-        kind: str,
-        start: Callable[[Segment], Tensor | None] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """`remember` without its copy: the memory as it is, and as it will be, yet to be written, all but the gaps."""
-        held = self.hold(kind, start, dtype)
-        if kind not in self._next:
-            spare = self._spare.pop(kind, None)
-            self._next[kind] = torch.zeros_like(held) if spare is None else spare
-        return held, self._next[kind]
-
-    def hold(
-        self,
-        kind: str,
-        start: Callable[[Segment], Tensor | None] | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """The memory as it is, to be read now, and to be changed in place only by what runs `once_settled`.
-
-        `start` gives what a parameter's memory begins with, where that is not zero. `dtype` None is the parameters',
-        but float32 where that is of half precision.
-        """
-        held = self.memory.get(kind)
-        wanted = at_least_float32(self.dtype) if dtype is None else dtype
-        if held is None:
-            held = self.memory[kind] = torch.zeros(self.numel, dtype=wanted, device=self.segments[0].param.device)
-            for segment in self.segments:
-                value = None if start is None else start(segment)
-                if value is not None:
-                    segment.view(held).copy_(value)
-        elif held.dtype != wanted:  # as a checkpoint left it
-            held = self.memory[kind] = held.to(wanted)
-        return held
-
-    def once_settled(self, change: Callable[[], object]) -> None:
-        """Run `change` when the step has succeeded, which changes memory in place."""
-        self._later.append(change)
-
-    def settle(self, used: Sequence[bool] | None = None) -> None:
-        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
-        kept, unused = [], set()
-        for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
-            if not was_used:
-                unused.add(segment)
-                span = slice(segment.start, segment.stop)
-                kept += [(kind, span, memory[span].clone()) for kind, memory in self.memory.items()]
-        for kind, new in self._next.items():
-            self.memory[kind], self._spare[kind] = new, self.memory[kind]
-        for change in self._later:
-            change()
-        for kind, span, values in kept:
-            self.memory[kind][span] = values
-        for kind, segment, value in self._shares:
-            if segment not in unused:
-                self.shared.setdefault(kind, {})[segment.name] = value
-        self._forget()
-
-    def roll_back(self) -> None:
-        """The step is void: the memory stays what it was before."""
-        self._spare |= self._next
-        self._forget()
-
-    def _forget(self) -> None:
-        self._next, self._later, self._shares, self.local, self.peak = {}, [], [], None, None
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which memory adds up what gradients of `dtype` hold."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Compressor:

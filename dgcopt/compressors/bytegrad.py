@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import AllGather, AllToAll, reduce_rows
-from .base import Compressor, Context, GradientExchange
+from .base import Compressor, GradientExchange
+from .context import Context
 
 __all__ = ["ByteGrad"]
 

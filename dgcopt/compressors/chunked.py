@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..coding import SparseCode
 from ..errors import ConfigError
-from ..schedule import Warmup, check_ratio
-from ..segments import BLOCK
-from ..selection import count_of
-from .base import Context, Source
+from ..flat.segments import BLOCK
+from .base import Source
+from .context import Context
+from .schedule import Warmup, check_ratio
+from .selection import count_of
 from .sparse import Indices, Sparse, Values, check_decay
 
 __all__ = ["ChunkSelection", "ChunkedTopK"]

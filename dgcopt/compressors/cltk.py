@@ -10,10 +10,11 @@ from torch import Tensor
 from ..coding import decode_rice, encode_rice, rice_bytes, rice_excess
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
-from ..schedule import check_ratio
-from ..segments import SparseSum, block_maxima
-from ..selection import Selection
-from .base import Compressor, Context, GradientExchange, Source
+from ..flat.segments import SparseSum, block_maxima
+from .base import Compressor, GradientExchange, Source
+from .context import Context
+from .schedule import check_ratio
+from .selection import Selection
 
 __all__ = ["CLTK"]
 

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..memory import ErrorFeedback, memory_for
-from ..schedule import check_ratio
-from ..segments import BLOCK
-from .base import Compressor, Context, GradientExchange, Source
+from ..flat.segments import BLOCK
+from .base import Compressor, GradientExchange, Source
+from .context import Context
+from .memory import ErrorFeedback, memory_for
+from .schedule import check_ratio
 
 __all__ = ["CSC"]
 

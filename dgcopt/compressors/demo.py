@@ -14,10 +14,11 @@ from torch.optim import SGD, Optimizer
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError
-from ..schedule import check_ratio
-from ..segments import BLOCK
-from .base import Compressor, Context, GradientExchange
+from ..flat.segments import BLOCK
+from .base import Compressor, GradientExchange
 from .chunked import ChunkSelection
+from .context import Context
+from .schedule import check_ratio
 from .sparse import Indices, Values, check_decay, sum_of_messages
 
 __all__ = ["DeMo"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..collectives import AllReduce
-from .base import Compressor, Context, GradientExchange
+from .base import Compressor, GradientExchange
+from .context import Context
 
 __all__ = ["NoCompression", "Noop"]
 

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from ..coding import DENSE_CODES, SparseCode, decode_dense, dense_bytes, encode_dense
 from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
-from ..memory import ErrorFeedback, LocalClip, memory_for
-from ..schedule import Warmup, check_ratio
-from ..segments import LocalGradient
-from ..selection import Selection
-from .base import Compressor, Context, GradientExchange, Source, at_least_float32
+from ..flat.segments import LocalGradient
+from .base import Compressor, GradientExchange, Source
+from .context import Context, at_least_float32
+from .memory import ErrorFeedback, LocalClip, memory_for
+from .schedule import Warmup, check_ratio
+from .selection import Selection
 from .sparse import Indices, Values, sum_of_messages
 
 __all__ = ["DGC"]

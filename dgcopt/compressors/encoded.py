@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllGather
-from .base import Compressor, Context, GradientExchange, at_least_float32
+from .base import Compressor, GradientExchange
+from .context import Context, at_least_float32
 
 __all__ = ["Encoded"]
 

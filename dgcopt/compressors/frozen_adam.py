@@ -12,8 +12,9 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..own_step import steps_as
-from .base import Compressor, Context, GradientExchange
+from .base import Compressor, GradientExchange
+from .context import Context
+from .own_step import steps_as
 from .wrapper import Wrapper
 
 __all__ = ["FrozenAdam"]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Collective, Exchange, ReduceScatter, carried
-from .base import Context, GradientExchange
+from .base import GradientExchange
+from .context import Context
 from .dense import NoCompression
 from .wrapper import Wrapper
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective, watched
 from ..errors import ConfigError
-from .base import Compressor, Context, GradientExchange
+from .base import Compressor, GradientExchange
+from .context import Context
 from .wrapper import Wrapper
 
 __all__ = ["Hierarchical"]

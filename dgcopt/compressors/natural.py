@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.values import finite
 from ..errors import PayloadError
-from .base import Context
+from .context import Context
 from .encoded import Encoded
 
 __all__ = ["Natural"]

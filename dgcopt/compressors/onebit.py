@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.values import finite
-from .base import Context
+from .context import Context
 from .encoded import Encoded
 
 __all__ = ["OneBit"]

@@ -9,8 +9,9 @@ from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.values import finite
 from ..collectives import AllGather, AllToAll
-from ..segments import BLOCK
-from .base import Compressor, Context, GradientExchange
+from ..flat.segments import BLOCK
+from .base import Compressor, GradientExchange
+from .context import Context
 from .frozen_adam import FrozenAdam
 
 __all__ = ["OneBitAdam", "OneBitReduce"]

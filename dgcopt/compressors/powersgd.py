@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..collectives import AllReduce, Collective
 from ..errors import ConfigError
-from ..segments import Segment
-from .base import Compressor, Context, GradientExchange, Source, at_least_float32
+from ..flat.segments import Segment
+from .base import Compressor, GradientExchange, Source
+from .context import Context, at_least_float32
 
 __all__ = ["PowerSGD"]
 

@@ -12,8 +12,8 @@ from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.values import finite
 from ..errors import ConfigError, PayloadError
-from ..segments import BLOCK, PerTensor, Segment
-from .base import Context
+from ..flat.segments import BLOCK, PerTensor, Segment
+from .context import Context
 from .encoded import Encoded
 
 __all__ = ["QSGD"]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..schedule import check_ratio
-from ..segments import SparseSum
-from ..selection import count_of
-from .base import Compressor, Context, GradientExchange, Source
+from ..flat.segments import SparseSum
+from .base import Compressor, GradientExchange, Source
+from .context import Context
+from .schedule import check_ratio
+from .selection import count_of
 from .sparse import check_decay
 
 __all__ = ["RandomK"]

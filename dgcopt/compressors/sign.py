@@ -14,7 +14,8 @@ from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..coding.values import finite
 from ..collectives import AllGather, AllToAll
 from ..errors import ConfigError
-from .base import Compressor, Context, GradientExchange
+from .base import Compressor, GradientExchange
+from .context import Context
 from .encoded import Encoded
 
 __all__ = ["EFSignSGD", "SignSGD", "Signum"]

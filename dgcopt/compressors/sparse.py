@@ -9,8 +9,9 @@ from torch import Tensor
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError
-from ..segments import SparseSum
-from .base import Compressor, Context, GradientExchange, at_least_float32
+from ..flat.segments import SparseSum
+from .base import Compressor, GradientExchange
+from .context import Context, at_least_float32
 
 __all__ = ["Indices", "Sparse", "Values", "check_decay", "sum_of_messages"]
 

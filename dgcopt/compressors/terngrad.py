@@ -12,7 +12,7 @@ from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..coding.values import finite
 from ..errors import ConfigError
-from .base import Context
+from .context import Context
 from .encoded import Encoded
 
 __all__ = ["TernGrad"]

@@ -11,10 +11,11 @@ from torch import Tensor
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError, PayloadError
-from ..schedule import check_ratio
-from ..segments import SparseSum
-from ..selection import count_of
-from .base import Context, GradientExchange, Source, at_least_float32
+from ..flat.segments import SparseSum
+from .base import GradientExchange, Source
+from .context import Context, at_least_float32
+from .schedule import check_ratio
+from .selection import count_of
 from .sparse import Indices, Sparse, Values, check_decay
 
 __all__ = ["Threshold"]

@@ -8,10 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from ..coding import SparseCode
-from ..schedule import check_ratio
-from ..segments import block_maxima
-from ..selection import Selection
-from .base import Context, Source
+from ..flat.segments import block_maxima
+from .base import Source
+from .context import Context
+from .schedule import check_ratio
+from .selection import Selection
 from .sparse import Indices, Sparse, Values, check_decay
 
 __all__ = ["TopK"]

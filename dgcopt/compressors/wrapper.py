@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from .base import Compressor, Context, GradientExchange, Source
+from .base import Compressor, GradientExchange, Source
+from .context import Context
 from .dense import NoCompression
 
 __all__ = ["Wrapper"]

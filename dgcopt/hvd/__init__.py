@@ -15,10 +15,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .. import broadcast as start_alike
 from ..comm import horovod_torch
 from ..errors import CommError
-from ..optimizer import DistributedOptimizer
+from ..exchange import broadcast as start_alike
+from ..gradients.optimizer import DistributedOptimizer
 from .operations import (
     Adasum,
     Average,

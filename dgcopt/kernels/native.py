@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..errors import ConfigError
-from ..segments import BLOCK
+from ..flat.segments import BLOCK
 from .torch import Groups, Momentum
 
 __all__ = [

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..segments import BLOCK, bits_of, block_maxima, chunks
+from ..flat.segments import BLOCK, bits_of, block_maxima, chunks
 
 __all__ = [
     "Groups",

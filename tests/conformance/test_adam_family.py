@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 import dgcopt
-from dgcopt.buckets import build_buckets
 from dgcopt.compressors import ByteGrad, NoCompression, OneBitAdam, PowerSGD, QAdam
 from dgcopt.compressors.onebit_adam import OneBitReduce
+from dgcopt.flat.buckets import build_buckets
 from dgcopt.testing import check_compressor
 
 SHAPES = [(5, 13), (7,), (70, 3), (1,)]

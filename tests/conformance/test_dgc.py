@@ -8,7 +8,7 @@ from naive_dgc import naive_dgc
 from torch import nn
 
 import dgcopt
-from dgcopt.buckets import build_buckets
+from dgcopt.flat.buckets import build_buckets
 
 SHAPES = [(7, 11), (7,), (4, 3, 5), (4,), (90, 3)]
 STEPS = 7

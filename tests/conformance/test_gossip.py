@@ -20,16 +20,7 @@ from torch.optim import SGD, Adam
 import dgcopt
 from dgcopt.averaging.base import Averaging
 from dgcopt.averaging.gossip import SGP
-from dgcopt.averaging.graphs import (
-    BipartiteExponential,
-    Exponential,
-    Graph,
-    Ring,
-    ShiftOne,
-    edges_of,
-    is_balanced,
-    mix,
-)
+from dgcopt.averaging.graphs import BipartiteExponential, Exponential, Graph, Ring, ShiftOne, edges_of, is_balanced, mix
 from dgcopt.checkpoint import reshare
 from dgcopt.errors import ConfigError
 

@@ -17,9 +17,9 @@ from torch.optim import SGD, Adam, Optimizer
 import dgcopt
 from dgcopt.averaging import Averaging, LocalSGD, SlowMo, Weights
 from dgcopt.averaging.partial import PATCH, SPARTA
-from dgcopt.buckets import Bucket, build_buckets
 from dgcopt.checkpoint import reshare
 from dgcopt.errors import ConfigError
+from dgcopt.flat.buckets import Bucket, build_buckets
 
 CHOICES = ("random", "strided", "drift")
 STEPS = 8

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
-from dgcopt.buckets import Bucket, build_buckets
 from dgcopt.checkpoint import STATE_KEY
 from dgcopt.compressors import PowerSGD
 from dgcopt.compressors.powersgd import first_seed, orthogonal
+from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.testing import check_compressor
 
 SHAPES = [(20, 15), (7,), (6, 5, 4), (20, 15), (3, 2)]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import dgcopt
-from dgcopt.buckets import build_buckets
 from dgcopt.coding.minmax import MinMaxUInt8
 from dgcopt.coding.trits import pack_trits, trit_bytes, unpack_trits
 from dgcopt.compressors import Compressor, Context, Encoded
 from dgcopt.errors import ConfigError, PayloadError
-from dgcopt.segments import BLOCK
+from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.segments import BLOCK
 
 SIZES = (1, 7, 64, 65, 1000)
 RANKS = (1, 2, 3, 5)

@@ -17,13 +17,14 @@ from torch.optim import SGD, Adam, Optimizer
 
 import dgcopt
 from dgcopt import LocalSGD
-from dgcopt.averaging.base import Averaging, Weights
+from dgcopt.averaging.base import Averaging
 from dgcopt.averaging.diloco import DiLoCo
 from dgcopt.averaging.slowmo import SlowMo
-from dgcopt.buckets import build_buckets
+from dgcopt.averaging.weights import Weights
 from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllGather
 from dgcopt.errors import CommError, ConfigError
+from dgcopt.flat.buckets import build_buckets
 
 SHAPES = (((5, 7), (67,)), ((125,),))  # of parameters, by group; each of 3 ranks has a part of both
 STEPS = 9

@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import dgcopt
-from dgcopt.buckets import build_buckets
 from dgcopt.coding import encode_rice
 from dgcopt.errors import ConfigError, PayloadError
-from dgcopt.segments import SparseSum
+from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.segments import SparseSum
 
 SHAPES = [(1,), (7,), (64,), (70, 67), (65,), (4, 3, 2, 2), (4099,)]
 STEPS = 4

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm.torch import TorchComm
-from dgcopt.ddp import HookState
+from dgcopt.gradients.ddp import HookState
 
 SCENARIOS: dict[str, Callable[[], None]] = {}
 RATIO = 0.05

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dgcopt
 from dgcopt.compressors import PowerSGD
-from dgcopt.segments import Segment
+from dgcopt.flat.segments import Segment
 
 START, STEPS = 2, 10
 Setup = Callable[[DistributedDataParallel], Any]

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import dgcopt
 from dgcopt import Comm, ConfigError
-from dgcopt.broadcast import _sent, broadcast_object, broadcast_optimizer_state
 from dgcopt.collectives import Collective
 from dgcopt.comm import LocalComm
+from dgcopt.exchange.broadcast import _sent, broadcast_object, broadcast_optimizer_state
 
 
 def together(

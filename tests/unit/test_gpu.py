@@ -6,8 +6,8 @@ from torch.optim import SGD
 from worlds import Ranks, bucket_of, small_model
 
 import dgcopt
-from dgcopt.segments import block_maxima
-from dgcopt.selection import Selection
+from dgcopt.compressors.selection import Selection
+from dgcopt.flat.segments import block_maxima
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
-from dgcopt.memory import ErrorFeedback
-from dgcopt.segments import LocalGradient, Segment
+from dgcopt.compressors.memory import ErrorFeedback
+from dgcopt.flat.segments import LocalGradient, Segment
 
 
 def held_bytes(optimizer: Optimizer) -> int:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dgcopt import kernels
 from dgcopt.errors import ConfigError
+from dgcopt.flat.segments import block_maxima
 from dgcopt.kernels import Groups, Momentum, native
 from dgcopt.kernels import torch as specification
-from dgcopt.segments import block_maxima
 
 built = pytest.mark.skipif(
     not native.instructions(),

@@ -23,7 +23,7 @@ from dgcopt import ConfigError, DivergenceError, LocalSGD, MismatchError
 from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllGather, AllReduce
-from dgcopt.segments import BLOCK
+from dgcopt.flat.segments import BLOCK
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 momentum: Make = functools.partial(SGD, lr=0.1, momentum=0.9)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import bucket_of
 
-from dgcopt.buckets import Bucket
-from dgcopt.segments import block_maxima
-from dgcopt.selection import Selection, count_of
+from dgcopt.compressors.selection import Selection, count_of
+from dgcopt.flat.buckets import Bucket
+from dgcopt.flat.segments import block_maxima
 
 KINDS = {
     "normal": lambda n: torch.randn(n),

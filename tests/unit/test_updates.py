@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from worlds import Ranks, single, small_batch, small_model
 
 import dgcopt
-from dgcopt.own_step import passes_over_missing_gradients, updates_add_up
+from dgcopt.compressors.own_step import passes_over_missing_gradients, updates_add_up
 
 STEPS = 5
 

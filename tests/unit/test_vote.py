@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dgcopt
-from dgcopt.agreement import compare
-from dgcopt.vote import Ballot, used_anywhere, vote
+from dgcopt.exchange.agreement import compare
+from dgcopt.exchange.vote import Ballot, used_anywhere, vote
 
 BALLOT = Ballot(True, True, False, True, True, True, step=7, trained=0xDEADBEEF, launched=3)
 flags, words = st.booleans(), st.integers(0, 2**32 - 1)

@@ -14,7 +14,7 @@ import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm.simulated import SimulatedComm, _comms, simulate
 from dgcopt.compressors import Compressor, Context, GradientExchange
-from dgcopt.segments import SparseSum
+from dgcopt.flat.segments import SparseSum
 
 SIZES = (1, 7, 64, 65, 300)
 MACHINES = [(0,), (0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1, 2), (0, 1, 0, 1, 0)]

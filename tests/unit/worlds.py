@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dgcopt
-from dgcopt.buckets import Bucket, build_buckets
 from dgcopt.compressors import Context
+from dgcopt.flat.buckets import Bucket, build_buckets
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 

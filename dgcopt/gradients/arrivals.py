@@ -18,7 +18,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from .buckets import Bucket
+from ..flat.buckets import Bucket
 
 __all__ = ["Gradients"]
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from .collectives import AllGather, Broadcast, Collective, bytes_of
-from .comm import Comm, current_comm
-from .errors import ConfigError, DivergenceError
+from ..collectives import AllGather, Broadcast, Collective, bytes_of
+from ..comm import Comm, current_comm
+from ..errors import ConfigError, DivergenceError
 
 __all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "digest", "replicas"]
 

@@ -17,12 +17,12 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, Memory
-from .collectives import Collective, Group, carried
-from .comm import Comm, Handle, lowered
-from .compressors import Compressor, Context, GradientExchange
-from .errors import CommError, ConfigError
-from .segments import SparseSum
+from ..collectives import Collective, Group, carried
+from ..comm import Comm, Handle, lowered
+from ..compressors import Compressor, Context, GradientExchange
+from ..errors import CommError, ConfigError
+from ..flat.buckets import Bucket, Memory
+from ..flat.segments import SparseSum
 from .telemetry import Telemetry
 
 __all__ = ["Flight", "Traffic", "context_of", "exchange_of"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .checkpoint import STATE_KEY, unmarked
-from .collectives import Broadcast, Collective
-from .comm import Comm, current_comm
-from .errors import ConfigError
+from ..checkpoint import STATE_KEY, unmarked
+from ..collectives import Broadcast, Collective
+from ..comm import Comm, current_comm
+from ..errors import ConfigError
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

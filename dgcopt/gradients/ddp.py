@@ -2,7 +2,8 @@
 
 DDP calls the hook once per bucket, in one order on all ranks, while backward runs. Each call takes the bucket's
 gradients and starts their exchange up to its first collective. The call for the last bucket finishes the step: a vote
-(`dgcopt.vote`), then all exchanges in bucket order (`dgcopt.flights`), then the results in DDP's own memory.
+(`dgcopt.exchange.vote`), then all exchanges in bucket order (`dgcopt.exchange.flights`), then the results in DDP's own
+memory.
 """
 
 import copy
@@ -24,20 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .agreement import compare
-from .arguments import check_trainable, describe, describe_groups, given_names, inner_optimizer, unique_names
-from .buckets import Bucket, Memory, build_buckets, copied
-from .comm import Comm, Handle, current_comm
-from .compressors import Compressor, Context, NoCompression, accept
-from .compressors.sparse_rows import gather_rows
-from .errors import ConfigError
-from .flights import Flight, Traffic, context_of, exchange_of
+from ..comm import Comm, Handle, current_comm
+from ..compressors import Compressor, Context, NoCompression, accept
+from ..compressors.own_step import updates_add_up
+from ..compressors.sparse_rows import gather_rows
+from ..errors import ConfigError
+from ..exchange.agreement import compare
+from ..exchange.flights import Flight, Traffic, context_of, exchange_of
+from ..exchange.parameters import check_trainable, describe, describe_groups, given_names, inner_optimizer, unique_names
+from ..exchange.telemetry import Telemetry
+from ..exchange.vote import Ballot, used_anywhere, vote
+from ..flat.buckets import Bucket, Memory, build_buckets, copied
+from ..flat.segments import LocalGradient, SparseSum
+from ..version import __version__
 from .optimizer import _Distributed
-from .own_step import updates_add_up
-from .segments import LocalGradient, SparseSum
-from .telemetry import Telemetry
-from .version import __version__
-from .vote import Ballot, used_anywhere, vote
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import GradBucket

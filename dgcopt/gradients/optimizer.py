@@ -16,34 +16,30 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .agreement import compare
-from .arguments import (
-    check_groups,
-    check_op,
+from ..checkpoint import STATE_KEY, own_part, put_mark, take_mark, unmarked
+from ..checks import check_positive, check_whole
+from ..collectives import AllReduce
+from ..comm import Comm, broadcasting_root, current_comm
+from ..compressors import Adasum, Compressor, NoCompression, accept
+from ..compressors.own_step import check_steps_alone, passes_over_missing_gradients
+from ..errors import ConfigError
+from ..exchange.agreement import compare
+from ..exchange.broadcast import broadcast_optimizer_state
+from ..exchange.divergence import OnDivergence, check_on_divergence, digest
+from ..exchange.parameters import (
     check_optimizer,
-    check_passes,
-    check_positive,
-    check_predivide,
     check_trainable,
-    check_whole,
     describe,
     describe_groups,
     given_names,
     number,
     unique_names,
 )
-from .broadcast import broadcast_optimizer_state
-from .checkpoint import STATE_KEY, own_part, put_mark, take_mark, unmarked
-from .collectives import AllReduce
-from .comm import Comm, broadcasting_root, current_comm
-from .compressors import Adasum, Compressor, NoCompression, accept
-from .divergence import OnDivergence, check_on_divergence, digest
-from .engine import Engine, Settings
-from .errors import ConfigError
-from .own_step import check_steps_alone, passes_over_missing_gradients
+from ..exchange.telemetry import Telemetry
+from ..version import __version__
+from .engine import Engine
+from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .sparse_step import step_touched
-from .telemetry import Telemetry
-from .version import __version__
 
 __all__ = ["DistributedOptimizer"]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .collectives import AllGather, Collective, Exchange
-from .errors import MismatchError
+from ..collectives import AllGather, Collective, Exchange
+from ..errors import MismatchError
 
 __all__ = ["Ballot", "Verdict", "used_anywhere", "vote"]
 

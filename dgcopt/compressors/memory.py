@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .errors import ConfigError
-from .kernels import Momentum, accumulate, advance
+from ..errors import ConfigError
+from ..flat.segments import BLOCK, LocalGradient, Segment
+from ..kernels import Momentum, accumulate, advance
 from .own_step import steps_as
-from .segments import BLOCK, LocalGradient, Segment
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
 

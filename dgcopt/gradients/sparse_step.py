@@ -9,7 +9,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from .segments import Segment
+from ..flat.segments import Segment
 
 __all__ = ["step_touched"]
 

@@ -9,8 +9,8 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from .collectives import AllGather, Collective
-from .errors import MismatchError
+from ..collectives import AllGather, Collective
+from ..errors import MismatchError
 
 __all__ = ["compare"]
 

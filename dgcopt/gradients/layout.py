@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .buckets import Bucket, build_buckets
-from .collectives import AllReduce, Broadcast, Collective
+from ..collectives import AllReduce, Broadcast, Collective
+from ..flat.buckets import Bucket, build_buckets
 
 __all__ = ["Layout", "lay_out"]
 

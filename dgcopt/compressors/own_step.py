@@ -12,7 +12,7 @@ from typing import Any
 from torch import optim
 from torch.optim import Optimizer
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["check_steps_alone", "passes_over_missing_gradients", "steps_as", "updates_add_up"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .kernels import Groups, select
-from .segments import Segment
+from ..flat.segments import Segment
+from ..kernels import Groups, select
 
 __all__ = ["Selection", "count_of"]
 

@@ -1,11 +1,11 @@
 """The gradients of one optimizer on their way: when their exchanges start, and when results may be used.
 
 Buckets are launched in one fixed order on all ranks, each as soon as its gradients are ready and its predecessor was
-launched, and run to their first collective while backward goes on. This is done in hope: before any result is used,
-`synchronize` takes a vote (`dgcopt.vote`). If some rank's gradients are not finite, what was sent is taken back, all
-memory stays what it was, and nobody takes the step. If some rank's gradients have changed since they were sent (one
-more backward pass, clipping, unscaling), it is taken back and sent anew. Otherwise all exchanges are finished, in
-bucket order (`dgcopt.flights`).
+launched, and run to their first collective while backward goes on. Before any result is used, `synchronize` takes a
+vote (`dgcopt.exchange.vote`). If some rank's gradients are not finite, what was sent is taken back, all memory stays
+what it was, and nobody takes the step. If some rank's gradients have changed since they were sent (one more backward
+pass, clipping, unscaling), it is taken back and sent anew. Otherwise all exchanges are finished, in bucket order
+(`dgcopt.exchange.flights`).
 
 The first step sends nothing early. Its gradients say in which order they become ready and which are sparse; the ranks
 agree on rank 0's order, and buckets are laid out by it. The same happens when other parameters are trained.
@@ -23,21 +23,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .agreement import compare
-from .buckets import Bucket, Memory, copied
-from .comm import Comm, Handle
-from .compressors import Compressor, Context
-from .compressors.sparse_rows import gather_rows
-from .divergence import OnDivergence, replicas
-from .errors import CommError, ConfigError, MismatchError
-from .flights import Flight, Traffic, context_of, exchange_of
-from .gradients import Gradients
+from ..comm import Comm, Handle
+from ..compressors import Compressor, Context
+from ..compressors.sparse_rows import gather_rows
+from ..errors import CommError, ConfigError, MismatchError
+from ..exchange.agreement import compare
+from ..exchange.divergence import replicas
+from ..exchange.flights import Flight, Traffic, context_of, exchange_of
+from ..exchange.telemetry import Telemetry
+from ..exchange.vote import Ballot, Verdict, used_anywhere, vote
+from ..flat.buckets import Bucket, Memory, copied
+from ..flat.segments import Segment
+from .arrivals import Gradients
 from .layout import Layout, lay_out
-from .segments import Segment
-from .telemetry import Telemetry
-from .vote import Ballot, Verdict, used_anywhere, vote
+from .settings import Settings
 
-__all__ = ["Engine", "Settings"]
+__all__ = ["Engine"]
 
 log = logging.getLogger("dgcopt")
 
@@ -48,21 +49,6 @@ REMEDY = (
 
 LONGEST_PAUSE = 1024
 """Steps without early launches after launches that proved too early again and again."""
-
-
-@dataclass
-class Settings:
-    """How gradients are exchanged, alike on all ranks; see `DistributedOptimizer` for what each means."""
-
-    op: str = "average"
-    backward_passes_per_step: int = 1
-    gradient_predivide_factor: float = 1.0
-    groups: dict[str, int] | None = None
-    sparse_as_dense: bool = False
-    bucket_mb: float = 25.0
-    first_bucket_mb: float = 1.0
-    check_replicas_every: int = 0
-    on_divergence: OnDivergence = "raise"
 
 
 @dataclass(eq=False)

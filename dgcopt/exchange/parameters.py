@@ -1,32 +1,22 @@
-"""What a user gives to DistributedOptimizer, checked before anything is joined or sent."""
+"""The parameters that a user gives: their names, whether they can be exchanged, and what must be equal on all ranks."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-import math
 import re
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = [
-    "Op",
-    "check_flag",
-    "check_groups",
-    "check_op",
     "check_optimizer",
-    "check_passes",
-    "check_positive",
-    "check_predivide",
     "check_trainable",
-    "check_whole",
     "describe",
     "describe_groups",
     "given_names",
@@ -36,7 +26,6 @@ __all__ = [
     "unique_names",
 ]
 
-Op: TypeAlias = Literal["average", "sum", "adasum"]
 
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Whose wrappers of optimizers call `step` of the one inside, `.optimizer`, and so run its step hooks."""
@@ -66,50 +55,6 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
         optimizer = getattr(optimizer, "optimizer", optimizer)
     check_optimizer(optimizer)
     return optimizer
-
-
-def check_op(op: Any) -> Op:
-    """Ours, or Horovod's `Average`, `Sum` and `Adasum`, which are numbers. Raises ConfigError for others."""
-    if op in ("average", "sum", "adasum"):
-        return op
-    # horovod.common.basics: Average = 0, Sum = 1, Adasum = 2 in all versions that have process sets
-    if isinstance(op, int) and not isinstance(op, bool) and op in (0, 1, 2):
-        return ("average", "sum", "adasum")[op]
-    raise ConfigError(f'op must be "average", "sum" or "adasum", or Horovod\'s Average, Sum or Adasum, not {op!r}')
-
-
-def check_whole(value: Any, name: str, least: int) -> int:
-    """A whole number of at least `least`. Raises ConfigError for others."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return value
-
-
-def check_flag(value: Any, name: str) -> bool:
-    """True or False. Raises ConfigError for others."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be True or False, not {value!r}")
-    return value
-
-
-def check_passes(passes: Any) -> int:
-    """How many backward passes make a step. Raises ConfigError for what cannot be."""
-    return check_whole(passes, "backward_passes_per_step", 1)
-
-
-def check_positive(value: Any, name: str) -> float:
-    """A positive, finite number. Raises ConfigError for others."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def check_predivide(factor: Any, op: Op) -> float:
-    """Part of the division by the number of ranks, done before the sum. Raises ConfigError where nothing is divided."""
-    factor = check_positive(factor, "gradient_predivide_factor")
-    if factor != 1 and op != "average":
-        raise ConfigError("gradient_predivide_factor not supported with op != Average")
-    return factor
 
 
 def number(group: int, place: int) -> str:
@@ -191,39 +136,6 @@ def _check_whole_on_each_rank(param: Tensor, name: str) -> None:
             f"parameter {name!r} is {kind}: sharded parameters are not supported yet. Train the plain module, whole on "
             f"every rank, with DistributedOptimizer, or in DistributedDataParallel with ddp_hook"
         )
-
-
-def check_groups(
-    names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None, num_groups: int
-) -> dict[str, int] | None:
-    """Which group each parameter's name is in, from lists, or by splitting all parameters in a number of groups.
-
-    `num_groups` is what Horovod called that number before 0.23. Raises ConfigError for both at once, unknown
-    parameters, one in two groups, or a negative number.
-    """
-    if check_whole(num_groups, "num_groups", 0):
-        if groups is not None:
-            raise ConfigError("give groups or num_groups, not both")
-        warnings.warn(f"num_groups is deprecated: say groups={num_groups}", DeprecationWarning, stacklevel=3)
-        groups = num_groups
-    if groups is None or isinstance(groups, int):
-        if not check_whole(groups or 0, "groups", 0):
-            return None
-        trained = [name for param, name in names.items() if param.requires_grad]
-        return {name: group for group, members in enumerate(split(trained, groups or 0)) for name in members}
-    if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
-        raise ConfigError(
-            f"groups should be a number or a list of lists of parameters, which share one bucket, not {groups!r:.80}"
-        )
-    group_of: dict[str, int] = {}
-    for group, members in enumerate(groups):
-        for param in members:
-            if not isinstance(param, Tensor) or param not in names:
-                raise ConfigError(f"groups[{group}] holds something that is no parameter of this optimizer")
-            if names[param] in group_of:
-                raise ConfigError(f"parameter {names[param]!r} is in groups twice")
-            group_of[names[param]] = group
-    return group_of
 
 
 def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["Warmup", "check_ratio"]
 

@@ -1,0 +1,1 @@
+"""Flat memory: where each parameter lies in it, and which share a bucket."""

@@ -1,0 +1,109 @@
+"""Modules of dgcopt keep to what other modules show of themselves; prints file:line: what, for all that does not.
+
+1. No module uses an underscore name of another: by import, as an attribute of anything but `self` or `cls` unless the
+   file defines that name itself, or by `getattr`.
+2. Only the wires and what drives them know that ranks may be simulated.
+
+    python scripts/check_rooms.py          # exit code 1 if there is anything to print
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+FOREIGN = {
+    "_C": "where torch keeps _current_graph_task_id",
+    "_current_graph_task_id": "torch: which backward pass is running",
+    "_version": "torch: how often a tensor was written to",
+    "_values": "torch: of a sparse tensor that may hold a row twice, which values() refuses",
+    "_indices": "torch: the same",
+    "_foreach_add_": "torch: one call for many tensors",
+    "_foreach_copy_": "torch: the same",
+    "_optimizer_step_pre_hooks": "torch: whether an optimizer has hooks of others",
+    "_global_optimizer_pre_hooks": "torch: the same, of all optimizers",
+    "_wrapped_by_lr_sched": "torch: an optimizer's step that an LR scheduler has put a counter around",
+    "_opt_called": "torch: what that counter sets",
+    "_join_config": "torch: set by Join on what takes part in it",
+    "_divide_by_initial_world_size": "torch: what DDP's join() was told",
+    "_comm_hooks": "torch: hooks that DDP has",
+    "_fsdp_flattened": "torch: a parameter that FullyShardedDataParallel has made of others",
+    "_getframe": "sys: documented, in spite of its name",
+    "_current_frames": "sys: the same",
+}
+"""Underscore names of other libraries, and what they are."""
+
+SIMULATED = {"SimulatedComm", "constructs_in_turn", "takes_turns", "nudge", "simulated_world"}
+MAY_SIMULATE = (
+    "dgcopt/comm/",
+    "dgcopt/exchange/runner.py",
+    "dgcopt/testing.py",
+    "dgcopt/__init__.py",
+    "dgcopt/__main__.py",
+)
+GETTERS = {"getattr", "setattr", "hasattr", "delattr"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def defined_in(tree: ast.AST) -> set[str]:
+    """Names that a file gives to functions, classes and variables, and to attributes of `self` and `cls`."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            names.add(node.attr)
+    return names
+
+
+def is_own(value: ast.expr) -> bool:
+    """Whether it is `self`, `cls` or `super()`."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return value.func.id == "super"
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def faults(tree: ast.AST, may_simulate: bool) -> Iterator[tuple[int, str]]:
+    known = defined_in(tree) | FOREIGN.keys()
+    for node in ast.walk(tree):
+        used: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            used = [alias.name for alias in node.names]
+            for name in filter(is_private, [*used, *(node.module or "").split(".")]):
+                yield node.lineno, f"imports {name}"
+        elif isinstance(node, ast.Attribute):
+            used = [node.attr]
+            if is_private(node.attr) and not is_own(node.value) and node.attr not in known:
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in GETTERS:
+            used = [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            for name in used:
+                if is_private(name) and name not in FOREIGN and not is_own(node.args[0]):
+                    yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Name):
+            used = [node.id]
+        for name in SIMULATED.intersection(used) if not may_simulate else ():
+            yield node.lineno, f"names {name}: only the wires and the runner know of simulated ranks"
+
+
+def main() -> int:
+    found = 0
+    for path in sorted((ROOT / "dgcopt").rglob("*.py")):
+        place = path.relative_to(ROOT).as_posix()
+        for line, what in sorted(faults(ast.parse(path.read_text()), place.startswith(MAY_SIMULATE))):
+            print(f"{place}:{line}: {what}")
+            found += 1
+    return int(found > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""scripts/check_rooms.py finds uses of what other modules keep to themselves, and only those."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from pathlib import Path
+
+import pytest
+
+check = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "check_rooms.py"))
+
+
+def found(code: str, may_simulate: bool = False) -> list[str]:
+    return [what for _, what in check["faults"](ast.parse(code), may_simulate)]
+
+
+@pytest.mark.parametrize(
+    "code, what",
+    [
+        ("from .engine import _Flight", "imports _Flight"),
+        ("from ._engine import Flight", "imports _engine"),
+        ("optimizer._engine.hold()", "optimizer._engine"),
+        ("self.outer._engine = None", "self.outer._engine"),
+        ("getattr(optimizer, '_raw', False)", "getattr(optimizer, '_raw', False)"),
+        ("comm.nudge()", "names nudge: only the wires and the runner know of simulated ranks"),
+        (
+            "from .comm import simulated_world",
+            "names simulated_world: only the wires and the runner know of simulated ranks",
+        ),
+    ],
+)
+def test_it_finds(code: str, what: str) -> None:
+    assert found(code) == [what]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "self._engine.hold()",
+        "super()._start()",
+        "class A:\n    def __init__(self, other):\n        self._kept = other._kept",
+        "def _own(): pass\nmodule._own()",
+        "tensor._version",
+        "from .version import __version__",
+        "hasattr(self, '_hooked')",
+    ],
+)
+def test_it_leaves(code: str) -> None:
+    assert found(code) == []
+
+
+def test_wires_may_name_simulated_ranks() -> None:
+    assert found("comm.nudge()", may_simulate=True) == []

@@ -37,7 +37,7 @@ def test_learns_in(framework: str) -> None:
     pytest.importorskip(framework)
     if missing("torch"):
         pytest.skip(missing("torch"))
-    run = launch("torch", 2, [str(ROOT / "tests" / "examples" / f"{framework}_ddp.py")], limit=120)
+    run = launch("torch", 2, [str(ROOT / "examples" / f"{framework}_ddp.py")], limit=120)
     told = run.told("example")
     assert run.code == 0 and not run.orphans and len(told) == 2, run.tail
     assert told[0] == told[1], "replicas drifted apart"

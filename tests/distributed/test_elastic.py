@@ -1,6 +1,6 @@
 """Workers are killed in the middle of a step, or come: training goes on, and the account of every gradient is right.
 
-The scripts of tests/examples assert it themselves; here they are launched, and what they met on the way is checked.
+The scripts of examples/ assert it themselves; here they are launched, and what they met on the way is checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from launching import ROOT, Outcome, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
-EXAMPLES = ROOT / "tests" / "examples"
+EXAMPLES = ROOT / "examples"
 LIMIT = 120.0
 STEPS, KILL_AT, LAST_COMMIT = 12, 7, 6
 GROWS = "ls | grep -q 'step-0000000[3-9]' && touch grown\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import ROOT, WIRES, Outcome, launch, missing
+from launching import HERE, ROOT, WIRES, Outcome, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
-FOLDER = ROOT / "tests" / "examples"
+RUN = str(HERE / "run_examples.py")
 EXAMPLES = ("mnist_style", "gradient_clipping", "accumulation", "gan", "adasum", "mixed_precision")
 STOCK: dict[str, tuple[str, ...]] = {
     # Adasum needs Horovod's MPI controller; Horovod's optimizer refuses the loops of `gan` and `mixed_precision`
@@ -32,19 +32,20 @@ RUNS = [(wire, library, name) for wire in WIRES for library, names in PLAN[wire]
 
 
 @functools.cache
-def outcome_of(wire: str) -> tuple[Outcome, dict[tuple[str, str], dict[str, Any]]]:
+def outcome_of(wire: str) -> tuple[Outcome, dict[str, dict[str, Any]]]:
     """One launch for all that is planned on the wire, and what rank 0 told of each."""
     words = [word for library, names in PLAN[wire].items() for word in (f"--{library}", *names)]
-    outcome = launch(wire, 2, [str(FOLDER / "run_all.py"), *words], limit=200)
-    return outcome, {(result["library"], result["example"]): result for result in outcome.told("example")}
+    outcome = launch(wire, 2, [RUN, *words], limit=200)
+    return outcome, {result["example"]: result for result in outcome.told("example")}
 
 
 def result_of(wire: str, library: str, name: str) -> dict[str, Any]:
     if missing(wire):
         pytest.skip(missing(wire))
     outcome, results = outcome_of(wire)
-    assert (library, name) in results, f"{name} with {library} did not come to its end over {wire}:\n{outcome.tail}"
-    return results[library, name]
+    ran = f"{name} --{library}"
+    assert ran in results, f"{ran} did not come to its end over {wire}:\n{outcome.tail}"
+    return results[ran]
 
 
 @pytest.mark.parametrize(("wire", "library", "name"), RUNS)
@@ -110,7 +111,7 @@ def test_blocks_of_the_migration_guide(wire: str, without: str, count: int, tmp_
     for number, code in enumerate(blocks):
         (tmp_path / f"block{number}.py").write_text(AROUND.format(code=code, name=f"block {number}"))
     paths = [str(tmp_path / f"block{number}") for number in range(len(blocks))]
-    outcome = launch(wire, 2, [str(FOLDER / "run_all.py"), *paths], limit=100)
+    outcome = launch(wire, 2, [RUN, *paths], limit=100)
     for number, code in enumerate(blocks):
         assert outcome.output.count(f"came to the end of block {number}") == 2, f"{code}\n{outcome.tail}"
     assert outcome.code == 0 and not outcome.orphans, outcome.tail

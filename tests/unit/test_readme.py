@@ -1,7 +1,7 @@
 """What the README and the pages in docs/ show runs as it stands there, and what they name exists.
 
 Every block of Python is run by a test: here, on two ranks by tests/distributed (migration.md, ddp.md), or as part of a
-whole script in tests/examples, which must hold the block as it is.
+whole script in examples/, which must hold the block as it is.
 """
 
 import importlib
@@ -31,7 +31,7 @@ ALL_RUN = {f"docs/{name}.md" for name in ("averaging", "compressors", "design", 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ALL_RUN])
 def test_what_is_not_run_by_itself_is_part_of_an_example(page):
-    scripts = [path.read_text() for path in (ROOT / "tests" / "examples").glob("*.py")]
+    scripts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     for code in code_of(page):
         if page == "docs/ddp.md" and "DistributedDataParallel(model)" in code:
             continue  # tests/distributed/test_ddp.py

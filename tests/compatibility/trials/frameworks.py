@@ -1,4 +1,4 @@
-"""What holds in frameworks: scripts of tests/examples, each two real ranks of its own."""
+"""What holds in frameworks: scripts of examples/, each two real ranks of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def example(name: str) -> None:
     """Both ranks come to the end with the same bits, and have learned."""
     if name == "trainer_ddp" and [int(part) for part in version().split(".")] < [2, 6]:
         raise Absent("transformers itself resumes with torch >= 2.6 only; training went well")
-    outcome = launch("torch", 2, [str(ROOT / "tests" / "examples" / f"{name}.py")], limit=240)
+    outcome = launch("torch", 2, [str(ROOT / "examples" / f"{name}.py")], limit=240)
     told = outcome.told("example")
     assert outcome.code == 0 and not outcome.orphans and len(told) == 2, outcome.tail
     assert told[0] == told[1], f"replicas drifted apart: {told}"
@@ -28,6 +28,6 @@ for what, name, needs in (
     ("Lightning Fabric", "fabric_ddp", ["lightning"]),
     ("HF Trainer, and `resume_from_checkpoint`", "trainer_ddp", ["transformers", "accelerate"]),
 ):
-    trial(FRAMEWORKS, what, needs=["sklearn", *needs], note=f"`tests/examples/{name}.py`")(
+    trial(FRAMEWORKS, what, needs=["sklearn", *needs], note=f"[`examples/{name}.py`](../examples/{name}.py)")(
         functools.partial(example, name)
     )

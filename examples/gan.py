@@ -1,8 +1,10 @@
 """Two optimizers on the two parts of one model. The generator's backward pass also adds to the critic's gradients."""
 
 import torch
-from library import hvd, report
+from digits_hvd import report
 from torch import nn
+
+import dgcopt.hvd as hvd
 
 CENTRE, WIDTH = 3.0, 0.5
 

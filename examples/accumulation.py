@@ -1,7 +1,9 @@
 """Seven small batches per step; the last window of every epoch is shorter."""
 
 import torch
-from library import accuracy, classifier, digits, hvd, report
+from digits_hvd import accuracy, classifier, digits, report
+
+import dgcopt.hvd as hvd
 
 PASSES = 7
 

@@ -1,7 +1,9 @@
 """torch.amp as its documentation has it, with gradients of one rank that overflow once."""
 
 import torch
-from library import accuracy, classifier, digits, hvd, report
+from digits_hvd import accuracy, classifier, digits, report
+
+import dgcopt.hvd as hvd
 
 OVERFLOW = 5
 

@@ -1,7 +1,9 @@
 """A classifier, data-parallel: sampler, learning rate by the number of ranks, one start for all, averaged metrics."""
 
 import torch
-from library import accuracy, classifier, digits, hvd, report
+from digits_hvd import accuracy, classifier, digits, report
+
+import dgcopt.hvd as hvd
 
 hvd.init()
 loader, sampler, tests = digits(batch_size=32)

@@ -1,9 +1,4 @@
-"""What the examples share: the line in which they differ from a script for stock Horovod, data, and a last line.
-
-horovodrun -np 2 python mnist_style.py            # dgcopt.hvd; torchrun and mpirun start it as well
-horovodrun -np 2 python mnist_style.py --beside   # Horovod, with DistributedOptimizer from dgcopt
-horovodrun -np 2 python mnist_style.py --stock    # Horovod alone
-"""
+"""What the examples of Horovod's loop share: data, a network, its accuracy over ranks, and a last line."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,20 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-LIBRARY = sys.argv[1].removeprefix("--") if len(sys.argv) > 1 else "dgcopt"
-
-if LIBRARY == "stock":
-    import horovod.torch as hvd
-elif LIBRARY == "beside":
-    import horovod.torch
-
-    import dgcopt
-
-    hvd = SimpleNamespace(**{**vars(horovod.torch), "DistributedOptimizer": dgcopt.DistributedOptimizer})
-else:
-    import dgcopt.hvd as hvd
-
-__all__ = ["accuracy", "classifier", "digits", "hvd", "report"]
+import dgcopt.hvd as hvd
 
 TESTS = 360
 
@@ -72,5 +53,5 @@ def report(model: nn.Module, **results: Any) -> None:
     if len(set(everyone)) > 1:
         raise RuntimeError(f"replicas differ: {everyone}")
     if hvd.rank() == 0:
-        told = {"example": Path(sys.argv[0]).stem, "library": LIBRARY, "parameters": bits, **results}
-        print(json.dumps(told), flush=True)
+        name = " ".join([Path(sys.argv[0]).stem, *sys.argv[1:]])
+        print(json.dumps({"example": name, "parameters": bits, **results}), flush=True)

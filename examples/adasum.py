@@ -1,7 +1,9 @@
 """Adasum: updates are combined by their angle, so the learning rate is that of one process."""
 
 import torch
-from library import accuracy, classifier, digits, hvd, report
+from digits_hvd import accuracy, classifier, digits, report
+
+import dgcopt.hvd as hvd
 
 hvd.init()
 loader, sampler, tests = digits(batch_size=32)

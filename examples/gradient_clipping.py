@@ -1,7 +1,9 @@
 """The norm of the averaged gradient is clipped between `synchronize` and a step that does not average again."""
 
 import torch
-from library import accuracy, classifier, digits, hvd, report
+from digits_hvd import accuracy, classifier, digits, report
+
+import dgcopt.hvd as hvd
 
 LARGEST = 0.5
 

@@ -773,15 +773,21 @@ def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     ours = set(params)
-    for module in gc.get_objects():  # nothing leads from a parameter to its DDP
-        if issubclass(type(module), torch.nn.parallel.DistributedDataParallel):
-            size = torch.distributed.get_world_size(module.process_group)
-            everyone = size == torch.distributed.get_world_size() > 1
-            # False after a forward pass within DDP's no_sync()
-            exchanges = getattr(module, "require_forward_param_sync", True) and not getattr(module, "_comm_hooks", [])
-            if everyone and exchanges and not ours.isdisjoint(module.parameters()):
-                return True
+    for module in _instances(torch.nn.parallel.DistributedDataParallel):  # nothing leads from a parameter to its DDP
+        size = torch.distributed.get_world_size(module.process_group)
+        everyone = size == torch.distributed.get_world_size() > 1
+        # False after a forward pass within DDP's no_sync()
+        exchanges = getattr(module, "require_forward_param_sync", True) and not getattr(module, "_comm_hooks", [])
+        if everyone and exchanges and not ours.isdisjoint(module.parameters()):
+            return True
     return False
+
+
+def _instances(kind: type[Any]) -> Iterator[Any]:
+    """All living objects of a class and its subclasses: the garbage collector knows that each refers to its class."""
+    yield from (each for each in gc.get_referrers(kind) if type(each) is kind)
+    for subclass in kind.__subclasses__():
+        yield from _instances(subclass)
 
 
 def _decays_apart(group: dict[str, Any]) -> bool:

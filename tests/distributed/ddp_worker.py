@@ -538,11 +538,14 @@ def settings_that_differ_over_ranks_are_noticed() -> None:
 def a_distributed_optimizer_beside_ddp_is_noticed() -> None:
     """DDP's dense gradients would travel beside ours; not with a hook of the user's, no_sync, or DDP of some ranks."""
 
-    def warnings_of(step: Callable[[DDP], None], **settings) -> list[str]:
+    class Subclass(DDP):
+        pass
+
+    def warnings_of(step: Callable[[DDP], None], kind: type[DDP] = DDP, **settings) -> list[str]:
         model, records = small_model(), logging.Handler()
         said: list[str] = []
         records.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        ddp = DDP(model, **settings)
+        ddp = kind(model, **settings)
         optimizer = dgcopt.DistributedOptimizer(sgd(model.parameters()), compression=dgcopt.DGC(RATIO))
         logging.getLogger("dgcopt").addHandler(records)
         step(ddp)
@@ -565,7 +568,7 @@ def a_distributed_optimizer_beside_ddp_is_noticed() -> None:
 
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     first = dist.get_rank() == 0
-    assert len(warnings_of(backward)) == first
+    assert len(warnings_of(backward)) == len(warnings_of(backward, Subclass)) == first
     assert not warnings_of(quiet) and not warnings_of(hooked) and not warnings_of(backward, process_group=alone)
 
 

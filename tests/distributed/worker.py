@@ -33,13 +33,14 @@ def main() -> int:
     failed = False
     path = Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{comm.rank}.jsonl"
     for name in names:
-        start, record = time.monotonic(), {"scenario": name, "rank": comm.rank, "wire": comm.wire}
+        start, cpu, record = time.monotonic(), time.process_time(), {"scenario": name, "rank": comm.rank, "wire": comm.wire}
         try:
             record["result"] = SCENARIOS[name](comm)
         except Exception as error:
             failed = True
             record["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         record["seconds"] = round(time.monotonic() - start, 3)
+        record["cpu"] = round(time.process_time() - cpu, 3)
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
         # if a rank left the scenario half-way, this cannot succeed, and what follows is not tried

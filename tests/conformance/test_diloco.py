@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,11 @@ import torch
 from naive_diloco import Nesterov, diloco
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from worlds import single, small_batch, small_model
 
 import dgcopt
 from dgcopt import DGC, ConfigError, DiLoCo, PowerSGD, SparseLoCo, TopK, checkpoint
 from dgcopt.tasks.stdlib_gpt import CharGPT
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "unit"))
-
-from worlds import single, small_batch, small_model
 
 Make = Callable[..., Optimizer]
 PLAIN: Make = partial(SGD, lr=0.1)

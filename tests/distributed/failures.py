@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 
 import torch
+from scenarios import asynchronous
 from scenarios.training import TINY, Recipe, Replica, train
 from torch import Tensor, nn
 
@@ -42,6 +43,15 @@ def raises(comm: Comm) -> None:
     if is_last(comm):
         raise ZeroDivisionError("the last rank had enough")
     mine.step(2)
+
+
+def raises_while_weights_are_averaged(comm: Comm) -> None:
+    mine = asynchronous.Replica(comm)
+    for step in range(200):
+        mine.step()
+        time.sleep(0.01)
+        if step == 20 and is_last(comm):
+            raise ZeroDivisionError("the last rank had enough")
 
 
 def sleeps(comm: Comm) -> None:

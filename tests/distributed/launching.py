@@ -89,7 +89,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="dgcopt-test-") as folder:
         ours = {
             "PATH": os.pathsep.join([BIN, os.environ.get("PATH", "")]),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -178,6 +178,14 @@ def assert_passed(wire: str, size: int, outcome: Outcome, name: str) -> None:
     lost = set(range(size)) - set(records)
     assert not lost, f"rank(s) {sorted(lost)} never got through it over {wire}:\n{outcome.tail}"
     assert {record["wire"] for record in records.values()} == {wire.split("-")[0]}
+
+
+def assert_ended(outcome: Outcome) -> None:
+    """Leaving Python leaves the wire: no hang, no process left behind, no complaint of a library."""
+    assert outcome.code is not None, f"had to be killed after {outcome.seconds:.0f} s:\n{outcome.tail}"
+    assert not outcome.orphans, f"left {len(outcome.orphans)} process(es) behind"
+    assert outcome.failed or outcome.code == 0, outcome.tail
+    assert "terminate called" not in outcome.output, outcome.tail
 
 
 def _end_survivors(token: str) -> list[int]:

@@ -6,30 +6,26 @@ import re
 from pathlib import Path
 
 import pytest
-from ddp_worker import SCENARIOS
-from launching import HERE, ROOT, Outcome, launch, missing
+from launching import HERE, ROOT, Outcome, assert_ended, assert_passed, launch, missing
+from scenarios import IN_DDP
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400), pytest.mark.xdist_group("ddp")]
 
 
 @functools.cache
 def outcome() -> Outcome:
     if missing("torch"):
         pytest.skip(missing("torch"))
-    return launch("torch", 2, [str(HERE / "ddp_worker.py")], limit=240)
+    return launch("torch", 2, [str(HERE / "worker.py"), *IN_DDP], limit=300, env={"DGCOPT_TEST_JOIN_FIRST": "torch"})
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", IN_DDP)
 def test_scenario(name: str) -> None:
-    records = outcome().records.get(name, {})
-    errors = [f"rank {rank}: {record['error']}" for rank, record in sorted(records.items()) if "error" in record]
-    assert not errors, "\n".join(errors)
-    assert set(records) == {0, 1}, f"not both ranks got through it:\n{outcome().tail}"
+    assert_passed("torch", 2, outcome(), name)
 
 
 def test_ends() -> None:
-    """Leaving Python leaves the wire."""
-    assert outcome().code == 0 and not outcome().orphans, outcome().tail
+    assert_ended(outcome())
 
 
 @pytest.mark.parametrize("framework", ["lightning", "accelerate"])

@@ -4,23 +4,28 @@ worker.py NAME...          record errors and go on; exit code 1 if there were an
 worker.py --bare NAME...   let errors end the process, as they would end a user's script
 """
 
+import gc
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import dgcopt
 from dgcopt.collectives import AllGather
 
+JOIN_FIRST = os.environ.get("DGCOPT_TEST_JOIN_FIRST", "")
+
 
 def main() -> int:
     bare, names = sys.argv[1] == "--bare", [name for name in sys.argv[1:] if name != "--bare"]
-    if "DGCOPT_TEST_JOIN_FIRST" in os.environ:
-        join(os.environ["DGCOPT_TEST_JOIN_FIRST"])
+    join(JOIN_FIRST)
     comm = dgcopt.init(deadline=float(os.environ.get("DGCOPT_TEST_DEADLINE", "30")))
     if bare:
         import failures
@@ -28,35 +33,59 @@ def main() -> int:
         for name in names:
             getattr(failures, name)(comm)
         return 0
-    from scenarios import SCENARIOS
+    from scenarios import SCENARIOS, asynchronous
 
-    failed = False
-    path = Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{comm.rank}.jsonl"
-    for name in names:
-        start, cpu, record = time.monotonic(), time.process_time(), {"scenario": name, "rank": comm.rank, "wire": comm.wire}
-        try:
-            record["result"] = SCENARIOS[name](comm)
-        except Exception as error:
-            failed = True
-            record["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        record["seconds"] = round(time.monotonic() - start, 3)
-        record["cpu"] = round(time.process_time() - cpu, 3)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        # if a rank left the scenario half-way, this cannot succeed, and what follows is not tried
-        failed = bool(comm.run(AllGather(torch.tensor([failed]), label=f"end of {name}")).any())
+    # torch loads its compiler with the first optimizer; what is loaded need not be looked through ever again
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    gc.collect()
+    gc.freeze()
+
+    def agree(name: str, error: str) -> bool:
+        """Whether a rank has failed; if one left the scenario half-way this raises, and nothing more is tried."""
+        flag = AllGather(torch.tensor([error != ""]), label=f"end of {name}")
+        return name != names[-1] and bool(comm.run(flag).any())
+
+    failed = run(names, lambda name: SCENARIOS[name](comm), agree, rank=comm.rank, wire=comm.wire)
+    left = asynchronous.leave_while_others_exchange(comm) if names[-1] in asynchronous.SCENARIOS else None
+    if JOIN_FIRST:
+        dgcopt.shutdown()
+        failed |= asynchronous.threads() > 0
+        del left
+    if JOIN_FIRST == "torch":
+        torch.distributed.destroy_process_group()
     return int(failed)
 
 
-def join(wire: str) -> None:
-    """Start the library as a script would that was written before dgcopt."""
-    if wire == "torch":
-        torch.distributed.init_process_group("gloo")
-    elif wire.startswith("horovod"):
+def run(
+    names: Sequence[str], scenario: Callable[[str], Any], failed: Callable[[str, str], bool], *, rank: int, **facts: Any
+) -> bool:
+    """Append a record of each scenario to this rank's file, and return whether one of them failed.
+
+    `failed` is told of the scenario's name and error, and says whether it failed on any rank.
+    """
+    path, any_failed = Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{rank}.jsonl", False
+    for name in names:
+        start, record = time.monotonic(), {"scenario": name, "rank": rank, **facts}
+        try:
+            record["result"] = scenario(name)
+        except BaseException as error:
+            record["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        record["seconds"] = round(time.monotonic() - start, 3)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        any_failed |= failed(name, record.get("error", "")) or "error" in record
+    return any_failed
+
+
+def join(library: str) -> None:
+    """Start a library as a script would that was written before dgcopt."""
+    if library == "torch":
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    elif library.startswith("horovod"):
         import horovod.torch as hvd
 
         hvd.init()
-    else:
+    elif library == "mpi":
         from mpi4py import MPI
 
         MPI.COMM_WORLD.Barrier()

@@ -1,17 +1,12 @@
 """Every training loop of `scenarios.loops`, on simulated ranks that take turns."""
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
-
-import dgcopt
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "distributed"))
-
 from scenarios.loops import LOOPS
 from scenarios.where import is_for
+
+import dgcopt
 
 NEEDS_OTHERS = (
     "a_count_that_is_wrong",

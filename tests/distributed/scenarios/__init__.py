@@ -1,42 +1,50 @@
-"""What is run on every wire: functions of a `Comm` that assert inside and return what all wires must agree on."""
+"""What real ranks run: functions of a `Comm` that assert inside and return what all wires must agree on."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from dgcopt import Comm
 
 from . import (
     algorithms,
+    asynchronous,
     averaging,
     checksums,
     collectives,
     contract,
+    ddp,
     disagreement,
     loops,
     optimizers,
     overlap,
     persistence,
+    powersgd,
     subsets,
 )
 from .where import is_for
 
-SCENARIOS: dict[str, Callable[[Comm], dict[str, Any] | None]] = {}
-for module in (
-    collectives,
-    optimizers,
-    algorithms,
-    overlap,
-    persistence,
-    disagreement,
-    subsets,
-    checksums,
-    loops,
-    contract,
-    averaging,
-):
-    SCENARIOS.update(module.SCENARIOS)
+Scenarios = dict[str, Callable[[Comm], dict[str, Any] | None]]
+
+
+def of(*modules: ModuleType) -> Scenarios:
+    return {name: scenario for module in modules for name, scenario in module.SCENARIOS.items()}
+
+
+SIZE_MATTERS = of(collectives, overlap, persistence, disagreement, subsets, checksums, averaging, asynchronous)
+"""Run with two ranks and with four on every wire."""
+
+ON_ALL_WIRES = of(optimizers, algorithms, loops, contract) | SIZE_MATTERS
+"""Run with two ranks on every wire. What is about training more than about the wire is run with four on one of them
+only, and by simulated ranks of many sizes."""
+
+IN_DDP = of(powersgd, ddp)
+"""Run in torch's DistributedDataParallel; the last one breaks the wire."""
+
+SCENARIOS: Scenarios = ON_ALL_WIRES | IN_DDP
 
 
 def names_of(wire: str, size: int) -> list[str]:
     """What is run over a wire among so many ranks."""
-    return [name for name, scenario in SCENARIOS.items() if is_for(scenario, wire, size)]
+    chosen = ON_ALL_WIRES if size == 2 or wire == "torch" else SIZE_MATTERS
+    return [name for name, scenario in chosen.items() if is_for(scenario, wire, size)]

@@ -1,24 +1,16 @@
-"""One rank: runs every scenario of asynchronous averaging, one after another, and records what came of each.
+"""Averaging in a thread of its own: what is promised while steps and exchanges fall as they like."""
 
-async_worker.py            record errors; ends with a thread that still exchanges weights; exit code 1 if there were any
-async_worker.py --bare NAME  let errors end the process, as they would end a user's script
-"""
+from __future__ import annotations
 
-import json
 import logging
 import math
-import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from worker import join
 
 import dgcopt
 from dgcopt import Comm
@@ -32,7 +24,7 @@ PATIENCE = 30
 
 
 def scenario(run: Scenario) -> Scenario:
-    SCENARIOS[run.__name__.replace("_", " ")] = run
+    SCENARIOS["asynchronous: " + run.__name__.replace("_", " ")] = run
     return run
 
 
@@ -115,9 +107,6 @@ class Replica:
 
     def mean(self, x: Tensor) -> Tensor:
         return self.comm.run(AllReduce(x.clone()))
-
-    def threads(self) -> int:
-        return sum(thread.name == "dgcopt AsyncAverage" for thread in threading.enumerate())
 
 
 class Told(logging.Handler):
@@ -239,15 +228,15 @@ def within_a_step(comm: Comm) -> None:
 @scenario
 def abort_and_resume(comm: Comm) -> None:
     mine = Replica(comm)
-    before = mine.threads()
+    before = threads()
     for turn in range(5):
         mine.step()
-        assert mine.threads() == before + 1
+        assert threads() == before + 1
         mine.until(lambda seen=mine.count: mine.count > seen)
         mine.rounds.abort()
         if turn == 2:
             mine.rounds.abort()
-        assert mine.threads() == before
+        assert threads() == before
         own, seen = mine.flat(), mine.count
         mine.step(0.0)
         time.sleep(3 * INTERVAL)
@@ -292,7 +281,7 @@ def beside_other_collectives(comm: Comm) -> None:
 def warm_up(comm: Comm) -> None:
     """Dense data-parallel training, bit by bit, and no thread; which then begins with the same weights."""
     mine, dense = Replica(comm, Counted(warmup_steps=6)), Replica.__new__(Replica)
-    before = mine.threads()
+    before = threads()
     torch.manual_seed(1)
     dense.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     named = dense.model.named_parameters()
@@ -305,10 +294,10 @@ def warm_up(comm: Comm) -> None:
             replica.model(inputs).square().sum().backward()
             replica.optimizer.step()
         assert torch.equal(mine.flat(), dense.flat())
-        assert mine.threads() == before and mine.count == 0
+        assert threads() == before and mine.count == 0
     dgcopt.check_replicas(mine.model.state_dict(), comm=comm)
     mine.step()
-    assert mine.threads() == before + 1
+    assert threads() == before + 1
     mine.until(lambda: mine.count > 1)
     mine.rounds.abort()
 
@@ -466,53 +455,19 @@ def a_thread_that_fails(comm: Comm) -> None:
 # -- what ends a script -----------------------------------------------------------------------------------------------
 
 
-def raises(comm: Comm) -> None:
-    mine = Replica(comm)
-    for step in range(200):
-        mine.step()
-        time.sleep(0.01)
-        if step == 20 and comm.rank == comm.size - 1:
-            raise ZeroDivisionError("the last rank had enough")
+def threads() -> int:
+    """How many threads of this process exchange weights."""
+    return sum(thread.name == "dgcopt AsyncAverage" for thread in threading.enumerate())
 
 
-def records_of(rank: int) -> Path:
-    return Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{rank}.jsonl"
+def leave_while_others_exchange(comm: Comm) -> Replica:
+    """A script that ends without `abort()`, the last rank's later than the others': those that are ready wait.
 
-
-def main() -> int:
-    if "DGCOPT_TEST_JOIN_FIRST" in os.environ:
-        join(os.environ["DGCOPT_TEST_JOIN_FIRST"])
-    comm = dgcopt.init(deadline=float(os.environ.get("DGCOPT_TEST_DEADLINE", "30")))
-    if sys.argv[1:2] == ["--bare"]:
-        globals()[sys.argv[2]](comm)
-        return 0
-    failed = False
-    for name in sys.argv[1:] or SCENARIOS:
-        start, record = time.monotonic(), {"scenario": name, "rank": comm.rank, "wire": comm.wire}
-        try:
-            SCENARIOS[name](comm)
-        except BaseException as error:
-            failed = True
-            record["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        record["seconds"] = round(time.monotonic() - start, 3)
-        with records_of(comm.rank).open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        # if a rank left the scenario half-way, this cannot succeed, and what follows is not tried
-        failed = bool(comm.run(AllGather(torch.tensor([failed]), label=f"end of {name}")).any())
-    # the last replica goes on exchanging weights, and the last rank goes on longer
+    Returns what must live as long as the script.
+    """
     last = Replica(comm)
     for _ in range(100 if comm.rank == comm.size - 1 else 20):
         last.step()
         time.sleep(0.01)
     last.wait_for_exchanges()
-    if "DGCOPT_TEST_JOIN_FIRST" in os.environ:
-        dgcopt.shutdown()
-        failed |= last.threads() > 0
-        if comm.wire == "torch":
-            torch.distributed.destroy_process_group()
-    return int(failed)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main())
+    return last

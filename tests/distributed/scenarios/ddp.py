@@ -1,18 +1,14 @@
-"""One rank: runs every scenario of DDP with a dgcopt hook, one after another, and records what came of each."""
+"""Compressors as hooks of torch's DistributedDataParallel, on two real ranks."""
 
 import copy
 import functools
 import io
-import json
 import logging
 import math
 import os
 import runpy
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,16 +20,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
+from dgcopt import Comm
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm.torch import TorchComm
 from dgcopt.gradients.ddp import HookState
 
-SCENARIOS: dict[str, Callable[[], None]] = {}
+SCENARIOS: dict[str, Callable[[Comm], None]] = {}
 RATIO = 0.05
 
 
 def scenario(run: Callable[[], None]) -> Callable[[], None]:
-    SCENARIOS[run.__name__.replace("_", " ")] = run
+    """Adds it; the ranks are those of torch's default group, as DDP takes them."""
+    SCENARIOS["ddp: " + run.__name__.replace("_", " ")] = lambda comm: run()
     return run
 
 
@@ -709,36 +707,6 @@ def a_rank_that_does_not_come_is_named() -> None:
         with pytest.raises(dgcopt.TimeoutExceeded, match=r"rank 0 waited 2 s for .* needs rank\(s\) 1"):
             training.step(2)
     else:
-        while "a rank that does not come" not in records_of(0).read_text():
+        records = Path(os.environ["DGCOPT_TEST_RECORDS"]) / "rank-0.jsonl"
+        while "a rank that does not come" not in records.read_text():
             time.sleep(0.1)
-
-
-def records_of(rank: int) -> Path:
-    return Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{rank}.jsonl"
-
-
-def main() -> int:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    failed, rank = False, dist.get_rank()
-    for name in sys.argv[1:] or SCENARIOS:
-        start, record = time.monotonic(), {"scenario": name, "rank": rank}
-        try:
-            SCENARIOS[name]()
-        except Exception as error:
-            failed = True
-            record["error"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        record["seconds"] = round(time.monotonic() - start, 3)
-        with records_of(rank).open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        if name == list(SCENARIOS)[-1]:
-            break
-        # if a rank left the scenario half-way, this cannot succeed, and what follows is not tried
-        failed = bool(torch.stack(everyones(torch.tensor([failed]))).any())
-    dgcopt.shutdown()
-    dist.destroy_process_group()
-    return int(failed)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main())

@@ -234,9 +234,12 @@ def nothing_is_lost(compression: Any, comm: Comm) -> None:
     assert held_back > 0.01, "nothing was held back, so nothing was tested"
 
 
+AS_SIMULATED: dict[str, Callable[[Comm], Any]] = {
+    f"simulated: {name}": functools.partial(simulated_ranks_equal_real_ones, how) for name, how in SPARSE.items()
+}
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
+    **AS_SIMULATED,
     **{f"replicas: {n}": functools.partial(replicas_stay_identical, c) for n, c in {**DENSE, **SPARSE}.items()},
-    **{f"simulated: {n}": functools.partial(simulated_ranks_equal_real_ones, c) for n, c in SPARSE.items()},
     **{f"library: {n}": functools.partial(library_on_real_ranks, n) for n in LIBRARY},
     "simulated: dense": simulated_ranks_are_close_to_real_ones,
     "nothing is lost": functools.partial(nothing_is_lost, DGC(0.02, warmup=WARMUP)),

@@ -470,7 +470,7 @@ def pickled_state_continues_with_the_same_bits() -> None:
 @scenario
 def hook_state_of_earlier_versions_continues_as_before() -> None:
     """What was pickled before modules moved: tests/data/README.md."""
-    data = Path(__file__).parents[1] / "data"
+    data = Path(__file__).parents[2] / "data"
     make = runpy.run_path(str(data / "make.py"))
     there = make["continued_hook"](data / f"hook/rank-{dist.get_rank()}.pt")
     assert_close(there, torch.load(data / "hook/after.pt"), 1e-6)

@@ -1,4 +1,4 @@
-"""The command `dgcopt`, also `python -m dgcopt`: what there is to choose from, and what is in use.
+"""The command `dgcopt`, also `python -m dgcopt`: lists compressors and averaging, and shows the environment.
 
 dgcopt compressors          every compressor with its cost and one line
 dgcopt compressors TopK     one of them in full
@@ -97,7 +97,7 @@ def list_algorithms() -> None:
 
 
 def show_environment() -> None:
-    """Print what decides how dgcopt runs here."""
+    """Print versions, wires and kernels in use here."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     wires = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
     here = [wire for wire, module in wires.items() if importlib.util.find_spec(module) is not None]

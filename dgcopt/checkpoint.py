@@ -91,7 +91,7 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
     none. What is pending moves the parameters by lr * sum / size, so with lr proportional to the number of ranks (the
     linear scaling rule) it does what it would have done. The lr in the state is the one that was saved: scale it.
 
-    Nothing in `states` is changed. They are looked at one by one and only where needed, so they may be read on demand.
+    Nothing in `states` is changed. They are used one at a time and only where needed, so they may be read on demand.
     Raises ConfigError for a rank that does not exist, CheckpointError for states that are not of one run.
     """
     before = len(states)
@@ -100,7 +100,7 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
     mine = copy.deepcopy(states[rank % before])
     kept = dict(_kept_in(mine, rank % before, before))
     if rank % before and kept:
-        # where only the first ranks of machines know what all share, rank 0 surely does
+        # some compressors keep shared state on the first rank of each machine only, and rank 0 is always one
         for where, held in _kept_in(states[0], 0, before):
             if where in kept and "shared" in held:
                 kept[where]["shared"] = copy.deepcopy(held["shared"])
@@ -143,7 +143,7 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
 
 
 def put_mark(state_dict: dict[str, Any], step: int, memory: dict[str, dict[str, Tensor]]) -> None:
-    """Leave a mark in an optimizer's `state_dict` by which it is known should the rest of `memory` get lost."""
+    """Note step and number of held-back tensors in a parameter group, so that the loss of `memory` is noticed later."""
     state_dict["param_groups"][0] |= {STEP_MARK: step, HELD_MARK: sum(map(len, memory.values()))}
 
 
@@ -186,7 +186,7 @@ def _save(
             problem = f"{unfinished} was made by rank 0 but does not exist here; all machines must share the directory"
         else:
             digest = _write(unfinished / _part(comm.rank), state)
-    except Exception as error:  # whatever the state holds, the other ranks wait to hear of it
+    except Exception as error:  # of any kind: the other ranks wait for this one's answer
         problem = str(error) or type(error).__name__
     yield from _agree(comm, problem, f"cannot write a checkpoint to {directory}")
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
@@ -209,7 +209,7 @@ def _manifest(step: int, sums: list[str]) -> str:
 
 
 def _put(unfinished: Path, final: Path, replaced: Path) -> None:
-    """Let the new checkpoint appear. One that it replaces counts under its other name until that has happened."""
+    """Rename the new checkpoint into place. One that it replaces can be loaded under its REPLACED name until then."""
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(final, replaced)
@@ -218,7 +218,7 @@ def _put(unfinished: Path, final: Path, replaced: Path) -> None:
 
 
 def _clear(directory: Path, keep: int) -> None:
-    """Delete checkpoints that are too old, and what saves that were interrupted have left."""
+    """Delete all but the newest `keep` checkpoints, and what interrupted saves have left."""
     finished = list(_checkpoints(directory).values())
     leftovers = [path for path in directory.glob(".*-step-*") if path not in finished]
     for path in finished[keep:] + leftovers:
@@ -244,7 +244,7 @@ def _load(directory: Path, comm: Comm) -> Generator[Collective, Tensor, tuple[in
             state = _read(directory, below, comm)
         except CheckpointError as error:
             problem = str(error)
-        except Exception as error:  # whatever the files hold, the other ranks wait to hear of it
+        except Exception as error:  # of any kind: the other ranks wait for this one's answer
             problem = f"step-{below:08d} cannot be read ({type(error).__name__}: {error})"
         valid = torch.tensor([int(not problem)], dtype=torch.int32)
         if int((yield AllReduce(comm.to_wire(valid), op="min", label="checkpoint is valid"))):
@@ -261,7 +261,7 @@ def _read(directory: Path, step: int, comm: Comm) -> dict[str, Any]:
 
 
 class _Parts(Sequence[dict[str, Any]]):
-    """What each rank gave, verified and read when it is asked for: one at a time, and no more than are needed."""
+    """The ranks' states, by rank. Each file is verified and read when asked for: one at a time is in memory."""
 
     def __init__(self, folder: Path, sums: list[str]) -> None:
         self.folder, self.sums = folder, sums
@@ -279,13 +279,13 @@ class _Parts(Sequence[dict[str, Any]]):
             raise CheckpointError(f"{path} is damaged: its checksum is not the one in {MANIFEST}")
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # as many kinds as there are ways to refuse a file
+        except Exception as error:  # torch.load raises errors of many kinds
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise CheckpointError(f"{path} cannot be read ({reason})") from error
 
 
 def _checksums(folder: Path, step: int) -> list[str]:
-    """SHA-256 of every rank's part, from a manifest that makes sense in every field that is used."""
+    """SHA-256 of every rank's file, from the manifest. Raises CheckpointError if the manifest cannot be right."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -304,7 +304,7 @@ def _checksums(folder: Path, step: int) -> list[str]:
 
 
 def _kept_in(value: Any, rank: int, size: int, where: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """What dgcopt keeps for the optimizers whose states are in `value`, and where it is; all of this rank's own."""
+    """Every STATE_KEY entry in a nested `value`, with its place. Raises CheckpointError for another rank's entry."""
     if isinstance(value, dict):
         held = value.get(STATE_KEY)
         if isinstance(held, dict) and {"rank", "world_size", "memory"} <= held.keys():
@@ -338,7 +338,7 @@ def _part(rank: int) -> str:
 
 
 def _agree(comm: Comm, problem: str, what: str) -> Generator[Collective, Tensor, None]:
-    """Go on only if no rank has a problem; otherwise raise on all, with the words of those who know them."""
+    """Raise CheckpointError on every rank if any rank has a problem; a rank that has one says what it is."""
     ranks = yield AllGather(comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint problems")
     affected = ranks.flatten().nonzero().flatten().tolist()
     if problem:
@@ -348,7 +348,7 @@ def _agree(comm: Comm, problem: str, what: str) -> Generator[Collective, Tensor,
 
 
 def _write(path: Path, state: dict[str, Any]) -> bytes:
-    """Write to disk for good and return the checksum."""
+    """Write, fsync, and return the SHA-256."""
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()

@@ -50,8 +50,8 @@ OPS: tuple[str, ...] = ("average", "sum", "min", "max")
 class Collective:
     """One collective of one rank: every rank of `group` must yield the same kind with an equal shape and dtype.
 
-    `tensor` belongs to the collective until its result is there, and may be overwritten. `label` says to people
-    what it carries; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave.
+    `tensor` belongs to the collective until its result is there, and may be overwritten. `label` names it in
+    errors; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave.
     """
 
     tensor: Tensor
@@ -125,8 +125,8 @@ class Broadcast(Collective):
 class SendRecv(Collective):
     """Send `tensor` to the group's rank `to` while receiving an equal shape from `source`.
 
-    Every rank of the group takes part; `None` sits that half out. Result: what `source` sent, or `tensor` itself
-    where `source` is None.
+    Every rank of the group takes part; with `to` None it sends nothing, with `source` None it receives nothing.
+    Result: what `source` sent, or `tensor` itself where `source` is None.
     """
 
     to: int | None = None

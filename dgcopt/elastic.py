@@ -1,4 +1,4 @@
-"""Go on when workers are lost or come, under Horovod Elastic, without losing what the lost ones held back.
+"""Continue when workers are lost or come, under Horovod Elastic, without losing what the lost ones held back.
 
     optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parameters(), dgcopt.DGC())
     state = dgcopt.elastic.State("/shared/run1", model=model, optimizer=optimizer, epoch=0, batch=0)
@@ -43,7 +43,7 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     """What training goes back to after workers were lost or have come: a `horovod.common.elastic.State`.
 
     Args:
-        directory: where commits go, shared by all machines. One that holds commits already is gone on with.
+        directory: where commits go, shared by all machines. If it holds commits, training continues from the newest.
         model: its parameters and buffers; after a loss, each rank takes those of one rank.
         optimizer: as `DistributedOptimizer` or an algorithm of `dgcopt.averaging` returned it, for all ranks.
         values: become attributes and are committed, as rank 0 has them: where training is, and whatever else has to
@@ -56,17 +56,17 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
         so that none of them keeps a learning rate that was scaled for another number of ranks.
 
     As with every Horovod Elastic script, nothing between wrapping the optimizer and `hvd.elastic.run` may be
-    collective: workers that come later have nobody to do it with. Parameters need no broadcast, as the first thing
-    that is done is to take rank 0's. An error in the middle of a step costs what was done since the last commit.
+    collective: workers that come later have nobody to do it with. Parameters need no broadcast: `hvd.elastic.run`
+    begins by taking rank 0's. An error in the middle of a step costs what was done since the last commit.
 
-    Give `dgcopt.init(deadline=...)` fewer seconds than the default, as a worker that is left may have to wait so long
-    for another that has already given up. Horovod 0.28.1 as released sometimes stands still for ever after a worker has
-    died (about once in ten times here, inside the call that hands it a tensor); the one that
-    scripts/install_horovod.sh builds does not. It aborts if process sets are registered; the groups "node" and
+    Give `dgcopt.init(deadline=...)` fewer seconds than the default: a worker that is left may have to wait so long for
+    another that has already given up. Horovod 0.28.1 as released sometimes hangs after a worker has died (about
+    once in ten times here, inside the call that hands it a tensor); the one that scripts/install_horovod.sh builds does
+    not. It aborts if process sets are registered; the groups "node" and
     "across" therefore do not exist under Horovod Elastic.
 
-    With averaging, those that go on do so from the mean of all ranks' weights at the commit, those of lost ranks too;
-    they come to it right before their first step. `AsyncAverage` cannot be used.
+    With averaging, training continues from the mean of all ranks' weights at the commit, those of lost ranks too; it is
+    taken right before the first step. `AsyncAverage` cannot be used.
 
     Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
     method; CommError if Horovod is not installed.
@@ -103,7 +103,7 @@ class _State(_HorovodsState):
         super().__init__(bcast_object=broadcast_object, get_rank=lambda: member.comm.rank)
         self.model = model
         self.optimizer = optimizer
-        self._member = member  # of the world that there is
+        self._member = member  # of the current world
         self._directory = directory
         self._names = list(values)
         self._commits = 0
@@ -126,11 +126,11 @@ class _State(_HorovodsState):
             param.grad = None
 
     def reset(self) -> None:
-        """Take note that Horovod was started anew. Joining it is left to `sync`, whose failure is caught."""
+        """Horovod was restarted. `sync` joins it, because Horovod catches its errors there."""
         self._joined = False
 
     def sync(self) -> None:
-        """Join the ranks that there are now and take the newest commit over, or else what rank 0 starts from."""
+        """Join the current ranks and load the newest commit; without one, take rank 0's state."""
         if not self._joined:
             left = self._member.comm
             shutdown()
@@ -143,7 +143,7 @@ class _State(_HorovodsState):
             broadcast_optimizer_state(self.optimizer)
             self._set(self._values_of_rank_0())
             self._commits = 0
-            self.save()  # so that there is something to go back to from the first step on
+            self.save()  # so that there is a commit to return to from the first step on
             return
         self._commits, state = found
         self.model.load_state_dict(state["model"])
@@ -156,7 +156,7 @@ class _State(_HorovodsState):
             callback()
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """As Horovod's, but called once the commit has been loaded, which would undo them."""
+        """As Horovod's, but run after the commit is loaded, which would undo what they change."""
         self._after_loading.extend(callbacks)
 
     def check_host_updates(self) -> None:

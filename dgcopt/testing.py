@@ -230,7 +230,7 @@ def _special(compressor: Compressor, make: Make, size: int) -> None:
         ranks = _Ranks(compressor, make, size)
         for grads in (_constant(size, value), _gradients(size, 1, scale=value)):
             for result in ranks.exchange(grads)[0]:
-                if result.isnan().any():  # what is out of a message's range may be Inf
+                if result.isnan().any():  # values beyond a message's range may become Inf
                     raise AssertionError(f"the result for {what} gradients holds NaN")
 
 
@@ -314,7 +314,7 @@ def _settings(compressor: Compressor, make: Make, size: int) -> None:
 
 
 def _training(compressor: Compressor, make: Make, size: int) -> None:
-    # what parameters are made of changes the ways that memory goes, whatever the number of ranks
+    # how memory is kept depends on the dtype of parameters, and not on the number of ranks
     for dtype in (torch.float32, torch.float16, torch.bfloat16) if size <= 2 else (torch.float32,):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).to(dtype)

@@ -16,7 +16,7 @@ _ALIGNMENT = 8
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 8: where every part of a message starts, to be read where the gathered messages lie."""
+    """The next multiple of 8, where every part of a message starts, so that it can be read in place."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -118,7 +118,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Levels:
-    """A sign, and one of 2^(width - 1) magnitudes per block: for values above a threshold, where steps waste theirs.
+    """A sign, and one of 2^(width - 1) magnitudes per block: for values above a threshold.
+
+    Equal steps would begin at zero, and leave the codes below the threshold unused.
 
     The magnitudes are a geometric series, `low * ratio^j`. One is the mean magnitude; two are fitted for the least
     squared error (Lloyd 1982); more reach from the smallest to the largest, since the squared error of heavy-tailed

@@ -1,4 +1,4 @@
-"""What every wire offers: who is there, and one collective started and waited for."""
+"""The interface of every wire: the ranks, and collectives that are started and waited for."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Comm(ABC):
 
     Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
     machine among `nodes`; `cross_rank` of `cross_size` among the ranks of its local rank, one on each machine.
-    Collectives of one group must be started in the same order on all its ranks; those of group "control" are in no
-    order with any others. `checksums`, alike on all ranks, says whether messages are verified.
+    Collectives of one group must be started in the same order on all its ranks; those of group "control" are matched
+    apart from all others. `checksums`, alike on all ranks, says whether messages are verified.
     """
 
     wire: ClassVar[str]
@@ -112,7 +112,7 @@ class Comm(ABC):
         }  # fmt: skip
         self._set_nodes([0] * size)
 
-    # -- who is there ------------------------------------------------------------------------------------------------
+    # -- ranks and groups --------------------------------------------------------------------------------------------
 
     def _set_nodes(self, node_of: Sequence[int]) -> None:
         """Derive the sub-groups of all ranks from the machine that each runs on."""
@@ -157,7 +157,7 @@ class Comm(ABC):
         return len(self.ranks(group))
 
     def is_void(self) -> bool:
-        """Whether the library was started anew since: these ranks are gone, or have other numbers now."""
+        """Whether the library was restarted since this comm was made: its ranks are gone, or have other numbers now."""
         return False
 
     def _channel(self, group: Group) -> Channel:
@@ -171,9 +171,9 @@ class Comm(ABC):
         `ranks`: whole numbers, or an object that has them as `.ranks`, such as Horovod's ProcessSet; or "node" or
         "across", with which every rank gets the set that it is in: the ranks of its machine, or those of its local
         rank on all machines that have so many. The new comm has this one's deadline and checksums. On torch and Horovod
-        it counts as one node, and only a comm of all ranks can be asked. Raises ConfigError for ranks that are none,
-        twice there or out of range, MismatchError if ranks ask for different ones, CommError if the library refuses the
-        group.
+        it counts as one node, and only a comm of all ranks can be asked. Raises ConfigError for ranks that are no
+        whole numbers, repeated or out of range, MismatchError if ranks ask for different ones, CommError if the library
+        refuses the group.
         """
         from .local import LocalComm
 
@@ -254,7 +254,7 @@ class Comm(ABC):
         """Wait for a collective and return its result.
 
         `deadline` in seconds from now, this comm's own by default. Raises TimeoutExceeded past it, CommError if the
-        collective failed. Sleeps between looks, ever longer up to 1 ms, so ranks that share cores do not starve.
+        collective failed. Polls with sleeps that grow to 1 ms, so that ranks on shared cores do not starve each other.
         """
         limit = self.deadline if deadline is None else deadline
         start, pause = time.monotonic(), 20e-6
@@ -333,7 +333,7 @@ class Comm(ABC):
         return len(self._users) - 1
 
     def abort(self, code: int = 1) -> NoReturn:
-        """Leave Python with an exit code, taking the other ranks along where the launcher would not."""
+        """Exit with this code, and end the other ranks where the launcher would not."""
         sys.exit(code)
 
     def before_close(self, leave: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""A checksum behind every message, for links, cards and memory that are not trusted to keep every bit."""
+"""A checksum behind every message, for links, network cards and memory that may flip bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Gener
     """The same exchange, of this `rank`, whose messages carry a CRC-32 and are verified on arrival.
 
     A sum has no sender: after an AllReduce the ranks compare checksums of its result instead, in one more round. A
-    ReduceScatter gives every rank something else and passes as it is. Raises PayloadError, naming the sender where
+    ReduceScatter, which gives every rank another result, is not verified. Raises PayloadError, naming the sender where
     there is one.
     """
 

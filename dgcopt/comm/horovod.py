@@ -55,8 +55,8 @@ class _Pending(Handle):
         return output.view(self.dtype).view(self.shape)
 
 
-class _Life:
-    """What there is of Horovod from one `hvd.init()` to the next `hvd.shutdown()`."""
+class _Session:
+    """One session of Horovod, from `hvd.init()` to `hvd.shutdown()`."""
 
     def __init__(self, hvd: Any) -> None:
         self.hvd = hvd
@@ -68,12 +68,12 @@ class _Life:
         self._mark: int | None = None
 
     def leave_mark(self) -> None:
-        """Start a sum that is never waited for. `hvd.shutdown()` forgets all handles, which tells of it."""
+        """Start an allreduce that nobody waits for. `hvd.shutdown()` drops its handle: so `is_over` knows of it."""
         if self._mark is None:
             self._mark = self.hvd.allreduce_async(torch.zeros(1), name="dgcopt", op=self.hvd.Sum)
 
     def is_over(self) -> bool:
-        """Whether Horovod has been started anew since, as Horovod Elastic does when workers are lost or come."""
+        """Whether Horovod was restarted since, as Horovod Elastic does when workers are lost or come."""
         if not self.hvd.is_initialized():
             return False
         if self.place != (self.hvd.rank(), self.hvd.size()):
@@ -89,19 +89,19 @@ class _Life:
 class HorovodComm(Comm):
     """Horovod's world; `among` makes those of a `process_set`. Calls `hvd.init()` unless the script has.
 
-    What Horovod fails with is a HorovodInternalError too, so that `hvd.elastic.run` starts anew. Under Horovod Elastic
-    it is made without a word from the other ranks, and there is only the group of all. Raises CommError if Horovod
+    Errors of Horovod are raised as a HorovodInternalError too, so that `hvd.elastic.run` restarts it. Under Horovod
+    Elastic no collective runs while it is made, and the group of all ranks is the only one. Raises CommError if Horovod
     cannot be used.
     """
 
     wire = "horovod"
-    _latest: ClassVar[_Life | None] = None
+    _latest: ClassVar[_Session | None] = None
 
     def __init__(self, deadline: float = DEADLINE, process_set: Any = None, name: str = "") -> None:
         hvd = self._hvd = horovod_torch()
         if not hvd.is_initialized():
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-            if not _is_elastic() or deadline < _GLOO_TIMEOUT:  # the sooner the others give a lost worker up, the better
+            if not _is_elastic() or deadline < _GLOO_TIMEOUT:  # so that a lost worker is noticed soon
                 os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, int(deadline))))
             try:
                 hvd.init()
@@ -109,19 +109,19 @@ class HorovodComm(Comm):
                 raise CommError(f"Horovod could not start: {error}") from error
             HorovodComm._latest = None
         if HorovodComm._latest is None or HorovodComm._latest.is_over():
-            HorovodComm._latest = _Life(hvd)
-        self._life = HorovodComm._latest
+            HorovodComm._latest = _Session(hvd)
+        self._session = HorovodComm._latest
         self.elastic = _is_elastic()
         where = hvd.global_process_set if process_set is None else process_set
         super().__init__(where.rank(), where.size(), deadline)
         self._unnamed: dict[Channel, int] = {}
         self._sets: dict[tuple[int, ...], Any] = {self.ranks(): where}
         self._in_world = tuple(range(hvd.size())) if process_set is None else tuple(process_set.ranks)
-        self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._life.open)
-        self._life.open.add(self._name)
+        self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._session.open)
+        self._session.open.add(self._name)
         self._subsets = 0
         if process_set is None:
-            self._life.registered[self.ranks()] = where
+            self._session.registered[self.ranks()] = where
             if self.elastic:
                 self.node, self.nodes = self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
                 self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
@@ -139,17 +139,17 @@ class HorovodComm(Comm):
         return super().ranks(group)
 
     def is_void(self) -> bool:
-        return self._life is not HorovodComm._latest or self._life.is_over()
+        return self._session is not HorovodComm._latest or self._session.is_over()
 
     def _register(self, members: tuple[int, ...], given: Any) -> Any:
-        """The process set of these ranks, registered unless it is; all ranks ask for all, in the same order."""
+        """The process set of these ranks, registered if it is not yet; all ranks must call it, in the same order."""
         if getattr(given, "process_set_id", None) is not None:
-            self._life.registered[members] = given
-        known = self._life.registered.get(members)
+            self._session.registered[members] = given
+        known = self._session.registered.get(members)
         if known is not None and _is_alive(known):
             return known
         try:
-            self._life.registered[members] = self._hvd.add_process_set(given)
+            self._session.registered[members] = self._hvd.add_process_set(given)
         except Exception as error:
             raise CommError(
                 f"Horovod refused a process set of ranks {list(members)}: set HOROVOD_DYNAMIC_PROCESS_SETS=1 before "
@@ -157,7 +157,7 @@ class HorovodComm(Comm):
                 f"give that ProcessSet to among(); if dgcopt.init() wants them because they share a machine or a "
                 f"local rank, do not register them ({error})"
             ) from error
-        return self._life.registered[members]
+        return self._session.registered[members]
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
         if self.size < self._hvd.size():
@@ -176,7 +176,7 @@ class HorovodComm(Comm):
 
     def close(self) -> None:
         super().close()
-        self._life.open.discard(self._name)
+        self._session.open.discard(self._name)
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
         return _elastic(kind)(message)  # type: ignore[arg-type]  # mypy finds that types cannot be hashed
@@ -196,7 +196,7 @@ class HorovodComm(Comm):
                 f"that there were. An optimizer that averages gradients over all ranks joins the new ones by itself; "
                 f"one that averages weights does so with dgcopt.elastic.State. Make all others anew, comms too"
             )
-        self._life.leave_mark()
+        self._session.leave_mark()
         where, channel = self._sets[ranks], self._channel(collective.group)
         # the channels of a comm, too, may share a process set
         name = f"dgcopt.{self._name}.{'control.' if channel == 'control' else ''}{collective.label}"
@@ -251,7 +251,7 @@ class _Unchanged(_Pending):
 
 
 def _is_elastic() -> bool:
-    """Whether workers may go and come, and so no process sets may be registered."""
+    """Whether Horovod Elastic runs, under which no process sets may be registered."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
@@ -272,9 +272,9 @@ def _elastic(kind: type[CommError]) -> type[CommError]:
 
 
 def broadcasting_root() -> int | None:
-    """Asked while an optimizer's `state_dict()` is made: the root, if `hvd.broadcast_optimizer_state` wants it.
+    """The root rank if Horovod's `broadcast_optimizer_state` is what calls an optimizer's `state_dict()`; else None.
 
-    By nothing but its caller does that call differ from others.
+    Read from the call stack, because the call itself shows no difference.
     """
     theirs = sys.modules.get("horovod.torch.functions")
     frame = sys._getframe(2)

@@ -1,4 +1,4 @@
-"""Join whatever started this process: horovodrun, torchrun, mpirun, srun, or nothing."""
+"""Join the ranks that horovodrun, torchrun, mpirun or srun has started; without a launcher, a single process."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def _alike(comm: Comm, checksums: bool) -> bool:
 
 
 def current_comm() -> Comm:
-    """The comm that `init` made, joining now if it has not been called, and anew if the library was started anew."""
+    """The comm that `init` made, joining now if it has not been called, and again if the library was restarted."""
     _renew()
     return _current if _current is not None else init()
 
 
 def _renew() -> None:
-    """Join anew what others have started anew, as `hvd.elastic.run` does."""
+    """Join again after something else, such as `hvd.elastic.run`, has restarted the library."""
     if _current is not None and _current.is_void():
         left = _current
         shutdown()

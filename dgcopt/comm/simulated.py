@@ -149,7 +149,7 @@ class SimulatedComm(Comm):
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
         if self.rank not in members:
             return None
-        if members not in self._world.subsets:  # the first who asks makes it for all, or they would never meet
+        if members not in self._world.subsets:  # the first rank to ask makes it for all of them, so that they meet
             self._world.subsets[members] = _comms([self._world.node_of[rank] for rank in members])
         return self._world.subsets[members][members.index(self.rank)]
 
@@ -161,7 +161,7 @@ class SimulatedComm(Comm):
         while not handle.done():
             assert isinstance(handle, _Seat)
             missing, user = handle.meeting.missing(), handle.collective.user
-            # those that are missed may themselves wait for one that has come here, but is behind elsewhere
+            # a missing rank may itself wait for one that has come here, but is behind in another collective
             if not self._move(missing, user) and not self._move((r for r in range(self.size) if r != self.rank), user):
                 raise CommError(
                     f"rank {self.rank} waits for {handle.collective.describe()}, which rank(s) "

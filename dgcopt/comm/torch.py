@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# Its default arguments hold the default process group; imported after there is one, as torch does lazily, they would
-# keep Gloo's threads alive until the interpreter is gone, which then aborts.
+# Its default arguments hold the default process group. Imported after that is made, as torch does lazily, they keep
+# Gloo's threads alive until the interpreter is gone, which then aborts.
 import torch.distributed.nn.functional
 from torch import Tensor
 
@@ -24,10 +24,10 @@ from .base import DEADLINE, Channel, Comm, Handle, RankSet
 __all__ = ["TorchComm"]
 
 NOTICE = 0.5
-"""Seconds within which Gloo's threads take notice of all connections of a process that is gone."""
+"""Seconds within which Gloo notices that all connections to a lost process are closed."""
 
 PROBE = 1_000_003
-"""The tag of messages that are only sent to see whether they can be; nothing else uses it."""
+"""The tag of messages that test whether a rank can be reached; nothing else uses it."""
 
 _REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -45,7 +45,7 @@ class _Work(Handle):
         return all(work.is_completed() for work in self.works)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the library, once: Gloo's receives do not stand being waited for again."""
+        """Wait for the library, once: waiting for one of Gloo's receives again fails."""
         on_cpu = self.collective.tensor.device.type == "cpu"
         while self.works:
             # on NCCL this only orders the streams, so the host goes on and the process group's own deadline holds
@@ -103,8 +103,8 @@ class TorchComm(Comm):
                 ) from error
             atexit.register(self.close)  # Gloo's threads must be gone before the interpreter is
         else:
-            atexit.unregister(_let_threads_end_their_work)  # once is enough for all groups
-            atexit.register(_let_threads_end_their_work)
+            atexit.unregister(_release_gil)  # once is enough for all groups
+            atexit.register(_release_gil)
         self._world = process_group
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
@@ -208,9 +208,9 @@ class TorchComm(Comm):
             raise self._failed(handle.collective, error) from error
 
     def _gone(self) -> list[int]:
-        """Gloo names who it has lost by an address, and refuses at once to send there.
+        """Gloo names a lost rank by its address only, but refuses at once to send there: so each rank is tried.
 
-        A collective that failed may close connections of its group to ranks that are well, but not those of others.
+        A failed collective may close its group's connections to ranks that are alive, but not those of other groups.
         """
         channels: list[Channel] = ["control", *([] if self._gpu_only else [self.ranks()])]
         groups = [self._groups[channel] for channel in channels if channel in self._groups]
@@ -224,7 +224,7 @@ class TorchComm(Comm):
             time.sleep(0.01)
 
     def _reaches(self, rank: int, group: dist.ProcessGroup | None) -> bool:
-        """Whether Gloo takes a message to a rank, which nobody waits for."""
+        """Whether Gloo accepts a message to a rank. Nobody waits for it to arrive."""
         try:
             dist.isend(torch.zeros(1), self._global(rank), group, tag=PROBE)
         except RuntimeError:
@@ -238,13 +238,13 @@ class TorchComm(Comm):
                 dist.destroy_process_group()
 
 
-def _let_threads_end_their_work() -> None:
-    """Release the GIL, as the script leaves Gloo's threads: they drop the last tensors with it, or abort at exit."""
+def _release_gil() -> None:
+    """Release the GIL for a moment at exit: Gloo's threads need it to free their last tensors, or they abort."""
     time.sleep(0.05)
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:
-    """The back ends of a group that has one per device type, in torch's own words."""
+    """The back ends of a group, per device type, as torch writes them."""
     try:
         return str(dist.get_backend_config(group))
     except (AttributeError, ValueError):

@@ -28,7 +28,7 @@ class ChunkedTopK(Sparse):
         e = v minus what arrives
 
     The codec of SparseLoCo (arXiv:2508.15706), there for what outer steps exchange: 64 of 4096 in 2 bits, and a decay
-    of 0.95. Every part of a tensor is heard in every step, and chunks are searched side by side, which suits
+    of 0.95. Every part of a tensor is sent from in every step, and chunks are searched side by side, which suits
     accelerators; TopK finds larger values where they cluster. Positions travel as Rice-coded gaps, at 64 of 4096 in
     7.5 bits each where a position within its chunk takes 12.
 

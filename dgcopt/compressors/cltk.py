@@ -21,7 +21,7 @@ __all__ = ["CLTK"]
 
 @dataclass(eq=False)
 class CLTK(Compressor):
-    """One rank chooses for all, another in each step: a broadcast of its indices, then an allreduce of the values.
+    """Ranks take turns to choose the indices of all: a broadcast of indices, then an allreduce of the values.
 
         v = e + g;  rank (step mod N) finds the k = ceil(ratio * n) largest of its |v| in each tensor;
         every rank sends its v there;  e = (1 - beta) * e + beta * (v - sent)
@@ -38,8 +38,8 @@ class CLTK(Compressor):
         source: what travels, see `Compressor.source`.
 
     Costs one broadcast of 11.5 bits (at 0.1%; 8 at 1%) and one allreduce of 4 bytes per selected coordinate of
-    float32, in two rounds. Indices of the leader that cluster so much that their code has no room wait with their
-    values, the smallest first. Raises ConfigError for settings that are none of these, PayloadError for a damaged
+    float32, in two rounds. Where the leader's indices cluster so much that their code has no room for all, the
+    smallest values wait. Raises ConfigError for settings that are none of these, PayloadError for a damaged
     message.
     """
 

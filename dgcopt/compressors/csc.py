@@ -60,7 +60,7 @@ class CSC(Compressor):
 
     @property
     def conserves(self) -> bool:
-        return True  # without momentum, which adds what it has seen again
+        return True  # but for momentum, which adds every gradient several times
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)

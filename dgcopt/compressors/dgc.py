@@ -119,7 +119,7 @@ class DGC(Compressor):
 
     @property
     def conserves(self) -> bool:
-        return self.clip is None and self.residual == "full"  # without momentum, which adds what it has seen again
+        return self.clip is None and self.residual == "full"  # but for momentum
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"

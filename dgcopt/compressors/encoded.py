@@ -1,4 +1,4 @@
-"""What compressors have in common that round every coordinate: one message per rank, decoded and averaged by all."""
+"""The base of compressors that round every coordinate: one message per rank, decoded and averaged by all."""
 
 from __future__ import annotations
 

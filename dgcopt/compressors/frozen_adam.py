@@ -123,7 +123,7 @@ class FrozenAdam(Wrapper):
     def _beta1s(self) -> dict[Tensor, float]:
         return {param: group["betas"][0] for group in self._attached.param_groups for param in group["params"]}
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer) -> Iterable[Tensor]:

@@ -1,4 +1,4 @@
-"""Two bytes where a compressor would send four or more."""
+"""Messages of a compressor in 16 bits: two bytes where it would send four or more."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FP16(_Half):
 class BF16(_Half):
     """What `inner` sends, rounded to bfloat16: 2 bytes per number, 8 bits of precision, float32's range.
 
-    The reference for speed: what dense training costs where it is done well. As `bf16_compress_hook` and
+    The reference for speed: dense training done well. As `bf16_compress_hook` and
     `bf16_compress_wrapper` of torch's DDP communication hooks, and not only with NCCL.
 
     Costs what `inner` does, at 2 bytes per number. Prefer FP16 where gradients are known to stay in its range.

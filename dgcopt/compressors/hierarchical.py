@@ -20,7 +20,7 @@ class Hierarchical(Wrapper):
     """The machines' means, exchanged by `inner` between the first ranks of each: for several ranks on a machine.
 
     (a) all ranks of a machine average their gradients, (b) its first rank exchanges that mean with those of the other
-    machines, (c) and broadcasts what came of it. Machines with more ranks weigh more, so the result is the mean over
+    machines, (c) and broadcasts the result. Machines with more ranks weigh more, so the result is the mean over
     ranks; in Bagua, whose scheme this is (`hierarchical=True` of its algorithms), every machine weighs the same. A sum
     is the mean times the number of ranks.
 
@@ -28,8 +28,8 @@ class Hierarchical(Wrapper):
     costs among as many ranks as there are machines. Buckets take their later rounds one after another.
 
     Args:
-        inner: the compressor between machines; None is NoCompression. What it remembers lies on the first ranks;
-            other ranks hand over residuals that a checkpoint of other machines left to them.
+        inner: the compressor between machines; None is NoCompression. Its memory is on the first ranks; other
+            ranks hand over the residuals that a checkpoint of other machines gave them.
 
     Raises ConfigError for another Hierarchical inside, as between machines there are no machines.
     """
@@ -72,5 +72,5 @@ def give_residuals(grad: Tensor, ctx: Context) -> None:
     """Add to `grad` what a checkpoint of other machines left to a rank that is not the first of its own."""
     for kind, held in ctx.memory.items():
         if kind.startswith("residual"):
-            grad.add_(held, alpha=ctx.local_size)  # the first rank would have added it to the mean
+            grad.add_(held, alpha=ctx.local_size)  # as the first rank would have added it to its machine's mean
             ctx.once_settled(held.zero_)

@@ -38,17 +38,17 @@ class OneBitAdam(FrozenAdam):
 
 
 class OneBitReduce(Compressor):
-    """The mean in signs, twice: on the way to who adds a chunk up, and on the way back; with error feedback for both.
+    """The mean of signs, rounded to signs again: the error of both roundings is fed back.
 
         worker:  v = g + e;  send C(v);  e = v - C(v)
         server:  u = mean of the workers' C(v) + d;  send C(u);  d = u - C(u)
 
-    C(v) is the sign of v times the mean |v| of its tensor, of which it never adds to the error. In the paper it has
-    the length of v instead, with which the error may grow where few coordinates are large.
+    C(v) is the sign of v times the mean |v| of its tensor, with which the error is never longer than v. In
+    the paper it has the length of v instead, with which the error may grow where few coordinates are large.
 
-    Rank r is the server of the r-th part of a bucket. What it holds back for another part, as buckets were laid out
-    before, goes to that through the worker's v. Costs an alltoall and an allgather of 1 bit per coordinate each and
-    4 bytes for each tensor and rank. Raises PayloadError for a damaged message.
+    Rank r is the server of the r-th part of a bucket. If buckets are laid out anew, what it held back for a part that
+    it no longer serves is sent with its own v. Costs an alltoall and an allgather of 1 bit per coordinate each and 4
+    bytes for each tensor and rank. Raises PayloadError for a damaged message.
     """
 
     conserves = True

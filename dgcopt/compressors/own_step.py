@@ -1,7 +1,7 @@
-"""What is known of an optimizer's own `step()`: whether it can be called where something else than gradients travels.
+"""Which optimizers' `step()` may be called before the exchange, so that updates travel in place of gradients.
 
-Known are the optimizers of torch itself. They are told by the function that `step` is, so that a subclass with a step
-of its own is none of them, and one that was wrapped is what it was.
+Known are torch's own optimizers, recognised by the function behind `step`: a subclass with a step of its own is not
+one of them, and a wrapped optimizer still is.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.SparseAdam,
 )
-"""Not ASGD, which averages the weights that each rank's own update leads to; nor Adafactor and Muon, whose updates are
-of whole matrices, so that what is left of one after compression is none."""
+"""Not ASGD, which averages each rank's own weights; nor Adafactor and Muon, whose updates are
+of whole matrices: a compressed one is no such update."""
 
 
 def steps_as(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
@@ -50,7 +50,7 @@ def passes_over_missing_gradients(optimizer: Optimizer) -> bool:
 def check_steps_alone(optimizer: Optimizer, what_for: str) -> None:
     """Raises ConfigError if `step()` is known to exchange weights with other ranks, as those of torch.distributed do.
 
-    What one rank makes of its own gradients would be taken for what all have made together.
+    Other ranks' updates, which such a step brings in, would be taken for this rank's own.
     """
     if getattr(_step_of(type(optimizer)), "__module__", "").startswith("torch.distributed."):
         raise ConfigError(
@@ -60,5 +60,5 @@ def check_steps_alone(optimizer: Optimizer, what_for: str) -> None:
 
 
 def _step_of(kind: type[Optimizer]) -> Any:
-    """As it was written, without what torch and dgcopt put around it."""
+    """The function `step` as its class defines it, without the wrappers of torch and dgcopt."""
     return inspect.unwrap(kind.step)

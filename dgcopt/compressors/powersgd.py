@@ -26,7 +26,7 @@ Side: TypeAlias = Literal["P", "Q"]
 
 @dataclass(eq=False)
 class PowerSGD(Compressor):
-    """Matrices as products of two thin ones, found by power iteration across ranks; sums travel, at any N the same.
+    """Matrices as products of two thin ones, found by power iteration across ranks; bytes do not grow with N.
 
     With M = g + e, of n x m (first dimension x all others), and Q of m x r as the last step left it:
 
@@ -36,7 +36,7 @@ class PowerSGD(Compressor):
     message, and all of its Q. Q follows its parameter through new buckets and checkpoints.
 
     With the same seed the results are those of torch's `powerSGD_hook` to float tolerance, but for these: a gradient
-    of zeros does not make a NaN, or an end of learning; dependent columns cannot spoil ranks above 1; gradients of half
+    of zeros does not make NaN, nor end learning; dependent columns cannot spoil ranks above 1; gradients of half
     precision are taken up in float32; without warm start each step's draws are its own, so that a resumed run repeats
     them. In brackets are the names of torch, and of epfml/powersgd.
 
@@ -260,7 +260,7 @@ def mean_of(tensors: list[Tensor]) -> Generator[Collective, Tensor, list[Tensor]
 
 def orthogonal(matrices: Tensor, epsilon: float) -> Tensor:
     """Orthonormal columns that span what the first ones of `[matrices, n, r]` do, for each first one, two, ... r."""
-    # from a column of zeros no later step would come away, whatever the gradients
+    # a column of zeros would stay zero in all later steps, whatever the gradients
     matrices = torch.where(matrices.any(-2, keepdim=True), matrices, 1.0)
     rank = matrices.shape[-1]
     if rank > 1 and not epsilon:

@@ -26,7 +26,7 @@ class RandomK(Compressor):
         v = decay * e + g;  send v at k = ceil(ratio * n) coordinates of each tensor;  e = v, zero where sent
 
     Each tensor is cut into k spans whose lengths differ by one at most, and one coordinate of each is drawn. So every
-    span of n / k neighbours is heard in every step, and drawing costs as little as k random numbers.
+    span of n / k neighbours is sent from in every step, and drawing costs as little as k random numbers.
 
     As the baseline that any choice by magnitude has to beat: a coordinate waits n / k steps, however large it is, so
     that training with momentum bears a much smaller lr than with TopK. CLTK needs no allgather either.

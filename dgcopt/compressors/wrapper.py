@@ -17,7 +17,7 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Compressor):
-    """Does what `inner` does, but for what a subclass changes of it.
+    """A compressor around another one: does what `inner` does, except what a subclass overrides.
 
     Args:
         inner: the compressor inside; None is NoCompression.

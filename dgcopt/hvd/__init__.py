@@ -1,7 +1,7 @@
 """Horovod's names over any wire: `import dgcopt.hvd as hvd` in place of `import horovod.torch as hvd`.
 
 The script then runs under horovodrun as before, and under torchrun, mpirun, srun or alone too. Its own collectives
-never mix with gradients that are on their way. What differs from Horovod: collectives are matched by their order, so
+never mix with gradients in flight. What differs from Horovod: collectives are matched by their order, so
 all ranks must start them in the same one; and objects are not pickled, so they must be what `dgcopt.broadcast_object`
 takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use when they are asked for.
 

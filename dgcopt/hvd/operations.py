@@ -1,4 +1,4 @@
-"""Collectives on tensors, at once or with a handle for later, through which gradients flow as through Horovod's."""
+"""Collectives on tensors, blocking or with a handle, and differentiable as Horovod's are."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Compression:
     bf16 = BF16()
 
 
-# -- on their way ----------------------------------------------------------------------------------------------------
+# -- handles ---------------------------------------------------------------------------------------------------------
 
 
 class Handle:
-    """A collective on its way, for `poll` and `synchronize`."""
+    """A collective in flight, for `poll` and `synchronize`."""
 
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], Any]) -> None:
         self._is_done = is_done
@@ -99,7 +99,7 @@ def synchronize(handle: Handle) -> Any:
 
 
 def _start(comm: Comm, collective: Collective, finish: Callable[[Tensor], Any]) -> Handle:
-    """What takes a single collective goes on by itself; what takes more is finished here, in the order of the calls."""
+    """Start a collective in the background if the wire has it as one; otherwise run it here, to its end."""
     collective.tensor = comm.to_wire(collective.tensor)
     if comm.checksums or not comm.supports(collective):
         started: Any = Finished(collective, comm.run(collective))
@@ -113,7 +113,7 @@ def _all(handles: Sequence[Handle]) -> Handle:
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective with the collective that its gradient takes back."""
+    """A collective, and the one that its gradient goes through in backward."""
 
     @staticmethod
     def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -399,11 +399,11 @@ def grouped_reducescatter(
     return [reducescatter(tensor, label, *rest) for tensor, label in _named(tensors, name)]
 
 
-# -- tensors that go elsewhere ---------------------------------------------------------------------------------------
+# -- gather, broadcast, alltoall -------------------------------------------------------------------------------------
 
 
 def _alike(comm: Comm, numbers: Sequence[int], rows: Tensor, label: str) -> Tensor:
-    """Every rank's `numbers`. Raises MismatchError, on all, if dtypes or dimensions but the first differ."""
+    """Every rank's `numbers`. Raises MismatchError, on all ranks, if dtypes or dimensions but the first differ."""
     kind = f"{rows.dtype} of shape (any, {', '.join(map(str, rows.shape[1:]))})"
     mine = comm.to_wire(torch.tensor([*numbers, zlib.crc32(kind.encode())]))
     told = comm.run(AllGather(mine, label=f"lengths for {label}")).cpu()
@@ -515,7 +515,7 @@ def alltoall_async(
     even = [len(rows) // comm.size] * comm.size
     counts = even if splits is None else [int(count) for count in splits]
     fits = len(counts) == comm.size and min(counts) >= 0 and sum(counts) == len(rows)
-    # ranks whose splits do not fit tell so, as the others would wait for them
+    # a rank whose splits do not fit says so, because the others would wait for it
     told = _alike(comm, counts if fits else [-1] * comm.size, rows, label)
     if (told < 0).any():
         wrong = (told < 0).any(1).nonzero().flatten().tolist()
@@ -546,7 +546,8 @@ def alltoall(
 ) -> Any:
     """Send `splits[r]` rows to rank r, or as many to each; what has come, and with `splits` how many rows from each.
 
-    Gradients take the way back. Raises ConfigError, on all ranks, where splits do not add up to the rows.
+    The gradient is sent back to where the rows came from. Raises ConfigError, on all ranks, where splits do not add up
+    to the rows.
     """
     received: list[Tensor] = []
 

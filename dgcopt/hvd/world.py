@@ -1,4 +1,4 @@
-"""Who is there, process sets, and which libraries carry messages."""
+"""Ranks, process sets, and which libraries carry messages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ global_process_set.process_set_id = 0  # by which DistributedOptimizer knows Hor
 
 _added: list[ProcessSet] = []
 _world: Comm | None = None
-"""The ranks that there are; others once `hvd.elastic.run` has started Horovod anew."""
+"""The current ranks, which change when `hvd.elastic.run` restarts Horovod."""
 
 
 # -- joining ---------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def init(*, process_sets: Iterable[ProcessSet] | Literal["dynamic"] = ()) -> Non
 
 
 def shutdown() -> None:
-    """Leave the other ranks, so that `init` joins anew; process sets must be added anew, too."""
+    """Leave the other ranks. `init` joins again; process sets must be added again, too."""
     _leave_sets()
     leave_wire()
 
@@ -118,7 +118,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a set that was added; False if it was not, or is that of all ranks."""
+    """Remove a set that was added; False if it was not, or is that of all ranks."""
     _joined()
     there = process_set is not global_process_set and process_set in _added
     if there:
@@ -168,7 +168,7 @@ def comm_of(process_set: ProcessSet) -> Comm:
     return process_set._comm
 
 
-# -- who is there ----------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def rank() -> int:

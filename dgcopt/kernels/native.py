@@ -43,14 +43,14 @@ log = logging.getLogger("dgcopt")
 _LIBRARY = Path(__file__).with_name("libdgcopt.so")
 _TYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _SHARE = 2**16
-"""So many elements are worth a thread."""
+"""Elements that are worth a thread of their own."""
 
 _MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT = 1, 2, 4, 8
 
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL, str] | None:
-    """The library and the instruction set to use; None if the loops are not to be had, which the log explains once."""
+    """The library and the instruction set to use; None if they cannot be used; the log says why, once."""
     choice = os.environ.get("DGCOPT_KERNELS", "")
     if choice not in ("", "native", "torch"):
         raise ConfigError(f'DGCOPT_KERNELS must be "native" or "torch", not {choice!r}')
@@ -87,24 +87,24 @@ def _function(name: str, arguments: tuple[type, ...]) -> Callable[..., int]:
     return function
 
 
-def _lies_flat(tensor: Tensor) -> bool:
+def _is_flat(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
 
 
 def takes_memory(memory: Tensor, g: Tensor | None) -> bool:
     """Whether there are loops for memory and gradients of these types."""
     tensors = (memory,) if g is None else (memory, g)
-    return all(_lies_flat(tensor) and tensor.dtype in _TYPES for tensor in tensors) and _library() is not None
+    return all(_is_flat(tensor) and tensor.dtype in _TYPES for tensor in tensors) and _library() is not None
 
 
 def takes_selection(flat: Tensor) -> bool:
     """Whether there are loops for a tensor of this type."""
-    return _lies_flat(flat) and flat.dtype in _TYPES and _library() is not None
+    return _is_flat(flat) and flat.dtype in _TYPES and _library() is not None
 
 
 def takes_bytes(tensor: Tensor) -> bool:
-    """Whether there are loops for integers that lie there."""
-    return _lies_flat(tensor) and _library() is not None
+    """Whether there are loops for bytes or integers in such a tensor."""
+    return _is_flat(tensor) and _library() is not None
 
 
 _Pointer, _Length, _Float, _Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -125,7 +125,7 @@ def accumulate(
     assert not moves or u is not None
     momentum = u if u is not None and moves else old
     _check(len(new), old.dtype, old, new, momentum, *(() if g is None else (g,)), of=(old, new, momentum))
-    if maxima.dtype != new.dtype or len(maxima) != -(-len(new) // BLOCK) or not _lies_flat(maxima):
+    if maxima.dtype != new.dtype or len(maxima) != -(-len(new) // BLOCK) or not _is_flat(maxima):
         raise ValueError(f"{len(new)} elements have {-(-len(new) // BLOCK)} block maxima, not {len(maxima)}")
     mode = _COMMIT if commit else 0
     if rule is not None and moves:
@@ -166,7 +166,7 @@ def advance(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
     """See `dgcopt.kernels.torch.select`."""
-    if maxima.dtype != flat.dtype or len(maxima) != len(flat) // BLOCK or not _lies_flat(maxima):
+    if maxima.dtype != flat.dtype or len(maxima) != len(flat) // BLOCK or not _is_flat(maxima):
         raise ValueError(f"{len(flat)} elements have {len(flat) // BLOCK} block maxima, not {len(maxima)}")
     starts, stops, pieces, counts = groups.table
     if len(stops) and int(stops.amax()) > len(flat):
@@ -234,14 +234,14 @@ def _remainder_bytes(count: int, b: int) -> int:
 
 
 def _check_bytes(packed: Tensor, least: int) -> None:
-    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) < least or not _lies_flat(packed):
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) < least or not _is_flat(packed):
         raise ValueError(f"at least {least} bytes are needed, not {tuple(packed.shape)} of {packed.dtype}")
 
 
 def _check(numel: int, dtype: torch.dtype, *tensors: Tensor, of: tuple[Tensor, ...]) -> None:
     """Raises ValueError before a loop could read or write what is not there."""
     for tensor in tensors:
-        if tensor.dim() != 1 or len(tensor) != numel or not _lies_flat(tensor):
+        if tensor.dim() != 1 or len(tensor) != numel or not _is_flat(tensor):
             raise ValueError(f"a flat tensor of {numel} elements is needed, not {tuple(tensor.shape)}")
     if any(tensor.dtype != dtype for tensor in of):
         raise ValueError(f"all memory must be of {dtype}")

@@ -89,7 +89,7 @@ def test_what_cannot_rejoin_ends_the_retries(monkeypatch):
 @pytest.mark.parametrize("anew", [{"size": lambda: 2}, {"rank": lambda: 1}, {"poll": None}])
 def test_a_comm_of_horovods_former_life_sends_nothing(anew, monkeypatch):
     """Other ranks, or the handles of before are unknown."""
-    from dgcopt.comm.horovod import HorovodComm, _Life
+    from dgcopt.comm.horovod import HorovodComm, _Session
 
     def unknown(handle):
         raise ValueError(f"Handle {handle} was not created or has been cleared.")
@@ -99,9 +99,9 @@ def test_a_comm_of_horovods_former_life_sends_nothing(anew, monkeypatch):
         allreduce_async=lambda tensor, name, op: 5, Sum=1,
     )  # fmt: skip
     comm = object.__new__(HorovodComm)
-    comm.rank, comm.size, comm._hvd, comm._life, comm._ranks = 0, 3, hvd, _Life(hvd), {"world": (0, 1, 2)}
-    monkeypatch.setattr(HorovodComm, "_latest", comm._life)
-    comm._life.leave_mark()
+    comm.rank, comm.size, comm._hvd, comm._session, comm._ranks = 0, 3, hvd, _Session(hvd), {"world": (0, 1, 2)}
+    monkeypatch.setattr(HorovodComm, "_latest", comm._session)
+    comm._session.leave_mark()
     assert not comm.is_void()
     hvd.__dict__.update(anew if "poll" not in anew else {"poll": unknown})
     assert comm.is_void()

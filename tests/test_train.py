@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from dgcopt.comm import LocalComm
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("train")]
 
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -66,22 +68,86 @@ def launch(workers: int, launcher: str = "torchrun") -> list[str]:
     return [path, "-n" if launcher == "mpirun" else "-np", str(workers), *options, sys.executable]
 
 
-def execute(command: list[str], *arguments: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run ``train.py`` in the repository, on the CPU, one thread per worker."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-    }
-    if path:
-        environment["PYTHONPATH"] = str(path)
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PATH": f"{BIN}:{os.environ['PATH']}",
+}
+"""On the CPU, one thread per worker."""
+
+
+class Standing:
+    """Workers that run ``train.py`` once after another, as tests/training.py says."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers, self.orders = workers, 0
+        self.folder = tempfile.TemporaryDirectory(prefix="dgcopt-training-")
+        command = [*launch(workers, "python" if workers == 1 else "torchrun"), "tests/training.py", self.folder.name]
+        environment = {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
+        self.output = open(Path(self.folder.name) / "output", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=self.output, stderr=subprocess.STDOUT, text=True
+        )
+
+    def order(self, order: Any) -> Path:
+        path = Path(self.folder.name) / f"order-{self.orders}.json"
+        path.with_suffix(".part").write_text(json.dumps(order))
+        path.with_suffix(".part").rename(path)
+        self.orders += 1
+        return path
+
+    def run(self, arguments: Iterable[str], path: Path | None) -> "subprocess.CompletedProcess[str]":
+        order = self.order({"arguments": list(arguments), "path": path and str(path)})
+        names = [order.with_name(f"answer-{order.stem[6:]}-{rank}.json") for rank in range(self.workers)]
+        deadline = time.monotonic() + 200
+        while not all(name.exists() for name in names):
+            assert self.process.poll() is None, f"they ended:\n{Path(self.output.name).read_text()[-3000:]}"
+            assert time.monotonic() < deadline, "no answer"
+            time.sleep(0.02)
+        answers = [json.loads(name.read_text()) for name in names]
+        out, err = ("".join(answer[stream] for answer in answers) for stream in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([], max(answer["code"] for answer in answers), out, err)
+
+    def end(self) -> None:
+        self.order("end")
+        try:
+            assert self.process.wait(60) == 0, Path(self.output.name).read_text()[-3000:]
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.output.close()
+            self.folder.cleanup()
+
+
+STANDING: dict[int, Standing] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def standing() -> Iterator[None]:
+    """All of them end well, after so many runs."""
+    yield
+    while STANDING:
+        STANDING.popitem()[1].end()
+
+
+def execute(command: list[str] | int, *arguments: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run ``train.py`` in the repository by a command of its own, or by so many standing workers."""
+    if isinstance(command, int):
+        if command not in STANDING:
+            STANDING[command] = Standing(command)
+        return STANDING[command].run(arguments, path)
     return subprocess.run(
-        [*command, "train.py", *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
+        [*command, "train.py", *arguments],
+        cwd=REPOSITORY,
+        env={**ENVIRONMENT, **({"PYTHONPATH": str(path)} if path else {})},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
-def train(command: list[str], output: Path, *arguments: str, path: Path | None = None) -> dict[str, Any]:
+def train(command: list[str] | int, output: Path, *arguments: str, path: Path | None = None) -> dict[str, Any]:
     """A run that must succeed; returns its result."""
     done = execute(command, *arguments, "--output", str(output), path=path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -93,9 +159,9 @@ def history(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
 
 
-def refusal(*arguments: str, command: list[str] | None = None) -> str:
+def refusal(*arguments: str, command: list[str] | int = 1) -> str:
     """The one line on stderr of a run that must fail without a traceback."""
-    done = execute(command or launch(1, "python"), *arguments)
+    done = execute(command, *arguments)
     assert done.returncode > 0
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
@@ -115,7 +181,7 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process with the batches of two: dense data parallelism must equal it."""
     output = tmp_path_factory.mktemp("reference")
-    return train(launch(1, "python"), output, *SMALL, "--scale_lr", "false", "--batch_size", "64")
+    return train(1, output, *SMALL, "--scale_lr", "false", "--batch_size", "64")
 
 
 class TestLaunchers:
@@ -134,7 +200,7 @@ class TestLaunchers:
 
     def test_accumulated_batches_equal_large_ones(self, reference: dict[str, Any], tmp_path: Path) -> None:
         accumulated = ["--scale_lr", "false", "--batches_per_step", "2"]
-        result = train(launch(1, "python"), tmp_path, *SMALL, *accumulated)
+        result = train(1, tmp_path, *SMALL, *accumulated)
         assert result["steps"] == 22
         assert result["test_loss"] == pytest.approx(reference["test_loss"], rel=1e-5)
 
@@ -147,7 +213,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, An
     settings += ["--train_data.split", "train", "--checkpoint_steps", "4"]
     settings += ["--scheduler_interval", "step", "--scheduler.T_max", "60"]
     settings += ["--compressor.warmup.ratios", "[0.1]", "--compressor.ratio", "0.05"]
-    return lambda output, *more, workers=2: train(launch(workers), output, *settings, *more, path=path)
+    return lambda output, *more, workers=2: train(workers, output, *settings, *more, path=path)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +287,7 @@ class TestPlaces:
             (second, [], f"{first} exists: this run goes to {second}"),
             (second, ["--resume", "--epochs", "2"], f"{second} is the newest"),
         ):
-            done = execute(launch(2), *settings, *more)
+            done = execute(2, *settings, *more)
             assert done.returncode == 0, done.stderr[-3000:]
             assert f": {output}/result.json" in done.stdout and done.stdout.count(told or "exists") == bool(told)
         steps = [json.loads((output / "result.json").read_text())["steps"] for output in (first, second)]
@@ -252,7 +318,7 @@ class TestAveraging:
 
     def test_within_a_window_a_run_goes_on_bit_identically(self, tmp_path: Path) -> None:
         settings = [*self.SETTINGS, "--checkpoint_steps", "9"]
-        result = train(launch(2), tmp_path, *settings)
+        result = train(2, tmp_path, *settings)
         sent = [entry["sent_bytes"] for entry in history(tmp_path) if "loss" in entry]
         assert [step for step, bytes_ in enumerate(sent, start=1) if bytes_] == [1, 4, 8, 12, 16, 20]
         files = sorted(tmp_path.glob("checkpoints/step-00000022/rank-*.pt"))
@@ -261,15 +327,15 @@ class TestAveraging:
         assert all(torch.equal(first[name], second[name]) for name in weights), "the outcome is one model"
         shutil.rmtree(tmp_path / "checkpoints/step-00000022")
         (tmp_path / "result.json").unlink()
-        again = train(launch(2), tmp_path, *settings, "--resume")
+        again = train(2, tmp_path, *settings, "--resume")
         assert all(again[key] == result[key] for key in ("parameters_sha256", "test_loss", "accuracy", "steps"))
-        assert train(launch(2), tmp_path, *settings, "--evaluate")["test_loss"] == result["test_loss"]
+        assert train(2, tmp_path, *settings, "--evaluate")["test_loss"] == result["test_loss"]
 
     def test_more_workers_go_on_from_the_mean(self, tmp_path: Path) -> None:
         settings = [*self.SETTINGS, "--checkpoint_steps", "9"]
-        train(launch(2), tmp_path, *settings)
+        train(2, tmp_path, *settings)
         shutil.rmtree(tmp_path / "checkpoints/step-00000022")
-        result = train(launch(4), tmp_path, *settings, "--resume", "--epochs", "2")
+        result = train(4, tmp_path, *settings, "--resume", "--epochs", "2")
         assert result["workers"] == 4 and result["steps"] == 18 + 2 + 11
 
     def test_a_compressor_beside_it_is_refused(self) -> None:
@@ -301,7 +367,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     settings += ["--optimizer.nesterov", "false", "--optimizer.weight_decay", "0"]
     settings += ["--scheduler", "torch.optim.lr_scheduler.StepLR", "--scheduler.step_size", "100"]
     settings += ["--compressor.warmup.ratios", "[0.5, 0.25]", "--compressor.ratio", "0.1"]
-    train(launch(2), path / "run", *settings, path=path)
+    train(2, path / "run", *settings, path=path)
     shutil.rmtree(path / "run/checkpoints/step-00000022")
     for file in path.glob("drawn-*"):
         file.unlink()
@@ -337,7 +403,7 @@ class TestOtherWorkers:
         path, settings = begun
         shutil.copytree(path, tmp_path, dirs_exist_ok=True)
         output = tmp_path / "run"
-        done = execute(launch(workers), *settings, "--epochs", "2", "--resume", "--output", str(output), path=tmp_path)
+        done = execute(workers, *settings, "--epochs", "2", "--resume", "--output", str(output), path=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"step 18 was saved by 2 worker(s), and now there are {workers}" in done.stdout
         per_step, left = 32 * workers, 1438 - 18 * 64
@@ -373,7 +439,7 @@ class TestSettings:
         settings = ["--config", "configs/tasks/digits.yaml", "--epochs", "3", "--scheduler.T_max", "100"]
         settings += [*DGC, "--compressor.warmup.ratios", "[0.25]", "--compressor.ratio", "0.01"]
         settings += ["--warmup_epochs", "1", "--log_steps", "1", "--optimizer.lr", "0.03"]
-        result = train(launch(2), tmp_path, *settings)
+        result = train(2, tmp_path, *settings)
         steps = [entry for entry in history(tmp_path) if "loss" in entry]
         assert [entry["step"] for entry in steps] == list(range(1, 67))
         assert [steps[step]["lr"] for step in (0, 11, 22)] == pytest.approx([0.03, 0.045, 0.06], rel=1e-3)
@@ -390,7 +456,7 @@ class TestSettings:
         second = tmp_path / "second.yaml"
         second.write_text("epochs: 7\noptimizer:\n  init_args:\n    lr: 0.5\n")
         arguments = ["--config", "configs/tasks/digits.yaml", *DGC, "--config", str(second)]
-        done = execute([sys.executable], *arguments, "--compressor.ratio", "0.01", "--print_config")
+        done = execute(1, *arguments, "--compressor.ratio", "0.01", "--print_config")
         assert done.returncode == 0, done.stderr
         shown = yaml.safe_load(done.stdout)
         assert shown["epochs"] == 7 and shown["batch_size"] == 32
@@ -458,7 +524,7 @@ class TestRefusals:
         assert "batchsize" in message and "batch_size" in message
 
     def test_unknown_key_ends_the_script(self) -> None:
-        line = refusal(*SMALL, "--batchsize", "3")
+        line = refusal(*SMALL, "--batchsize", "3", command=launch(1, "python"))
         assert "--batchsize" in line and "batch_size" in line
 
     def test_missing_data(self, tmp_path: Path) -> None:

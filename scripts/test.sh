@@ -18,4 +18,5 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports --no-cache
-exec python -m pytest "$@"
+# tests of one process run while others wait for real processes; those of one launch stay together
+exec python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup "$@"

@@ -1,9 +1,36 @@
-"""What all tests share: one thread per process, as ranks share few cores."""
+"""What all tests share: one thread per process, as ranks share few cores; and how often real processes were started.
+
+How often they had to be started once more is counted over all processes of pytest, shown at the end, and bounded.
+"""
 
 import os
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
+from launching import SESSION
 
 torch.set_num_threads(1)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launches"] = (SESSION.launches, SESSION.again)
+    elif SESSION.too_often and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What a process of pytest-xdist has counted."""
+    launches, again = getattr(node, "workeroutput", {}).get("launches", (0, []))
+    SESSION.launches += launches
+    SESSION.again += again
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SESSION.launches:
+        terminalreporter.section("launches of real processes")
+        terminalreporter.line(str(SESSION))

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios.where import WIRES
+from where import WIRES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

@@ -1,14 +1,15 @@
 """What is counted of launches, and that scenarios run where they are meant to, and nowhere else."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import launching
 import pytest
-from launching import ABORTED, HERE, WORLDS, Outcome, Session
+from launching import ABORTED, HERE, ROOT, WORLDS, Outcome, Session
 from scenarios import ON_ALL_WIRES, names_of
-from scenarios.where import is_for, only
+from where import is_for, only
 
 
 @pytest.mark.parametrize(("launches", "again", "too_often"), [(3, 1, False), (99, 2, True), (100, 2, False)])
@@ -35,17 +36,23 @@ def test_only_an_abort_of_horovod_is_tried_again(
     assert outcome.output == ("well" if again else output) and len(launching.SESSION.again) == again
 
 
-@pytest.mark.parametrize("again", [1, 2])
-def test_the_session_fails(tmp_path: Path, again: int) -> None:
-    """Though every test in it has passed."""
-    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+@pytest.mark.parametrize(("processes", "again"), [(0, 1), (0, 2), (2, 2)])
+def test_the_session_fails(tmp_path: Path, processes: int, again: int) -> None:
+    """Though every test in it has passed, in one process or in those of pytest-xdist."""
+    if processes:
+        pytest.importorskip("xdist")
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
     (tmp_path / "test_it.py").write_text(
-        "from launching import SESSION\n"
-        f"def test_it():\n    SESSION.launches, SESSION.again = 9, {[f'launch {number}' for number in range(again)]}\n"
+        "import pytest\nfrom launching import SESSION\n"
+        "@pytest.mark.parametrize('launch', range(9))\n"
+        f"def test_it(launch):\n    SESSION.launches += 1\n"
+        f"    SESSION.again += [f'launch {{launch}}'] if launch < {again} else []\n"
     )
-    code = f"import sys, pytest; sys.path.insert(0, {str(HERE)!r}); sys.exit(pytest.main([{str(tmp_path)!r}]))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert "1 passed" in run.stdout and "launch 0" in run.stdout, run.stdout + run.stderr
+    how = ["-n", str(processes)] if processes else []
+    command = [sys.executable, "-m", "pytest", str(tmp_path), *how]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "9 passed" in run.stdout and "launch 0" in run.stdout, run.stdout + run.stderr
     assert f"{again} of 9 launches were made once more" in run.stdout
     assert run.returncode == again - 1, run.stdout
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from scenarios.loops import LOOPS
-from scenarios.where import is_for
+from where import is_for
 
 import dgcopt
 

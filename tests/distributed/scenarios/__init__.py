@@ -4,6 +4,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from where import is_for
+
 from dgcopt import Comm
 
 from . import (
@@ -22,7 +24,6 @@ from . import (
     powersgd,
     subsets,
 )
-from .where import is_for
 
 Scenarios = dict[str, Callable[[Comm], dict[str, Any] | None]]
 

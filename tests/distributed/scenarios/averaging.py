@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
+from where import only
 
 import dgcopt
 from dgcopt import Comm, DivergenceError, LocalSGD, MismatchError
@@ -33,7 +34,6 @@ from .collectives import regrouped
 from .loops import refused
 from .persistence import shared_folder
 from .training import assert_close, assert_same_on_all_ranks, batch, make_model
-from .where import only
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 PLAIN: Make = functools.partial(SGD, lr=0.1)

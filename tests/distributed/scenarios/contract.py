@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from where import only
 
 import dgcopt
 import dgcopt.hvd as hvd
@@ -31,7 +32,6 @@ from .training import (
     tensors_in,
     train,
 )
-from .where import only
 
 SGD = functools.partial(recipe_of, torch.optim.SGD)
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from where import HOROVOD, WIRES, only
 
 import dgcopt
 from dgcopt import DGC, Comm, Warmup
 from dgcopt.collectives import AllReduce, Exchange
 
 from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in
-from .where import HOROVOD, WIRES, only
 
 Loop = Generator[None, None, None]
 

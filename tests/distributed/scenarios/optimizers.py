@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+from where import only
 
 import dgcopt
 from dgcopt import Comm
@@ -29,7 +30,6 @@ from .training import (
     tensors_in,
     train,
 )
-from .where import only
 
 STEPS = 4
 

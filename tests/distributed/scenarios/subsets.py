@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from where import HOROVOD, only
 
 from dgcopt import Comm, CommError, ConfigError, MismatchError, TimeoutExceeded
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv
@@ -12,7 +13,6 @@ from dgcopt.comm import LocalComm
 
 from . import loops
 from .collectives import all_collectives, expect, regrouped
-from .where import HOROVOD, only
 
 
 def votes_in_any_order(comm: Comm) -> None:

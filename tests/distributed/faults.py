@@ -221,16 +221,25 @@ def undisturbed(comms: Sequence[Comm], recipe: str, steps: int) -> list[list[tup
 class Survivable:
     """Many faults in one launch, each of which leaves the wire as it was."""
 
-    def __init__(self, world: Callable[[], Sequence[Comm]], plan: dict[str, Any], folder: Path) -> None:
-        self.world, self.folder = world, folder
-        self.comms = world()
+    def __init__(self, make: Callable[[], Sequence[Comm]], plan: dict[str, Any], folder: Path) -> None:
+        self.make, self.folder, self.checksums = make, folder, False
+        self.comms = self.world()
         recipes = {fault["recipe"] for fault in plan["faults"]}
-        self.expected = {recipe: undisturbed(world(), recipe, plan["steps"]) for recipe in sorted(recipes)}
-        self.teams = {recipe: Team(world(), recipe) for recipe in self.expected}
+        self.expected = {recipe: undisturbed(self.world(), recipe, plan["steps"]) for recipe in sorted(recipes)}
+        self.teams = {recipe: Team(self.world(), recipe) for recipe in self.expected}
         self.at = dict.fromkeys(self.teams, 0)
         self.saved = False
 
+    def world(self) -> Sequence[Comm]:
+        comms = self.make()
+        for comm in comms:
+            comm.checksums = self.checksums
+        return comms
+
     def run(self, fault: Fault) -> None:
+        self.checksums = fault["checksums"]
+        for comm in (*self.comms, *(rank.comm for team in self.teams.values() for rank in team.ranks)):
+            comm.checksums = self.checksums
         team, problems = getattr(self, fault["kind"].replace(" ", "_").replace("-", "_"))(fault)
         for rank in team.ranks if team else []:
             sums = rank.mass() if rank.recipe not in BITS_ONLY else None
@@ -537,8 +546,7 @@ def main() -> None:
     folder = Path(plan["folder"])
     torch.set_num_threads(1)
     if plan["wire"] == "simulated":
-        world = functools.partial(dgcopt.simulated_world, plan["size"], checksums=plan["checksums"])
-        survivable = Survivable(world, plan, folder)
+        survivable = Survivable(functools.partial(dgcopt.simulated_world, plan["size"]), plan, folder)
         for fault in plan["faults"]:
             survivable.run(fault)
         return

@@ -1,26 +1,22 @@
 """A small sample of the faults that scripts/inject_faults.py injects: each is noticed, and nothing is lost."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import inject_faults
 import pytest
-from launching import ROOT, WIRES, missing
+from launching import WIRES, missing
 
-LIMIT = 280
-"""Seconds on a machine that does much else; about 15 where it does not."""
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("wire", [*WIRES, "simulated"])
-def test_sample(wire: str, tmp_path: Path) -> None:
+def test_sample(wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if wire != "simulated" and missing(wire):
         pytest.skip(missing(wire))
     table = tmp_path / "faults.json"
-    command = [sys.executable, str(ROOT / "scripts" / "inject_faults.py"), "--quick", "--wires", wire]
-    done = subprocess.run([*command, "--json", str(table)], capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code = inject_faults.main(["--quick", "--wires", wire, "--json", str(table)])
+    assert code == 0, capsys.readouterr()
     *rows, everything = json.loads(table.read_text())["table"]
     assert {row["kind"] for row in rows} >= {"not-finite", "disagreement", "payload"}
     assert everything["handled"] == everything["injected"] >= 10

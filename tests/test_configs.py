@@ -53,10 +53,9 @@ def trainers(script: ModuleType, task: str, method: Path, seed: int, ranks: int)
     """What `train.py --config task --config method` makes on each rank."""
     small = [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in SMALL[task].items()]
     files = ["--config", str(CONFIGS / f"tasks/{task}.yaml"), "--config", str(method)]
-    made = []
+    made, parser = [], script.make_parser()
+    config = parser.parse_args([*files, *small, f"--seed={seed}"])
     for comm in dgcopt.simulated_world(ranks):
-        parser = script.make_parser()
-        config = parser.parse_args([*files, *small, f"--seed={seed}"])
         torch.manual_seed(seed)
         objects = parser.instantiate(config)
         settings = script.Settings(**{field.name: objects[field.name] for field in dataclasses.fields(script.Settings)})

@@ -16,9 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_broadcast import same, together
 from torch import Tensor
-from worlds import Ranks
+from worlds import Ranks, same, together
 
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, checkpoint

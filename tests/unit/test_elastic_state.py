@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_broadcast import same, together
-from test_promises import flat_gradient, flat_memory
 from torch import Tensor, nn
-from worlds import Ranks, small_batch, small_model
+from worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 
 import dgcopt
 from dgcopt import DGC, CommError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic

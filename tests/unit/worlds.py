@@ -1,14 +1,18 @@
-"""Small models on N simulated ranks, for the tests."""
+"""Small models on N simulated ranks, exchanges in lockstep, and what is compared of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dgcopt
+from dgcopt import Comm, ConfigError
+from dgcopt.collectives import Collective
 from dgcopt.compressors import Context
 from dgcopt.flat.buckets import Bucket, build_buckets
 
@@ -82,3 +86,63 @@ def bucket_of(tensors: list[Tensor], kind: object = None) -> Bucket:
 
 def context_of(bucket: Bucket, rank: int, size: int, step: int = 0) -> Context:
     return Context(rank, size, "average", step, bucket.kind, bucket.segments, bucket.memory)
+
+
+def flat_gradient(model: nn.Module) -> torch.Tensor:
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in model.parameters()]
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def flat_memory(model: nn.Module, by_name: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([by_name.get(name, torch.zeros_like(p)).flatten() for name, p in model.named_parameters()])
+
+
+def together(
+    size: int, exchange_of: Callable[[Comm], Generator[Collective, Tensor, Any]], catch: type[Exception] = ConfigError
+) -> list[Any]:
+    """What came of an exchange on each of `size` ranks in lockstep: its result, or its error where it is a `catch`.
+
+    Fails if a rank ends while others go on, which on a real wire would be a hang.
+    """
+    comms = dgcopt.simulated_world(size)
+    exchanges = [exchange_of(comm) for comm in comms]
+    outcomes: list[Any] = [None] * size
+    received: Sequence[Any] = [None] * size
+    while True:
+        started, ended = [], []
+        for comm, exchange, tensor in zip(comms, exchanges, received, strict=True):
+            try:
+                started.append((comm, comm.start(exchange.send(tensor))))
+            except StopIteration as stop:
+                outcomes[comm.rank] = stop.value
+                ended.append(comm.rank)
+            except catch as error:
+                outcomes[comm.rank] = error
+                ended.append(comm.rank)
+        assert not ended or not started, f"ranks {ended} ended while the others go on: {outcomes}"
+        if ended:
+            return outcomes
+        received = [comm.wait(handle) for comm, handle in started]
+
+
+def raw(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit and of the same types."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(
+            same(here, there) for here, there in zip(one.items(), other.items(), strict=True)
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(same(v, w) for v, w in zip(one, other, strict=True))
+    if isinstance(one, float):
+        return (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
+    return one == other

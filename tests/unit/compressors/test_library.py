@@ -18,7 +18,7 @@ from dgcopt.compressors import Compressor, Context, Encoded, Sparse
 from dgcopt.kernels import instructions
 from dgcopt.testing import ConformanceError, check_compressor
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "compressors"
+CONFIGS = Path(__file__).parents[3] / "configs" / "compressors"
 
 ADAM = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
@@ -11,64 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from worlds import same, together
 
 import dgcopt
-from dgcopt import Comm, ConfigError
-from dgcopt.collectives import Collective
+from dgcopt import ConfigError
 from dgcopt.comm import LocalComm
 from dgcopt.exchange.broadcast import _sent, broadcast_object, broadcast_optimizer_state
-
-
-def together(
-    size: int, exchange_of: Callable[[Comm], Generator[Collective, Tensor, Any]], catch: type[Exception] = ConfigError
-) -> list[Any]:
-    """What came of an exchange on each of `size` ranks in lockstep: its result, or its error where it is a `catch`.
-
-    Fails if a rank ends while others go on, which on a real wire would be a hang.
-    """
-    comms = dgcopt.simulated_world(size)
-    exchanges = [exchange_of(comm) for comm in comms]
-    outcomes: list[Any] = [None] * size
-    received: Sequence[Any] = [None] * size
-    while True:
-        started, ended = [], []
-        for comm, exchange, tensor in zip(comms, exchanges, received, strict=True):
-            try:
-                started.append((comm, comm.start(exchange.send(tensor))))
-            except StopIteration as stop:
-                outcomes[comm.rank] = stop.value
-                ended.append(comm.rank)
-            except catch as error:
-                outcomes[comm.rank] = error
-                ended.append(comm.rank)
-        assert not ended or not started, f"ranks {ended} ended while the others go on: {outcomes}"
-        if ended:
-            return outcomes
-        received = [comm.wait(handle) for comm, handle in started]
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal to the bit and of the same types."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
-    if isinstance(one, dict):
-        return len(one) == len(other) and all(
-            same(here, there) for here, there in zip(one.items(), other.items(), strict=True)
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(v, w) for v, w in zip(one, other, strict=True))
-    if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or (
-            one == other and math.copysign(1, one) == math.copysign(1, other)
-        )
-    return one == other
-
-
-def raw(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
-
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

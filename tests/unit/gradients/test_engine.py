@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from worlds import Ranks, bucket_of, context_of, single, small_batch, small_model
+from worlds import Ranks, bucket_of, context_of, flat_gradient, flat_memory, single, small_batch, small_model
 
 import dgcopt
 from dgcopt.collectives import AllReduce
@@ -53,15 +53,6 @@ def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios,
         residual = optimizer.state_dict()["dgcopt"]["memory"].get("residual", {})
         held = held + flat_memory(model, residual)
     torch.testing.assert_close(applied + held, computed, rtol=1e-9, atol=1e-10)
-
-
-def flat_gradient(model: nn.Module) -> torch.Tensor:
-    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in model.parameters()]
-    return torch.cat([grad.flatten() for grad in grads])
-
-
-def flat_memory(model: nn.Module, by_name: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([by_name.get(name, torch.zeros_like(p)).flatten() for name, p in model.named_parameters()])
 
 
 def test_residuals_follow_their_parameters_into_new_buckets():

@@ -8,8 +8,7 @@ from typing import Any
 import naive_gossip as naive
 import pytest
 import torch
-from naive_gossip import Replicas
-from test_gossip import (
+from gossip import (
     ADAM,
     MOMENTUM,
     PLAIN,
@@ -26,6 +25,7 @@ from test_gossip import (
     sent_in_step,
     two_buckets,
 )
+from naive_gossip import Replicas
 from torch import Tensor
 
 from dgcopt.averaging.decentralized import Decentralized, LowPrecisionDecentralized

@@ -10,9 +10,21 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
-from launching import SESSION
+from launching import SESSION, launch_of
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one launch run in one process; the others wherever there is room."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByLaunch(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return launch_of(nodeid)
+
+    return ByLaunch(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

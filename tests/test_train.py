@@ -21,7 +21,7 @@ from dgcopt.comm import LocalComm
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("train")]
+pytestmark = [pytest.mark.processes]
 
 REPOSITORY = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -7,12 +7,11 @@ import functools
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trials  # noqa: F401
 from launching import Outcome, launch, missing
-from table import TRIALS, Trial, verdict, version
+from table import TRIALS, verdict, version
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,13 +44,7 @@ def outcome_of(name: str, chosen: list[str]) -> str:
     return records[0]["result"]
 
 
-def parameter(trial: Trial) -> Any:
-    """Those on real ranks belong to one launch."""
-    marks = [pytest.mark.xdist_group("compatibility")] if trial.real else []
-    return pytest.param(trial.what, id=f"{trial.group}: {trial.what}{', real ranks' * trial.real}", marks=marks)
-
-
-@pytest.mark.parametrize("name", [parameter(trial) for trial in TRIALS.values()])
+@pytest.mark.parametrize("name", TRIALS, ids=[f"{t.group}: {t.what}{', real ranks' * t.real}" for t in TRIALS.values()])
 def test_trial(name: str, request: pytest.FixtureRequest) -> None:
     trial = TRIALS[name]
     if missing("torch"):

@@ -207,3 +207,16 @@ def _end_survivors(token: str) -> list[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return left
+
+
+SHARED = ("test_ddp.py", "test_examples.py", "test_train.py")
+"""Files whose tests share what they have started."""
+
+
+def launch_of(nodeid: str) -> str:
+    """A name for the launch that the test shares with others; its own name, if it shares none."""
+    file = nodeid.partition("::")[0]
+    if file.endswith("test_wires.py"):
+        return re.sub(r"::.*\[(\D+-\d).*", r" \1", nodeid, flags=re.DOTALL)
+    shared = file.endswith(SHARED) or (file.endswith("test_compatibility.py") and "real ranks" in nodeid)
+    return file if shared else nodeid

@@ -9,7 +9,7 @@ import pytest
 from launching import HERE, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 from scenarios import IN_DDP
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400), pytest.mark.xdist_group("ddp")]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launching import HERE, ROOT, WIRES, Outcome, launch, missing
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400), pytest.mark.xdist_group("examples")]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 RUN = str(HERE / "run_examples.py")
 EXAMPLES = ("mnist_style", "gradient_clipping", "accumulation", "gan", "adasum", "mixed_precision")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from launching import ABORTED, HERE, ROOT, WORLDS, Outcome, Session
+from launching import ABORTED, HERE, ROOT, WORLDS, Outcome, Session, launch_of
 from scenarios import ON_ALL_WIRES, names_of
 from where import is_for, only
 
@@ -68,3 +68,13 @@ def test_a_scenario_is_where_it_is_for() -> None:
     run = {name for wire, size in WORLDS for name in names_of(wire, size)}
     assert run == set(ON_ALL_WIRES), "a scenario is run nowhere"
     assert "averaging: as_torchs_averager" not in names_of("mpi", 2)
+
+
+def test_tests_of_one_launch_stay_together() -> None:
+    wires = "tests/distributed/test_wires.py"
+    assert launch_of(f"{wires}::test_scenario[horovod-gloo-4-library: DGC, hierarchical]") == f"{wires} horovod-gloo-4"
+    assert launch_of(f"{wires}::test_ends[mpi-2]") == launch_of(f"{wires}::test_scenario[mpi-2-simulated: DGC]")
+    assert launch_of("tests/test_train.py::TestPlaces::test_numbers") == "tests/test_train.py"
+    trial = "tests/compatibility/test_compatibility.py::test_trial[Models: "
+    assert launch_of(f"{trial}a, real ranks]") == launch_of(f"{trial}b, real ranks]") != launch_of(f"{trial}c]")
+    assert launch_of("tests/unit/test_a.py::test_b[c]") == "tests/unit/test_a.py::test_b[c]"

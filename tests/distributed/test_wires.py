@@ -11,11 +11,6 @@ LIMIT = 380
 """Seconds for all scenarios of a wire: on 2 quiet cores they take a quarter of it."""
 
 
-def world_of(wire: str, size: int) -> list[pytest.MarkDecorator]:
-    """What makes pytest-xdist run all tests of one launch in one process."""
-    return [pytest.mark.xdist_group(f"{wire}-{size}")]
-
-
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(2 * LIMIT + 40)]
 
 
@@ -26,11 +21,7 @@ def outcome_of(wire: str, size: int) -> Outcome:
 
 @pytest.mark.parametrize(
     ("wire", "size", "name"),
-    [
-        pytest.param(wire, size, name, marks=world_of(wire, size))
-        for wire, size in WORLDS
-        for name in names_of(wire, size)
-    ],
+    [(wire, size, name) for wire, size in WORLDS for name in names_of(wire, size)],
 )
 def test_scenario(wire: str, size: int, name: str) -> None:
     assert_passed(wire, size, outcome_of(wire, size), name)
@@ -43,7 +34,7 @@ def simulated(name: str, size: int) -> dict[str, list[list[str]]]:
 
 @pytest.mark.parametrize(
     ("wire", "size", "name"),
-    [pytest.param(wire, size, name, marks=world_of(wire, size)) for wire, size in WORLDS for name in SPARSE],
+    [(wire, size, name) for wire, size in WORLDS for name in SPARSE],
 )
 def test_same_bits_on_every_wire(wire: str, size: int, name: str) -> None:
     """Where dgcopt does the sum, the wire makes no difference: real ranks have the bits of simulated ones."""
@@ -51,9 +42,7 @@ def test_same_bits_on_every_wire(wire: str, size: int, name: str) -> None:
     assert [record["result"] for record in records.values()] == [simulated(name, size)] * size
 
 
-@pytest.mark.parametrize(
-    ("wire", "size"), [pytest.param(wire, size, marks=world_of(wire, size)) for wire, size in WORLDS]
-)
+@pytest.mark.parametrize(("wire", "size"), WORLDS)
 def test_ends(wire: str, size: int) -> None:
     """Though ranks still average weights in a thread, and do not all end at the same time."""
     assert_ended(outcome_of(wire, size))

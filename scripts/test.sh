@@ -19,4 +19,4 @@ ruff format --check .
 mypy
 lint-imports --no-cache
 # tests of one process run while others wait for real processes; those of one launch stay together
-exec python -m pytest --numprocesses auto --maxprocesses 4 "$@"
+exec python -m pytest --numprocesses logical --maxprocesses 4 "$@"

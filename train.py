@@ -206,7 +206,7 @@ class Trainer:
     def resize(self, state: dict[str, Any]) -> None:
         """Fit a checkpoint of more or fewer workers, as it was loaded, to those there are now."""
         rank, size = self.comm.rank, self.comm.size
-        alone = {"rank": rank, "world_size": size, "order": [], "memory": {}}  # a single worker may have kept nothing
+        alone = checkpoint.kept_by(rank, size)  # a single worker may have kept nothing
         step = round(self.position * self.steps_per_epoch)  # where the warm-up of the ratio goes on
         kept = alone | state["optimizer"].get(checkpoint.STATE_KEY, {}) | {"step": step}
         if self.settings.averaging is None:

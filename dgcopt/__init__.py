@@ -67,7 +67,7 @@ from .errors import (
 from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
-from .flat.segments import SparseSum
+from .flat.gradient import SparseSum
 from .gradients import ddp
 from .gradients.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer

@@ -27,6 +27,7 @@ from .comm import simulate, simulated_world
 from .compressors import Compressor, Context, Encoded, HorovodCompression, Sparse, Wrapper
 from .errors import ConfigError
 from .flat.buckets import build_buckets
+from .flat.gradient import GradientBucket
 from .version import __version__
 
 SHAPE = (1000, 1000)
@@ -64,7 +65,7 @@ def cost(kind: type[Compressor]) -> tuple[int, int]:
             compressor.attach(torch.optim.SGD([param], lr=0.1))
         except ConfigError:
             compressor.attach(torch.optim.Adam([param]))
-        (bucket,) = build_buckets([("matrix", param)], compressor.kind, 2**40, 2**40)
+        (bucket,) = build_buckets([("matrix", param)], compressor.kind, 2**40, 2**40, None, GradientBucket)
         bucket.fill(0, torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)))
         context = Context(rank, RANKS, "average", LATE, bucket.kind, bucket.segments, node=rank, nodes=RANKS)
         exchange = compressor.exchange(bucket.grad, context)

@@ -30,7 +30,18 @@ from .comm import Comm, current_comm
 from .errors import CheckpointError, ConfigError
 from .version import __version__
 
-__all__ = ["STATE_KEY", "load", "own_part", "put_mark", "reshare", "save", "take_mark", "unmarked"]
+__all__ = [
+    "STATE_KEY",
+    "check_owner",
+    "kept_by",
+    "load",
+    "own_part",
+    "put_mark",
+    "reshare",
+    "save",
+    "take_mark",
+    "unmarked",
+]
 
 log = logging.getLogger("dgcopt")
 
@@ -123,6 +134,32 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
 
 
 # -- what one rank has saved for all -----------------------------------------------------------------------------------
+
+
+def kept_by(
+    rank: int,
+    size: int,
+    step: int = 0,
+    order: Sequence[str] = (),
+    memory: dict[str, dict[str, Tensor]] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """What rank `rank` of `size` keeps, under `STATE_KEY`, as a checkpoint holds it; by default nothing.
+
+    `order` is that of the gradients, `memory` what it has not sent, by kind and parameter name; `reshare` needs both
+    numbers and the memory.
+    """
+    kept = {"rank": rank, "world_size": size, "step": step, "order": list(order), "memory": memory or {}}
+    return {**kept, **more}
+
+
+def check_owner(state: dict[str, Any], rank: int, size: int, what: str, why: str) -> None:
+    """Raises ConfigError if a state is another rank's, saying of `what`, and `why` that matters and what to do."""
+    if (state["rank"], state["world_size"]) != (rank, size):
+        raise ConfigError(
+            f"this state{what} belongs to rank {state['rank']} of {state['world_size']} and cannot be loaded on rank "
+            f"{rank} of {size}: {why}"
+        )
 
 
 def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:

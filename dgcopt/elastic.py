@@ -148,8 +148,7 @@ class _State(_HorovodsState):
         self._commits, state = found
         self.model.load_state_dict(state["model"])
         # a single rank commits no memory, and what was held back since must not stay
-        nothing = {"rank": self._member.comm.rank, "world_size": self._member.comm.size}
-        nothing |= {"step": 0, "order": [], "memory": {}}
+        nothing = checkpoint.kept_by(self._member.comm.rank, self._member.comm.size)
         self.optimizer.load_state_dict({checkpoint.STATE_KEY: nothing} | state["optimizer"])
         self._set(state["values"])
         for callback in self._after_loading:

@@ -19,8 +19,10 @@ from torch.optim import SGD, Optimizer
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
 from .compressors import Compressor, Context, GradientExchange
-from .flat.buckets import Bucket, Memory, build_buckets
-from .flat.segments import SparseSum
+from .exchange.flights import context_of
+from .flat.buckets import build_buckets
+from .flat.gradient import GradientBucket, SparseSum
+from .flat.store import Memory, Store
 from .gradients.optimizer import DistributedOptimizer
 
 __all__ = ["ConformanceError", "Report", "check_compressor"]
@@ -108,8 +110,9 @@ class _Ranks:
     ) -> None:
         self.size, self.dtype, self.op, self.step = size, dtype, op, 0
         self.comms = simulated_world(size)
-        self.compressors, self.buckets = [], []
-        self.shared: list[Memory] = [{} for _ in range(size)]
+        self.compressors: list[Compressor] = []
+        self.buckets: list[list[GradientBucket]] = []
+        self.stores = [Store() for _ in range(size)]
         self.sent: list[int] = []
         for _ in range(size):
             params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
@@ -117,14 +120,15 @@ class _Ranks:
             mine.attach(make(params))
             named = [(f"p{place}", param) for place, param in enumerate(params)]
             self.compressors.append(mine)
-            self.buckets.append(build_buckets(named, mine.kind, 2**40, 2**40))
-        self.contexts = [[self._context(r, bucket) for bucket in self.buckets[r]] for r in range(size)]
+            self.buckets.append(build_buckets(named, mine.kind, 2**40, 2**40, None, GradientBucket))
+        self.contexts = self._begin()
 
-    def _context(self, rank: int, bucket: Bucket) -> Context:
-        return Context(
-            *(rank, self.size, self.op, 0, bucket.kind, bucket.segments, bucket.memory, self.shared[rank]),
-            *(bucket.index, 0, 1, rank, self.size),
-        )
+    def _begin(self) -> list[list[Context]]:
+        """With what is in the stores, and nothing else."""
+        return [
+            [context_of(bucket, comm, self.op, store) for bucket in buckets]
+            for buckets, comm, store in zip(self.buckets, self.comms, self.stores, strict=True)
+        ]
 
     def exchange(self, grads: Gradients, settle: bool = True) -> Gradients:
         """The results of one step, of every rank."""
@@ -168,23 +172,16 @@ class _Ranks:
 
         return watched(exchange, count)
 
-    def kept(self) -> list[tuple[Memory, Memory]]:
-        """What every rank remembers, and what all share, as a checkpoint holds it."""
-        kept = []
-        for buckets, shared in zip(self.buckets, self.shared, strict=True):
-            memory: Memory = {}
-            for bucket in buckets:
-                bucket.export(memory)
-            kept.append((memory, copy.deepcopy(shared)))
-        return kept
+    def kept(self) -> list[dict[str, Memory]]:
+        """What every rank remembers, as a checkpoint holds it."""
+        return [store.state() for store in self.stores]
 
-    def take_over(self, kept: list[tuple[Memory, Memory]], step: int) -> None:
+    def take_over(self, kept: list[dict[str, Memory]], step: int) -> None:
         """Go on where others left off."""
         self.step = step
-        for buckets, shared, (memory, theirs) in zip(self.buckets, self.shared, kept, strict=True):
-            shared.update(copy.deepcopy(theirs))
-            for bucket in buckets:
-                bucket.adopt(memory)
+        for store, state in zip(self.stores, kept, strict=True):
+            store.restore(state)
+        self.contexts = self._begin()
 
 
 def _gradients(size: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Gradients:
@@ -282,8 +279,8 @@ def _conservation(compressor: Compressor, make: Make, size: int) -> str | None:
         for mine in grads:
             given = [total + grad for total, grad in zip(given, mine, strict=True)]
         applied = [total + size * r for total, r in zip(applied, ranks.exchange(grads)[0], strict=True)]
-    for memory, _ in ranks.kept():
-        for kind, by_name in memory.items():
+    for kept in ranks.kept():
+        for kind, by_name in kept["memory"].items():
             for name, held in by_name.items() if kind.startswith("residual") else ():
                 applied[int(name[1:])] += held
     for shape, theirs, ours in zip(SHAPES, given, applied, strict=True):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 from torch.optim import Optimizer
 
 from .averaging import Rounds
-from .comm import SimulatedComm
 from .compressors import Adasum
 from .errors import ConfigError
+from .exchange.runner import serve
 from .gradients.engine import Engine
-from .gradients.optimizer import _Distributed
+from .gradients.optimizer import Distributed
 
 __all__ = ["join"]
 
@@ -43,37 +43,23 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
     """
     if divide_by not in ("active", "all"):
         raise ConfigError(f'divide_by must be "active" or "all", not {divide_by!r}')
-    engines: list[tuple[_Distributed, Engine]] = []
-    rounds: list[Rounds] = []
+    serving: list[Engine | Rounds] = []
     for optimizer in optimizers:
         averaging: Rounds | None = getattr(optimizer, "averaging", None)
         if averaging is not None:
-            if isinstance(optimizer, _Distributed):
+            if isinstance(optimizer, Distributed):
                 raise ConfigError("join does not work where both gradients and weights are averaged")
-            averaging.join(divide_by == "active")
-            rounds.append(averaging)
-        elif not isinstance(optimizer, _Distributed):
+            averaging.join()
+            serving.append(averaging)
+        elif not isinstance(optimizer, Distributed):
             raise ConfigError("join takes optimizers that DistributedOptimizer, or an averaging algorithm, returned")
         elif isinstance(optimizer.compressor, Adasum):
             raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
-        elif optimizer._engine is not None:
-            optimizer._engine.divide_by_active = divide_by == "active"
-            engines.append((optimizer, optimizer._engine))
+        elif optimizer.engine is not None:
+            serving.append(optimizer.engine)
+    for member in serving:
+        member.attendance.divides = divide_by == "active"
     yield
-    serving: list[Callable[[], bool]] = []
-    for optimizer, engine in engines:
-        if isinstance(optimizer.comm, SimulatedComm):  # which cannot wait here: the other ranks have yet to take turns
-            engine.serve(optimizer._step_without_data)
-            optimizer.comm.nudge()
-        else:
-            serving.append(optimizer._shadow)
-    for averaging in rounds:
-        if isinstance(averaging.comm, SimulatedComm):
-            averaging.serve()
-        else:
-            serving.append(averaging.shadow)
-    while serving:
-        serving = [shadow for shadow in serving if shadow()]
-    for _, engine in engines:
-        if not engine.on_shadowed:
-            engine.all_have_data()
+    for member in serving:
+        member.attendance.here = False
+    serve([member.runner for member in serving])

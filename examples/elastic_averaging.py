@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import dgcopt.elastic
 from dgcopt.collectives import AllReduce
 
-FREQUENCY, COMMIT_EVERY = 4, 3
+EVERY, COMMIT_EVERY = 4, 3
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
@@ -38,9 +38,9 @@ model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 4)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 if args.diloco:
     outer = functools.partial(torch.optim.SGD, lr=1.0)
-    dgcopt.DiLoCo(optimizer, every=FREQUENCY, outer=outer, warmup_steps=FREQUENCY)
+    dgcopt.DiLoCo(optimizer, every=EVERY, outer=outer, warmup_steps=EVERY)
 else:
-    dgcopt.LocalSGD(optimizer, frequency=FREQUENCY)
+    dgcopt.LocalSGD(optimizer, every=EVERY)
 
 
 def weights() -> Tensor:

@@ -1,7 +1,7 @@
 """Bytes against loss for averaging now and then: what H local steps between exchanges cost, beside compression alone.
 
     python scripts/bench_averaging.py --task digits --plot docs/averaging_digits.png
-    python scripts/bench_averaging.py --task stdlib_gpt --seeds 0 --methods none local_sgd:frequency=32
+    python scripts/bench_averaging.py --task stdlib_gpt --seeds 0 --methods none local_sgd:every=32
 
 Methods are files of configs/averaging or configs/compressors, with settings after a colon, also of the optimizer. As in
 scripts/bench_library.py, whose results these extend: simulated ranks, a process per run and a run per core, equal
@@ -46,8 +46,8 @@ METHODS = {
         "alone",
         SPARSE[task],
         "powersgd",
-        *(f"local_sgd:frequency={every}" for every in EVERY),
-        *(f"slowmo:frequency={every},base.init_args.frequency={every}" for every in EVERY),
+        *(f"local_sgd:every={every}" for every in EVERY),
+        *(f"slowmo:every={every},base.init_args.every={every}" for every in EVERY),
         *(f"diloco:every={every},outer.init_args.momentum={MOMENTUM[every]}" for every in EVERY),
         *(f"diloco_dgc:every={every},outer.init_args.momentum={MOMENTUM[every]}" for every in EVERY),
         *(f"diloco:every={every},outer.init_args.momentum=0.5,compression=dgcopt.OneBit" for every in (32, 128)),
@@ -127,7 +127,7 @@ def plot(rows: dict[str, list[dict[str, Any]]], batch_size: int, title: str, pat
         if code := re.search(r"compression=dgcopt\.(\w+)", settings):
             family += f" {code[1]}"
         losses = [run["test_loss"] for run in runs]
-        every = re.search(r"(?:frequency|every)=(\d+)", settings)
+        every = re.search(r"every=(\d+)", settings)
         if runs[0]["sent_bytes"]:
             entry = (runs[0]["sent_bytes"] / batch_size, losses, f"H={every[1]}" if every else family)
             families.setdefault(family, []).append(entry)

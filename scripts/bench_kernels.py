@@ -36,6 +36,7 @@ from dgcopt.compressors import dgc
 from dgcopt.compressors.memory import ErrorFeedback
 from dgcopt.compressors.selection import Selection
 from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
 from dgcopt.flat.segments import CHUNK
 
 PASS, COPY, TOPK, NAIVE = "5-stream pass", "copy", "torch.topk of all magnitudes", "naive DGC, sampled threshold"
@@ -53,7 +54,7 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
     "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
     "settle": [(dgcopt.Context, "settle")],
-    "hand out": [(dgcopt.flat.buckets.Bucket, "hand_out")],
+    "hand out": [(GradientBucket, "hand_out")],
 }
 WARMUP = 3
 
@@ -109,8 +110,8 @@ class Dgcopt:
         self.compressor = eval(system, vars(dgcopt))
         self.compressor.attach(SGD(model.parameters(), lr=0.1, momentum=0.9))
         ready = list(model.named_parameters())[::-1]
-        self.buckets = build_buckets(ready, self.compressor.kind, 25 * 2**20, 2**20)
-        self.contexts = [dgcopt.Context(0, 1, "average", 0, b.kind, b.segments, b.memory) for b in self.buckets]
+        self.buckets = build_buckets(ready, self.compressor.kind, 25 * 2**20, 2**20, None, GradientBucket)
+        self.contexts = [dgcopt.Context(0, 1, "average", 0, b.kind, b.segments, {}) for b in self.buckets]
         for bucket in self.buckets:
             bucket.in_place = self.compressor.in_place(bucket.kind)
         (self.comm,) = dgcopt.simulated_world(1)

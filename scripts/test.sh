@@ -18,5 +18,6 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports --no-cache
+python scripts/check_rooms.py
 # tests of one process run while others wait for real processes; those of one launch stay together
 exec python -m pytest --numprocesses logical --maxprocesses 4 "$@"

@@ -10,6 +10,7 @@ from .local_sgd import LocalSGD
 from .partial import SPARTA
 from .rounds import Rounds
 from .slowmo import SlowMo
+from .sync import Sync
 from .weights import Weights
 
 __all__ = [
@@ -29,5 +30,6 @@ __all__ = [
     "ShiftOne",
     "SlowMo",
     "SparseLoCo",
+    "Sync",
     "Weights",
 ]

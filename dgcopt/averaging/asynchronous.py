@@ -21,17 +21,19 @@ from ..comm import Comm, Handle
 from ..errors import CommError, ConfigError, DGCError
 from ..exchange.agreement import compare
 from ..exchange.flights import Flight, Traffic
+from ..exchange.runner import Job
 from ..exchange.telemetry import Telemetry
 from ..flat.buckets import Bucket
+from ..flat.gradient import is_finite
 from .base import Averaging
-from .rounds import Rounds, is_finite
+from .rounds import Rounds
 from .weights import Weights, mean
 
 __all__ = ["AsyncAverage"]
 
 log = logging.getLogger("dgcopt")
 
-FAREWELL = 5.0
+LAST_SECONDS = 5.0
 """Seconds in which a rank that ends with an exception tells the others, before it leaves without a word."""
 
 
@@ -61,31 +63,24 @@ class AsyncAverage(Averaging):
     al., VLDB 2021), which locks forward and backward passes out instead.
     """
 
+    by_bucket = False
+
     def __init__(self, interval: float = 0.5, warmup_steps: int = 0) -> None:
         self.interval = check_positive(interval, "interval")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
-    def _rounds(
+    def rounds(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
     ) -> Rounds:
         return AsyncRounds(self, optimizer, named_parameters, comm)
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
-        if comm.constructs_in_turn:
-            raise ConfigError(
-                "AsyncAverage averages in a thread beside training, and simulated ranks take turns in one: start real "
-                "processes, or simulate LocalSGD"
-            )
+        if comm.no_threads:
+            raise ConfigError(f"AsyncAverage averages in a thread beside training, and {comm.no_threads}")
         if comm.elastic:
             raise ConfigError(
                 "AsyncAverage cannot be used under Horovod Elastic, where its thread would be left waiting for workers "
                 "that are gone"
-            )
-        if not comm.threads:
-            raise ConfigError(
-                "AsyncAverage needs MPI in two threads at once, for which it was not initialised: set "
-                "mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported, or choose another wire; an MPI "
-                "library without MPI_THREAD_MULTIPLE cannot do it"
             )
 
     def due(self, step: int) -> bool:
@@ -96,11 +91,7 @@ class AsyncAverage(Averaging):
 
 
 class AsyncRounds(Rounds):
-    """The averaging of one optimizer's weights on one rank, by a thread over a second group of the same ranks.
-
-    The thread never changes weights. It copies them between two steps, and leaves what the mean of all copies adds to
-    its own for the training's thread to take in before the next one.
-    """
+    """The averaging of one optimizer's weights on one rank, beside its training (`Background`)."""
 
     def __init__(
         self,
@@ -109,32 +100,22 @@ class AsyncRounds(Rounds):
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         comm: Comm | None,
     ) -> None:
-        self._interval = rule.interval
-        self._thread: threading.Thread | None = None
-        self._turn = threading.Condition()  # to copy the weights, or to change them
-        self._stepping = False
-        self._pending: dict[Bucket, Tensor] = {}
-        self._served: dict[Bucket, Weights] = {}
+        self._background: Background | None = None
         self._paused = False
-        self._asked = threading.Event()  # this rank asks to stop
-        self._failing = False  # as an exception ends its script
-        self._given_up = threading.Event()  # and does not wait for the others
-        self._missing: list[int] = []  # ranks that have not asked
-        self._failure: Exception | None = None
         super().__init__(rule, optimizer, named_parameters, comm)
 
     def _join_wire(self, comm: Comm) -> None:
-        self._give_up()
-        self._pending, self._failure = {}, None
+        if self._background is not None:
+            self._background.give_up()
         super()._join_wire(comm)
-        try:
-            self._wire = comm.among(range(comm.size))
-        except ConfigError as error:
-            raise ConfigError(
-                f"AsyncAverage needs a second group of the same {comm.size} ranks for its thread: {error}"
-            ) from error
-        self._beside = Traffic(self._wire, Telemetry(), "averaging")
-        comm.before_close(self._leave)
+        self._background = Background(self, comm)
+        comm.before_close(self._background.leave)
+
+    @property
+    def background(self) -> Background:
+        """The thread, and what it has to say."""
+        assert self._background is not None
+        return self._background
 
     # -- what the user calls -----------------------------------------------------------------------------------------
 
@@ -146,20 +127,20 @@ class AsyncRounds(Rounds):
         anything.
         """
         self._paused = True
-        self._stop()
-        self._settle()
+        self.background.stop()
+        self.settle()
 
     def resume(self) -> None:
         """Let the exchanges go on after `abort()`, or begin, once a warm-up is over. Collective.
 
         Raises MismatchError if ranks differ in which parameters they train.
         """
-        self._settle()
+        self.settle()
         self._paused = False
-        self._set_out()
+        self._start_thread()
 
     @contextmanager
-    def _still(self) -> Iterator[None]:
+    def _without_exchanges(self) -> Iterator[None]:
         """Without exchanges; they do not go on after an exception, which other ranks may not have."""
         goes_on = not self._paused
         self.abort()
@@ -170,138 +151,189 @@ class AsyncRounds(Rounds):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """As that of `Rounds`; the thread pauses meanwhile."""
-        with self._still(), super().averaged():
+        with self._without_exchanges(), super().averaged():
             yield
 
     def average(self) -> None:
         """As that of `Rounds`; the thread pauses meanwhile."""
-        with self._still():
+        with self._without_exchanges():
             super().average()
 
     @property
     def telemetry(self) -> Telemetry:
         """As that of `Rounds`, with the bytes that the thread has sent; no step waits for what it waits for."""
-        ours, beside = self._traffic.telemetry, self._beside.telemetry
+        ours, theirs = super().telemetry, self.background.traffic.telemetry
         return replace(
             ours,
-            payload_bytes=ours.payload_bytes + beside.payload_bytes,
-            sent_bytes=ours.sent_bytes + beside.sent_bytes,
+            payload_bytes=ours.payload_bytes + theirs.payload_bytes,
+            sent_bytes=ours.sent_bytes + theirs.sent_bytes,
         )
 
-    def join(self, divide_by_active: bool) -> None:
+    def join(self) -> None:
         """Ranks may run out of data at any time: their threads go on, and nobody waits for their steps."""
 
-    def shadow(self) -> bool:
-        return False
+    # -- around each step --------------------------------------------------------------------------------------------
 
-    # -- the training's thread ---------------------------------------------------------------------------------------
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        super()._before_step(optimizer, args, kwargs)
-        if getattr(optimizer, "_raw", False):
-            return
-        self._set_out()
-        if self._thread is not None and self._lay_out() is not self._served:
+    def before_step(self) -> None:
+        super().before_step()
+        self._start_thread()
+        if self.background.is_running and self.buckets() is not self.background.buckets:
             raise ConfigError(
                 f"rank {self.comm.rank}: other parameters are trained than in the step before, while weights are being "
                 f"exchanged: call optimizer.averaging.abort() before such a change, and resume() after it, on all ranks"
             )
+        self.background.before_step()
+
+    def after_step(self) -> None:
+        super().after_step()
+        self.background.after_step()
+
+    def settle(self) -> None:
+        self.background.after_step()  # which may have failed half-way
+        self.background.check()
+        super().settle()
+        self.background.take_in()
+
+    def _start_thread(self) -> None:
+        """Start the thread, on all ranks at once, if it is time to."""
+        if not (self.background.is_running or self._paused or self.local_step < 0 or self.comm.size == 1):
+            self.comm.drive(compare(self.replica.describe(), self.comm.rank, "parameters and settings"))
+            self.background.start(self.buckets())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """As that of `Rounds`. What was to be added to the weights that are replaced is dropped, on all ranks."""
+        self.background.stop()
+        self.background.forget()
+        super().restore(state)
+
+
+class Background:
+    """A thread that averages weights over a second group of the same ranks.
+
+    It never changes them. It copies them between two steps, and leaves what the mean of all copies adds to its own for
+    the training's thread to take in before the next one.
+
+    Attributes: `buckets`, those that are exchanged; `traffic`, what is sent.
+    """
+
+    def __init__(self, rounds: AsyncRounds, comm: Comm) -> None:
+        assert isinstance(rounds.rule, AsyncAverage)
+        self._rounds = rounds
+        self._rule = rounds.rule
+        self._comm = comm
+        try:
+            self._wire = comm.among(range(comm.size))
+        except ConfigError as error:
+            raise ConfigError(
+                f"AsyncAverage needs a second group of the same {comm.size} ranks for its thread: {error}"
+            ) from error
+        self.traffic = Traffic(self._wire, Telemetry(), "averaging")
+        self.buckets: dict[Bucket, Weights] = {}
+        self._thread: threading.Thread | None = None
+        self._turn = threading.Condition()  # to copy the weights, or to change them
+        self._stepping = False
+        self._pending: dict[Bucket, Tensor] = {}
+        self._asked = threading.Event()  # this rank asks to stop
+        self._failing = False  # as an exception ends its script
+        self._given_up = threading.Event()  # and does not wait for the others
+        self._missing: list[int] = []  # ranks that have not asked
+        self._failure: Exception | None = None
+
+    # -- the training's thread ---------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not ended."""
+        return self._thread is not None
+
+    def start(self, buckets: dict[Bucket, Weights]) -> None:
+        """Start it, on all ranks at once."""
+        self.buckets = buckets
+        self._asked.clear()
+        self._given_up.clear()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="dgcopt AsyncAverage", daemon=True)
+        self._thread.start()
+        atexit.register(self.leave)
+
+    def before_step(self) -> None:
+        """Weights are about to change."""
         with self._turn:
             self._stepping = True
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        super()._after_step(optimizer, args, kwargs)
-        if not getattr(optimizer, "_raw", False):
-            self._end_step()
-
-    def _end_step(self) -> None:
+    def after_step(self) -> None:
+        """Weights may be copied again."""
         with self._turn:
             self._stepping = False
             self._turn.notify()
 
-    def _settle(self) -> None:
-        self._end_step()  # which may have failed half-way
+    def check(self) -> None:
+        """Raises what has ended the thread, if anything."""
         if self._failure is not None:
             kind = type(self._failure) if isinstance(self._failure, DGCError) else CommError
             raise kind(f"weights are exchanged no longer, since {self._failure}") from self._failure
-        super()._settle()
-        self._take_in()
 
     @torch.no_grad()
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
+        """Add to the weights what the exchanges have left."""
         with self._turn:
             for bucket, change in self._pending.items():
                 params = [s.param.detach() for s in bucket.segments]
                 torch._foreach_add_(params, [s.view(change) for s in bucket.segments])
             self._pending = {}
 
-    def _set_out(self) -> None:
-        """Start the thread, on all ranks at once, if it is time to."""
-        if self._thread is not None or self._paused or self._local_step < 0 or self.comm.size == 1:
-            return
-        self.comm.drive(compare(self._describe(), self.comm.rank, "parameters and settings"))
-        self._served = self._lay_out()
-        self._asked.clear()
-        self._given_up.clear()
-        self._failing = False
-        self._thread = threading.Thread(target=self._run, name="dgcopt AsyncAverage", daemon=True)
-        self._thread.start()
-        atexit.register(self._leave)
+    def forget(self) -> None:
+        """Drop what the exchanges have left, and what has ended them."""
+        self._pending, self._failure = {}, None
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """End the thread as soon as all ranks ask for it. It waits for a sign of life no longer than the deadline."""
         self._asked.set()
-        self._end_step()
+        self.after_step()
         while self._thread is not None:
-            self._thread.join(self.comm.deadline)
+            self._thread.join(self._comm.deadline)
             if not self._thread.is_alive():
-                self._forget()
+                self._ended()
             else:
                 log.warning(
                     "dgcopt: rank %d exchanges weights until rank(s) %s, which are alive, also call abort() or end",
-                    *(self.comm.rank, self._missing),
+                    *(self._comm.rank, self._missing),
                 )
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """End the thread without the others."""
         self._given_up.set()
         self._asked.set()
-        self._end_step()
+        self.after_step()
         if self._thread is not None:
-            self._thread.join(self.comm.deadline)
-            self._forget()
+            self._thread.join(self._comm.deadline)
+            self._ended()
 
-    def _forget(self) -> None:
+    def _ended(self) -> None:
         self._thread = None
-        atexit.unregister(self._leave)
+        atexit.unregister(self.leave)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Before the wire goes: end together; but soon if this rank fails, so that its launcher sees it."""
         if sys.exc_info()[0] is not None or hasattr(sys, "last_value"):
             self._failing = True
             self._asked.set()
             if self._thread is not None:
-                self._thread.join(min(FAREWELL, self.comm.deadline))
-            self._give_up()
+                self._thread.join(min(LAST_SECONDS, self._comm.deadline))
+            self.give_up()
         else:
-            self._stop()
+            self.stop()
             if self._failure is not None:
-                log.warning("dgcopt: rank %d exchanged weights no longer, since %s", self.comm.rank, self._failure)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        """As that of `Rounds`. What was to be added to the weights that are replaced is dropped, on all ranks."""
-        self._stop()
-        self._pending, self._failure = {}, None
-        super()._restore(state)
+                log.warning("dgcopt: rank %d exchanged weights no longer, since %s", self._comm.rank, self._failure)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        steps, result = self._exchanges(self._served), None
+        steps, result = self._exchanges(self.buckets), None
         try:
             while True:
                 handle = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
-                result = self._beside.wait(_Watched(handle, self._wire, self._given_up))
+                result = self.traffic.wait(_Watched(handle, self._wire, self._given_up))
         except StopIteration:
             pass
         except Exception as error:
@@ -309,28 +341,29 @@ class AsyncRounds(Rounds):
                 self._failure = error
 
     @torch.no_grad()
-    def _exchanges(self, buckets: dict[Bucket, Weights]) -> Generator[Handle, Tensor, None]:
+    def _exchanges(self, buckets: dict[Bucket, Weights]) -> Job:
         """One after another, until all ranks ask to stop."""
         while True:
-            self._asked.wait(self._interval)
+            self._asked.wait(self._rule.interval)
             copies = {bucket: self._copy(bucket) for bucket in buckets}
-            if (yield from self._beside.through(self._agree(copies.values()))):
+            if (yield from self.traffic.through(self._agree(copies.values()))):
                 return
-            flights = {bucket: Flight(bucket.label) for bucket in buckets}
-            for bucket, flight in flights.items():
-                self._beside.launch(flight, self.rule.exchange(copies[bucket].clone(), buckets[bucket]))
-            yield from self._beside.finish([*flights.values()], self.rule.in_turn)
+            flights = [Flight(bucket.label, bucket) for bucket in buckets]
+            for flight in flights:
+                self.traffic.launch(flight, self._rule.exchange(copies[flight.of].clone(), buckets[flight.of]))
+            yield from self.traffic.finish(flights, self._rule.in_turn)
             with self._turn:
-                for bucket, flight in flights.items():
+                for flight in flights:
                     assert isinstance(flight.result, Tensor)
-                    change = flight.result.sub_(copies[bucket])
-                    self._pending[bucket] = change.add_(self._pending[bucket]) if bucket in self._pending else change
+                    change = flight.result.sub_(copies[flight.of])
+                    before = self._pending.get(flight.of)
+                    self._pending[flight.of] = change if before is None else change.add_(before)
 
     def _copy(self, bucket: Bucket) -> Tensor:
         """A bucket's weights between two steps, with what is to be added to them."""
         with self._turn:
             self._turn.wait_for(lambda: not self._stepping or self._given_up.is_set())
-            x = self._read(bucket)
+            x = bucket.read()
             return x.add_(self._pending[bucket]) if bucket in self._pending else x
 
     def _agree(self, copies: Iterable[Tensor]) -> Generator[Collective, Tensor, bool]:
@@ -343,10 +376,10 @@ class AsyncRounds(Rounds):
         flags = (yield AllGather(mine, group="control", label="who asks to stop")).flatten().tolist()
         if failing := [rank for rank, flag in enumerate(flags) if flag & 4]:
             raise CommError(
-                f"rank {self.comm.rank}: an exception has ended the script of rank(s) {failing}: see theirs"
+                f"rank {self._comm.rank}: an exception has ended the script of rank(s) {failing}: see theirs"
             )
         if infinite := [rank for rank, flag in enumerate(flags) if not flag & 2]:
-            raise self._not_finite(infinite)
+            raise self._rounds.replica.not_finite(self._rounds.local_step, infinite)
         self._missing = [rank for rank, flag in enumerate(flags) if not flag & 1]
         return not self._missing
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..collectives import Exchange
 from ..comm import Comm
+from .sync import Sync, WeightSync
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ __all__ = ["Averaging"]
 class Averaging:
     """How ranks that train by themselves stay together. Instances hold settings, and work in either of two ways:
 
-        optimizer = dgcopt.LocalSGD(torch.optim.SGD(...), frequency=8)  # the very optimizer, from now on averaged
-        averaging = dgcopt.LocalSGD(frequency=8)  # settings, as from a config file,
+        optimizer = dgcopt.LocalSGD(torch.optim.SGD(...), every=8)  # the very optimizer, from now on averaged
+        averaging = dgcopt.LocalSGD(every=8)  # settings, as from a config file,
         optimizer = averaging.attach(torch.optim.SGD(...))  # for an optimizer that comes later
 
     Both take `named_parameters` and `comm` as `DistributedOptimizer` does. The optimizer gains an attribute
@@ -50,6 +51,9 @@ class Averaging:
     prepares: bool = False
     """Whether `before_step` is to be asked before each local step."""
 
+    by_bucket: bool = True
+    """Whether all that it does is to `exchange` each bucket, after local steps, so that SlowMo can build on it."""
+
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """The settings; or around an optimizer, if that is the first argument, the optimizer."""
         if not args or not isinstance(args[0], Optimizer):
@@ -68,16 +72,20 @@ class Averaging:
         Raises ConfigError for an optimizer that is averaged already, and for parameters without a name or that cannot
         be averaged; MismatchError if ranks differ in parameters or settings.
         """
-        copy.deepcopy(self)._rounds(optimizer, named_parameters, comm)
+        copy.deepcopy(self).rounds(optimizer, named_parameters, comm)
         return optimizer
 
-    def _rounds(
+    def rounds(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
     ) -> Rounds:
-        """What carries this algorithm out on one rank."""
+        """What hooks this algorithm into an optimizer on one rank, to be its `averaging`."""
         from .rounds import Rounds
 
         return Rounds(self, optimizer, named_parameters, comm)
+
+    def sync(self, rounds: Rounds) -> Sync:
+        """What one rank does in a round: to `exchange` each bucket, unless the algorithm says otherwise."""
+        return WeightSync(rounds)
 
     def __repr__(self) -> str:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
+from ..checks import check_flag, check_period, check_whole
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import AllReduce, Broadcast, Collective, Exchange, SendRecv, watched
 from ..compressors.bytegrad import chunk_length, into_chunks, out_of_chunks
@@ -24,7 +24,7 @@ __all__ = ["Decentralized", "LowPrecisionDecentralized"]
 class Decentralized(Averaging):
     """Weights are mixed while the gradient is computed, which is then applied to what came of it.
 
-        x_i <- mix(x)_i - step(g(x_i))        every `interval` steps, else  x_i <- x_i - step(g(x_i))
+        x_i <- mix(x)_i - step(g(x_i))        every H steps, else  x_i <- x_i - step(g(x_i))
 
     The exchange goes on during forward and backward pass. After the last step ranks differ by that step at least;
     `optimizer.averaging.average()` ends training with the mean. Other graphs: `SGP(graph, overlap=True)`.
@@ -32,14 +32,15 @@ class Decentralized(Averaging):
     Args:
         peers: "all", the mean over ranks; or "shift_one", the mean of a pair, always another one (`ShiftOne`), which
             waits for one peer only and sends half as much, while ranks drift further apart.
-        interval: steps between exchanges. Larger sends less, and ranks drift further apart.
+        every: H, steps between exchanges, 1 by default. Larger sends less, and ranks drift further apart.
         hierarchical: ranks of one machine average, its first rank takes part for them all, and broadcasts the result.
             A machine counts once, whatever its number of ranks. For several ranks on a machine and slow links between.
         warmup_steps: for so many steps gradients are averaged instead.
+        interval: an older name of `every`, as Bagua's communication_interval.
 
-    Costs an allreduce of the weights every `interval` steps, or with "shift_one" the weights once; `hierarchical`
+    Costs an allreduce of the weights every H steps, or with "shift_one" the weights once; `hierarchical`
     costs that between machines, an allreduce and a broadcast within each. Raises ConfigError for other `peers` and an
-    interval below 1. Sources: `DecentralizedAlgorithm` of BaguaSys/bagua; Lian et al., "Can Decentralized Algorithms
+    `every` below 1. Sources: `DecentralizedAlgorithm` of BaguaSys/bagua; Lian et al., "Can Decentralized Algorithms
     Outperform Centralized Algorithms?", NeurIPS 2017. Unlike Bagua's, it is not hierarchical by default, does not
     exchange before the very first step, when all weights are equal, and with "shift_one" takes odd numbers of ranks or
     machines. Within `dgcopt.join` nothing overlaps; ranks that have run out of data count with the weights that they
@@ -51,14 +52,16 @@ class Decentralized(Averaging):
     def __init__(
         self,
         peers: Literal["all", "shift_one"] = "all",
-        interval: int = 1,
+        every: int | None = None,
         hierarchical: bool = False,
         warmup_steps: int = 0,
+        *,
+        interval: int | None = None,
     ) -> None:
         if peers not in ("all", "shift_one"):
             raise ConfigError(f'peers must be "all" or "shift_one", not {peers!r}')
         self.peers = peers
-        self.interval = check_whole(interval, "interval", 1)
+        self.every = check_period(every, 1, interval=interval)
         self.hierarchical = check_flag(hierarchical, "hierarchical")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
@@ -71,7 +74,7 @@ class Decentralized(Averaging):
         return self.hierarchical
 
     def due(self, step: int) -> bool:
-        return step % self.interval == 0
+        return step % self.every == 0
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         if self.hierarchical:
@@ -81,7 +84,7 @@ class Decentralized(Averaging):
     def _mix(self, x: Tensor, ctx: Weights) -> Exchange:
         if self.peers == "all":
             return (yield from mean(x, ctx))
-        return (yield from mix(x, ShiftOne(), ctx, ctx.step // self.interval))
+        return (yield from mix(x, ShiftOne(), ctx, ctx.step // self.every))
 
 
 class LowPrecisionDecentralized(Averaging):
@@ -99,15 +102,16 @@ class LowPrecisionDecentralized(Averaging):
     steps are rounded too.
 
     Args:
-        interval: steps between exchanges, the first of which follows the first step. Larger sends less, and ranks
-            drift further apart.
+        every: steps between exchanges, 1 by default, the first of which follows the first step. Larger sends less, and
+            ranks drift further apart.
         hierarchical: ranks of one machine average, its first rank takes part for them all, and broadcasts the result.
             A machine counts once, whatever its number of ranks. For several ranks on a machine and slow links between.
         warmup_steps: for so many steps gradients are averaged instead.
+        interval: an older name of `every`, as Bagua's communication_interval.
 
     Costs 1 byte per coordinate to each neighbour, and 8 per bucket; three times the weights in memory (float32 at
     least). w is in checkpoints; L and R are fetched in the first exchange, and in that after a restart: 4 bytes per
-    coordinate to each neighbour. Raises ConfigError for an interval below 1; PayloadError for a damaged message.
+    coordinate to each neighbour. Raises ConfigError for an `every` below 1; PayloadError for a damaged message.
     Source: `LowPrecisionDecentralizedAlgorithm` of BaguaSys/bagua, after Tang et al., "Communication Compression for
     Decentralized Training", NeurIPS 2018. Unlike Bagua's, it leaves gaps between parameters out of the range, and is
     not hierarchical by default. When ranks have run out of data (`dgcopt.join`), they count with the weights that they
@@ -116,8 +120,15 @@ class LowPrecisionDecentralized(Averaging):
 
     meets = False
 
-    def __init__(self, interval: int = 1, hierarchical: bool = False, warmup_steps: int = 0) -> None:
-        self.interval = check_whole(interval, "interval", 1)
+    def __init__(
+        self,
+        every: int | None = None,
+        hierarchical: bool = False,
+        warmup_steps: int = 0,
+        *,
+        interval: int | None = None,
+    ) -> None:
+        self.every = check_period(every, 1, interval=interval)
         self.hierarchical = check_flag(hierarchical, "hierarchical")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
@@ -126,7 +137,7 @@ class LowPrecisionDecentralized(Averaging):
         return self.hierarchical
 
     def due(self, step: int) -> bool:
-        return (step - 1) % self.interval == 0
+        return (step - 1) % self.every == 0
 
     def start(self, x: Tensor, ctx: Weights) -> None:
         if "own" not in ctx.memory:

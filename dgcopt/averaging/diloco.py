@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..checkpoint import STATE_KEY
+from ..checkpoint import STATE_KEY, kept_by
 from ..checks import check_positive, check_whole
-from ..collectives import Barrier
-from ..comm import Comm, Handle
 from ..compressors import ChunkedTopK, Compressor
 from ..compressors.context import at_least_float32
 from ..compressors.frozen_adam import FrozenAdam
 from ..compressors.schedule import Warmup
 from ..errors import ConfigError
-from ..exchange.parameters import given_names, unique_names
-from ..exchange.telemetry import Telemetry
+from ..exchange.runner import Job
 from ..flat.buckets import Bucket
-from ..gradients.optimizer import DistributedOptimizer
+from ..flat.gradient import is_finite
+from ..gradients.optimizer import Distributed, DistributedOptimizer
 from .base import Averaging
-from .rounds import KEY, Rounds, is_finite
-from .weights import Weights
+from .sync import Sync
 
-__all__ = ["DiLoCo", "Outer", "OuterRounds", "SparseLoCo"]
+if TYPE_CHECKING:
+    from .rounds import Rounds
+
+__all__ = ["DiLoCo", "Outer", "OuterSync", "SparseLoCo"]
 
 Outer: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 """Makes an optimizer of parameters: a class of torch.optim with its settings, by functools.partial."""
@@ -102,6 +101,8 @@ class DiLoCo(Averaging):
                 f"gradients come every {every} steps: choose another compressor, such as DGC or PowerSGD"
             )
 
+    by_bucket = False
+
     @property
     def interval(self) -> int:
         """Local steps from one fragment's turn to the next one's."""
@@ -117,10 +118,8 @@ class DiLoCo(Averaging):
         if self.compression is not None:
             self.compression.set_steps_per_epoch(max(1, steps // self.every))
 
-    def _rounds(
-        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
-    ) -> Rounds:
-        return OuterRounds(self, optimizer, named_parameters, comm)
+    def sync(self, rounds: Rounds) -> Sync:
+        return OuterSync(self, rounds)
 
 
 class SparseLoCo(DiLoCo):
@@ -160,207 +159,164 @@ class SparseLoCo(DiLoCo):
         super().__init__(every, partial(SGD, lr=check_positive(lr, "lr")), code, warmup_steps=warmup_steps)
 
 
-class OuterRounds(Rounds):
-    """DiLoCo on one rank: an outer optimizer per fragment, each a DistributedOptimizer of its anchors.
+class OuterSync(Sync):
+    """A round of DiLoCo on one rank: the step of an outer optimizer, of which each fragment has its own.
 
-    Attributes: `outers`, those optimizers.
+    Each is a DistributedOptimizer of its anchors, so that what it exchanges, and votes on, is its own engine's matter.
+
+    Attributes: `anchors`, of all parameters; `sending`, the fragment that is on its way, if any.
     """
 
-    rule: DiLoCo
-
-    def __init__(
-        self,
-        rule: DiLoCo,
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        comm: Comm | None,
-    ) -> None:
-        self._anchors: dict[Tensor, nn.Parameter] = {}
-        self._anchored: set[Tensor] = set()  # those whose anchor is where local steps have started from
-        self._departed: int | None = None  # the fragment that is on its way
-        self._outgoing: dict[str, Tensor] = {}  # its gradient, if a checkpoint may come before the exchange ends
+    def __init__(self, rule: DiLoCo, rounds: Rounds) -> None:
+        super().__init__(rounds)
+        self.rule = rule
+        self.anchors: dict[Tensor, nn.Parameter] = {}
+        self.sending: int | None = None
+        self._fragments: list[list[Tensor]] = _split(list(rounds.names), rule.fragments)
+        self._anchored: set[Tensor] = set()  # parameters whose anchor is where local steps have started from
+        self._outgoing: dict[str, Tensor] = {}  # the gradient that is on its way, if a checkpoint may come meanwhile
         self._moved = 0  # the last local step that this rank has made itself
-        self.outers: list[Any] = []
-        named = None if named_parameters is None else list(named_parameters)
-        for params in _split(list(unique_names(optimizer, given_names(named))), rule.fragments):
+        for params in self._fragments:
             anchors = {param: _anchor(param) for param in params}
             outer = rule.outer(list(anchors.values()))
             if not isinstance(outer, Optimizer) or isinstance(outer, LBFGS):
                 raise ConfigError(f"outer must make an optimizer that steps without a closure, not {outer!r}")
-            self._anchors |= anchors
+            self.anchors |= anchors
             self.outers.append(outer)
-        super().__init__(rule, optimizer, named, comm)
-        for outer in self.outers:
-            mine = {param for group in outer.param_groups for param in group["params"]}
-            names = [(self.names[param], anchor) for param, anchor in self._anchors.items() if anchor in mine]
-            DistributedOptimizer(outer, names, rule.compression, comm=self.comm)
 
-    @property
-    def telemetry(self) -> Telemetry:
-        total = copy.copy(super().telemetry)
-        for outer in self.outers:
-            for name, value in vars(outer.telemetry).items():
-                if name not in ("steps", "dense_bytes"):  # which are those of local steps
-                    setattr(total, name, getattr(total, name) + value)
-        return total
+    def join(self) -> None:
+        comm = self.rounds.comm
+        for outer, params in zip(self.outers, self._fragments, strict=True):
+            if isinstance(outer, Distributed):  # in the order in which a rank that is new to the world joins it
+                outer.rejoin(comm)
+            else:
+                named = [(self.rounds.names[param], self.anchors[param]) for param in params]
+                DistributedOptimizer(outer, named, self.rule.compression, comm=comm)
 
-    def residual_norm(self) -> float:
-        """Euclidean norm of what this rank's compressors hold back of the outer gradients."""
-        return float(torch.tensor([outer.residual_norm() for outer in self.outers]).norm())
+    def add_parameters(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            anchor = self.anchors[param] = _anchor(param)
+            self._fragments[-1].append(param)
+            self.outers[-1].add_param_group({"params": [anchor]}, names=[self.rounds.names[param]])
+
+    @torch.no_grad()
+    def start(self, bucket: Bucket) -> None:
+        held = self.rounds.replica.store.shared.get("anchor", {})
+        for segment in bucket.segments:
+            if segment.param not in self._anchored:
+                self._anchored.add(segment.param)
+                self.anchors[segment.param].copy_(held.pop(segment.name, segment.param))
 
     # -- an outer step -----------------------------------------------------------------------------------------------
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if getattr(optimizer, "_raw", False):
-            return
-        self._moved = self._local_step + 1
-        super()._after_step(optimizer, args, kwargs)
-        arrival = self._local_step + self.rule.delay
-        if self.rule.delay and self._local_step > 0 and self.rule.due(arrival) and not self._joining:
-            self._depart(self._turn(arrival))
+    def stepped(self) -> None:
+        self._moved = self.rounds.local_step
+        arrival = self.rounds.local_step + self.rule.delay
+        if self.rule.delay and self.rule.due(arrival) and not self.rounds.joining:
+            self._send(self.turn(arrival))
 
-    def _turn(self, step: int) -> int:
-        """Whose turn it is at a local step."""
+    def turn(self, step: int) -> int:
+        """The fragment whose turn it is at a local step."""
         return (step // self.rule.interval - 1) % self.rule.fragments
 
-    def _launch(self) -> None:
-        if self._departed is None:
-            self._depart(self._turn(self._local_step))
+    def members(self, fragment: int) -> list[tuple[Tensor, nn.Parameter]]:
+        """The parameters of a fragment and their anchors."""
+        return [(param, self.anchors[param]) for param in self._fragments[fragment]]
 
     @torch.no_grad()
-    def _depart(self, fragment: int, again: bool = False) -> None:
+    def _send(self, fragment: int, again: bool = False) -> None:
         """Give the outer optimizer its gradient, what local steps have changed, and start to exchange it.
 
         `again` takes the one that was on its way when state was saved.
         """
-        self._departed = fragment
+        self.sending = fragment
+        names, weight = self.rounds.names, self.rounds.replica.weight
         outer, saved = self.outers[fragment], self._outgoing if again else {}
-        for param, anchor in self._of(fragment):
+        graded = {}
+        for param, anchor in self.members(fragment):
             anchor.requires_grad_(self._may_differ(param))
             if anchor.requires_grad:
                 # from what the anchor was when it was written to the weights, or its rounding would count as a change
                 change = anchor.to(param.dtype).to(anchor.dtype) - param
-                anchor.grad = saved.get(self.names[param], change.mul_(self._weight))
-        graded = {self.names[param]: anchor for param, anchor in self._of(fragment) if anchor.grad is not None}
+                anchor.grad = saved.get(names[param], change.mul_(weight))
+            if anchor.grad is not None:
+                graded[names[param]] = anchor
         if self.rule.delay:
             self._outgoing = {name: anchor.grad.clone() for name, anchor in graded.items() if anchor.grad is not None}
         for anchor in graded.values():
-            outer._gradient_arrived(anchor)
+            outer.gradient_arrived(anchor)
 
-    def _round(self) -> Generator[Handle, Tensor, None]:
-        if self._joining:
-            yield from self._vote()
-            if not self._actives:
+    def run(self) -> Job:
+        rounds = self.rounds
+        if rounds.joining:
+            finite = all(is_finite(param.detach()) for param in rounds.names)
+            if not (yield from rounds.vote(finite, self._moved > rounds.local_step - self.rule.every)):
                 return
-        self._launch()
-        if self.comm.constructs_in_turn:
-            yield self._traffic.start(Barrier(), "outer step")  # whose exchange may wait for nobody's local step
-        assert self._departed is not None
-        outer, fragment = self.outers[self._departed], self._departed
+        if self.sending is None:
+            self._send(self.turn(rounds.local_step))
+        yield from rounds.runner.together("outer step")
+        assert self.sending is not None
+        outer, fragment = self.outers[self.sending], self.sending
         outer.step()
-        engine = outer._engine
+        engine = outer.engine
         if engine is not None and engine.void:
-            raise self._not_finite(engine.infinite)
+            raise rounds.replica.not_finite(rounds.local_step, engine.infinite)
         outer.zero_grad()
-        self._arrive(fragment)
+        self._take_over(fragment)
 
     @torch.no_grad()
-    def _arrive(self, fragment: int) -> None:
+    def _take_over(self, fragment: int) -> None:
         """Weights follow their anchors."""
-        for param, anchor in self._of(fragment):
-            if self._may_differ(param):
-                param.copy_(anchor if self.rule.alpha == 0 else torch.lerp(anchor, param.to(anchor), self.rule.alpha))
-                if self.rule.alpha == 0:
-                    self._apart.discard(param)
-        self._departed, self._outgoing = None, {}
-        self._since = 0
+        followed = [(param, anchor) for param, anchor in self.members(fragment) if self._may_differ(param)]
+        alpha = self.rule.alpha
+        for param, anchor in followed:
+            param.copy_(anchor if alpha == 0 else torch.lerp(anchor, param.to(anchor), alpha))
+        self.sending, self._outgoing = None, {}
+        self.rounds.replica.synced([param for param, _ in followed] if alpha == 0 else [])
 
     def _may_differ(self, param: Tensor) -> bool:
         """Whether ranks have trained it since it was the same on all, or will."""
-        return param.requires_grad or param in self._apart
+        return param.requires_grad or param in self.rounds.replica.apart
 
-    def _look(self) -> None:
-        self._finite = all(is_finite(param.detach()) for param in self.names)
-
-    def _of(self, fragment: int) -> list[tuple[Tensor, nn.Parameter]]:
-        """The parameters of a fragment and their anchors."""
-        names = self.outers[fragment]._parameter_names
-        return [(param, anchor) for param, anchor in self._anchors.items() if anchor in names]
-
-    def _abandon(self) -> None:
-        super()._abandon()
+    def abandon(self) -> str:
+        self.rounds.replica.roll_back()
         for outer in self.outers:
             outer.zero_grad()
-        self._departed, self._outgoing = None, {}
-
-    @property
-    def _has_moved(self) -> bool:
-        return self._moved > self._local_step - self.rule.every
-
-    def _take_new_parameters(self) -> None:
-        before = set(self.names)
-        super()._take_new_parameters()
-        for param, name in self.names.items():
-            if param not in before:
-                anchor = self._anchors[param] = _anchor(param)
-                self.outers[-1]._given_names[anchor] = name
-                self.outers[-1].add_param_group({"params": [anchor]})
+        self.sending, self._outgoing = None, {}
+        return ""
 
     # -- what persists -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _start(self, bucket: Bucket, ctx: Weights) -> None:
-        super()._start(bucket, ctx)
-        held = self._shared.get("anchor", {})
-        for segment in bucket.segments if self._local_step >= 0 else ():
-            if segment.param not in self._anchored:
-                self._anchored.add(segment.param)
-                self._anchors[segment.param].copy_(held.pop(segment.name, segment.param))
-
     @property
-    def _under_way(self) -> bool:
-        return self._departed is not None
+    def under_way(self) -> bool:
+        return self.sending is not None
 
-    def _repeat(self) -> None:
-        self._depart(self._turn(self._local_step + self.rule.delay), again=True)
+    def repeat(self) -> None:
+        self._send(self.turn(self.rounds.local_step + self.rule.delay), again=True)
 
-    def _state(self) -> dict[str, Any]:
-        state = super()._state()
+    def call_off(self) -> None:
+        if self.sending is not None:
+            self.outers[self.sending].synchronize()
+
+    def save(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
+        names = self.rounds.names
         if self._anchored:
-            anchors = {self.names[param]: self._anchors[param].detach().clone() for param in self._anchored}
+            anchors = {names[param]: self.anchors[param].detach().clone() for param in self._anchored}
             state["shared"]["anchor"] = state["shared"].get("anchor", {}) | anchors
         if self._outgoing:
             state["memory"]["outgoing"] = {name: grad.clone() for name, grad in self._outgoing.items()}
-        return state
+        entry["outers"] = [outer.state_dict() for outer in self.outers]
 
-    def _save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        super()._save(optimizer, state_dict)
-        state_dict[KEY]["outers"] = [outer.state_dict() for outer in self.outers]
-
-    def _load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        rest = super()._load(optimizer, state_dict)
-        if rest is not None:
-            states = state_dict[KEY]["outers"]
-            if len(states) != len(self.outers):
-                raise ConfigError(f"the state is of {len(states)} fragments, and there are {len(self.outers)}")
-            # a single rank saves no memory, and what was held back since must not stay
-            nothing = {"rank": self.comm.rank, "world_size": self.comm.size, "step": 0, "order": [], "memory": {}}
-            for outer, state in zip(self.outers, states, strict=True):
-                outer.load_state_dict({STATE_KEY: nothing} | state)
-        return rest
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if self._departed is not None:
-            self.outers[self._departed].synchronize()  # what was sent runs out, on all ranks
-        super()._restore(state)
+    def load(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
         self._anchored = set()
-        self._outgoing = self._kept.pop("outgoing", {})
-
-    def rejoin(self, comm: Comm | None = None) -> None:
-        self._departed, self._outgoing = None, {}
-        super().rejoin(comm)
-        for outer in self.outers:  # in the order in which a rank that is new to the world joins it
-            outer.rejoin(self.comm)
+        self._outgoing = {name: grad.clone() for name, grad in state["memory"].get("outgoing", {}).items()}
+        self.rounds.replica.store.drop("outgoing")
+        if len(entry["outers"]) != len(self.outers):
+            raise ConfigError(f"the state is of {len(entry['outers'])} fragments, and there are {len(self.outers)}")
+        # a single rank saves no memory, and what was held back since must not stay
+        nothing = kept_by(self.rounds.comm.rank, self.rounds.comm.size)
+        for outer, kept in zip(self.outers, entry["outers"], strict=True):
+            outer.load_state_dict({STATE_KEY: nothing} | kept)
 
 
 def _anchor(param: Tensor) -> nn.Parameter:

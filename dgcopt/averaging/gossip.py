@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
+from ..checks import check_flag, check_period, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
@@ -32,11 +32,12 @@ class SGP(Averaging):
         graph: who sends to whom; None is `Exponential()`.
         overlap: OSGP with a delay of one step: a round goes on during the next forward and backward pass, whose
             gradient is of the weights before the round and is applied to those after it. For balanced graphs.
-        frequency: local steps between rounds. Larger sends less, and ranks drift further apart.
+        every: local steps between rounds, 1 by default. Larger sends less, and ranks drift further apart.
         warmup_steps: for so many steps gradients are averaged instead.
+        frequency: an older name of `every`.
 
     Costs each rank the weights once per peer and round: half of an allreduce with one peer. A graph that is not
-    balanced takes a copy of the weights besides. Raises ConfigError for a frequency below 1, and for a graph that the
+    balanced takes a copy of the weights besides. Raises ConfigError for an `every` below 1, and for a graph that the
     ranks cannot use or whose weights w would be missing while a round overlaps. Sources: Assran, Loizou, Ballas &
     Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, algorithms 1 and 2; Kempe, Dobra &
     Gehrke, FOCS 2003 (push-sum). Steps are made from z, as in the paper, so weight decay is of z; in the authors' code
@@ -46,13 +47,19 @@ class SGP(Averaging):
     meets = False
 
     def __init__(
-        self, graph: Graph | None = None, overlap: bool = False, frequency: int = 1, warmup_steps: int = 0
+        self,
+        graph: Graph | None = None,
+        overlap: bool = False,
+        every: int | None = None,
+        warmup_steps: int = 0,
+        *,
+        frequency: int | None = None,
     ) -> None:
         self.graph = Exponential() if graph is None else graph
         if not isinstance(self.graph, Graph):
             raise ConfigError(f"graph must be a Graph, such as Exponential() or Ring(), not {graph!r}")
         self.overlap = check_flag(overlap, "overlap")
-        self.frequency = check_whole(frequency, "frequency", 1)
+        self.every = check_period(every, 1, frequency=frequency)
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self._pushed: PushSum | None = None
 
@@ -70,14 +77,14 @@ class SGP(Averaging):
         return self._pushed is not None
 
     def due(self, step: int) -> bool:
-        return step % self.frequency == 0 or self._pushed is not None
+        return step % self.every == 0 or self._pushed is not None
 
     def before_step(self, x: Tensor, ctx: Weights) -> None:
         ctx.scratch["z"] = x
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
-        sends = ctx.step % self.frequency == 0
-        round = ctx.step // self.frequency - sends
+        sends = ctx.step % self.every == 0
+        round = ctx.step // self.every - sends
         if self._pushed is None:
             return (yield from mix(x, self.graph, ctx, round))
         before, after = self._pushed.around(round, ctx.rank)

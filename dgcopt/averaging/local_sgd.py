@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
+from ..checks import check_flag, check_period, check_whole
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
 from .base import Averaging
@@ -23,38 +23,48 @@ class LocalSGD(Averaging):
     the same bits.
 
     Args:
-        frequency: H, local steps between exchanges. Larger sends less, and ranks drift further apart; lower it if the
-            loss is worse than with H = 1.
-        node_frequency: hierarchical local SGD: ranks of one machine average among themselves after every so many
-            steps, at the price of its inner links. Must divide `frequency`. None: only all together.
+        every: H, local steps between exchanges, 8 by default. Larger sends less, and ranks drift further apart; lower
+            it if the loss is worse than with H = 1.
+        node_every: hierarchical local SGD: ranks of one machine average among themselves after every so many steps, at
+            the price of its inner links. Must divide `every`. None: only all together.
         warmup_steps: post-local SGD: for so many steps gradients are averaged instead, as dense data-parallel training
             does. Early training suffers most from drift.
         overlap: let an exchange go on during the next forward and backward pass. Its gradient is then of the weights
             before the exchange, and is applied to those after it.
+        frequency, node_frequency: older names of `every` and `node_every` (fairscale: localsgd_frequency).
 
-    Costs an allreduce of the weights every H steps. Raises ConfigError for a frequency below 1 or one that
-    `node_frequency` does not divide. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin
-    et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local, hierarchical). The exchange follows
-    step H, 2H, ..., as in fairscale and torchft; torch's PeriodicModelAverager exchanges after step 1, H + 1, ...
+    Costs an allreduce of the weights every H steps. Raises ConfigError for an H below 1, or one that `node_every` does
+    not divide. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use
+    Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local, hierarchical). The exchange follows step H, 2H, ..., as
+    in fairscale and torchft; torch's PeriodicModelAverager exchanges after step 1, H + 1, ...
     """
 
     def __init__(
-        self, frequency: int = 8, node_frequency: int | None = None, warmup_steps: int = 0, overlap: bool = False
+        self,
+        every: int | None = None,
+        node_every: int | None = None,
+        warmup_steps: int = 0,
+        overlap: bool = False,
+        *,
+        frequency: int | None = None,
+        node_frequency: int | None = None,
     ) -> None:
-        self.frequency = check_whole(frequency, "frequency", 1)
-        self.node_frequency = node_frequency
-        if node_frequency is not None and frequency % check_whole(node_frequency, "node_frequency", 1):
-            raise ConfigError(f"node_frequency {node_frequency} must divide frequency {frequency}")
+        self.every = check_period(every, 8, frequency=frequency)
+        self.node_every: int | None = None
+        if node_every is not None or node_frequency is not None:
+            self.node_every = check_period(node_every, 1, "node_every", node_frequency=node_frequency)
+            if self.every % self.node_every:
+                raise ConfigError(f"node_every {self.node_every} must divide every {self.every}")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self.overlap = check_flag(overlap, "overlap")
 
     def due(self, step: int) -> bool:
-        return step % (self.node_frequency or self.frequency) == 0
+        return step % (self.node_every or self.every) == 0
 
     def identical(self, step: int) -> bool:
-        return step % self.frequency == 0
+        return step % self.every == 0
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
-        if ctx.step % self.frequency:
+        if ctx.step % self.every:
             return (yield AllReduce(x, group="node"))
         return (yield from mean(x, ctx))

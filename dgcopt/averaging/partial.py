@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_fraction, check_whole
+from ..checks import check_flag, check_fraction, check_period, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..compressors.selection import count_of
@@ -40,13 +40,14 @@ class SPARTA(Averaging):
             (1/fraction)-th, the next ones each time, so that each is averaged once in 1/fraction exchanges, rounded to
             a whole number; the fastest. "drift": the patches of 512 neighbours that have moved most since they were
             last averaged, by the sum over the patch of mean_j (x_j - a)^2, where a is what came of it then.
-        frequency: local steps between exchanges. Lower `fraction` first.
+        every: local steps between exchanges, 1 by default. Lower `fraction` first.
         budgets: fractions for some parameters, by patterns of their names as a shell has them, such as
             {"*.bias": 1.0, "head.*": 0.0}. The first that matches counts. With 0 a parameter stays each rank's own.
         seed: of "random"; the draws depend on nothing else but the step and the bucket.
         overlap: let an exchange go on during the next forward and backward pass. Its gradient is then of the weights
             before the exchange, and is applied to those after it.
         warmup_steps: so many steps of dense data-parallel training first.
+        frequency: an older name of `every`.
 
     Costs an allreduce of 4 bytes per chosen coordinate of float32; of each bucket at least one coordinate, or patch, is
     chosen. "strided" also sends the gaps between parameters, when it is their turn. "drift" takes an allreduce of 4
@@ -61,15 +62,17 @@ class SPARTA(Averaging):
         self,
         fraction: float = 0.005,
         choose: Literal["random", "strided", "drift"] = "random",
-        frequency: int = 1,
+        every: int | None = None,
         budgets: dict[str, float] | None = None,
         seed: int = 0,
         overlap: bool = False,
         warmup_steps: int = 0,
+        *,
+        frequency: int | None = None,
     ) -> None:
         self.fraction = check_fraction(fraction, "fraction")
         self.choose = choose
-        self.frequency = check_whole(frequency, "frequency", 1)
+        self.every = check_period(every, 1, frequency=frequency)
         self.budgets = _check_budgets({} if budgets is None else budgets)
         self.seed = check_whole(seed, "seed", 0)
         self.overlap = check_flag(overlap, "overlap")
@@ -92,7 +95,7 @@ class SPARTA(Averaging):
         return next(matching, self.fraction)
 
     def due(self, step: int) -> bool:
-        return step % self.frequency == 0
+        return step % self.every == 0
 
     def start(self, x: Tensor, ctx: Weights) -> None:
         if self.choose == "drift" and ctx.kind:
@@ -129,7 +132,7 @@ class SPARTA(Averaging):
     def _next(self, fraction: float, ctx: Weights) -> slice:
         """Whose turn it is."""
         period = min(round(1 / fraction), ctx.numel)
-        return slice((ctx.step // self.frequency - 1) % period, None, period)
+        return slice((ctx.step // self.every - 1) % period, None, period)
 
     def _farthest(self, fraction: float, x: Tensor, ctx: Weights) -> Exchange:
         """The k patches that have moved most since they were last averaged; the first ones among equals."""

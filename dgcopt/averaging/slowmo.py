@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_flag, check_positive, check_whole
+from ..checks import check_flag, check_period, check_positive, check_whole
 from ..collectives import AllGather, Collective, Exchange, ReduceScatter
 from ..comm import Comm
 from ..compressors.context import at_least_float32
@@ -40,12 +40,12 @@ class SlowMo(Averaging):
     weights in proportion to the lr at hand: less after a decay. Where lr is 0, u stays, and a moves by slow_lr (x - a).
 
     Args:
-        frequency: H, local steps between slow ones. Larger remembers fewer and larger changes, and lets ranks drift
-            further unless the base holds them together.
+        every: H, local steps between slow ones, 48 by default. Larger remembers fewer and larger changes, and lets
+            ranks drift further unless the base holds them together.
         momentum: how much of u is left at the next slow step, in [0, 1). Larger goes further where changes persist;
             lower it if the loss jumps up after slow steps.
         slow_lr: how far to go. 1 is to where local training has come, and beyond it by momentum; lower is more careful.
-        base: what ranks do between slow steps; None is LocalSGD(frequency=3). An exact slow step takes the place of the
+        base: what ranks do between slow steps; None is LocalSGD(every=3). An exact slow step takes the place of the
             base's exchange that is due at the same time.
         sharded: each rank holds 1/N of a and u, and makes that part of the slow step for all ranks.
         exact: whether a slow step takes the mean over ranks. False, only with sharded=False, lets each rank make it
@@ -53,6 +53,7 @@ class SlowMo(Averaging):
         faithful: begin where fairscale does, with the weights after the first local step for an anchor: each rank with
             its own, or those of its shard. Not for exact=True with sharded=False, where ranks would stay apart.
         warmup_steps: so many steps of dense data-parallel training first; the base must not have any.
+        frequency: an older name of `every`, as fairscale's slowmo_frequency.
 
     Costs, every H steps, an allreduce of the weights, or its equal in a reduce-scatter and an allgather if sharded,
     padded to a multiple of N; nothing if not exact. Memory: 8 bytes per parameter, 16 for float64, of which a sharded
@@ -71,7 +72,7 @@ class SlowMo(Averaging):
 
     def __init__(
         self,
-        frequency: int = 48,
+        every: int | None = None,
         momentum: float = 0.5,
         slow_lr: float = 1.0,
         base: Averaging | None = None,
@@ -79,13 +80,15 @@ class SlowMo(Averaging):
         exact: bool = True,
         faithful: bool = False,
         warmup_steps: int = 0,
+        *,
+        frequency: int | None = None,
     ) -> None:
-        self.frequency = check_whole(frequency, "frequency", 1)
+        self.every = check_period(every, 48, frequency=frequency)
         self.momentum = momentum
         if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ConfigError(f"momentum must be at least 0 and below 1, not {momentum!r}")
         self.slow_lr = check_positive(slow_lr, "slow_lr")
-        self.base = LocalSGD(frequency=3) if base is None else base
+        self.base = LocalSGD(every=3) if base is None else base
         self.sharded, self.exact = check_flag(sharded, "sharded"), check_flag(exact, "exact")
         self.faithful = check_flag(faithful, "faithful")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
@@ -112,7 +115,7 @@ class SlowMo(Averaging):
         return self.base.due(step) and self.base.identical(step)
 
     def _is_slow(self, step: int) -> bool:
-        return self._is_on and step % self.frequency == 0
+        return self._is_on and step % self.every == 0
 
     def _begins_late(self, step: int) -> bool:
         return self._is_on and self.faithful and step == 1
@@ -228,10 +231,10 @@ def _by_rank(flat: Tensor, ctx: Weights) -> Tensor:
 
 
 def _check_base(base: Averaging) -> None:
-    if not isinstance(base, Averaging) or isinstance(base, SlowMo) or type(base)._rounds is not Averaging._rounds:
+    if not isinstance(base, Averaging) or isinstance(base, SlowMo) or not base.by_bucket:
         raise ConfigError(
             f"base must be an algorithm that exchanges weights after local steps and does nothing else, such as "
-            f"LocalSGD(frequency=3) or SGP(), not {base!r}"
+            f"LocalSGD(every=3) or SGP(), not {base!r}"
         )
     if base.overlap:
         raise ConfigError(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..collectives import AllReduce, Exchange
+from ..collectives import AllReduce, Collective, Exchange
+from ..comm import Comm
 from ..compressors.context import Context
+from ..flat.buckets import Bucket
 
-__all__ = ["Weights", "mean"]
+__all__ = ["Weights", "distance", "mean"]
 
 
 @dataclass(eq=False)
@@ -35,3 +39,13 @@ class Weights(Context):
 def mean(x: Tensor, ctx: Weights) -> Exchange:
     """The mean over ranks, the same bits on all; overwrites `x`."""
     return (yield AllReduce(x if ctx.weight == 1 else x.mul_(ctx.weight)))
+
+
+def distance(buckets: Iterable[Bucket], comm: Comm) -> Generator[Collective, Tensor, float]:
+    """The mean over ranks of |x_i - mean x|^2."""
+    square = torch.zeros((), dtype=torch.float64)
+    for bucket in buckets:
+        x = bucket.read()
+        center = yield AllReduce(x.clone(), label="weights to compare")
+        square += (x - center).double().square().sum().cpu()
+    return float((yield AllReduce(comm.to_wire(square), label="consensus distance")))

@@ -87,14 +87,14 @@ class Comm(ABC):
 
     wire: ClassVar[str]
     checksums: bool = False
-    constructs_in_turn: ClassVar[bool] = False
-    """True where ranks are built one after another in one process, so that none may wait in its constructor."""
+    takes_turns: ClassVar[bool] = False
+    """True where ranks take turns in one thread, so that none can wait for what another has yet to call."""
     elastic: bool = False
     """True where ranks may come while others train, so that none may wait before it has taken over their state."""
     is_part: bool = False
     """Whether it is of some of the ranks only, as `among` makes."""
-    threads: bool = True
-    """Whether another thread may use another comm of the same ranks at the same time, as `among` makes."""
+    no_threads: str = ""
+    """Why no other thread may use a second comm of the same ranks, as `among` makes; empty if one may."""
 
     def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
         if not 0 <= rank < size:
@@ -204,7 +204,7 @@ class Comm(ABC):
             raise ConfigError(
                 f"among() needs one or more of the ranks 0 to {self.size - 1}, each once, not {list(members)}"
             )
-        if not (self.constructs_in_turn or self.elastic):
+        if self.waits_at_start:
             mine = torch.zeros(self.size, dtype=torch.uint8)
             mine[list(members)] = 1
             rows = self.run(AllGather(mine, group="control", label="ranks of a process set"))
@@ -323,6 +323,14 @@ class Comm(ABC):
             whole = yield AllGather(mine, **where)  # type: ignore[arg-type]
             return whole.view(-1)[: tensor.numel()].view(tensor.shape)
         raise CommError(f"rank {self.rank}: {self.wire} does not have {collective.describe()}")
+
+    @property
+    def waits_at_start(self) -> bool:
+        """Whether ranks may wait for each other as soon as each is there, before any has taken a step."""
+        return not (self.takes_turns or self.elastic)
+
+    def nudge(self, user: int | None = None) -> None:  # noqa: B027  # where ranks run by themselves there is no need
+        """Move what all ranks have under way on, of one user or of all, as far as it gets where they take turns."""
 
     def attend(self, progress: Callable[[], None]) -> int:
         """Register a user of this wire and return its number, by which all ranks know it.

@@ -73,7 +73,12 @@ class MPIComm(Comm):
         self._ops = {"average": MPI.SUM, "sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
         world = (communicator if communicator is not None else MPI.COMM_WORLD).Dup()
         super().__init__(world.Get_rank(), world.Get_size(), deadline)
-        self.threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            self.no_threads = (
+                "MPI was not initialised for two threads at once: set mpi4py.rc.thread_level = 'multiple' before "
+                "mpi4py.MPI is imported, or choose another wire; an MPI library without MPI_THREAD_MULTIPLE has "
+                "none of that"
+            )
         self._in_flight: set[_Requests] = set()
         self._communicators: dict[Channel, Any] = {self.ranks(): world, "control": world.Dup()}
         self._find_nodes()

@@ -134,8 +134,8 @@ class SimulatedComm(Comm):
     """One rank of a simulated world; made by `simulated_world`, or by `among` from one that was."""
 
     wire = "simulated"
-    constructs_in_turn = True
-    threads = False
+    takes_turns = True
+    no_threads = "simulated ranks take turns in one thread: start real processes, or simulate LocalSGD"
 
     def __init__(self, world: _World, rank: int) -> None:
         super().__init__(rank, len(world.node_of), DEADLINE)

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..collectives import AllGather, AllReduce, Collective
 from ..errors import ConfigError
-from ..flat.segments import SparseSum
+from ..flat.gradient import SparseSum
 from .context import Context
 from .own_step import updates_add_up
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..coding import decode_rice, encode_rice, rice_bytes, rice_excess
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
-from ..flat.segments import SparseSum, block_maxima
+from ..flat.gradient import SparseSum
+from ..flat.segments import block_maxima
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .schedule import check_ratio

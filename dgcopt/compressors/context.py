@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..flat.segments import BLOCK, LocalGradient, PerTensor, Segment, SparseSum
+from ..flat.gradient import LocalGradient, SparseSum
+from ..flat.segments import BLOCK, PerTensor, Segment
 
 __all__ = ["Context", "at_least_float32"]
 

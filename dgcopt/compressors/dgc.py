@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from ..coding import DENSE_CODES, SparseCode, decode_dense, dense_bytes, encode_dense
 from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
-from ..flat.segments import LocalGradient
+from ..flat.gradient import LocalGradient
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..errors import ConfigError
-from ..flat.segments import BLOCK, LocalGradient, Segment
+from ..flat.gradient import LocalGradient
+from ..flat.segments import BLOCK, Segment
 from ..kernels import Momentum, accumulate, advance
 from .own_step import steps_as
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..flat.segments import SparseSum
+from ..flat.gradient import SparseSum
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .schedule import check_ratio

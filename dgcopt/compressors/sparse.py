@@ -9,7 +9,7 @@ from torch import Tensor
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError
-from ..flat.segments import SparseSum
+from ..flat.gradient import SparseSum
 from .base import Compressor, GradientExchange
 from .context import Context, at_least_float32
 

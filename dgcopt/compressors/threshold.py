@@ -11,7 +11,7 @@ from torch import Tensor
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError, PayloadError
-from ..flat.segments import SparseSum
+from ..flat.gradient import SparseSum
 from .base import GradientExchange, Source
 from .context import Context, at_least_float32
 from .schedule import check_ratio

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,26 +21,29 @@ from ..collectives import Collective, Group, carried
 from ..comm import Comm, Handle, lowered
 from ..compressors import Compressor, Context, GradientExchange
 from ..errors import CommError, ConfigError
-from ..flat.buckets import Bucket, Memory
-from ..flat.segments import SparseSum
+from ..flat.buckets import Bucket
+from ..flat.gradient import GradientBucket, SparseSum
+from ..flat.store import Store
 from .telemetry import Telemetry
 
 __all__ = ["Flight", "Traffic", "context_of", "exchange_of"]
 
+Of = TypeVar("Of")
 Result = TypeVar("Result")
 
 UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimizer):`, or DDP's own join() with a hook."
 
 
 @dataclass(eq=False)
-class Flight:
-    """One exchange of a gradient: the collective that it waits for, or its result.
+class Flight(Generic[Of]):
+    """One exchange, `of` a bucket or what else its caller calls it: the collective that it waits for, or its result.
 
     `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
     labels must be the same on all that do.
     """
 
     label: str
+    of: Of
     exchange: GradientExchange | None = field(default=None, init=False)
     rounds: Counter[Group] = field(default_factory=Counter, init=False)
     handle: Handle | None = field(default=None, init=False)
@@ -102,13 +105,13 @@ class Traffic:
 
         return carried(lowered(exchange, self.comm), carry)
 
-    def launch(self, flight: Flight, exchange: GradientExchange) -> None:
+    def launch(self, flight: Flight[Any], exchange: GradientExchange) -> None:
         """Run an exchange to its first collective, and start that."""
         flight.exchange = lowered(exchange, self.comm)
         self._advance(flight, None)
 
     @torch.no_grad()
-    def _advance(self, flight: Flight, result: Tensor | None) -> None:
+    def _advance(self, flight: Flight[Any], result: Tensor | None) -> None:
         """Run an exchange to its next collective, and start that; or to its end."""
         assert flight.exchange is not None
         start = time.perf_counter()
@@ -125,7 +128,7 @@ class Traffic:
         else:
             self.telemetry.apply_seconds += elapsed
 
-    def finish(self, flights: Sequence[Flight], in_turn: bool) -> Generator[Handle, Tensor, None]:
+    def finish(self, flights: Sequence[Flight[Any]], in_turn: bool) -> Generator[Handle, Tensor, None]:
         """Take launched flights to their end: round by round, or each as a whole, `in_turn`."""
         while any(flight.handle is not None for flight in flights):
             for flight in flights:
@@ -134,7 +137,7 @@ class Traffic:
                     if not in_turn:
                         break
 
-    def call_off(self, flights: Sequence[Flight]) -> Generator[Handle, Tensor, None]:
+    def call_off(self, flights: Sequence[Flight[Any]]) -> Generator[Handle, Tensor, None]:
         """Let collectives that were started run out, on all ranks the same ones, and end their exchanges there."""
         for flight in flights:
             if flight.handle is not None:
@@ -148,15 +151,15 @@ class Traffic:
         self.telemetry.dense_bytes += 2 * 4 * numel * (self.comm.size - 1) // self.comm.size
 
 
-def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], shared: Memory) -> Context:
-    """What an exchange of the bucket may know; whoever launches it says at which step."""
+def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store) -> Context:
+    """What an exchange of a new bucket may know, which adopts its memory; whoever launches it says at which step."""
     return Context(
-        *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, bucket.memory, shared),
+        *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, store.adopt(bucket), store.shared),
         *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size),
     )
 
 
-def exchange_of(bucket: Bucket, compressor: Compressor, context: Context) -> GradientExchange:
+def exchange_of(bucket: GradientBucket, compressor: Compressor, context: Context) -> GradientExchange:
     """The exchange of one bucket, whose gradient is in it, or in `context.local` if they stay in place.
 
     Raises ConfigError if the compressor returns anything but an averaged gradient.

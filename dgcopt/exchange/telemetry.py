@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 __all__ = ["Telemetry"]
 
@@ -35,3 +36,12 @@ class Telemetry:
     def ratio(self) -> float:
         """How many times fewer bytes than dense float32; 1.0 before anything was sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def with_those_of(self, others: Iterable[Telemetry]) -> Telemetry:
+        """A copy, with what `others` cost besides; the steps, and what they would cost dense, are this one's."""
+        total = replace(self)
+        for other in others:
+            for name, value in vars(other).items():
+                if name not in ("steps", "dense_bytes"):
+                    setattr(total, name, getattr(total, name) + value)
+        return total

@@ -8,7 +8,8 @@ The votes travel in a group of their own, so they do not wait for buckets.
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator
+import zlib
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..collectives import AllGather, Collective, Exchange
 from ..errors import MismatchError
 
-__all__ = ["Ballot", "Verdict", "used_anywhere", "vote"]
+__all__ = ["Ballot", "Verdict", "checksum", "used_anywhere", "vote"]
 
 _FORMAT = struct.Struct("<BIIHx")
 
@@ -29,25 +30,25 @@ class Ballot:
     Attributes:
         active: it has data; a rank that has run out of data goes on serving the others.
         finite: it has seen no NaN or Inf in its gradients.
+        step: the step it is at.
+        trained: checksum of which parameters are trained; see `checksum`.
+        launched: how many buckets it has sent.
         stale: gradients have changed since they were sent.
         prepared: it has laid out its buckets.
         complete: every trained parameter has a gradient.
         final: gradients are what the step will use; a preliminary vote only asks whether they are finite.
-        step: the step it is at.
-        trained: checksum of which parameters are trained.
-        launched: how many buckets it has sent.
         by_active: averages are to divide by the ranks that have data; asked of those that have none.
     """
 
     active: bool
     finite: bool
-    stale: bool
-    prepared: bool
-    complete: bool
-    final: bool
     step: int
     trained: int
     launched: int
+    stale: bool = False
+    prepared: bool = True
+    complete: bool = True
+    final: bool = True
     by_active: bool = False
 
     def pack(self) -> Tensor:
@@ -62,7 +63,7 @@ class Ballot:
         """What `pack` made."""
         bits, step, trained, launched = _FORMAT.unpack(bytes(row.tolist()))
         active, finite, stale, prepared, complete, final, by_active = (bool(bits >> place & 1) for place in range(7))
-        return Ballot(active, finite, stale, prepared, complete, final, step, trained, launched, by_active)
+        return Ballot(active, finite, step, trained, launched, stale, prepared, complete, final, by_active)
 
 
 @dataclass
@@ -90,6 +91,11 @@ class Verdict:
     alike: bool
     launched: int
     by_active: bool
+
+
+def checksum(names: Iterable[str]) -> int:
+    """Of parameter names in their order: the same where ranks train the same ones."""
+    return zlib.crc32("\n".join(names).encode())
 
 
 def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:

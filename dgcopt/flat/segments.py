@@ -1,4 +1,4 @@
-"""Where parameters lie in flat memory, and the gradient of several of them before and after its exchange.
+"""Where parameters lie in flat memory, and numbers of each of them, found for all at once.
 
 A block of 64 elements belongs to one parameter only, so per-tensor work on a whole bucket is vector work on its
 blocks. The gaps behind parameters are zero in every gradient that an exchange is given, and in all memory; what it
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "LocalGradient", "PerTensor", "Segment", "SparseSum", "bits_of", "block_maxima", "chunks"]
+__all__ = ["BLOCK", "CHUNK", "PerTensor", "Segment", "bits_of", "block_maxima", "chunks"]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -91,64 +91,6 @@ class PerTensor:
     def clear_gaps(self, flat: Tensor) -> None:
         """Make what lies between parameters zero, in place."""
         flat.index_fill_(0, self._gaps, 0)
-
-
-class SparseSum:
-    """What an exchange returns that knows all but a few coordinates of the result to be zero.
-
-    Holds positions in the flat gradient (int64, strictly ascending within one message) and values, which are added up
-    in the order in which they were added here.
-    """
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, positions: Tensor, values: Tensor) -> None:
-        """Add one message."""
-        self.messages.append((positions, values))
-
-    def add_to(self, flat: Tensor) -> Tensor:
-        """Add the sum to a flat gradient, and return that."""
-        for positions, values in self.messages:
-            flat.index_add_(0, positions, values.to(flat.dtype))
-        return flat
-
-
-class LocalGradient:
-    """One rank's gradient of a bucket, read where it lies: in one piece, or where autograd left its parts.
-
-    Args:
-        parts: each parameter's gradient as `Segment.flatten` gives it; None counts as zero.
-        scale: what it is multiplied by.
-    """
-
-    def __init__(self, segments: Sequence[Segment], parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        self._parts = [(s.start, s.stop, part) for s, part in zip(segments, parts, strict=True)]
-        self.scale = scale
-        self._clear: set[int] = set()
-
-    @staticmethod
-    def lying_flat(flat: Tensor, segments: Sequence[Segment]) -> LocalGradient:
-        """The same for a gradient that is in one piece already."""
-        gradient = LocalGradient(segments, [None] * len(segments))
-        gradient._parts = [(0, len(flat), flat)]
-        return gradient
-
-    def within(self, start: int, stop: int, clear: bool = False) -> Iterator[tuple[slice, Tensor | None]]:
-        """The gradient from `start` to `stop`, yet to be multiplied by `scale`: where each part lies, and the part.
-
-        None is zero. With `clear` whoever takes a part makes it zero.
-        """
-        for first, last, part in self._parts:
-            span = slice(max(start, first), min(stop, last))
-            if span.start < span.stop:
-                yield span, None if part is None else part[span.start - first : span.stop - first]
-                if clear and part is not None and start <= first and last <= stop:
-                    self._clear.add(first)
-
-    def is_clear(self, segment: Segment) -> bool:
-        """Whether a parameter's gradient was made zero by who took it `within` a span."""
-        return segment.start in self._clear
 
 
 def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:

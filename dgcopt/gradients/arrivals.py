@@ -18,24 +18,28 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from ..flat.buckets import Bucket
+from ..compressors import Compressor
+from ..flat.gradient import GradientBucket, is_finite, sum_of
 
-__all__ = ["Gradients"]
+__all__ = ["Arrivals", "EarlyLaunch"]
+
+LONGEST_PAUSE = 1024
+"""Steps without early launches after launches that proved too early again and again."""
 
 _BACKWARD = torch.autograd.backward.__code__
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-class Gradients:
+class Arrivals:
     """What has come in since the last step.
 
-    Attributes: `arrivals`, how often a parameter's gradient was added to, in the order of the first additions;
+    Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;
     `passes`, in how many backward passes, if their number is announced; `taken`, parameters whose gradient is in its
     bucket.
     """
 
     def __init__(self) -> None:
-        self.arrivals: dict[Tensor, int] = {}
+        self.additions: dict[Tensor, int] = {}
         self.passes: dict[Tensor, int] = {}
         self.taken: dict[Tensor, tuple[Tensor | None, int]] = {}
         self._seen_in: dict[Tensor, int] = {}
@@ -44,11 +48,11 @@ class Gradients:
         self._call: FrameType | None = None
         self._usual: dict[Tensor, int] = {}
         self._sums: dict[Tensor, Tensor] = {}
-        self._filled: dict[Bucket, int] = {}
+        self._filled: dict[GradientBucket, int] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
         """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
-        additions = self.arrivals[param] = self.arrivals.get(param, 0) + 1
+        additions = self.additions[param] = self.additions.get(param, 0) + 1
         if announced > 1 and self._seen_in.get(param) != self._current_pass():
             self._seen_in[param] = self._pass
             self.passes[param] = self.passes.get(param, 0) + 1
@@ -68,7 +72,7 @@ class Gradients:
                 self._pass, self._call = self._pass + 1, call
         return self._pass
 
-    def take(self, param: Tensor, bucket: Bucket, place: int) -> None:
+    def take(self, param: Tensor, bucket: GradientBucket, place: int) -> None:
         """Copy a gradient into its bucket, if that wants it."""
         if bucket not in self._filled and not bucket.in_place:
             bucket.keep_clear()
@@ -79,11 +83,11 @@ class Gradients:
             self._sums[param] = bucket.fill(place, grad)
         self.taken[param] = (grad, 0 if grad is None else grad._version)
 
-    def has_filled(self, bucket: Bucket) -> bool:
+    def has_filled(self, bucket: GradientBucket) -> bool:
         """Whether all of the bucket's gradients are in it."""
         return self._filled.get(bucket, 0) == len(bucket.segments)
 
-    def bounded(self, bucket: Bucket, peak: Tensor) -> None:
+    def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
         """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
         for segment in bucket.segments:
             self._sums[segment.param] = peak
@@ -95,18 +99,15 @@ class Gradients:
 
     def find_infinite(self, params: Iterable[Tensor], changed: Collection[Tensor]) -> Tensor | None:
         """The first parameter whose gradient holds NaN or Inf. A sum tells nearly always, at the cost of one pass."""
-        graded = [param for param in params if param.grad is not None]
+        graded = [(param, param.grad) for param in params if param.grad is not None]
         by_device: dict[torch.device, dict[int, Tensor]] = {}
-        for param in graded:
+        for param, grad in graded:
             known = param in self._sums and param not in changed
-            total = self._sums[param] if known else _sum(param.grad)
+            total = self._sums[param] if known else sum_of(grad)
             by_device.setdefault(total.device, {})[id(total)] = total
         if all(bool(torch.stack([t.double() for t in s.values()]).isfinite().all()) for s in by_device.values()):
             return None
-        for param in graded:  # finite numbers may have an infinite sum
-            if not torch.isfinite(_values(param.grad)).all():
-                return param
-        return None
+        return next((param for param, grad in graded if not is_finite(grad)), None)
 
     def put_back(self) -> None:
         """Empty the buckets; what has arrived stays."""
@@ -115,12 +116,34 @@ class Gradients:
     def clear(self) -> None:
         """Begin the next step."""
         self.put_back()
-        self.forget_arrivals()
+        self.forget()
 
-    def forget_arrivals(self) -> None:
+    def forget(self) -> None:
         """As if no backward pass had been made since the last step."""
-        self.arrivals, self.passes, self._seen_in = {}, {}, {}
+        self.additions, self.passes, self._seen_in = {}, {}, {}
         self._graph_task = self._call = None
+
+
+class EarlyLaunch:
+    """Whether buckets may be launched before the step is called for, when their gradients may still change.
+
+    Attributes: `possible`, False as long as gradients are scaled until then.
+    """
+
+    def __init__(self) -> None:
+        self.possible = True
+        self._mistakes = 0
+        self._pause_until = 0
+
+    def may(self, step: int, compressor: Compressor) -> bool:
+        """Whether in this step they may."""
+        fits = compressor.overlap and not compressor.whole_model and compressor.sends == "gradient"
+        return fits and self.possible and step >= self._pause_until
+
+    def was_mistaken(self, step: int) -> None:
+        """Gradients have changed after they were sent: launch none for a while, longer each time."""
+        self._mistakes += 1
+        self._pause_until = step + 1 + min(2**self._mistakes, LONGEST_PAUSE)
 
 
 def _users_call() -> FrameType | None:
@@ -141,14 +164,3 @@ def _users_call() -> FrameType | None:
         if call is not None:
             return call
     return None
-
-
-def _values(grad: Tensor | None) -> Tensor:
-    assert grad is not None
-    return grad._values() if grad.is_sparse else grad
-
-
-def _sum(grad: Tensor | None) -> Tensor:
-    """NaN or Inf if any element is; in float32 at least, where half precision would overflow."""
-    values = _values(grad)
-    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32))

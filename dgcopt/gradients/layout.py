@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective
-from ..flat.buckets import Bucket, build_buckets
+from ..flat.buckets import build_buckets
+from ..flat.gradient import GradientBucket
+from ..flat.segments import Segment
 
 __all__ = ["Layout", "lay_out"]
 
@@ -18,17 +20,17 @@ MEGABYTE = 1024 * 1024
 
 @dataclass(eq=False)
 class Layout:
-    """How the gradients of the `trained` parameters travel.
+    """How the gradients of the `trained` parameters travel; by default there are none yet.
 
     Attributes: `order`, all names as their gradients become ready; `buckets` in the order of their launch; `sparse`,
     parameters whose gradient is sparse, with their names; `place`, a dense parameter's bucket and its place in it.
     """
 
-    trained: Sequence[Tensor]
-    order: Sequence[str]
-    buckets: Sequence[Bucket]
-    sparse: Sequence[tuple[str, Tensor]]
-    place: dict[Tensor, tuple[Bucket, int]] = field(default_factory=dict)
+    trained: Sequence[Tensor] = ()
+    order: Sequence[str] = ()
+    buckets: Sequence[GradientBucket] = ()
+    sparse: Sequence[tuple[str, Tensor]] = ()
+    place: dict[Tensor, tuple[GradientBucket, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:
@@ -39,6 +41,16 @@ class Layout:
         """Whether it still serves: the same parameters are trained, and no embedding turned out to be sparse."""
         same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
         return same and not any(param in self.place for param in sparse)
+
+    def touched(self) -> Iterator[tuple[Segment, Tensor]]:
+        """Parameters whose gradient is zero except at the positions beside them; see `GradientBucket.touched`."""
+        for bucket in self.buckets:
+            yield from bucket.touched()
+
+    def let_go(self) -> None:
+        """The optimizer has stepped, or will not: keep no gradients alive beyond what the user does."""
+        for bucket in self.buckets:
+            bucket.let_go()
 
 
 def lay_out(
@@ -67,9 +79,10 @@ def lay_out(
     anywhere = yield AllReduce(flags, op="max", group="control", label="sparse gradients")
     is_sparse = anywhere.bool().tolist()
     dense = [named[i] for i in order.tolist() if not is_sparse[i]]
+    sizes = int(bucket_mb * MEGABYTE), int(first_bucket_mb * MEGABYTE)
     return Layout(
         [param for _, param in named],
         [named[i][0] for i in order.tolist()],
-        build_buckets(dense, kind_of, int(bucket_mb * MEGABYTE), int(first_bucket_mb * MEGABYTE), groups),
+        build_buckets(dense, kind_of, *sizes, groups, GradientBucket),
         [named[i] for i in order.tolist() if is_sparse[i]],
     )

@@ -228,7 +228,7 @@ def mpi_threads_supported() -> bool:
     if not mpi_enabled():
         raise ConfigError(f"messages do not travel by MPI here, but over {comm.wire}")
     answer = _of_horovod("mpi_threads_supported")
-    return comm.threads if answer is None else answer
+    return not comm.no_threads if answer is None else answer
 
 
 def gloo_built() -> bool:

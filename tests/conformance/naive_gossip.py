@@ -140,8 +140,8 @@ def matrix(shares, size, round):
 class Push:
     """Stochastic gradient push: x and w are sent, z is where gradients are taken."""
 
-    def __init__(self, ranks, shares, frequency):
-        self.ranks, self.shares, self.frequency = ranks, shares, frequency
+    def __init__(self, ranks, shares, every):
+        self.ranks, self.shares, self.every = ranks, shares, every
         self.x = ranks.read()
         self.w = torch.ones(len(ranks), dtype=torch.float64)
         self.rounds = 0
@@ -150,7 +150,7 @@ class Push:
         z = self.ranks.read()
         self.ranks.train(t, lr, active)
         self.x = self.x + (self.ranks.read() - z)
-        if (t + 1) % self.frequency == 0:
+        if (t + 1) % self.every == 0:
             p = matrix(self.shares, len(self.ranks), self.rounds)
             self.x, self.w = p @ self.x, p @ self.w
             self.rounds += 1

@@ -25,9 +25,7 @@ def gradients(loss_of, params):
     return [grad.clone() for grad in torch.autograd.grad(loss_of(params), params)]
 
 
-def local_sgd(
-    start, losses, make_optimizer, lrs, frequency, node_frequency=None, machines=None, warmup_steps=0, overlap=False
-):
+def local_sgd(start, losses, make_optimizer, lrs, every, node_every=None, machines=None, warmup_steps=0, overlap=False):
     """Weights of every rank after every step, before an exchange that overlaps with the next one has landed.
 
     start: the weights that all ranks start from; machines: lists of the ranks that share one; lrs: one for each step.
@@ -51,9 +49,9 @@ def local_sgd(
             optimizers[rank].step()
         local = step - warmup_steps
         new = None
-        if local > 0 and local % frequency == 0:
+        if local > 0 and local % every == 0:
             new = [mean_of([copies(mine) for mine in params])] * ranks
-        elif local > 0 and node_frequency and local % node_frequency == 0:
+        elif local > 0 and node_every and local % node_every == 0:
             new = [None] * ranks
             for machine in machines:
                 for rank in machine:

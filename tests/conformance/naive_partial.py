@@ -1,6 +1,6 @@
 """Partial averaging, written independently and naively: Python floats, one rank and one coordinate after another.
 
-Weights of all ranks are `[rank][tensor]`. `rule` is a dict of the settings: fraction, choose, frequency, budgets, seed.
+Weights of all ranks are `[rank][tensor]`. `rule` is a dict of the settings: fraction, choose, every, budgets, seed.
 """
 
 import fnmatch
@@ -83,7 +83,7 @@ def exchange(weights, names, anchors, step, rule):
         if rule["choose"] == "random":
             chosen = random_coordinates(flat, fraction, rule["seed"], step, bucket)
         elif rule["choose"] == "strided":
-            chosen = strided_coordinates(flat, fraction, step // rule["frequency"] - 1)
+            chosen = strided_coordinates(flat, fraction, step // rule["every"] - 1)
         else:
             chosen = drifted_coordinates(values, anchors[bucket], fraction)
         for place in chosen:
@@ -122,7 +122,7 @@ def train(start, names, losses, make, lrs, rule, overlap=False):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
-        if step % rule["frequency"] == 0:
+        if step % rule["every"] == 0:
             pending = exchange(weights, names, anchors, step, rule)
             if not overlap:
                 write(weights, pending)

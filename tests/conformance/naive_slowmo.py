@@ -51,7 +51,7 @@ def slowmo(
     make: Callable[[Groups], Optimizer],
     lrs: Sequence[Sequence[float]],
     ranks: int,
-    frequency: int,
+    every: int,
     base_frequency: int,
     momentum: float,
     slow_lr: float,
@@ -79,7 +79,7 @@ def slowmo(
             optimizer.step()
         if late and step == 1:
             anchors = [pieced_together(replicas) if exact else copies(replica) for replica in replicas]
-        slow = (momentum != 0 or slow_lr != 1) and step % frequency == 0
+        slow = (momentum != 0 or slow_lr != 1) and step % every == 0
         if step % base_frequency == 0 and not (slow and exact):
             average(replicas)
         if slow:

@@ -14,6 +14,7 @@ import dgcopt
 from dgcopt.compressors import ByteGrad, NoCompression, OneBitAdam, PowerSGD, QAdam
 from dgcopt.compressors.onebit_adam import OneBitReduce
 from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
 from dgcopt.testing import check_compressor
 
 SHAPES = [(5, 13), (7,), (70, 3), (1,)]
@@ -159,7 +160,7 @@ def test_bytes_after_the_warm_up_are_those_declared(compressor: QAdam) -> None:
         workers.step(step)
         counts.append(workers.optimizers[0].telemetry.payload_bytes - before)
     whole = 64 * 8 * sum(-(-math.prod(shape) // 64) for shape in SHAPES)
-    (context,) = workers.optimizers[0]._engine._contexts.values()
+    (context,) = workers.optimizers[0].engine._contexts.values()
     saved = whole - workers.optimizers[0].compressor.payload_bytes(context)
     assert counts[1] - counts[2] == counts[1] - counts[3] == saved > whole / 2
 
@@ -256,7 +257,11 @@ def naive_one_bit_reduce(
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_one_bit_reduce_is_its_rule(size: int) -> None:
     tensors = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    buckets = [build_buckets([(f"{i}", t) for i, t in enumerate(tensors)], lambda *_: None, 2**40, 2**40)[0]] * size
+    buckets = [
+        build_buckets(
+            [(f"{i}", t) for i, t in enumerate(tensors)], lambda *_: None, 2**40, 2**40, None, GradientBucket
+        )[0]
+    ] * size
     buckets = [copy.copy(bucket) for bucket in buckets]
     contexts = [dgcopt.Context(r, size, "average", 0, None, b.segments, {}) for r, b in enumerate(buckets)]
     blocks = sum(-(-math.prod(shape) // 64) for shape in SHAPES)

@@ -39,18 +39,18 @@ NUMEL = 5 * 13 + 3 + 70
 class TestDecentralized:
     @pytest.mark.parametrize("peers", MIX)
     @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize(("interval", "make"), [(1, MOMENTUM), (2, ADAM), (3, MOMENTUM)])
-    def test_it_is_the_algorithm(self, peers: Any, size: int, interval: int, make: Callable) -> None:
-        ours = averaged(Decentralized(peers, interval), size, make)
-        assert_alike(ours, naive.Mixed(Replicas(size, make), MIX[peers], interval), steps=8)
+    @pytest.mark.parametrize(("every", "make"), [(1, MOMENTUM), (2, ADAM), (3, MOMENTUM)])
+    def test_it_is_the_algorithm(self, peers: Any, size: int, every: int, make: Callable) -> None:
+        ours = averaged(Decentralized(peers, every), size, make)
+        assert_alike(ours, naive.Mixed(Replicas(size, make), MIX[peers], every), steps=8)
 
     @pytest.mark.parametrize("peers", MIX)
     @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (4, 2)])
-    @pytest.mark.parametrize(("interval", "make"), [(1, two_buckets), (2, MOMENTUM)])
-    def test_hierarchical(self, peers: Any, nodes: int, per_node: int, interval: int, make: Callable) -> None:
-        ours = averaged(Decentralized(peers, interval, hierarchical=True), nodes * per_node, make, nodes)
+    @pytest.mark.parametrize(("every", "make"), [(1, two_buckets), (2, MOMENTUM)])
+    def test_hierarchical(self, peers: Any, nodes: int, per_node: int, every: int, make: Callable) -> None:
+        ours = averaged(Decentralized(peers, every, hierarchical=True), nodes * per_node, make, nodes)
         mix = naive.between_nodes(MIX[peers], per_node)
-        assert_alike(ours, naive.Mixed(Replicas(nodes * per_node, make), mix, interval), steps=7)
+        assert_alike(ours, naive.Mixed(Replicas(nodes * per_node, make), mix, every), steps=7)
 
     def test_one_rank_is_left_alone(self) -> None:
         for peers in MIX:
@@ -73,10 +73,10 @@ class TestDecentralized:
         torch.testing.assert_close(ranks.read(), mean, rtol=1e-12, atol=1e-12)
 
     @pytest.mark.parametrize("peers", MIX)
-    @pytest.mark.parametrize("interval", [1, 3])
+    @pytest.mark.parametrize("every", [1, 3])
     @pytest.mark.parametrize("nodes", [1, 3])
-    def test_saved_and_loaded_it_goes_on(self, peers: Any, interval: int, nodes: int) -> None:
-        assert_resumes(Decentralized(peers, interval, nodes > 1), 6, nodes)
+    def test_saved_and_loaded_it_goes_on(self, peers: Any, every: int, nodes: int) -> None:
+        assert_resumes(Decentralized(peers, every, nodes > 1), 6, nodes)
 
     def test_bytes(self) -> None:
         vote = 3 * 12
@@ -109,8 +109,8 @@ class TestDecentralized:
         ("settings", "reason"),
         [
             ({"peers": "ring"}, "peers must be .* not 'ring'"),
-            ({"interval": 0}, "interval .* not 0"),
-            ({"interval": 1.5}, "interval .* not 1.5"),
+            ({"every": 0}, "every .* not 0"),
+            ({"every": 1.5}, "every .* not 1.5"),
             ({"warmup_steps": -1}, "warmup_steps .* not -1"),
         ],
     )
@@ -124,7 +124,7 @@ class TestDecentralized:
 
 def replicas(ranks: Replicas) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Own, left and right of each rank that holds them."""
-    contexts = [ctx for optimizer in ranks.optimizers for ctx in optimizer.averaging._buckets.values()]
+    contexts = [ctx for optimizer in ranks.optimizers for ctx in optimizer.averaging.buckets().values()]
     return [(ctx.memory["own"], *ctx.scratch["replicas"]) for ctx in contexts if "replicas" in ctx.scratch]
 
 
@@ -136,17 +136,17 @@ def assert_known_to_the_bit(held: list[tuple[Tensor, Tensor, Tensor]]) -> None:
 
 class TestLowPrecision:
     @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize(("interval", "make"), [(1, MOMENTUM), (2, ADAM), (3, MOMENTUM)])
-    def test_it_is_the_algorithm(self, size: int, interval: int, make: Callable) -> None:
-        ours = averaged(LowPrecisionDecentralized(interval), size, make)
-        assert_alike(ours, naive.LowPrecision(Replicas(size, make), interval), steps=8)
+    @pytest.mark.parametrize(("every", "make"), [(1, MOMENTUM), (2, ADAM), (3, MOMENTUM)])
+    def test_it_is_the_algorithm(self, size: int, every: int, make: Callable) -> None:
+        ours = averaged(LowPrecisionDecentralized(every), size, make)
+        assert_alike(ours, naive.LowPrecision(Replicas(size, make), every), steps=8)
 
     @pytest.mark.parametrize(("nodes", "per_node"), [(1, 3), (2, 2), (3, 1), (3, 2), (4, 2)])
-    @pytest.mark.parametrize(("interval", "make"), [(1, ADAM), (2, MOMENTUM)])
-    def test_hierarchical(self, nodes: int, per_node: int, interval: int, make: Callable) -> None:
+    @pytest.mark.parametrize(("every", "make"), [(1, ADAM), (2, MOMENTUM)])
+    def test_hierarchical(self, nodes: int, per_node: int, every: int, make: Callable) -> None:
         size = nodes * per_node
-        ours = averaged(LowPrecisionDecentralized(interval, hierarchical=True), size, make, nodes)
-        assert_alike(ours, naive.LowPrecision(Replicas(size, make), interval, per_node), steps=7)
+        ours = averaged(LowPrecisionDecentralized(every, hierarchical=True), size, make, nodes)
+        assert_alike(ours, naive.LowPrecision(Replicas(size, make), every, per_node), steps=7)
         assert len(replicas(ours)) == nodes
         assert_known_to_the_bit(replicas(ours))
 
@@ -178,10 +178,10 @@ class TestLowPrecision:
             ranks.train(t, 0.0)
         assert (ranks.read() - ranks.read().mean(0)).abs().max() < 1e-4 * apart
 
-    @pytest.mark.parametrize("interval", [1, 3])
+    @pytest.mark.parametrize("every", [1, 3])
     @pytest.mark.parametrize("nodes", [1, 3])
-    def test_saved_and_loaded_it_goes_on(self, interval: int, nodes: int) -> None:
-        assert_resumes(LowPrecisionDecentralized(interval, nodes > 1), 6, nodes)
+    def test_saved_and_loaded_it_goes_on(self, every: int, nodes: int) -> None:
+        assert_resumes(LowPrecisionDecentralized(every, nodes > 1), 6, nodes)
 
     @pytest.mark.parametrize(("size", "nodes"), [(2, 1), (3, 1), (6, 1), (6, 3)])
     def test_another_number_of_ranks_goes_on_from_the_mean(self, size: int, nodes: int) -> None:
@@ -230,10 +230,10 @@ class TestLowPrecision:
             for t in (1, 2):
                 assert sent_in_step(ranks, t) == [neighbours * message] * size
 
-    @pytest.mark.parametrize("interval", [1, 2])
-    def test_ranks_without_data_take_part(self, interval: int) -> None:
-        rule = LowPrecisionDecentralized(interval)
-        assert_uneven(rule, naive.LowPrecision(Replicas(4, PLAIN), interval), (5, 4, 2, 5))
+    @pytest.mark.parametrize("every", [1, 2])
+    def test_ranks_without_data_take_part(self, every: int) -> None:
+        rule = LowPrecisionDecentralized(every)
+        assert_uneven(rule, naive.LowPrecision(Replicas(4, PLAIN), every), (5, 4, 2, 5))
 
     def test_after_a_warm_up(self) -> None:
         assert_warms_up(LowPrecisionDecentralized(2, warmup_steps=2), 3, lambda ranks: naive.LowPrecision(ranks, 2))

@@ -9,6 +9,7 @@ from torch import nn
 
 import dgcopt
 from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
 
 SHAPES = [(7, 11), (7,), (4, 3, 5), (4,), (90, 3)]
 STEPS = 7
@@ -105,10 +106,11 @@ def test_one_worker(nesterov):
     sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9, nesterov=nesterov)
     compressor = dgcopt.DGC(0.1, values="fp64")
     compressor.attach(sgd)
-    (bucket,) = build_buckets([("p0", param)], compressor.kind, 2**30, 2**30)
+    (bucket,) = build_buckets([("p0", param)], compressor.kind, 2**30, 2**30, None, GradientBucket)
+    context = dgcopt.Context(0, 1, "average", 0, bucket.kind, bucket.segments)
     for step in range(STEPS):
         bucket.fill(0, gradients_of([param.detach()], 0, step)[0])
-        context = dgcopt.Context(0, 1, "average", step, bucket.kind, bucket.segments, bucket.memory)
+        context.step = step
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
         context.settle()
         with torch.no_grad():

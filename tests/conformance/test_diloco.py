@@ -51,7 +51,7 @@ class World:
         return [[param.detach().clone() for param in model.parameters()] for model in self.models]
 
     def anchors(self) -> list[Tensor]:
-        return [anchor.detach().clone() for anchor in self.optimizers[0].averaging._anchors.values()]
+        return [anchor.detach().clone() for anchor in self.optimizers[0].averaging.sync.anchors.values()]
 
     def states(self) -> list[dict]:
         pairs = zip(self.models, self.optimizers, strict=True)
@@ -192,7 +192,7 @@ def test_nothing_of_an_outer_gradient_is_lost(rule: DiLoCo) -> None:
         averaging = optimizer.averaging  # type: ignore[attr-defined]
         arrival = averaging.step + 1 + rule.delay
         if rule.due(arrival):
-            for param, anchor in averaging._of(averaging._turn(arrival)):
+            for param, anchor in averaging.sync.members(averaging.sync.turn(arrival)):
                 place = [p is param for p in averaging.names].index(True)
                 total[place] += (anchor - param).detach() / size
 
@@ -213,7 +213,7 @@ def test_nothing_of_an_outer_gradient_is_lost(rule: DiLoCo) -> None:
             for name, tensor in outer.state_dict()["dgcopt"]["memory"].get("residual", {}).items():
                 held[list(optimizer.averaging.names.values()).index(name)] += tensor / size
     assert any(tensor.norm() > 1e-3 for tensor in held), "nothing was held back, and nothing tested"
-    anchors = [anchor.detach() for anchor in optimizers[0].averaging._anchors.values()]
+    anchors = [anchor.detach() for anchor in optimizers[0].averaging.sync.anchors.values()]
     for before, after, waiting, gradients in zip(start, anchors, held, total, strict=True):
         torch.testing.assert_close(before - after + waiting, gradients, rtol=1e-6, atol=1e-9)
 
@@ -259,13 +259,13 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> 
     other = World(size, rule)
     other.load([checkpoint.reshare(states, rank, size) for rank in range(size)])
     for optimizer in other.optimizers:  # all have come before the first one waits
-        optimizer.averaging._prepare()
+        optimizer.averaging.runner.progress()
     for optimizer in other.optimizers:
-        optimizer.averaging._settle()
+        optimizer.averaging.settle()
     assert_close(other.weights(), [mean] * size, "mean")
     anchors = one.anchors()
     for optimizer in other.optimizers:
-        kept = [anchor.detach() for anchor in optimizer.averaging._anchors.values()]
+        kept = [anchor.detach() for anchor in optimizer.averaging.sync.anchors.values()]
         assert all(torch.equal(a, b) for a, b in zip(anchors, kept, strict=True))
     if held and size > 1:
         sums = [sum(_residuals(world), torch.zeros(())) for world in (one, other)]

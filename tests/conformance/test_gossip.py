@@ -196,27 +196,27 @@ class TestGraphs:
 class TestSGP:
     @each_graph_of(*SIZES)
     def test_it_is_the_algorithm(self, graph: Graph, send_to: Callable, size: int) -> None:
-        for frequency, make in ((1, MOMENTUM), (2, ADAM)):
-            ours = averaged(SGP(graph, frequency=frequency), size, make)
-            assert_alike(ours, naive.Push(Replicas(size, make), naive.even(send_to), frequency))
+        for every, make in ((1, MOMENTUM), (2, ADAM)):
+            ours = averaged(SGP(graph, every=every), size, make)
+            assert_alike(ours, naive.Push(Replicas(size, make), naive.even(send_to), every))
 
     @each_graph_of(1, 2, 3, 8)
     def test_with_overlap_the_gradient_is_of_weights_before_the_round(
         self, graph: Graph, send_to: Callable, size: int
     ) -> None:
-        for frequency, make in ((1, two_buckets), (3, MOMENTUM)):
-            ours = averaged(SGP(graph, overlap=True, frequency=frequency), size, make)
-            theirs = naive.Mixed(Replicas(size, make), naive.graph(naive.even(send_to)), frequency, first=False)
+        for every, make in ((1, two_buckets), (3, MOMENTUM)):
+            ours = averaged(SGP(graph, overlap=True, every=every), size, make)
+            theirs = naive.Mixed(Replicas(size, make), naive.graph(naive.even(send_to)), every, first=False)
             assert_alike(ours, theirs)
 
     @pytest.mark.parametrize("graph", SKEWED)
     @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize(("frequency", "make"), [(1, MOMENTUM), (2, two_buckets), (3, ADAM)])
+    @pytest.mark.parametrize(("every", "make"), [(1, MOMENTUM), (2, two_buckets), (3, ADAM)])
     def test_push_sum_weights_of_a_graph_that_is_not_balanced(
-        self, graph: Graph, size: int, frequency: int, make: Callable
+        self, graph: Graph, size: int, every: int, make: Callable
     ) -> None:
-        ours = averaged(SGP(graph, frequency=frequency), size, make)
-        assert_alike(ours, naive.Push(Replicas(size, make), _periodic(graph), frequency))
+        ours = averaged(SGP(graph, every=every), size, make)
+        assert_alike(ours, naive.Push(Replicas(size, make), _periodic(graph), every))
 
     @pytest.mark.parametrize(("graph", "steps"), [(Star(), 40), (Detours(), 110), (Exponential(), 4), (ShiftOne(), 4)])
     def test_all_ranks_come_to_the_mean(self, graph: Graph, steps: int) -> None:
@@ -243,7 +243,7 @@ class TestSGP:
 
     @pytest.mark.parametrize(
         "rule",
-        [SGP(), SGP(overlap=True), SGP(overlap=True, frequency=3), SGP(Star(), frequency=2), SGP(Detours())],
+        [SGP(), SGP(overlap=True), SGP(overlap=True, every=3), SGP(Star(), every=2), SGP(Detours())],
         ids=repr,
     )
     def test_saved_and_loaded_it_goes_on(self, rule: SGP) -> None:
@@ -269,10 +269,10 @@ class TestSGP:
         torch.testing.assert_close(after.read(), naive.mean(alone.read(), 0), rtol=1e-9, atol=1e-9)
 
     @pytest.mark.parametrize("graph", [Exponential(), Star(), Detours()])
-    @pytest.mark.parametrize("frequency", [1, 2])
-    def test_ranks_without_data_go_on_gossiping(self, graph: Graph, frequency: int) -> None:
+    @pytest.mark.parametrize("every", [1, 2])
+    def test_ranks_without_data_go_on_gossiping(self, graph: Graph, every: int) -> None:
         shares = naive.even(naive.exponential(1)) if graph == Exponential() else _periodic(graph)
-        assert_uneven(SGP(graph, frequency=frequency), naive.Push(Replicas(4, PLAIN), shares, frequency), (6, 5, 3, 6))
+        assert_uneven(SGP(graph, every=every), naive.Push(Replicas(4, PLAIN), shares, every), (6, 5, 3, 6))
 
     @pytest.mark.parametrize("graph", [Star(), Detours()])
     def test_after_a_warm_up(self, graph: Graph) -> None:
@@ -286,13 +286,13 @@ class TestSGP:
             (ShiftOne(), [1] * 4),
             (Star(), [3, 1, 1, 1]),
         ):
-            for frequency in (1, 2):
-                ranks = averaged(SGP(graph, frequency=frequency), 4)
+            for every in (1, 2):
+                ranks = averaged(SGP(graph, every=every), 4)
                 weights = 8 * flat_numel(ranks.models[0])
                 ranks.train(0, lr_at(0))
                 for t in range(1, 5):
-                    peers = [1] * 4 if graph == Exponential(2) and ((t + 1) // frequency) % 2 == 0 else by_rank
-                    due = (t + 1) % frequency == 0
+                    peers = [1] * 4 if graph == Exponential(2) and ((t + 1) // every) % 2 == 0 else by_rank
+                    due = (t + 1) % every == 0
                     assert sent_in_step(ranks, t) == [weights * p * due for p in peers], (graph, t)
 
     def test_a_step_that_fails_leaves_weights_that_can_be_used(self) -> None:
@@ -309,7 +309,7 @@ class TestSGP:
         ("make", "reason"),
         [
             (lambda: SGP("ring"), "graph must be a Graph.*not 'ring'"),
-            (lambda: SGP(frequency=0), "frequency.*not 0"),
+            (lambda: SGP(every=0), "every.*not 0"),
             (lambda: SGP(warmup_steps=-1), "warmup_steps.*not -1"),
             (lambda: Exponential(0), "peers.*not 0"),
             (lambda: Exponential(1.0), "peers.*not 1.0"),

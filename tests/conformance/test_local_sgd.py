@@ -95,25 +95,25 @@ def assert_identical(weights: list[list[Tensor]], what: str = "") -> None:
 
 @pytest.mark.parametrize("optimizer", ["momentum", "Nesterov", "Adam"])
 @pytest.mark.parametrize(
-    ("size", "frequency"), [*itertools.product((1, 2, 3), (1, 2, 3, 5)), (4, 1), (4, 3), (8, 2), (8, 5)]
+    ("size", "every"), [*itertools.product((1, 2, 3), (1, 2, 3, 5)), (4, 1), (4, 3), (8, 2), (8, 5)]
 )
-def test_mean_of_weights_every_so_many_steps(size: int, frequency: int, optimizer: str) -> None:
+def test_mean_of_weights_every_so_many_steps(size: int, every: int, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
-    ours = Ranks(LocalSGD(frequency), make, size).train()
-    assert_histories_close(ours, naive.local_sgd(start(), losses(size), make, LRS, frequency))
+    ours = Ranks(LocalSGD(every), make, size).train()
+    assert_histories_close(ours, naive.local_sgd(start(), losses(size), make, LRS, every))
     for step, weights in enumerate(ours, 1):
-        if step % frequency == 0:
+        if step % every == 0:
             assert_identical(weights, f"after step {step}")
         elif size > 1:
             assert not torch.equal(weights[0][0], weights[1][0]), f"ranks are equal after step {step}, without exchange"
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "Adam"])
-@pytest.mark.parametrize("frequency", [1, 2, 3])
-def test_overlap_lands_before_the_next_update(frequency: int, optimizer: str) -> None:
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_overlap_lands_before_the_next_update(every: int, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
-    ours = Ranks(LocalSGD(frequency, overlap=True), make, 3).train()
-    assert_histories_close(ours, naive.local_sgd(start(), losses(3), make, LRS, frequency, overlap=True))
+    ours = Ranks(LocalSGD(every, overlap=True), make, 3).train()
+    assert_histories_close(ours, naive.local_sgd(start(), losses(3), make, LRS, every, overlap=True))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -123,7 +123,7 @@ def test_machines_average_among_themselves(size: int, nodes: int, overlap: bool)
     machines = [list(range(node * each, (node + 1) * each)) for node in range(nodes)]
     for optimizer in ("momentum", "Adam"):
         make = OPTIMIZERS[optimizer]
-        ours = Ranks(LocalSGD(6, node_frequency=2, overlap=overlap), make, size, nodes).train()
+        ours = Ranks(LocalSGD(6, node_every=2, overlap=overlap), make, size, nodes).train()
         theirs = naive.local_sgd(start(), losses(size), make, LRS, 6, 2, machines, overlap=overlap)
         assert_histories_close(ours, theirs)
 

@@ -20,6 +20,7 @@ from dgcopt.averaging.partial import PATCH, SPARTA
 from dgcopt.checkpoint import reshare
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import Bucket, build_buckets
+from dgcopt.flat.gradient import GradientBucket
 
 CHOICES = ("random", "strided", "drift")
 STEPS = 8
@@ -112,41 +113,41 @@ def assert_close(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("frequency", [1, 3])
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize(("optimizer", "budgets"), [("momentum", {}), ("Adam", BUDGETS)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_does_what_the_naive_one_does(size: int, optimizer: str, budgets: dict, frequency: int, choose: Any) -> None:
-    settings = {"fraction": 0.3, "choose": choose, "frequency": frequency, "budgets": budgets, "seed": 5}
+def test_does_what_the_naive_one_does(size: int, optimizer: str, budgets: dict, every: int, choose: Any) -> None:
+    settings = {"fraction": 0.3, "choose": choose, "every": every, "budgets": budgets, "seed": 5}
     ours = Ranks(SPARTA(**settings), OPTIMIZERS[optimizer], size).train()
     assert_close(ours, naive.train(start(), NAMES, losses(size), OPTIMIZERS[optimizer], LRS, settings))
 
 
 @pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("frequency", [1, 3])
-def test_overlap_lands_before_the_next_update(frequency: int, choose: Any) -> None:
-    settings = {"fraction": 0.3, "choose": choose, "frequency": frequency, "budgets": BUDGETS, "seed": 0}
+@pytest.mark.parametrize("every", [1, 3])
+def test_overlap_lands_before_the_next_update(every: int, choose: Any) -> None:
+    settings = {"fraction": 0.3, "choose": choose, "every": every, "budgets": BUDGETS, "seed": 0}
     ours = Ranks(SPARTA(**settings, overlap=True), OPTIMIZERS["momentum"], 3).train()
     theirs = naive.train(start(), NAMES, losses(3), OPTIMIZERS["momentum"], LRS, settings, overlap=True)
     assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("choose", CHOICES)
-@pytest.mark.parametrize("frequency", [1, 3])
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("size", [1, 3])
-def test_all_of_the_weights_is_local_sgd(size: int, frequency: int, choose: Any) -> None:
+def test_all_of_the_weights_is_local_sgd(size: int, every: int, choose: Any) -> None:
     """To the bit; and alone it is the bare optimizer."""
-    ours = Ranks(SPARTA(1, choose, frequency), OPTIMIZERS["Adam"], size).train()
-    assert_identical(ours, Ranks(LocalSGD(frequency), OPTIMIZERS["Adam"], size).train())
+    ours = Ranks(SPARTA(1, choose, every), OPTIMIZERS["Adam"], size).train()
+    assert_identical(ours, Ranks(LocalSGD(every), OPTIMIZERS["Adam"], size).train())
     if size == 1:
         for fraction, overlap in ((0.3, False), (0.3, True)):
-            rule = SPARTA(fraction, choose, frequency, BUDGETS, overlap=overlap)
+            rule = SPARTA(fraction, choose, every, BUDGETS, overlap=overlap)
             assert_identical(Ranks(rule, OPTIMIZERS["Adam"], 1).train(), Ranks(None, OPTIMIZERS["Adam"], 1).train())
 
 
 @pytest.mark.parametrize("choose", CHOICES)
 def test_between_slow_steps(choose: Any) -> None:
     """As SlowMo's base: each slow step takes the exact mean, and until the next one ranks are kept near each other."""
-    slow = functools.partial(SlowMo, frequency=4, momentum=0.5)
+    slow = functools.partial(SlowMo, every=4, momentum=0.5)
     everything = Ranks(slow(base=SPARTA(1, choose, 2)), OPTIMIZERS["momentum"], 3).train()
     assert_identical(everything, Ranks(slow(base=LocalSGD(2)), OPTIMIZERS["momentum"], 3).train())
     some = Ranks(slow(base=SPARTA(0.3, choose, 2, BUDGETS)), OPTIMIZERS["momentum"], 3).train()
@@ -243,9 +244,11 @@ class World:
     def __init__(self, rule: SPARTA, size: int, numels: Iterable[int], dtype: torch.dtype = torch.float32) -> None:
         named = [(f"t{i}", torch.zeros(n, dtype=dtype)) for i, n in enumerate(numels)]
         self.rule, self.dtype = rule, dtype
-        self.buckets: list[Bucket] = [build_buckets(named, rule.kind, 2**40, 2**40)[0] for _ in range(size)]
+        self.buckets: list[Bucket] = [
+            build_buckets(named, rule.kind, 2**40, 2**40, None, GradientBucket)[0] for _ in range(size)
+        ]
         self.contexts = [
-            Weights(rank, size, "average", 0, bucket.kind, bucket.segments, bucket.memory)
+            Weights(rank, size, "average", 0, bucket.kind, bucket.segments, {})
             for rank, bucket in enumerate(self.buckets)
         ]
         first = self.buckets[0]
@@ -261,7 +264,7 @@ class World:
     def exchange(self, weights: list[Tensor]) -> list[Tensor]:
         """The next one, of flat weights, which stay as they are."""
         for ctx in self.contexts:
-            ctx.step += self.rule.frequency
+            ctx.step += self.rule.every
         flats = [x.clone() for x in weights]
         results = dgcopt.simulate([self.rule.exchange(x, c) for x, c in zip(flats, self.contexts, strict=True)])
         for ctx in self.contexts:
@@ -325,10 +328,10 @@ def test_random_numbers_differ_by_seed_and_step_only() -> None:
         assert 0 < int((first & drawn).sum()) < 2 * shared
 
 
-@pytest.mark.parametrize("frequency", [1, 4])
+@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize(("fraction", "period"), [(0.1, 10), (1 / 49, 49), (0.3, 3), (0.6, 2), (0.0001, 448), (1, 1)])
-def test_strides_come_to_each_once_in_a_period(fraction: float, period: int, frequency: int) -> None:
-    world = World(SPARTA(fraction, "strided", frequency), 2, (7, 130, 150))
+def test_strides_come_to_each_once_in_a_period(fraction: float, period: int, every: int) -> None:
+    world = World(SPARTA(fraction, "strided", every), 2, (7, 130, 150))
     assert len(world.real) == 448
     masks = [world.chosen() for _ in range(2 * period)]
     for turn in (masks[:period], masks[period:]):
@@ -407,7 +410,7 @@ def test_a_rank_without_data_takes_what_the_others_give(choose: Any) -> None:
         ({"fraction": 1.1}, "fraction must be above 0 and at most 1, not 1.1"),
         ({"fraction": math.nan}, "fraction must be .* not nan"),
         ({"choose": "largest"}, 'choose must be "random", "strided" or "drift", not \'largest\''),
-        ({"frequency": 0}, "frequency must be a whole number of at least 1, not 0"),
+        ({"every": 0}, "every must be a whole number of at least 1, not 0"),
         ({"seed": 0.5}, "seed must be a whole number of at least 0, not 0.5"),
         ({"warmup_steps": -1}, "warmup_steps must be a whole number of at least 0, not -1"),
         ({"budgets": ["*.bias"]}, "budgets must be fractions by pattern, .* not \\['\\*.bias'\\]"),

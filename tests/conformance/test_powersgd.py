@@ -13,6 +13,7 @@ from dgcopt.checkpoint import STATE_KEY
 from dgcopt.compressors import PowerSGD
 from dgcopt.compressors.powersgd import first_seed, orthogonal
 from dgcopt.flat.buckets import Bucket, build_buckets
+from dgcopt.flat.gradient import GradientBucket
 from dgcopt.testing import check_compressor
 
 SHAPES = [(20, 15), (7,), (6, 5, 4), (20, 15), (3, 2)]
@@ -60,12 +61,12 @@ class Reference:
 
 def bucket_of(tensors: list[Tensor]) -> Bucket:
     named = [(f"t{place}", tensor) for place, tensor in enumerate(tensors)]
-    (bucket,) = build_buckets(named, lambda name, param: None, 2**40, 2**40)
+    (bucket,) = build_buckets(named, lambda name, param: None, 2**40, 2**40, None, GradientBucket)
     return bucket
 
 
 def context_of(bucket: Bucket, rank: int, size: int) -> dgcopt.Context:
-    return dgcopt.Context(rank, size, "average", 0, None, bucket.segments, bucket.memory)
+    return dgcopt.Context(rank, size, "average", 0, None, bucket.segments, {})
 
 
 class World:
@@ -110,7 +111,7 @@ def test_every_step_is_the_papers(rank: int, size: int, iterations: float, feedb
         expected = reference.step([[g.numpy() for g in mine] for mine in grads])
         for ours, theirs in zip(world.step(grads), expected, strict=True):
             np.testing.assert_allclose(ours.numpy(), theirs, rtol=0, atol=1e-9)
-    held = world.buckets[0].memory.get("residual")
+    held = world.contexts[0].memory.get("residual")
     assert (held is not None and held.any().item()) == feedback
     for segment, compressed in zip(world.buckets[0].segments, reference.compressed, strict=True):
         assert held is None or bool(segment.view(held).any()) == compressed, "what travels whole leaves nothing behind"
@@ -199,7 +200,7 @@ def test_a_sum_leaves_the_same_residual_as_an_average() -> None:
     for step in range(3):
         for ours, theirs in zip(total.step(gradients(3, step)), mean.step(gradients(3, step)), strict=True):
             torch.testing.assert_close(ours, 3 * theirs, rtol=0, atol=1e-12)
-    assert torch.equal(mean.buckets[1].memory["residual"], total.buckets[1].memory["residual"])
+    assert torch.equal(mean.contexts[1].memory["residual"], total.contexts[1].memory["residual"])
 
 
 class Training:

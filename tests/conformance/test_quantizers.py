@@ -16,6 +16,7 @@ from dgcopt.coding.trits import pack_trits, trit_bytes, unpack_trits
 from dgcopt.compressors import Compressor, Context, Encoded
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
 from dgcopt.flat.segments import BLOCK
 
 SIZES = (1, 7, 64, 65, 1000)
@@ -30,8 +31,10 @@ class World:
     def __init__(self, compressor: Compressor, ranks: int, sizes=SIZES, dtype=torch.float32, op="average") -> None:
         self.compressor, self.sizes, self.dtype = compressor, sizes, dtype
         named = [(f"t{i}", torch.zeros(n, dtype=dtype)) for i, n in enumerate(sizes)]
-        self.buckets = [build_buckets(named, lambda name, param: None, 2**40, 2**40)[0] for _ in range(ranks)]
-        self.contexts = [Context(rank, ranks, op, 0, None, b.segments, b.memory) for rank, b in enumerate(self.buckets)]
+        self.buckets = [
+            build_buckets(named, lambda name, param: None, 2**40, 2**40, None, GradientBucket)[0] for _ in range(ranks)
+        ]
+        self.contexts = [Context(rank, ranks, op, 0, None, b.segments, {}) for rank, b in enumerate(self.buckets)]
 
     def flat(self, tensors) -> Tensor:
         bucket = self.buckets[0]
@@ -54,7 +57,7 @@ class World:
         return self.parts(results[0])
 
     def residual(self, rank: int) -> list[np.ndarray]:
-        return self.parts(self.buckets[rank].memory["residual"])
+        return self.parts(self.contexts[rank].memory["residual"])
 
     def draws(self, draw) -> list[list[np.ndarray]]:
         """What each rank draws for each tensor, by the rule that all compressors follow."""
@@ -116,7 +119,7 @@ class TestEveryRule:
         for step in range(STEPS):
             grads = gradients(ranks, step)
             assert_close(world.step(grads), naive.with_error_feedback(grads, zeros(ranks), naive.two_means))
-        assert not world.buckets[0].memory
+        assert not world.contexts[0].memory
 
     @pytest.mark.parametrize("clip", [None, 0.5, 2.5])
     def test_terngrad(self, ranks: int, clip: float | None) -> None:

@@ -25,6 +25,7 @@ from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllGather
 from dgcopt.errors import CommError, ConfigError
 from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
 
 SHAPES = (((5, 7), (67,)), ((125,),))  # of parameters, by group; each of 3 ranks has a part of both
 STEPS = 9
@@ -169,20 +170,20 @@ CASES = list(itertools.product([1, 2, 3, 4, 8], MODES))
 def test_it_is_the_rule_in_every_setting(size: int, mode: str) -> None:
     late, exact = "late" in mode, mode in EXACT
     # each case has every 19th setting, from another one on, and all cases together have each at least once
-    for frequency, base, momentum, slow_lr, inner in SETTINGS[CASES.index((size, mode)) % 19 :: 19]:
-        what = f"with frequency {frequency}, {base}, momentum {momentum}, slow_lr {slow_lr}, {inner}"
-        ours = Ranks(SlowMo(frequency, momentum, slow_lr, LocalSGD(base), **MODES[mode]), size, INNER[inner]).train()
-        rule = (frequency, base, momentum, slow_lr, exact, late)
+    for every, base, momentum, slow_lr, inner in SETTINGS[CASES.index((size, mode)) % 19 :: 19]:
+        what = f"with every {every}, {base}, momentum {momentum}, slow_lr {slow_lr}, {inner}"
+        ours = Ranks(SlowMo(every, momentum, slow_lr, LocalSGD(base), **MODES[mode]), size, INNER[inner]).train()
+        rule = (every, base, momentum, slow_lr, exact, late)
         assert_close(ours, naive.slowmo(start(), gradient, maker(INNER[inner]), LRS, size, *rule), what)
-        for step in range(frequency, STEPS + 1, frequency) if exact and (momentum, slow_lr) != (0, 1) else ():
+        for step in range(every, STEPS + 1, every) if exact and (momentum, slow_lr) != (0, 1) else ():
             assert_identical(ours[step - 1], f"after step {step} {what}")
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_sharded_is_bit_for_bit_what_it_is_without_shards(size: int) -> None:
-    for frequency, base in ((1, 1), (2, 3), (3, 2)):
-        sharded, whole = (Ranks(SlowMo(frequency, 0.6, 0.9, LocalSGD(base), sharded=s), size) for s in (True, False))
-        assert_same(sharded.train(), whole.train(), f"with frequency {frequency}, {base}")
+    for every, base in ((1, 1), (2, 3), (3, 2)):
+        sharded, whole = (Ranks(SlowMo(every, 0.6, 0.9, LocalSGD(base), sharded=s), size) for s in (True, False))
+        assert_same(sharded.train(), whole.train(), f"with every {every}, {base}")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -231,7 +232,7 @@ def test_until_a_slow_step_the_base_does_all_that_it_does(mode: str) -> None:
     rule = SlowMo(100, base=Busy(2), **MODES[mode])
     ours, theirs = Ranks(rule, 3), Ranks(Busy(2), 3)
     assert_same(ours.train(), theirs.train())
-    assert len(ours.optimizers[0].averaging._buckets) == len(theirs.optimizers[0].averaging._buckets) == 3
+    assert len(ours.optimizers[0].averaging.buckets()) == len(theirs.optimizers[0].averaging.buckets()) == 3
     for kind in ("seen", "total"):
         assert_same([memory_of(ours.states(), kind)], [memory_of(theirs.states(), kind)])
         assert rule.merges(kind) == Busy(2).merges(kind)
@@ -359,7 +360,7 @@ class TestState:
             owned = torch.cat([(owner == rank).flatten() for group in start() for owner in naive.owners(group, 3)])
             assert torch.equal(flat(shard) == 1, owned) and torch.equal(flat(anchor) != 0, owned)
         for optimizer in ranks.optimizers:
-            for ctx in optimizer.averaging._buckets.values():
+            for ctx in optimizer.averaging.buckets().values():
                 assert not ctx.memory
                 assert {len(kept) for kept in ctx.scratch.values()} == {-(-ctx.numel // 3)}
 
@@ -410,8 +411,10 @@ class TestTraffic:
             rule = SlowMo(1, 0.5, 0.9, sharded=sharded)
             contexts = []
             for rank in range(3):
-                (bucket,) = build_buckets([("x", torch.zeros(128, dtype=torch.float64))], lambda *_: None, 1, 1)
-                ctx = Weights(rank, 3, "average", 0, None, bucket.segments, bucket.memory, group={"lr": 0.1})
+                (bucket,) = build_buckets(
+                    [("x", torch.zeros(128, dtype=torch.float64))], lambda *_: None, 1, 1, None, GradientBucket
+                )
+                ctx = Weights(rank, 3, "average", 0, None, bucket.segments, {}, group={"lr": 0.1})
                 rule.start(torch.ones(128, dtype=torch.float64), ctx)
                 ctx.step, ctx.weight = 1, (1.5, 0.0, 1.5)[rank]
                 contexts.append(ctx)
@@ -444,8 +447,8 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("settings", "reason"),
         [
-            ({"frequency": 0}, "frequency must be a whole number of at least 1, not 0"),
-            ({"frequency": 2.0}, "not 2.0"),
+            ({"every": 0}, "every must be a whole number of at least 1, not 0"),
+            ({"every": 2.0}, "not 2.0"),
             ({"momentum": 1.0}, "momentum must be at least 0 and below 1, not 1.0"),
             ({"momentum": -0.1}, "not -0.1"),
             ({"momentum": float("nan")}, "not nan"),

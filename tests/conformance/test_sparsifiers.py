@@ -12,7 +12,7 @@ import dgcopt
 from dgcopt.coding import encode_rice
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
-from dgcopt.flat.segments import SparseSum
+from dgcopt.flat.gradient import GradientBucket, SparseSum
 
 SHAPES = [(1,), (7,), (64,), (70, 67), (65,), (4, 3, 2, 2), (4099,)]
 STEPS = 4
@@ -36,8 +36,10 @@ class Ranks:
             params = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in shapes]
             mine = copy.deepcopy(compressor)
             mine.attach(make(params))
-            (bucket,) = build_buckets([(f"p{i}", p) for i, p in enumerate(params)], mine.kind, 2**40, 2**40)
-            context = dgcopt.Context(rank, size, "average", 0, bucket.kind, bucket.segments, bucket.memory)
+            (bucket,) = build_buckets(
+                [(f"p{i}", p) for i, p in enumerate(params)], mine.kind, 2**40, 2**40, None, GradientBucket
+            )
+            context = dgcopt.Context(rank, size, "average", 0, bucket.kind, bucket.segments, {})
             self.exchanges.append((mine, bucket, context))
 
     def start(self, rank, grads):
@@ -59,8 +61,8 @@ class Ranks:
         return results[0], [segment.view(flats[0]).clone() for segment in self.exchanges[0][1].segments]
 
     def left(self, rank, kind="residual"):
-        bucket = self.exchanges[rank][1]
-        return [segment.view(bucket.memory[kind]) for segment in bucket.segments]
+        _, bucket, context = self.exchanges[rank]
+        return [segment.view(context.memory[kind]) for segment in bucket.segments]
 
 
 def assert_equal(ours, theirs):

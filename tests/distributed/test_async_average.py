@@ -37,4 +37,7 @@ def test_mpi_without_threads() -> None:
     )
     outcome = launch("mpi", 2, ["-c", program], limit=60)
     assert outcome.code not in (0, None), outcome.tail
-    assert "ConfigError: AsyncAverage needs MPI in two threads at once" in outcome.output, outcome.tail
+    assert (
+        "ConfigError: AsyncAverage averages in a thread beside training, and MPI was not initialised for two threads"
+        in outcome.output
+    ), outcome.tail

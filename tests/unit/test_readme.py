@@ -136,7 +136,7 @@ def test_averaging_as_the_page_shows_it():
     names: dict = {"torch": torch, "dgcopt": dgcopt, "AllReduce": AllReduce, "model": nn.Linear(4, 3)}
     exec(line, names)
     dgcopt.shutdown()
-    assert names["optimizer"].averaging.rule.frequency == 48
+    assert names["optimizer"].averaging.rule.every == 48
     names["model"] = model
     exec(used, names)
     dgcopt.shutdown()

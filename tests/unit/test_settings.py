@@ -86,9 +86,9 @@ def test_names():
         wrap(model.parameters(), named[1:])
     with pytest.raises(ValueError, match="tuples"):
         wrap(model.parameters(), model.parameters())
-    assert list(wrap(model.parameters(), named)._parameter_names.values()) == [name for name, _ in named]
+    assert list(wrap(model.parameters(), named).parameter_names.values()) == [name for name, _ in named]
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
-    names = list(wrap(groups)._parameter_names.values())
+    names = list(wrap(groups).parameter_names.values())
     assert names == ["group0.parameter0", "group0.parameter1", "group1.parameter0", "group1.parameter1"]
 
 

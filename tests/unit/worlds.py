@@ -15,6 +15,7 @@ from dgcopt import Comm, ConfigError
 from dgcopt.collectives import Collective
 from dgcopt.compressors import Context
 from dgcopt.flat.buckets import Bucket, build_buckets
+from dgcopt.flat.gradient import GradientBucket
 
 MakeOptimizer = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -80,12 +81,12 @@ def single(make: MakeOptimizer, steps: int, model=small_model) -> list[Tensor]:
 def bucket_of(tensors: list[Tensor], kind: object = None) -> Bucket:
     """One bucket holding `tensors` as parameters, in this order."""
     named = [(f"t{i}", tensor) for i, tensor in enumerate(tensors)]
-    (bucket,) = build_buckets(named, lambda name, param: kind, 2**40, 2**40)
+    (bucket,) = build_buckets(named, lambda name, param: kind, 2**40, 2**40, None, GradientBucket)
     return bucket
 
 
 def context_of(bucket: Bucket, rank: int, size: int, step: int = 0) -> Context:
-    return Context(rank, size, "average", step, bucket.kind, bucket.segments, bucket.memory)
+    return Context(rank, size, "average", step, bucket.kind, bucket.segments, {})
 
 
 def flat_gradient(model: nn.Module) -> torch.Tensor:

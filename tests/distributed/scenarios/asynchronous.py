@@ -324,7 +324,7 @@ def weights_to_evaluate(comm: Comm) -> None:
     dgcopt.check_replicas(mine.model.state_dict(), comm=comm)
     with pytest.raises(ZeroDivisionError), mine.rounds.averaged():
         raise ZeroDivisionError
-    assert mine.rounds._thread is None
+    assert mine.rounds.background.is_running is False
 
 
 @scenario
@@ -339,7 +339,7 @@ def a_checkpoint_is_loaded(comm: Comm) -> None:
     mine.wait_for_exchanges()
     mine.model.load_state_dict(model)
     mine.optimizer.load_state_dict(state)
-    assert torch.equal(mine.flat(), saved) and mine.rounds._thread is None
+    assert torch.equal(mine.flat(), saved) and mine.rounds.background.is_running is False
     mine.rounds.abort()
     mine.step(0.0)
     assert torch.equal(mine.flat(), saved)

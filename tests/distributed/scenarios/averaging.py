@@ -54,7 +54,7 @@ AVERAGED: dict[str, tuple[Averaging, Make]] = {
     "LocalSGD": (LocalSGD(3), MOMENTUM),
     "LocalSGD, every step": (LocalSGD(1), PLAIN),
     "LocalSGD, overlap": (LocalSGD(2, overlap=True), ADAM),
-    "LocalSGD, hierarchical": (LocalSGD(4, node_frequency=2), MOMENTUM),
+    "LocalSGD, hierarchical": (LocalSGD(4, node_every=2), MOMENTUM),
     "LocalSGD, warm-up": (LocalSGD(3, warmup_steps=2), ADAM),
     "SlowMo": (SlowMo(4, base=LocalSGD(2)), MOMENTUM),
     "SlowMo, whole": (SlowMo(2, sharded=False, faithful=False), ADAM),
@@ -63,15 +63,15 @@ AVERAGED: dict[str, tuple[Averaging, Make]] = {
     "SGP": (SGP(), MOMENTUM),
     "SGP, ring, overlap": (SGP(Ring(), overlap=True), PLAIN),
     "SGP, not balanced": (SGP(Star()), PLAIN),
-    "SGP, every other step": (SGP(Ring(directed=True), frequency=2, warmup_steps=1), ADAM),
+    "SGP, every other step": (SGP(Ring(directed=True), every=2, warmup_steps=1), ADAM),
     "Decentralized": (Decentralized(), MOMENTUM),
-    "Decentralized, pairs": (Decentralized("shift_one", interval=2), MOMENTUM),
+    "Decentralized, pairs": (Decentralized("shift_one", every=2), MOMENTUM),
     "Decentralized, hierarchical": (Decentralized("shift_one", hierarchical=True, warmup_steps=1), PLAIN),
     "LowPrecisionDecentralized": (LowPrecisionDecentralized(), MOMENTUM),
     "LowPrecisionDecentralized, hierarchical": (LowPrecisionDecentralized(2, hierarchical=True), PLAIN),
     "SPARTA": (SPARTA(0.1), ADAM),
     "SPARTA, strided, overlap": (SPARTA(0.3, "strided", overlap=True), MOMENTUM),
-    "SPARTA, drift": (SPARTA(0.3, "drift", frequency=2, budgets={"*.bias": 1.0, "4.*": 0.0}), MOMENTUM),
+    "SPARTA, drift": (SPARTA(0.3, "drift", every=2, budgets={"*.bias": 1.0, "4.*": 0.0}), MOMENTUM),
     "DiLoCo": (DiLoCo(3), ADAM),
     "DiLoCo, streaming": (DiLoCo(6, fragments=2, delay=2, alpha=0.5), MOMENTUM),
     "DiLoCo, DGC": (DiLoCo(2, functools.partial(SGD, lr=0.7), dgcopt.DGC(0.1), warmup_steps=1), ADAM),
@@ -175,7 +175,7 @@ def can_be_looked_at(comm: Comm) -> None:
             train([mine, undisturbed], [step])
             if rule.overlap and step < STEPS:
                 continue  # an exchange under way would have to be waited for
-            mine.averaging._settle()
+            mine.averaging.settle()
             sent = mine.averaging.telemetry.payload_bytes
             distance, rows = mine.averaging.consensus_distance(), gathered(comm, mine.flat)
             center = rows.mean(0)
@@ -189,7 +189,7 @@ def can_be_looked_at(comm: Comm) -> None:
                 assert_same_on_all_ranks(comm, [mine.flat], f"{name}, averaged")
             assert torch.equal(before, mine.flat), "weights did not come back"
             assert sent == mine.averaging.telemetry.payload_bytes
-        undisturbed.averaging._settle()
+        undisturbed.averaging.settle()
         assert_close([mine.flat], [undisturbed.flat], 1e-9, f"{name}, looked at")
         mine.averaging.average()
         assert_same_on_all_ranks(comm, [mine.flat], f"{name}, at the end")
@@ -239,8 +239,8 @@ def usable(comm: Comm) -> None:
 
 def schedules_differ(comm: Comm) -> None:
     """Found when the optimizer is wrapped."""
-    for settings in ({"frequency": 8 if comm.rank else 4}, {"frequency": 4, "overlap": comm.rank == 1}):
-        (name,) = [name for name in settings if name != "frequency" or len(settings) == 1]
+    for settings in ({"every": 8 if comm.rank else 4}, {"every": 4, "overlap": comm.rank == 1}):
+        (name,) = [name for name in settings if name != "every" or len(settings) == 1]
         with refused(comm, MismatchError, f"rank {comm.rank}", f"{name}={settings[name]}", "LocalSGD(", "rank 1 has"):
             Member(LocalSGD(**settings), PLAIN, comm)
         usable(comm)
@@ -258,7 +258,7 @@ def weights_differ_at_the_start(comm: Comm) -> None:
         usable(comm)
         dgcopt.broadcast_parameters(mine.model.state_dict(), comm=comm)
         train([mine], range(2 + rule.warmup_steps))
-        mine.averaging._settle()
+        mine.averaging.settle()
         assert_same_on_all_ranks(comm, mine.parameters, "after broadcast")
 
 
@@ -286,7 +286,7 @@ def weights_are_not_finite(comm: Comm) -> None:
         with torch.no_grad():
             bias.copy_(kept)
         train([mine], range(2, 2 + 2))
-        mine.averaging._settle()
+        mine.averaging.settle()
         assert_same_on_all_ranks(comm, mine.parameters, "mended")
 
 
@@ -297,7 +297,7 @@ def batches_of(rank: int) -> int:
     return 3 + 2 * rank
 
 
-def by_hand(comm: Comm, frequency: int, divide_by: str, epoch: int) -> tuple[Tensor, Tensor]:
+def by_hand(comm: Comm, every: int, divide_by: str, epoch: int) -> tuple[Tensor, Tensor]:
     """Local SGD of all ranks in one process: weights once all have run out of data, and after another epoch."""
     models = [make_model() for _ in range(comm.size)]
     optimizers = [MOMENTUM(model.parameters()) for model in models]
@@ -314,7 +314,7 @@ def by_hand(comm: Comm, frequency: int, divide_by: str, epoch: int) -> tuple[Ten
                     since[rank] += 1
                     left[rank] -= 1
             step += 1
-            if step % frequency == 0:
+            if step % every == 0:
                 counted = [rank for rank in range(comm.size) if since[rank] or divide_by == "all"]
                 with torch.no_grad():
                     for params in zip(*(model.parameters() for model in models), strict=True):
@@ -329,18 +329,18 @@ def by_hand(comm: Comm, frequency: int, divide_by: str, epoch: int) -> tuple[Ten
 
 def uneven_data(comm: Comm) -> None:
     """Rank r has 3 + 2r batches: means are of the ranks that have made a step since the last one, or of all."""
-    for frequency in (2, 3):
+    for every in (2, 3):
         for divide_by in ("active", "all"):
-            mine = Member(LocalSGD(frequency, overlap=frequency == 2), MOMENTUM, comm)
+            mine = Member(LocalSGD(every, overlap=every == 2), MOMENTUM, comm)
             with dgcopt.join(mine.optimizer, divide_by=divide_by):  # type: ignore[arg-type]
                 train([mine], range(batches_of(comm.rank)))
-            what = f"every {frequency} steps, divided by {divide_by}"
+            what = f"every {every} steps, divided by {divide_by}"
             assert_same_on_all_ranks(comm, mine.parameters, what)
-            joined, after = by_hand(comm, frequency, divide_by, epoch=2 * frequency)
+            joined, after = by_hand(comm, every, divide_by, epoch=2 * every)
             assert_close([mine.flat], [joined], 1e-9, what)
-            train([mine], range(mine.averaging.step, mine.averaging.step + 2 * frequency))
-            mine.averaging._settle()
-            if frequency == 3:
+            train([mine], range(mine.averaging.step, mine.averaging.step + 2 * every))
+            mine.averaging.settle()
+            if every == 3:
                 assert_close([mine.flat], [after], 1e-9, f"{what}, in the next epoch")
             assert_same_on_all_ranks(comm, mine.parameters, f"{what}, in the next epoch")
 
@@ -429,17 +429,17 @@ def as_torchs_averager(comm: Comm) -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     group = comm.process_group  # type: ignore[attr-defined]
-    for frequency in (2, 3):
+    for every in (2, 3):
         # plain SGD: a dense first step is a local one whose result is averaged
         for rule, make, first in (
-            (LocalSGD(frequency), MOMENTUM, frequency - 1),
-            (LocalSGD(frequency), ADAM, frequency - 1),
-            (LocalSGD(frequency, warmup_steps=1), PLAIN, 0),
+            (LocalSGD(every), MOMENTUM, every - 1),
+            (LocalSGD(every), ADAM, every - 1),
+            (LocalSGD(every, warmup_steps=1), PLAIN, 0),
         ):
             mine = Member(rule, make, comm)
             model = make_model()
             optimizer = make(model.parameters())
-            averager = PeriodicModelAverager(frequency, warmup_steps=first, process_group=group)
+            averager = PeriodicModelAverager(every, warmup_steps=first, process_group=group)
             for step in range(8):
                 optimizer.zero_grad()
                 x, y = batch(step, 0, comm)

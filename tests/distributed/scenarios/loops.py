@@ -219,7 +219,7 @@ def clipped_locally(comm: Comm) -> Loop:
 
 def rounding(comm: Comm, real: float) -> float:
     """How far two runs of the same steps may differ: libraries add up in another order from one time to the next."""
-    return 0.0 if comm.constructs_in_turn else real
+    return 0.0 if comm.takes_turns else real
 
 
 def bits_of(model: nn.Module, optimizer: Any) -> str:
@@ -294,7 +294,7 @@ def loss_scaling(comm: Comm) -> Loop:
                     if bad and comm.rank == comm.size - 1:
                         loss = loss * torch.inf
                     scaler.scale(loss).backward()
-                    if way != "as documented" or comm.constructs_in_turn:
+                    if way != "as documented" or comm.takes_turns:
                         scaler.unscale_(optimizer)
                         yield
                     if "clip" in way:
@@ -312,7 +312,7 @@ def loss_scaling(comm: Comm) -> Loop:
                 list(disturbed.parameters()), list(calm.parameters()), rounding(comm, 1e-4), f"loss scaling, {way}"
             )
             assert calm_scale == 256.0
-            if way == "as documented" and not comm.constructs_in_turn:
+            if way == "as documented" and not comm.takes_turns:
                 assert scale == 64.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"
 
 
@@ -520,7 +520,7 @@ def replicas_come_apart(comm: Comm) -> Loop:
             yield
             if return_:
                 break
-        if on_divergence == "resync" and not comm.constructs_in_turn:
+        if on_divergence == "resync" and not comm.takes_turns:
             dgcopt.check_replicas(pair.models[1].state_dict(), comm=comm)
 
 

@@ -367,7 +367,7 @@ def zero_redundancy_optimizer(comm: Comm) -> None:
     for refused in (
         lambda: dgcopt.DistributedOptimizer(bare_zero(), None, dgcopt.TopK(0.1, source="update"), comm=comm),
         lambda: dgcopt.DistributedOptimizer(bare_zero(), op="adasum", comm=comm),
-        lambda: dgcopt.LocalSGD(bare_zero(), frequency=2, comm=comm),
+        lambda: dgcopt.LocalSGD(bare_zero(), every=2, comm=comm),
     ):
         try:
             refused()

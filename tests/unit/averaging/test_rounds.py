@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from worlds import small_batch, small_model
 
 import dgcopt
-from dgcopt import ConfigError, DivergenceError, LocalSGD, MismatchError
-from dgcopt.averaging import Averaging
+from dgcopt import ConfigError, DivergenceError, LocalSGD, MismatchError, SlowMo
+from dgcopt.averaging import Averaging, Rounds, Sync
 from dgcopt.checkpoint import reshare
-from dgcopt.collectives import AllGather, AllReduce
+from dgcopt.collectives import AllGather, AllReduce, Broadcast
 from dgcopt.flat.segments import BLOCK
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
@@ -97,11 +97,11 @@ class World:
             optimizer.load_state_dict(state["optimizer"])
 
 
-def by_hand(world: World, seeds: Iterable[int], frequency: int) -> World:
+def by_hand(world: World, seeds: Iterable[int], every: int) -> World:
     """`world`, of bare optimizers, trained by local SGD from the first step of a window."""
     for step, seed in enumerate(seeds, 1):
         world.step(seed)
-        if step % frequency == 0:
+        if step % every == 0:
             world.average_by_hand()
     return world
 
@@ -131,7 +131,7 @@ def test_the_very_object_is_averaged():
     comm = dgcopt.simulated_world(2)[0]
     model = small_model()
     optimizer = momentum(model.parameters())
-    rule = LocalSGD(frequency=4)
+    rule = LocalSGD(every=4)
     assert rule.attach(optimizer, model.named_parameters(), comm) is optimizer and type(optimizer) is SGD
     assert optimizer.averaging.rule is not rule and repr(optimizer.averaging.rule) == repr(rule)
     other = momentum(model.parameters())
@@ -184,7 +184,7 @@ def test_copied_or_pickled_it_is_the_bare_optimizer(make: Make, how):
 
 def test_wrapping_twice_is_refused():
     world = World(2, LocalSGD(3))
-    with pytest.raises(ConfigError, match=r"averaged by LocalSGD\(frequency=3.* already: wrap it once"):
+    with pytest.raises(ConfigError, match=r"averaged by LocalSGD\(every=3.* already: wrap it once"):
         LocalSGD(world.optimizers[0], comm=world.comms[0])
 
 
@@ -277,7 +277,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean(before: int, after: int, 
         theirs.step(step)
         if overlap:
             for optimizer in ours.optimizers:
-                optimizer.averaging._settle()
+                optimizer.averaging.settle()
         if step % 3 == 0:
             theirs.average_by_hand()
         assert_worlds_close(ours, theirs)
@@ -399,11 +399,11 @@ def test_gradients_of_a_skipped_step_are_still_there():
 
 
 @pytest.mark.parametrize("divide_by", ["active", "all"])
-@pytest.mark.parametrize("frequency", [1, 2, 3, 4])
-def test_ranks_that_run_out_of_data(frequency: int, divide_by: Any):
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+def test_ranks_that_run_out_of_data(every: int, divide_by: Any):
     """Means are of the ranks that have made a step since the last one, or of all; all go on from the same step."""
     batches = (3, 7, 0, 6)
-    ours, theirs = World(4, LocalSGD(frequency)), World(4)
+    ours, theirs = World(4, LocalSGD(every)), World(4)
     with contextlib.ExitStack() as loops:
         ends = [loops.enter_context(contextlib.ExitStack()) for _ in batches]
         for end, optimizer in zip(ends, ours.optimizers, strict=True):
@@ -417,19 +417,19 @@ def test_ranks_that_run_out_of_data(frequency: int, divide_by: Any):
                 if step < batches[rank]:
                     optimizer.step()
     since = [False] * 4
-    for step in range(1, 2 * frequency + 8):
+    for step in range(1, 2 * every + 8):
         theirs.backward(step - 1)
         for rank, _, optimizer in theirs:
             if step <= batches[rank]:
                 optimizer.step()
                 since[rank] = True
-        if step % frequency == 0 and any(since):
+        if step % every == 0 and any(since):
             theirs.put(theirs.means([rank for rank in range(4) if since[rank] or divide_by == "all"]))
             since, last = [False] * 4, step
     assert_worlds_close(ours, theirs)
     assert identical(ours)
     assert {optimizer.averaging.step for optimizer in ours.optimizers} == {last}
-    for step in range(1, frequency + 1):
+    for step in range(1, every + 1):
         ours.step(step)
         theirs.step(step)
     theirs.average_by_hand()
@@ -471,6 +471,21 @@ def test_weights_that_are_not_finite_are_averaged_by_nobody(bad: float, dtype: t
             assert torch.equal(now.nan_to_num(7), then.nan_to_num(7))
 
 
+def test_after_a_failure_all_ranks_load_and_go_on():
+    """A rank that learned of it in another one's turn is not told once more when state has taken its place."""
+    world = World(2, LocalSGD(2)).train(range(3))
+    states = world.states()
+    world.backward(3)
+    world.models[1][0].weight.data.fill_(torch.nan)
+    world.optimizers[0].step()
+    with pytest.raises(DivergenceError):
+        world.optimizers[1].step()
+    world.load(copy.deepcopy(states))
+    other = World(2, LocalSGD(2))
+    other.load(states)
+    assert_worlds_close(world.train(range(3, 6)), other.train(range(3, 6)), 0)
+
+
 def test_large_finite_weights_are_averaged():
     """Whose sum is beyond half precision."""
     world = World(2, LocalSGD(1), plain, functools.partial(small_model, torch.float16))
@@ -500,7 +515,7 @@ def test_ranks_with_different_settings_are_told():
     for (rank, model, optimizer), comm in zip(world, world.comms, strict=True):
         LocalSGD(optimizer, (4, 8)[rank], named_parameters=model.named_parameters(), comm=comm)
     world.backward(0)
-    with pytest.raises(MismatchError, match=r"rank 0 has \[averaging: LocalSGD\(frequency=4.* rank 1 .*\(frequency=8"):
+    with pytest.raises(MismatchError, match=r"rank 0 has \[averaging: LocalSGD\(every=4.* rank 1 .*\(every=8"):
         world.optimizers[0].step()
 
 
@@ -678,7 +693,8 @@ def test_a_warm_up_goes_on_among_the_ranks_that_are_left(rule: Averaging):
         assert_close(world.weights(0) + world.weights(1), theirs.weights(0) + theirs.weights(1))
     for optimizer in world.optimizers:
         assert (
-            optimizer.averaging.telemetry.steps == 4 and optimizer.telemetry is optimizer.averaging._traffic.telemetry
+            optimizer.averaging.telemetry.steps == 4
+            and optimizer.telemetry is optimizer.averaging.runner.traffic.telemetry
         )
     world.train((4, 5))
     assert_close(world.weights(0), world.weights(1), 0)
@@ -708,3 +724,39 @@ def test_what_is_frozen_in_the_middle_of_a_window_comes_together_once_more(rule:
         world.step(seed)
     for _, model, _ in world:
         assert torch.equal(model[0].weight, frozen[0]), "and stays"
+
+
+class OfRankZero(Averaging):
+    """Every other step, all ranks take the weights of rank 0: a round that is no exchange of buckets."""
+
+    by_bucket = False
+
+    def due(self, step: int) -> bool:
+        return step % 2 == 0
+
+    def sync(self, rounds: Rounds) -> Sync:
+        return Fetch(rounds)
+
+
+class Fetch(Sync):
+    under_way = False
+
+    def run(self) -> Iterator[Any]:
+        for bucket in self.rounds.buckets():
+            bucket.write(
+                (yield self.rounds.runner.traffic.start(Broadcast(bucket.read()), f"weights of {bucket.label}"))
+            )
+        self.rounds.replica.synced(self.rounds.names)
+
+
+def test_an_algorithm_says_itself_what_a_round_does():
+    ours, theirs = World(3, OfRankZero()), World(3)
+    for seed in range(5):
+        ours.step(seed)
+        theirs.step(seed)
+        if seed % 2:
+            theirs.put(theirs.means([0]))
+            assert identical(ours)
+        assert_worlds_close(ours, theirs, 0)
+    with pytest.raises(ConfigError, match="base must be"):
+        SlowMo(base=OfRankZero())

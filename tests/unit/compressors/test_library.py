@@ -270,7 +270,7 @@ def test_command_shows_what_is_in_use(monkeypatch, capsys):
     ("command", "name", "begins", "holds"),
     [
         ("compressors", "topk", "dgcopt.TopK(ratio", "Costs one allgather"),
-        ("averaging", "slowmo", "dgcopt.SlowMo(fr", "lr"),
+        ("averaging", "slowmo", "dgcopt.SlowMo(every", "lr"),
     ],
 )
 def test_the_command_shows_one_in_full(

@@ -14,7 +14,7 @@ import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm.simulated import SimulatedComm, _comms, simulate
 from dgcopt.compressors import Compressor, Context, GradientExchange
-from dgcopt.flat.segments import SparseSum
+from dgcopt.flat.gradient import SparseSum
 
 SIZES = (1, 7, 64, 65, 300)
 MACHINES = [(0,), (0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1, 2), (0, 1, 0, 1, 0)]
@@ -28,9 +28,7 @@ class World:
         self.compressor, self.comms = compressor, _comms(node_of)
         self.buckets = [bucket_of([torch.zeros(n, dtype=dtype) for n in SIZES]) for _ in self.comms]
         self.contexts = [
-            Context(
-                c.rank, c.size, op, 0, None, b.segments, b.memory, {}, 0, c.node, c.nodes, c.local_rank, c.local_size
-            )
+            Context(c.rank, c.size, op, 0, None, b.segments, {}, {}, 0, c.node, c.nodes, c.local_rank, c.local_size)
             for c, b in zip(self.comms, self.buckets, strict=True)
         ]
         self.sent: list[list[tuple[str, str, torch.dtype, int]]] = [[] for _ in self.comms]

@@ -345,6 +345,6 @@ def test_torchs_distributed_checkpoint_takes_marked_state(caplog):
 def test_gradients_of_what_is_averaged_now_and_then_are_not_averaged_too(size: int):
     model = small_model()
     comm = dgcopt.simulated_world(size)[0]
-    averaged = LocalSGD(sgd(model.parameters()), frequency=4, comm=comm)
-    with pytest.raises(ConfigError, match=r"averaged now and then, by LocalSGD\(frequency=4.* a process_set of fewer"):
+    averaged = LocalSGD(sgd(model.parameters()), every=4, comm=comm)
+    with pytest.raises(ConfigError, match=r"averaged now and then, by LocalSGD\(every=4.* a process_set of fewer"):
         dgcopt.DistributedOptimizer(averaged, comm=comm)

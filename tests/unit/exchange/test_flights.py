@@ -42,7 +42,7 @@ def test_a_compressor_that_returns_no_averaged_gradient_is_named_and_no_bucket_i
     with pytest.raises(dgcopt.ConfigError, match=message):
         ranks.step()
     assert all(torch.equal(one, other) for one, other in zip(ranks.weights(), before, strict=True))
-    held = ranks.optimizers[0]._engine.memory()["residual"]
+    held = ranks.optimizers[0].engine.store.memory()["residual"]
     assert len(held) == 6 and not any(residual.any() for residual in held.values())
 
 

@@ -10,15 +10,14 @@ import dgcopt
 from dgcopt.exchange.agreement import compare
 from dgcopt.exchange.vote import Ballot, used_anywhere, vote
 
-BALLOT = Ballot(True, True, False, True, True, True, step=7, trained=0xDEADBEEF, launched=3)
+BALLOT = Ballot(active=True, finite=True, step=7, trained=0xDEADBEEF, launched=3)
 flags, words = st.booleans(), st.integers(0, 2**32 - 1)
 ballots = st.builds(
     Ballot,
-    *[flags] * 6,
     step=words,
     trained=words,
     launched=st.integers(0, 2**16 - 1),
-    by_active=flags,
+    **dict.fromkeys(("active", "finite", "stale", "prepared", "complete", "final", "by_active"), flags),
 )
 
 

@@ -335,7 +335,7 @@ def test_rounding_error_goes_back_into_the_residual():
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
         context.settle()
         update = update.add_to(torch.zeros_like(bucket.grad))
-        torch.testing.assert_close(update + bucket.memory["residual"], bucket.grad, rtol=0, atol=0)
+        torch.testing.assert_close(update + context.memory["residual"], bucket.grad, rtol=0, atol=0)
         assert torch.isfinite(update).all()
 
 

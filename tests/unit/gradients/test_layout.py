@@ -10,13 +10,14 @@ from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.compressors.memory import ErrorFeedback
-from dgcopt.flat.segments import LocalGradient, Segment
+from dgcopt.flat.gradient import LocalGradient
+from dgcopt.flat.segments import Segment
 
 
 def held_bytes(optimizer: Optimizer) -> int:
     """All that is kept for its gradients beside them."""
-    engine = optimizer._engine
-    tensors = [bucket._grad for bucket in engine._layout.buckets]
+    engine = optimizer.engine
+    tensors = [bucket._grad for bucket in engine.layout.buckets]
     for context in engine._contexts.values():
         tensors += [*context.memory.values(), *context._spare.values(), *context._next.values()]
         tensors += [value for value in context.scratch.values() if isinstance(value, torch.Tensor)]
@@ -120,7 +121,7 @@ def test_gradients_are_gone_once_they_are_set_to_none(make, void: bool) -> None:
         optimizer.step()
     assert all(grad() is not None for grad in grads)
     # an alias of one would not be seen below
-    assert all(bucket._local is None for optimizer in ranks.optimizers for bucket in optimizer._engine._layout.buckets)
+    assert all(bucket._local is None for optimizer in ranks.optimizers for bucket in optimizer.engine.layout.buckets)
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
     assert all(grad() is None for grad in grads)
@@ -214,7 +215,7 @@ def test_without_overlap_everything_is_the_same_to_the_bit(make, settings: dict)
         assert torch.equal(one, other)
     for one, other in zip(worlds[0].optimizers, worlds[1].optimizers, strict=True):
         assert one.telemetry.skipped == other.telemetry.skipped == 1
-        torch.testing.assert_close(one._engine.memory(), other._engine.memory(), rtol=0, atol=0)
+        torch.testing.assert_close(one.engine.store.memory(), other.engine.store.memory(), rtol=0, atol=0)
 
 
 def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:
@@ -227,7 +228,7 @@ def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:
         context.certain = True
         next(compressor.exchange(grad.clone().resize_(bucket.numel), context))
         context.roll_back()
-    torch.testing.assert_close(bucket.memory["residual"][:4000], 3 * grad)
+    torch.testing.assert_close(context.memory["residual"][:4000], 3 * grad)
 
 
 def test_gradients_changed_after_the_exchange_are_stepped_as_they_are() -> None:
@@ -326,7 +327,7 @@ def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> 
     ranks = Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.1, vectors="sparse"))
     for seed in range(3):
         ranks.step(seed)
-    before = ranks.weights(), [optimizer._engine.memory() for optimizer in ranks.optimizers]
+    before = ranks.weights(), [optimizer.engine.store.memory() for optimizer in ranks.optimizers]
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
     hook = ranks.models[1][2].weight.register_hook(lambda grad: grad.index_fill(1, torch.tensor([7]), value))
@@ -336,7 +337,7 @@ def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> 
     for optimizer in ranks.optimizers:
         optimizer.step()
     assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
-    after = ranks.weights(), [optimizer._engine.memory() for optimizer in ranks.optimizers]
+    after = ranks.weights(), [optimizer.engine.store.memory() for optimizer in ranks.optimizers]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     for model, untouched in zip(ranks.models, grads, strict=True):
         torch.testing.assert_close([p.grad for p in model.parameters()], untouched, rtol=0, atol=0, equal_nan=True)

@@ -63,7 +63,7 @@ WAYS: dict[str, Callable[[nn.Module, Any], object]] = {
         SGD(plain().parameters(), lr=0.1), comm=comm
     ).add_param_group({"params": list(model.parameters())}),
     "ddp_hook": lambda model, comm: dgcopt.ddp_hook(dgcopt.DGC(0.1), SGD(model.parameters(), lr=0.1), comm=comm),
-    "averaging": lambda model, comm: dgcopt.LocalSGD(SGD(model.parameters(), lr=0.1), frequency=2, comm=comm),
+    "averaging": lambda model, comm: dgcopt.LocalSGD(SGD(model.parameters(), lr=0.1), every=2, comm=comm),
 }
 
 

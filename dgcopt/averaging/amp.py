@@ -1,0 +1,41 @@
+"""Steps that `torch.amp.GradScaler` makes, or skips for Inf, of an optimizer whose weights are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..flat.gradient import HiddenGradients, values_of
+
+__all__ = ["ScaledSteps"]
+
+
+class ScaledSteps:
+    """What `GradScaler.step` leaves to optimizers that say so, so that a step it skips on some ranks counts on all."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._scales_itself = bool(vars(optimizer).get("_step_supports_amp_scaling"))
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+        self._hidden = HiddenGradients()
+
+    @torch.no_grad()
+    def before_step(self, params: Iterable[Tensor]) -> None:
+        """Scale gradients back, or hide them from a step that is to be skipped."""
+        found, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if self._scales_itself or found is None:
+            return
+        graded = {param: param.grad for param in params if param.grad is not None}
+        if found.item():
+            self._hidden.hide(graded)
+        elif scale is not None:
+            for values in map(values_of, graded.values()):
+                values.mul_(scale.double().reciprocal().float().to(values.device))
+        vars(self._optimizer).update(found_inf=None, grad_scale=None)  # torch's own refuse them unless they are fused
+
+    def after_step(self) -> None:
+        """Gradients of a skipped step are seen again."""
+        self._hidden.show()

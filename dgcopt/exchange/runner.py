@@ -1,0 +1,181 @@
+"""What waits for other ranks, one job after another: to its end, or as far as it gets while another rank is waited for.
+
+A job is a generator that yields handles and is sent their results. On most wires a rank that calls for its end waits
+for the others here. On the simulated one ranks take turns in one thread: whoever waits moves the others' jobs on. What
+that takes is all in this file: the callers above offer their jobs, and say how to forget one that failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from ..collectives import Barrier
+from ..comm import Comm, Handle
+from ..errors import CommError
+from .flights import Flight, Traffic
+from .telemetry import Telemetry
+
+__all__ = ["Job", "Runner", "on_their_way", "serve"]
+
+Answer = TypeVar("Answer")
+
+Job: TypeAlias = Generator[Handle, Tensor, None]
+"""Yields what it waits for, is sent the results."""
+
+
+class Runner:
+    """The jobs of one user of a wire.
+
+    An error ends all jobs of this rank. It is raised where this rank calls for their end, also if another rank has
+    moved them on until they failed.
+
+    Args:
+        comm: the wire.
+        user: what labels call it.
+        offer: asked for the next job when there is none and another rank waits for this one; None if there is nothing
+            to do yet. Also asked for the jobs of a rank that has run out of data, until there are none (`serve`).
+        abandon: forgets a job that failed; returns what an error of the wire should say beside its own words.
+
+    Attributes: `traffic`, through which its collectives leave.
+    """
+
+    def __init__(self, comm: Comm, user: str, offer: Callable[[], Job | None], abandon: Callable[[], str]) -> None:
+        self.comm = comm
+        self.traffic = Traffic(comm, Telemetry(), user, self.progress)
+        self._offer = offer
+        self._abandon = abandon
+        self._jobs: deque[Job] = deque()
+        self._awaited: Handle | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job has begun, or waits for its turn, that has not ended."""
+        return bool(self._jobs)
+
+    def add(self, job: Job) -> None:
+        """Have a job done after those that there are."""
+        self._jobs.append(job)
+
+    def begin(self) -> None:
+        """Run the first job until it waits for the first time."""
+        if len(self._jobs) == 1 and self._awaited is None:
+            with self._failing():
+                self._step(None)
+
+    def ask(self, question: Generator[Handle, Tensor, Answer]) -> Answer | None:
+        """What comes of a question that all ranks ask now; None where they take turns and cannot."""
+        return None if self.comm.takes_turns else self.traffic.drive(question)
+
+    def finish(self, job: Callable[[], Job] | None = None) -> None:
+        """Do all jobs, or if there are none make one and do that. Raises what they raise, after `abandon`."""
+        self._raise_failure()
+        if job is not None and not self._jobs:
+            self.add(job())
+        with self._failing():
+            while self._jobs:
+                self._step(None if self._awaited is None else self.traffic.wait(self._awaited))
+
+    def go(self) -> None:
+        """As `finish`; but where ranks take turns no more than is possible with the ranks that have come so far."""
+        if not self.comm.takes_turns:
+            self.finish()
+            return
+        try:
+            self.progress()
+            self.comm.nudge(self.traffic.number)
+        finally:
+            self._raise_failure()
+
+    def progress(self) -> None:
+        """Go on as far as possible without waiting, for another rank that waits.
+
+        An error is kept for this rank; raised at once only if one was kept before, as the other cannot go on for it.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            with self._failing():
+                self._as_far_as_possible()
+        except Exception as error:
+            self._failure = error
+
+    def _as_far_as_possible(self) -> None:
+        while self._awaited is None or self._awaited.done():
+            if not self._jobs:
+                job = self._offer()
+                if job is None:
+                    return
+                self.add(job)
+            self._step(None if self._awaited is None else self.comm.wait(self._awaited))
+
+    def serve(self) -> bool:
+        """Do the next job that is offered, if any; returns whether there was one."""
+        job = self._offer()
+        if job is not None:
+            self.add(job)
+            self.finish()
+        return job is not None
+
+    def clear(self) -> None:
+        """Forget all jobs, and an error that was kept."""
+        self._jobs.clear()
+        self._awaited = self._failure = None
+
+    def together(self, label: str) -> Job:
+        """Wait until all ranks have come to this place, where none may wait for another one's turn later on."""
+        if self.comm.takes_turns:
+            yield self.traffic.start(Barrier(), label)
+
+    def _step(self, result: Tensor | None) -> None:
+        """Run the first job to where it waits next, or to its end."""
+        job = self._jobs[0]
+        try:
+            self._awaited = job.send(result)  # type: ignore[arg-type]  # None starts a generator
+        except StopIteration:
+            self._awaited = None
+            self._jobs.remove(job)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error within it ends all jobs; one of the wire says what was under way."""
+        try:
+            yield
+        except Exception as error:
+            more = self._abandon()
+            self.clear()
+            if more and isinstance(error, CommError):
+                raise type(error)(f"{error}{more}") from error
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+
+def serve(runners: Iterable[Runner]) -> None:
+    """Take part in what the other ranks do, of all `runners` in turn, until each of them has nothing more to offer."""
+    waiting = []
+    for runner in runners:
+        if runner.comm.takes_turns:  # which goes on when the others wait
+            runner.go()
+        else:
+            waiting.append(runner)
+    while waiting:
+        waiting = [runner for runner in waiting if runner.serve()]
+
+
+def on_their_way(flights: Sequence[Flight[Any]], not_sent: Sequence[str] = ()) -> str:
+    """For an error: what was sent and is not finished, and what was still to be sent."""
+    sent = [flight.label for flight in flights if flight.handle is not None]
+    return "".join(
+        f" {what}: {', '.join(labels[:4])}{f' and {len(labels) - 4} more' if len(labels) > 4 else ''}."
+        for what, labels in (("On their way", sent), ("Not sent yet", not_sent))
+        if labels
+    )

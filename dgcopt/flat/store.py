@@ -1,0 +1,112 @@
+"""What one rank keeps from step to step, by kind and parameter name: flat in buckets, or waiting for buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from .buckets import Bucket
+
+__all__ = ["Memory", "Store"]
+
+Memory = dict[str, dict[str, Tensor]]
+"""What algorithms keep, by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
+
+
+class Store:
+    """All that lasts of one rank's algorithm.
+
+    While there are buckets, what is kept of their parameters lies in flat tensors of their layout. In between, as when
+    other parameters are trained or state was loaded, it waits by parameter name for the buckets to come.
+
+    Attributes: `shared`, small tensors that are the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.shared: Memory = {}
+        self._waiting: Memory = {}
+        self._flat: dict[Bucket, dict[str, Tensor]] = {}
+
+    def adopt(self, bucket: Bucket) -> dict[str, Tensor]:
+        """The flat tensors of a new bucket, by kind; what waits for its parameters moves in, the rest is zero."""
+        flats = self._flat[bucket] = {}
+        for kind, by_name in self._waiting.items():
+            held = [(segment, by_name.pop(segment.name)) for segment in bucket.segments if segment.name in by_name]
+            if held:
+                flat = flats[kind] = bucket.empty().to(held[0][1].dtype)
+                for segment, tensor in held:
+                    segment.view(flat).copy_(tensor)
+        return flats
+
+    def release(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Buckets, all or some, are no more: what they hold waits for others."""
+        for bucket in list(self._flat if buckets is None else buckets):
+            for kind, flat in self._flat.pop(bucket, {}).items():
+                self.put(kind, bucket, flat)
+
+    def put(self, kind: str, bucket: Bucket, flat: Tensor) -> None:
+        """Let a flat tensor wait by parameter name."""
+        _write(self._waiting.setdefault(kind, {}), bucket, flat)
+
+    def drop(self, kind: str) -> None:
+        """Forget what waits of a kind."""
+        self._waiting.pop(kind, None)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what waits of these parameters."""
+        for by_name in self._waiting.values():
+            for name in names:
+                by_name.pop(name, None)
+
+    def waiting(self) -> Iterable[tuple[str, str]]:
+        """Kind and parameter name of what no bucket has adopted yet."""
+        return [(kind, name) for kind, by_name in self._waiting.items() for name in by_name]
+
+    def memory(self) -> Memory:
+        """A copy of all that is kept, but what is shared."""
+        memory = copied(self._waiting)
+        for bucket, flats in self._flat.items():
+            for kind, flat in flats.items():
+                _write(memory.setdefault(kind, {}), bucket, flat)
+        return memory
+
+    def state(self) -> dict[str, Any]:
+        """A copy of all that is kept, for a checkpoint; `restore` takes it."""
+        return {"memory": self.memory(), "shared": copied(self.shared)}
+
+    def restore(self, state: Mapping[str, Any], shapes: Mapping[str, torch.Size] | None = None) -> None:
+        """Take over what `state` gave, in place of all that there is; it waits for buckets.
+
+        `shapes` are those of the parameters that there are, if that is known. Raises ConfigError for what is kept of
+        any other parameter, or of one that has another shape.
+        """
+        for kind, by_name in state["memory"].items():
+            for name, tensor in by_name.items():
+                if shapes is None or tensor.shape == shapes.get(name):
+                    continue
+                raise ConfigError(
+                    f"the state holds {kind} of shape {tuple(tensor.shape)} for parameter {name!r}, which "
+                    + (f"has shape {tuple(shapes[name])}" if name in shapes else "this optimizer does not have")
+                )
+        self._flat = {}
+        self._waiting, self.shared = copied(state["memory"]), copied(state.get("shared", {}))
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank has not sent yet; 0.0 for algorithms that hold nothing back."""
+        parts = [*self._waiting.get("residual", {}).values()]
+        parts += [flats["residual"] for flats in self._flat.values() if "residual" in flats]
+        norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def copied(memory: Memory) -> Memory:
+    """The same, in tensors of its own."""
+    return {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
+
+
+def _write(by_name: dict[str, Tensor], bucket: Bucket, flat: Tensor) -> None:
+    by_name |= {name: view.clone() for name, view in bucket.by_name(flat)}

@@ -1,0 +1,106 @@
+"""The optimizer that steps behind DistributedDataParallel: compressors take over from it what they can."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..compressors import Compressor
+from ..errors import ConfigError
+from ..flat.gradient import HiddenGradients
+
+__all__ = ["AttachedOptimizer", "parameters_of"]
+
+
+class AttachedOptimizer:
+    """Runs `Compressor.before_step` and `after_step` around each step of an optimizer.
+
+    Args:
+        optimizer: the one that steps.
+        compressor: what takes over from it.
+        is_alone: whether there is only one rank, so that nothing is exchanged.
+        averaged: the parameters that DDP has averaged so far.
+
+    Until it has stepped, another optimizer that steps the same parameters is a ConfigError.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        compressor: Compressor,
+        is_alone: Callable[[], bool],
+        averaged: Callable[[], set[Tensor]],
+    ) -> None:
+        self.optimizer = optimizer
+        self.compressor = compressor
+        self.is_alone = is_alone
+        self.averaged = averaged
+        self.params = parameters_of(optimizer)
+        self._hidden = HiddenGradients()
+        self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            self._watch,
+        ]
+
+    def detach(self) -> None:
+        """Leave the optimizer alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def notice(self, other: Optimizer) -> None:
+        """Raises ConfigError if in its place another optimizer has stepped, as one made anew does."""
+        if other is not self.optimizer and not parameters_of(other).isdisjoint(self.averaged()):
+            raise ConfigError(
+                f"an optimizer ({type(other).__name__}) has stepped parameters of DDP that is not the one which "
+                f"ddp_hook knows, and that one has never stepped: what compressors take over from it, such as "
+                f"momentum, would be applied twice. Give ddp_hook the optimizer that steps, or call "
+                f"state.attach(optimizer) with it before the first backward pass."
+            )
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Runs `Compressor.before_step` once gradients are there: now, or when the closure has made them."""
+        self._watch.remove()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._use_gradients()
+            return None
+
+        def closure_then_compressor() -> Any:
+            loss = closure()
+            self._use_gradients()
+            return loss
+
+        if len(args) > 1:
+            return (args[0], closure_then_compressor, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_compressor}
+
+    def _use_gradients(self) -> None:
+        if not self.is_alone():
+            self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hidden.show()
+        if not self.is_alone():
+            self.compressor.after_step(optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    """All that it steps."""
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _after_any_step(attached: weakref.ref[AttachedOptimizer], other: Optimizer, args: Any, kwargs: Any) -> None:
+    """Runs after every optimizer's step, until the attached one has made its first."""
+    mine = attached()
+    if mine is not None:
+        mine.notice(other)

@@ -1,0 +1,109 @@
+"""One of DDP's buckets: which of its gradients travel together, and where their results are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..flat.buckets import build_buckets
+from ..flat.gradient import GradientBucket, LocalGradient, SparseSum, sum_of
+
+__all__ = ["Part", "Travelling", "parts_of"]
+
+
+@dataclass(eq=False)
+class Part:
+    """Parameters of one DDP bucket that travel together: `places` in that bucket.
+
+    `shift` is what each segment's positions are moved by to be those in DDP's buffer; None where DDP lays out some
+    parameter's elements in another order.
+    """
+
+    bucket: GradientBucket
+    places: list[int]
+    starts: Tensor
+    shift: Tensor | None
+
+    def fill(self, grads: Sequence[Tensor], factor: float) -> Tensor:
+        """Copy gradients into their bucket, if they do not stay where DDP has them; returns their sums."""
+        if self.bucket.in_place:
+            return torch.stack([sum_of(grad) for grad in grads])
+        sums = torch.stack([self.bucket.fill(place, grad) for place, grad in enumerate(grads)])
+        if factor != 1:
+            self.bucket.grad.mul_(factor)
+        return sums
+
+    def local(self, grads: Sequence[Tensor], factor: float) -> LocalGradient:
+        """The gradients where DDP has them."""
+        segments = self.bucket.segments
+        return LocalGradient(segments, [s.flatten(grad) for s, grad in zip(segments, grads, strict=True)], factor)
+
+
+@dataclass(eq=False)
+class Travelling:
+    """Gradients of one exchange, in DDP's `buffer`, and their sums. No `part` if they are sparse."""
+
+    part: Part | None
+    buffer: Tensor
+    grads: list[Tensor]
+    sums: Tensor
+
+    def write(self, result: Tensor | SparseSum, local: LocalGradient | None, used: list[bool], scale: float) -> None:
+        """Make the gradients in DDP's memory the result times `scale`; zero for a parameter that no rank has used."""
+        assert self.part is not None
+        bucket, shift = self.part.bucket, self.part.shift
+        if isinstance(result, SparseSum) and shift is None:
+            result = result.add_to(bucket.grad.zero_())
+        if isinstance(result, SparseSum):
+            assert shift is not None
+            for segment, grad in zip(bucket.segments, self.grads, strict=True):
+                if local is None or not local.is_clear(segment):
+                    grad.zero_()
+            for positions, values in result.messages:
+                there = positions + shift[torch.searchsorted(self.part.starts, positions, right=True) - 1]
+                self.buffer.index_add_(0, there, (values * scale).to(self.buffer.dtype))
+        else:
+            for segment, grad in zip(bucket.segments, self.grads, strict=True):
+                grad.copy_(segment.view(result))
+                if scale != 1:
+                    grad.mul_(scale)
+        for grad, was_used in zip(self.grads, used, strict=True):
+            if not was_used:
+                grad.zero_()
+
+
+def parts_of(
+    names: dict[Tensor, str],
+    grads: Sequence[Tensor],
+    buffer: Tensor,
+    kind_of: Callable[[str, Tensor], Hashable],
+    in_place: Callable[[Hashable], bool],
+    first: int,
+) -> list[Part]:
+    """Lay out one DDP bucket of dense gradients, in its order.
+
+    Args:
+        names: its parameters and their names.
+        grads: views of their gradients in its `buffer`.
+        kind_of: which parameters may travel together; see `build_buckets`.
+        in_place: for which kinds gradients stay where they are, on a CPU.
+        first: the index of the first part among all that are exchanged.
+    """
+    order, named = list(names.values()), [(name, param) for param, name in names.items() if param.numel()]
+    parts: list[Part] = []
+    for made in build_buckets(named, kind_of, 2**62, 2**62, None, GradientBucket) if named else []:
+        bucket = replace(made, index=first + len(parts))
+        bucket.in_place = bucket.is_cpu and in_place(bucket.kind)
+        places = [order.index(segment.name) for segment in bucket.segments]
+        offsets = [grads[place].storage_offset() - buffer.storage_offset() for place in places]
+        is_flat = all(
+            segment.flatten(grads[place]).data_ptr() == grads[place].data_ptr()
+            for segment, place in zip(bucket.segments, places, strict=True)
+        )
+        starts = torch.tensor([segment.start for segment in bucket.segments], device=buffer.device)
+        shift = torch.tensor(offsets, device=buffer.device) - starts if is_flat else None
+        parts.append(Part(bucket, places, starts, shift))
+    return parts

@@ -1,0 +1,432 @@
+"""What DDP's hook keeps and does on one rank: its buckets come in, are exchanged, and are written back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..checkpoint import check_owner
+from ..comm import Comm, current_comm
+from ..compressors import Compressor, Context, NoCompression, accept
+from ..compressors.own_step import updates_add_up
+from ..compressors.sparse_rows import gather_rows
+from ..errors import ConfigError
+from ..exchange.agreement import compare
+from ..exchange.flights import Flight, Traffic, context_of, exchange_of
+from ..exchange.parameters import (
+    check_trainable,
+    describe,
+    describe_groups,
+    inner_optimizer,
+    unique_names,
+)
+from ..exchange.runner import Job, Runner, on_their_way
+from ..exchange.telemetry import Telemetry
+from ..exchange.vote import Ballot, checksum, used_anywhere, vote
+from ..flat.gradient import is_finite, sum_of, values_of
+from ..flat.store import Store
+from ..version import __version__
+from .attached import AttachedOptimizer, parameters_of
+from .ddp_bucket import Part, Travelling, parts_of
+from .stepping import Stepping
+
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch.distributed import GradBucket
+else:
+    GradBucket = Any
+
+__all__ = ["HookState"]
+
+log = logging.getLogger("dgcopt")
+
+
+class HookState:
+    """What the hook keeps on one rank: the compressor, what was held back, and the exchanges of the step.
+
+    Pickled (`torch.save`) and restored, it continues with the same bits on the same rank of as many: give it to
+    `ddp_hook` with the optimizer, and register what that returns. Until DDP has rebuilt its buckets, sums that depend
+    on their layout (an allreduce among more than two ranks) may differ in their last bits.
+
+    Attributes: `compressor`; `step`, steps finished so far; `telemetry`, bytes and seconds of this process.
+    """
+
+    def __init__(self, compressor: Compressor | Any = None) -> None:
+        self.compressor: Compressor = NoCompression() if compressor is None else copy.deepcopy(accept(compressor))
+        self._start()
+        if self.compressor.source == "auto":
+            self.compressor.source = "gradient"
+            self._would_send_updates = True
+        if self.compressor.sends == "update":
+            raise ConfigError(
+                f"{type(self.compressor).__name__} sends the updates that the optimizer makes, and DDP exchanges "
+                f"gradients: use dgcopt.DistributedOptimizer, without DDP"
+            )
+        self.step = 0
+
+    def _start(self) -> None:
+        self._would_send_updates = False
+        self.telemetry = Telemetry()
+        self._store = Store()
+        self._saved: dict[str, Any] | None = None  # what was restored, until it is known to belong here
+        self._given: dict[Tensor, str] | None = None
+        self._names: dict[Tensor, str] = {}
+        self._attached: AttachedOptimizer | None = None
+        self._scaler: Any = None
+        self._scale = 1.0
+        self._share = 1.0
+        self._comm: Comm | None = None
+        self._layout: dict[tuple[str, ...], list[Part]] = {}
+        self._contexts: dict[Part, Context] = {}
+        self._flights: list[Flight[Travelling]] = []
+        self._arrived: list[tuple[Tensor, list[Flight[Travelling]], Future[Tensor]]] = []
+
+    @property
+    def comm(self) -> Comm:
+        """The wire: given, or that of `dgcopt.init()`, joined when it is first needed."""
+        return self._runner.comm
+
+    @functools.cached_property
+    def _runner(self) -> Runner:
+        self._comm = self._comm or current_comm()
+        runner = Runner(self._comm, "ddp_hook", lambda: None, self._forget)
+        runner.traffic.telemetry = self.telemetry
+        return runner
+
+    @property
+    def _traffic(self) -> Traffic:
+        return self._runner.traffic
+
+    # -- what persists -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of what this rank keeps, in plain tensors and numbers."""
+        known = {name: list(param.shape) for param, name in self._names.items()}
+        saved = self._saved or {}
+        return {
+            "rank": self._comm.rank if self._comm is not None else saved.get("rank"),
+            "world_size": self._comm.size if self._comm is not None else saved.get("world_size"),
+            "step": self.step,
+            "shapes": known or saved.get("shapes", {}),
+            "attached": self._attached is not None or saved.get("attached", False),
+            **self._store.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, between steps. The next backward pass checks that it belongs here."""
+        self._layout, self._contexts = {}, {}
+        self._store.restore(state)
+        self._saved = {key: state[key] for key in ("rank", "world_size", "shapes", "attached")}
+        self.step = state["step"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"compressor": self.compressor, **self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.compressor = state["compressor"]
+        self._start()
+        self.load_state_dict(state)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let the compressor take over from the optimizer what it can, before the first backward pass.
+
+        Another one of the same parameters takes the place of the one before. Of what Accelerate, Lightning or Fabric
+        put around an optimizer, the one inside is taken, which they step.
+        """
+        optimizer = inner_optimizer(optimizer)
+        if isinstance(optimizer, Stepping):
+            raise ConfigError("the optimizer exchanges gradients by itself: give ddp_hook the one that is not wrapped")
+        others = self._attached is not None and self._attached.params != parameters_of(optimizer)
+        if others or self._layout:
+            raise ConfigError("attach one optimizer, before the first backward pass")
+        numbered = unique_names(optimizer, None)
+        check_trainable({param: (self._given or {}).get(param, name) for param, name in numbered.items()})
+        if self._attached is not None:
+            self._attached.detach()
+        self._given = self._given or numbered
+        self.compressor.attach(optimizer)
+        if self._would_send_updates and updates_add_up(optimizer):
+            log.info(
+                "dgcopt: gradients travel, and %s's moments see only what has arrived of them; in place of DDP, "
+                "dgcopt.DistributedOptimizer sends the updates that it makes of whole ones",
+                type(optimizer).__name__,
+            )
+        self._attached = AttachedOptimizer(
+            optimizer, self.compressor, lambda: self.comm.size == 1, lambda: set(self._names if self._layout else ())
+        )
+
+    def use(self, names: dict[Tensor, str] | None, comm: Comm | None, scaler: Any) -> None:
+        """Take over what is given of parameters' names, the wire and the loop's GradScaler."""
+        self._given = names or self._given
+        self._comm = comm or self._comm
+        self._scaler = scaler if scaler is not None else self._scaler
+
+    # -- during backward ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take one of DDP's buckets; the call for the last one finishes the step. Its averaged gradients come later."""
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if self._saved is not None and self._saved.get("rank") is not None:
+            check_owner(
+                self._saved,
+                *(self.comm.rank, self.comm.size),
+                what=" of ddp_hook",
+                why="each rank keeps what it has not sent yet. Let every rank save and load a file of its own, or "
+                "begin with a new ddp_hook, which loses what was held back.",
+            )
+        if self.comm.size == 1:
+            future.set_result(buffer)
+            return future
+        try:
+            if bucket.index() == 0:
+                self._forget()  # a backward pass that failed half-way
+                self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+            flights = self._flights_of(bucket)
+            self._arrived.append((buffer, flights, future))
+            for flight in flights:
+                self._flights.append(flight)
+                if self.compressor.overlap and not self.compressor.whole_model:
+                    self._launch(flight)
+        except Exception:
+            self._forget()
+            raise
+        if bucket.is_last():
+            self._runner.finish(self._finish)
+        return future
+
+    def _flights_of(self, bucket: GradBucket) -> list[Flight[Travelling]]:
+        """The exchanges of one DDP bucket, whose gradients are ready."""
+        params, buffer = bucket.parameters(), bucket.buffer()
+        for param in params:
+            if param not in self._names:
+                self._names[param] = self._name(param)
+        names = tuple(self._names[param] for param in params)
+        if names not in self._layout:
+            self._layout[names] = self._lay_out(bucket, names)
+        if buffer.is_sparse:
+            return [Flight(f"sparse gradient {names[0]}", Travelling(None, buffer, [buffer], sum_of(buffer)[None]))]
+        grads, flights = bucket.gradients(), []
+        for part in self._layout[names]:
+            mine = [grads[place] for place in part.places]
+            flights.append(Flight(part.bucket.label, Travelling(part, buffer, mine, part.fill(mine, self._factor))))
+        return flights
+
+    # -- which gradients travel together -----------------------------------------------------------------------------
+
+    def _name(self, param: Tensor) -> str:
+        if self._given is not None:
+            if param not in self._given:
+                raise ConfigError(
+                    f"DDP trains a parameter of shape {tuple(param.shape)} that is not among those given to ddp_hook: "
+                    f"give it named_parameters and the optimizer of the whole model"
+                )
+            return self._given[param]
+        known = list(self._saved["shapes"]) if self._saved is not None else []
+        place = len(self._names)
+        return known[place] if place < len(known) else f"parameter{place}"
+
+    def _lay_out(self, bucket: GradBucket, names: tuple[str, ...]) -> list[Part]:
+        """Lay out one DDP bucket, after comparing it over ranks; what is kept of its parameters moves here."""
+        by_name = dict(zip(bucket.parameters(), names, strict=True))
+        self._check(by_name)
+        comm, optimizer = self.comm, self._attached.optimizer if self._attached is not None else None
+        lines = describe(
+            optimizer,  # type: ignore[arg-type]  # of which only the class is told
+            by_name,
+            {"compression": self.compressor, "scaler": self._scaler is not None},
+            __version__,
+        )
+        lines += describe_groups(optimizer) if optimizer is not None else []
+        self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))
+        for others in [key for key in self._layout if not set(key).isdisjoint(names)]:  # as DDP had them before
+            for part in self._layout.pop(others):
+                self._store.release([part.bucket])
+                del self._contexts[part]
+        if bucket.buffer().is_sparse:
+            self._store.forget(names)
+            return []
+
+        def stays(kind: Any) -> bool:
+            return not self.compressor.whole_model and self.compressor.in_place(kind)
+
+        first = len(self._flights)
+        parts = parts_of(by_name, bucket.gradients(), bucket.buffer(), self.compressor.kind, stays, first)
+        for part in parts:
+            self._contexts[part] = context_of(part.bucket, comm, "average", self._store)
+        self._store.forget(names)
+        return parts
+
+    def _check(self, names: dict[Tensor, str]) -> None:
+        """Raises ConfigError for parameters that cannot be averaged, or that a restored state does not fit."""
+        check_trainable(names)
+        for param, name in names.items():
+            if self._attached is not None and param not in self._attached.params:
+                raise ConfigError(
+                    f"DDP trains parameter {name!r}, which is not in the optimizer given to ddp_hook: give it the "
+                    f"optimizer of the whole model, or none"
+                )
+        saved = self._saved
+        if saved is None:
+            return
+        if saved["attached"] and self._attached is None:
+            raise ConfigError(
+                "this state of ddp_hook had an optimizer: give it the new one, ddp_hook(state, optimizer=optimizer)"
+            )
+        for param, name in names.items():
+            shape = saved["shapes"].get(name)
+            if saved["shapes"] and shape != list(param.shape):
+                raise ConfigError(
+                    f"the restored state of ddp_hook knows parameter {name!r} with shape {shape}, DDP has "
+                    f"{list(param.shape)}: build the same model, or name its parameters (named_parameters)"
+                )
+
+    # -- launching ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _factor(self) -> float:
+        """What DDP's gradients are multiplied by before they are exchanged, where the exchange divides by all."""
+        return self._share / self._scale
+
+    def _launch(self, flight: Flight[Travelling], certain: bool = False) -> None:
+        part = flight.of.part
+        if part is None:
+            self._traffic.launch(flight, gather_rows(flight.of.buffer * self._factor, self.comm.size))
+            return
+        context = self._contexts[part]
+        context.step, context.certain, context.index = self.step, certain, self._flights.index(flight)
+        if part.bucket.in_place:
+            context.local = part.local(flight.of.grads, self._factor)
+        self._traffic.launch(flight, exchange_of(part.bucket, self.compressor, context))
+
+    def _launch_rest(self, certain: bool) -> None:
+        waiting = [flight for flight in self._flights if flight.exchange is None]
+        if self.compressor.whole_model and waiting:
+            parts = [flight.of.part for flight in waiting if flight.of.part is not None]
+            self.compressor.prepare([part.bucket.grad for part in parts], [self._contexts[part] for part in parts])
+        for flight in waiting:
+            self._launch(flight, certain)
+
+    # -- at the end of the step --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _finish(self) -> Job:
+        """Every bucket is here: finish all exchanges, and let DDP have their results."""
+        for kind, name in self._store.waiting():
+            raise ConfigError(
+                f"the restored state of ddp_hook holds {kind} of parameter {name!r}, which DDP does not train: "
+                f"build the same model, or name its parameters (named_parameters)"
+            )
+        self._saved = None
+        sums = [total for flight in self._flights for total in flight.of.sums.tolist()]
+        grads = [grad for flight in self._flights for grad in flight.of.grads]
+        # finite numbers other than zero may add up to it
+        used = [s != 0 or bool(values_of(g).any()) for s, g in zip(sums, grads, strict=True)]
+        order = [name for names in self._layout for name in names]
+        served = _served_without_data()
+        ballot = Ballot(
+            active=served is None,
+            finite=all(is_finite(grad, total) for total, grad in zip(sums, grads, strict=True)),
+            step=self.step,
+            trained=checksum(order),
+            launched=len(self._flights),
+            complete=all(used),
+            by_active=served is not None and not served._divide_by_initial_world_size,
+        )
+        traffic = self._traffic
+        verdict = yield from traffic.through(vote(ballot, "vote"))
+        if not verdict.alike:
+            yield from traffic.through(compare(order, self.comm.rank, "DDP's buckets"))
+        if verdict.void:
+            yield from traffic.call_off(self._flights)
+            self._make_void(verdict.void)
+        else:
+            share = self.comm.size / verdict.active if verdict.by_active else 1.0
+            if share != self._share:
+                self._share = share
+                yield from self._take_back()
+            if verdict.complete:
+                used = [True] * len(used)
+            else:
+                used = (yield from traffic.through(used_anywhere(used, "gradients that there are"))).tolist()
+            self._launch_rest(certain=verdict.complete)
+            yield from traffic.finish(self._flights, self.compressor.in_turn)
+            self._settle(used)
+        for buffer, flights, future in self._arrived:
+            result = flights[0].result if buffer.is_sparse and not verdict.void else buffer
+            future.set_result(result)  # type: ignore[arg-type]  # a tensor, as sparse gradients are gathered whole
+        self._forget()
+
+    def _take_back(self) -> Job:
+        """Undo what was launched before it was known by how many ranks averages divide; all ranks do."""
+        self.telemetry.repeated += any(flight.exchange is not None for flight in self._flights)
+        yield from self._traffic.call_off(self._flights)
+        for flight in self._flights:
+            flight.exchange = flight.handle = flight.result = None
+            flight.rounds.clear()
+            if flight.of.part is not None:
+                self._contexts[flight.of.part].roll_back()
+                flight.of.part.fill(flight.of.grads, self._factor)
+
+    def _make_void(self, ranks: list[int]) -> None:
+        """Gradients of `ranks` are not finite: memory stays what it was, and DDP is given NaN on every rank."""
+        self.telemetry.skipped += 1
+        log.log(
+            logging.WARNING if self._scaler is None else logging.INFO,  # loss scaling brings it about
+            "dgcopt: step %d: NaN or Inf in the gradients of rank(s) %s; nothing is averaged",
+            *(self.step, ranks),
+        )
+        for buffer, *_ in self._arrived:
+            values_of(buffer).fill_(torch.nan)
+
+    def _settle(self, used: list[bool]) -> None:
+        """The step succeeded: write results into DDP's memory, and keep what was held back."""
+        start, left, elements = time.perf_counter(), iter(used), 0
+        for flight in self._flights:
+            of, result = flight.of, flight.result
+            flags = [next(left) for _ in of.grads]
+            assert result is not None
+            if of.part is None:
+                assert isinstance(result, Tensor)
+                flight.result = result * self._scale
+            else:
+                local = self._contexts[of.part].local
+                self._contexts[of.part].settle(None if all(flags) else flags)
+                of.write(result, local, flags, self._scale)
+            elements += sum(grad.numel() for grad in of.grads)
+        self.telemetry.apply_seconds += time.perf_counter() - start
+        self._traffic.count_step(elements)
+        self.step += 1
+
+    def _forget(self) -> str:
+        """The step is over, or failed: what it has not settled is rolled back."""
+        told = on_their_way(self._flights)
+        for flight in self._flights:
+            if flight.of.part is not None:
+                self._contexts[flight.of.part].roll_back()
+        self._flights, self._arrived = [], []
+        return told
+
+
+def _served_without_data() -> DistributedDataParallel | None:
+    """The model whose `join()` calls the hook for this rank, which has run out of data; None in a backward pass.
+
+    DDP tells its hooks nothing of that.
+    """
+    frame = sys._getframe() if torch._C._current_graph_task_id() < 0 else None
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, DistributedDataParallel):
+            return model
+        frame = frame.f_back
+    return None

@@ -1,0 +1,91 @@
+"""The class that a wrapped optimizer gets: a subclass of the one it had, so that it stays the same object."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..compressors.own_step import passes_over_missing_gradients
+from ..errors import ConfigError
+
+__all__ = ["bare_class", "become"]
+
+
+def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[..., Any]) -> None:
+    """Change the class of `optimizer` to one that has the methods of `ours` ahead of its own.
+
+    `between_hooks(optimizer, *args, **kwargs)` is what a step does between its hooks. The class's own step, without
+    any, is `optimizer.bare_step` from then on. Raises ConfigError if something else was bound in place of `step` that
+    may move weights in a step that no rank is to take.
+    """
+    base: Any = type(optimizer)
+    kind = _subclass(base, ours, between_hooks)  # type: ignore[arg-type]
+    _bind_anew(optimizer, kind)
+    optimizer.__class__ = kind
+
+
+def bare_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The class that the optimizer had."""
+    return type(optimizer).bare  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _subclass(base: Any, ours: Any, between_hooks: Callable[..., Any]) -> type[Optimizer]:
+    bare = base.step
+    if getattr(bare, "__code__", None) is _with_hooks(bare).__code__:
+        bare = bare.__wrapped__
+
+    @functools.wraps(bare)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return between_hooks(self, *args, **kwargs)
+
+    body = {"__doc__": base.__doc__, "__module__": base.__module__, "bare": base, "bare_step": bare}
+    return _ahead_of(type(base), ours)(base.__name__, (base, ours), {**body, "step": _with_hooks(step)})
+
+
+def _ahead_of(kind: Any, ours: type[Optimizer]) -> Any:
+    """A `kind` of class whose own methods give way to those of `ours`, though it names `base` first.
+
+    Python lets an object change to a class that has its memory laid out by the same first base. With `ours` first, that
+    fails for optimizers whose first base is none itself, such as `class Mine(ABC, Optimizer)`.
+    """
+    first = [cls for cls in ours.__mro__ if cls not in Optimizer.__mro__]
+
+    def mro(cls: Any) -> list[type]:
+        new, *others = kind.mro(cls)
+        return [new, *first, *(other for other in others if other not in first)]
+
+    return type(kind.__name__, (kind,), {"mro": mro})
+
+
+def _with_hooks(step: Any) -> Any:
+    """A step as torch makes it of the one that a class defines: with the hooks of the optimizer around it."""
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # so that torch does not do it again
+    return hooked
+
+
+def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
+    """Let a scheduler that was made before, and has bound the old class's `step`, call that of `kind`."""
+    bound, own = vars(optimizer).get("step"), type(optimizer).step
+    # a newer torch names what its scheduler calls, an older one does not
+    if hasattr(bound, "_wrapped_by_lr_sched") and getattr(bound, "__wrapped__", own) is own:
+        reference = weakref.ref(optimizer)
+
+        @functools.wraps(bound)  # type: ignore[arg-type]
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer: Any = reference()
+            optimizer._opt_called = True  # all that the scheduler wants to know
+            return kind.step(optimizer, *args, **kwargs)
+
+        optimizer.step = step  # type: ignore[method-assign]
+    elif bound is not None and not passes_over_missing_gradients(optimizer):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"this {name}'s `step` was replaced before the optimizer was wrapped, so that dgcopt cannot keep it from "
+            f"moving weights where NaN or Inf make a step void: wrap the optimizer first, then replace its `step`"
+        )

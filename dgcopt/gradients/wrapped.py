@@ -1,0 +1,138 @@
+"""A wrapped optimizer as its engine knows it: what must be equal on all ranks, and the update that it makes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..compressors import Compressor
+from ..exchange.divergence import digest
+from ..exchange.parameters import describe, describe_groups
+from ..version import __version__
+from .settings import Settings
+
+__all__ = ["Wrapped"]
+
+log = logging.getLogger("dgcopt")
+
+
+class Wrapped:
+    """An optimizer whose gradients, or the updates that it makes of them, are exchanged.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        names: every parameter and its unique name, in an order that is the same on all ranks; may grow.
+        compressor: how gradients travel.
+        own_step: the optimizer's own step, without any exchange or hook.
+        step_without_data: takes the step of a rank that has run out of data.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[Tensor, str],
+        compressor: Compressor,
+        own_step: Callable[[], Any],
+        step_without_data: Callable[[], None],
+    ) -> None:
+        self.optimizer = optimizer
+        self.names = names
+        self.compressor = compressor
+        self.own_step = own_step
+        self.step_without_data = step_without_data
+
+    # -- what must be equal on all ranks -----------------------------------------------------------------------------
+
+    def describe(self, settings: Settings) -> list[str]:
+        """Everything that must be equal whenever buckets are laid out, a line each."""
+        return describe(self.optimizer, self.names, {"compression": self.compressor, **vars(settings)}, __version__)
+
+    def describe_start(self, warn: bool) -> list[str]:
+        """What must be equal beyond that before the first step, a line each; afterwards it stays so."""
+        if warn and _is_averaged_by_ddp(self.names):
+            log.warning(
+                "dgcopt: DistributedDataParallel averages these parameters' gradients too: what it sends comes on top "
+                "of what telemetry counts, and saves nothing. Give dgcopt.ddp_hook to DDP in place of "
+                "DistributedOptimizer, or train the bare model"
+            )
+        states = {name: state for name, (_, *state) in self.replicated().items() if state}
+        digests = [f"state of parameter {name}: {bytes(digest(s).tolist()).hex()}" for name, s in states.items()]
+        return describe_groups(self.optimizer) + digests
+
+    def replicated(self) -> dict[str, list[Tensor]]:
+        """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""
+        found = {}
+        for param, name in self.names.items():
+            state = self.optimizer.state.get(param, {}) if self.compressor.sends == "gradient" else {}
+            kept = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+            found[name] = [param, *kept]
+        return found
+
+    # -- the update as what travels ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def make_update(self, sparse_as_dense: bool) -> None:
+        """Replace every gradient by what the optimizer would add to its parameter, and leave the parameters.
+
+        But for decoupled weight decay, which is the same on all ranks and need not travel.
+        """
+        held = [(param, param.detach().clone()) for param in self.names if param.grad is not None]
+        if sparse_as_dense and not isinstance(self.optimizer, torch.optim.SparseAdam):
+            for param, _ in held:
+                param.grad = param.grad.to_dense() if param.grad is not None else None
+        decays = [(group, group["weight_decay"]) for group in self.optimizer.param_groups if _decays_apart(group)]
+        try:
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
+            self.own_step()
+        finally:
+            for group, decay in decays:
+                group["weight_decay"] = decay
+        for param, before in held:
+            grad = param.grad
+            if grad is None or grad.layout != torch.strided or grad.dtype != param.dtype:
+                grad = torch.empty_like(param)
+            param.grad = torch.sub(param, before, out=grad)
+            param.copy_(before)
+
+    @torch.no_grad()
+    def take_update(self) -> None:
+        """Add the combined update to the parameters, in place of the optimizer's own step."""
+        for group in self.optimizer.param_groups:
+            kept = 1 - float(group["lr"]) * float(group["weight_decay"]) if _decays_apart(group) else 1.0
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.mul_(kept).add_(param.grad)
+
+
+def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
+    """Whether a DistributedDataParallel without a hook has averaged gradients of `params` over all processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    ours = set(params)
+    for module in _instances(torch.nn.parallel.DistributedDataParallel):  # nothing leads from a parameter to its DDP
+        size = torch.distributed.get_world_size(module.process_group)
+        everyone = size == torch.distributed.get_world_size() > 1
+        # False after a forward pass within DDP's no_sync()
+        exchanges = getattr(module, "require_forward_param_sync", True) and not getattr(module, "_comm_hooks", [])
+        if everyone and exchanges and not ours.isdisjoint(module.parameters()):
+            return True
+    return False
+
+
+def _instances(kind: type[Any]) -> Iterator[Any]:
+    """All living objects of a class and its subclasses: the garbage collector knows that each refers to its class."""
+    yield from (each for each in gc.get_referrers(kind) if type(each) is kind)
+    for subclass in kind.__subclasses__():
+        yield from _instances(subclass)
+
+
+def _decays_apart(group: dict[str, Any]) -> bool:
+    """Whether weight decay is no part of what the group's optimizer makes of the gradient, as in AdamW."""
+    return bool(group.get("decoupled_weight_decay")) and bool(group["weight_decay"])

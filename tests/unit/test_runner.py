@@ -1,0 +1,131 @@
+"""Store and Runner: one more caller of the same generators is short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgcopt
+from dgcopt.collectives import AllReduce
+from dgcopt.exchange.flights import Flight, context_of, exchange_of
+from dgcopt.exchange.runner import Job, Runner, on_their_way
+from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
+from dgcopt.flat.store import Store
+
+
+class EveryK:
+    """A list of tensors becomes their mean over ranks, compressed with error feedback, at every k-th call."""
+
+    def __init__(self, tensors: list[Tensor], compressor: dgcopt.Compressor, comm: dgcopt.Comm, every: int) -> None:
+        named = [(f"t{place}", tensor) for place, tensor in enumerate(tensors)]
+        self.shapes = {name: tensor.shape for name, tensor in named}
+        self.compressor, self.comm, self.every, self.calls = compressor, comm, every, 0
+        self.buckets = build_buckets(named, compressor.kind, 2**20, 2**20, None, GradientBucket)
+        self.store = Store()
+        self.runner = Runner(comm, "every k", lambda: None, self.forget)
+        self.restore({"memory": {}})
+
+    def restore(self, state: dict) -> None:
+        self.store.restore(state, self.shapes)
+        self.contexts = {bucket: context_of(bucket, self.comm, "average", self.store) for bucket in self.buckets}
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.runner.add(self.exchange())
+            self.runner.go()
+
+    def exchange(self) -> Job:
+        self.flights = [Flight(bucket.label, bucket) for bucket in self.buckets]
+        for flight in self.flights:
+            flight.of.grad.copy_(flight.of.read())
+            exchange = exchange_of(flight.of, self.compressor, self.contexts[flight.of])
+            self.runner.traffic.launch(flight, exchange)
+        yield from self.runner.traffic.finish(self.flights, self.compressor.in_turn)
+        for flight in self.flights:
+            self.contexts[flight.of].settle()
+            flight.of.write(self.contexts[flight.of].dense(flight.result))
+
+    def forget(self) -> str:
+        for context in self.contexts.values():
+            context.roll_back()
+        return on_their_way(self.flights)
+
+
+def world(size: int, compressor: dgcopt.Compressor, every: int = 2) -> tuple[list[list[Tensor]], list[EveryK]]:
+    tensors = [[torch.full((5, 3), float(rank)), torch.arange(70.0) * rank] for rank in range(size)]
+    comms = dgcopt.simulated_world(size)
+    return tensors, [EveryK(mine, compressor, comm, every) for mine, comm in zip(tensors, comms, strict=True)]
+
+
+def test_the_fourth_caller_exchanges_every_k_calls() -> None:
+    tensors, callers = world(3, dgcopt.NoCompression())
+    for caller in callers:
+        caller()
+    assert [mine[0][0, 0].item() for mine in tensors] == [0.0, 1.0, 2.0], "not yet"
+    for caller in callers:
+        caller()
+    for mine in tensors:
+        assert torch.equal(mine[0], torch.full((5, 3), 1.0)) and torch.equal(mine[1], torch.arange(70.0))
+    assert callers[0].runner.traffic.telemetry.sent_bytes > 0
+
+
+def test_what_it_holds_back_is_kept_by_name_and_goes_on_in_another() -> None:
+    tensors, callers = world(2, dgcopt.TopK(0.1), every=1)
+    for caller in callers:
+        caller()
+    state = callers[1].store.state()
+    sent = 2 * tensors[1][1]
+    torch.testing.assert_close(state["memory"]["residual"]["t1"] + sent, torch.arange(70.0), rtol=0, atol=0)
+    other = EveryK([torch.zeros(5, 3), torch.zeros(70)], dgcopt.TopK(0.1), dgcopt.simulated_world(2)[1], 1)
+    other.restore(state)
+    assert other.store.residual_norm() == callers[1].store.residual_norm() > 0
+    with pytest.raises(
+        dgcopt.ConfigError, match=r"residual of shape \(70,\) for parameter 't1', which has shape \(7,\)"
+    ):
+        other.store.restore(state, {"t0": torch.Size((5, 3)), "t1": torch.Size((7,))})
+    assert other.store.residual_norm() > 0, "what does not fit changes nothing"
+
+
+class Fails(dgcopt.Compressor):
+    """On one rank, after its first collective."""
+
+    def exchange(self, grad, ctx):
+        held = ctx.remember("residual", grad)
+        held += 1
+        mean = yield AllReduce(grad)
+        if ctx.rank == 1:
+            raise ValueError("the disk is full")
+        return mean
+
+
+def test_an_error_is_raised_on_the_rank_that_it_belongs_to_and_changes_nothing() -> None:
+    tensors, callers = world(3, Fails(), every=1)
+    before = [[tensor.clone() for tensor in mine] for mine in tensors]
+    for caller in callers:
+        caller()  # the last one to come moves the others on
+    assert all(torch.equal(*pair) for pair in zip(tensors[1], before[1], strict=True))
+    assert callers[1].store.residual_norm() == 0 and callers[0].store.residual_norm() > 0
+    with pytest.raises(ValueError, match="disk is full"):
+        callers[1].runner.finish()
+    callers[1].runner.finish()  # said once
+
+
+def test_jobs_are_done_one_after_another_and_a_failure_ends_them_all() -> None:
+    comm = dgcopt.simulated_world(1)[0]
+    done: list[str] = []
+    runner = Runner(comm, "test", lambda: None, lambda: " Nothing was sent.")
+
+    def job(name: str) -> Job:
+        yield runner.traffic.start(AllReduce(torch.zeros(1)), name)
+        if name == "second":
+            raise dgcopt.CommError("gone.")
+        done.append(name)
+
+    for name in ("first", "second", "third"):
+        runner.add(job(name))
+    with pytest.raises(dgcopt.CommError, match=r"gone\. Nothing was sent\."):
+        runner.finish()
+    assert done == ["first"] and not runner.busy

@@ -241,7 +241,7 @@ class Rounds:
                 raise self.replica.not_finite(self.local_step, verdict.void)
             raise MismatchError("ranks train different parameters: set requires_grad alike on every rank")
         there = self.attendance
-        there.ranks = verdict.active
+        there.ranks = verdict.active_ranks
         by_moved = there.divides and there.ranks
         self.replica.set_weight((self.comm.size / there.ranks if moved else 0.0) if by_moved else 1.0)
         return there.ranks > 0

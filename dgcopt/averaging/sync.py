@@ -66,7 +66,7 @@ class Sync:
         raise NotImplementedError
 
     def call_off(self) -> None:
-        """Before state is loaded: let what was sent run out, on all ranks."""
+        """Before state is loaded: wait for what was sent, and discard it, on all ranks."""
 
     def abandon(self) -> str:
         """Forget a round that failed; returns what an error of the wire should say beside its own words."""

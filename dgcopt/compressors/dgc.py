@@ -151,7 +151,7 @@ class DGC(Compressor):
             return (yield AllReduce(grad, op=ctx.op))
 
         ratio = self.ratio_at(ctx.step)
-        local = LocalGradient.lying_flat(grad, ctx.segments) if ctx.local is None else ctx.local
+        local = LocalGradient.of_flat(grad, ctx.segments) if ctx.local is None else ctx.local
         dtype = torch.bfloat16 if self.residual == "bf16" else None
         u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
         if ctx.certain and ctx.kind == "matrix" and ratio < 1:

@@ -138,7 +138,7 @@ class Traffic:
                         break
 
     def call_off(self, flights: Sequence[Flight[Any]]) -> Generator[Handle, Tensor, None]:
-        """Let collectives that were started run out, on all ranks the same ones, and end their exchanges there."""
+        """Wait for collectives that were started, the same ones on all ranks, and discard their results."""
         for flight in flights:
             if flight.handle is not None:
                 yield flight.handle

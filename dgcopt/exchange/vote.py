@@ -71,7 +71,7 @@ class Verdict:
     """What all ranks conclude from their ballots, alike.
 
     Attributes:
-        active: how many ranks have data.
+        active_ranks: how many ranks have data.
         void: ranks whose gradients are not finite; if there are any, nobody takes the step.
         stale: whether what was sent must be taken back and sent anew.
         prepared: whether all ranks have laid out their buckets.
@@ -82,7 +82,7 @@ class Verdict:
         by_active: whether averages divide by the ranks that have data.
     """
 
-    active: int
+    active_ranks: int
     void: list[int]
     stale: bool
     prepared: bool
@@ -110,7 +110,7 @@ def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:
             f"equally often."
         )
     return Verdict(
-        active=sum(ballot.active for ballot in ballots),
+        active_ranks=sum(ballot.active for ballot in ballots),
         void=[rank for rank, ballot in enumerate(ballots) if not ballot.finite],
         stale=any(ballot.stale for ballot in ballots),
         prepared=all(ballot.prepared for ballot in ballots),

@@ -90,7 +90,7 @@ class LocalGradient:
         self._clear: set[int] = set()
 
     @staticmethod
-    def lying_flat(flat: Tensor, segments: Sequence[Segment]) -> LocalGradient:
+    def of_flat(flat: Tensor, segments: Sequence[Segment]) -> LocalGradient:
         """The same for a gradient that is in one piece already."""
         gradient = LocalGradient(segments, [None] * len(segments))
         gradient._parts = [(0, len(flat), flat)]

@@ -294,11 +294,11 @@ class Engine:
             verdict = yield from self._take_vote()
         if not verdict.alike:
             yield from traffic.through(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters"))
-        before, self.attendance.ranks = self.attendance.ranks, verdict.active
-        again = verdict.stale or not verdict.prepared or verdict.active != before
-        if again or verdict.void or not verdict.active:
+        before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
+        again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
+        if again or verdict.void or not verdict.active_ranks:
             yield from self._take_back(verdict)
-        if verdict.void or not verdict.active:
+        if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
             return
         if not verdict.prepared:

@@ -351,7 +351,7 @@ class HookState:
             yield from traffic.call_off(self._flights)
             self._make_void(verdict.void)
         else:
-            share = self.comm.size / verdict.active if verdict.by_active else 1.0
+            share = self.comm.size / verdict.active_ranks if verdict.by_active else 1.0
             if share != self._share:
                 self._share = share
                 yield from self._take_back()
@@ -361,7 +361,7 @@ class HookState:
                 used = (yield from traffic.through(used_anywhere(used, "gradients that there are"))).tolist()
             self._launch_rest(certain=verdict.complete)
             yield from traffic.finish(self._flights, self.compressor.in_turn)
-            self._settle(used)
+            self._hand_out(used)
         for buffer, flights, future in self._arrived:
             result = flights[0].result if buffer.is_sparse and not verdict.void else buffer
             future.set_result(result)  # type: ignore[arg-type]  # a tensor, as sparse gradients are gathered whole
@@ -389,7 +389,7 @@ class HookState:
         for buffer, *_ in self._arrived:
             values_of(buffer).fill_(torch.nan)
 
-    def _settle(self, used: list[bool]) -> None:
+    def _hand_out(self, used: list[bool]) -> None:
         """The step succeeded: write results into DDP's memory, and keep what was held back."""
         start, left, elements = time.perf_counter(), iter(used), 0
         for flight in self._flights:

@@ -41,14 +41,14 @@ def test_twelve_bytes(ballot):
 
 def test_one_rank_decides_for_all():
     calm = verdict_on({}, {}, {})
-    assert (calm.active, calm.void, calm.launched) == (3, [], 3)
+    assert (calm.active_ranks, calm.void, calm.launched) == (3, [], 3)
     assert not calm.stale and calm.prepared and calm.complete and calm.final and calm.alike
     assert verdict_on({}, {"finite": False}, {}).void == [1]
     assert verdict_on({}, {"stale": True}, {}).stale
     assert not verdict_on({}, {"prepared": False}, {}).prepared
     assert not verdict_on({}, {"complete": False}, {}).complete
     assert verdict_on({}, {"complete": False, "active": False}, {}).complete, "a rank without data misses nothing"
-    assert verdict_on({}, {"active": False}, {}).active == 2
+    assert verdict_on({}, {"active": False}, {}).active_ranks == 2
     assert not verdict_on({}, {"final": False}, {}).final
     assert not verdict_on({}, {"trained": 1}, {}).alike
     assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9

@@ -126,9 +126,9 @@ def odd_shapes(comm: Comm) -> None:
 
 
 def many_in_flight(comm: Comm) -> None:
-    """A megabyte each, several at a time, on two groups, waited for in another order than they were started."""
+    """64 kB each, several at a time, on two groups, waited for in another order than they were started."""
     grouped = regrouped(comm, [rank % 2 for rank in range(comm.size)])
-    length = 2**18
+    length = 2**14
 
     def part(number: int, rank: int) -> Tensor:
         return torch.arange(length, dtype=torch.float32) % 1000 + number + rank

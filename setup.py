@@ -28,8 +28,8 @@ setup(
     ext_modules=[
         Extension(
             "dgcopt.kernels.libdgcopt",
-            sources=["dgcopt/kernels/native.c"],
-            depends=["dgcopt/kernels/loops.h"],
+            sources=["dgcopt/kernels/native/native.c"],
+            depends=[str(path) for path in sorted(Path("dgcopt/kernels/native").rglob("*.h"))],
             # fused multiply-add where the source says so, and nowhere else: results must be torch's to the bit
             extra_compile_args=["-O3", "-g0", "-ffp-contract=off"],
             optional=True,

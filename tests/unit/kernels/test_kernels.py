@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, halves_and_wholes, momenta, numbers, numels
 from torch import Tensor
 
 from dgcopt import kernels
@@ -20,47 +21,9 @@ from dgcopt.errors import ConfigError
 from dgcopt.flat.segments import block_maxima
 from dgcopt.kernels import Groups, Momentum, native
 from dgcopt.kernels import torch as specification
+from dgcopt.kernels.native import library
 
-built = pytest.mark.skipif(
-    not native.instructions(),
-    reason="the native kernels are not built here: install dgcopt with a C compiler, on a processor with AVX2 or NEON",
-)
 KERNELS = Path(kernels.__file__).parent
-EXAMPLES = int(os.environ.get("DGCOPT_TEST_EXAMPLES", "250"))
-
-SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-42, 3e38, -3e38])
-KINDS = ("of all sizes", "normal", "tied", "zero", "sparse")
-numels = st.one_of(st.integers(0, 200), st.sampled_from([1000, 4096, 5000, 140_001]))
-momenta = st.sampled_from(
-    [None, *(Momentum(m, d, n) for m in (0.0, 0.9) for d, n in [(0.0, False), (0.3, False), (0.0, True), (0.3, True)])]
-)
-halves_and_wholes = st.sampled_from([torch.float32, torch.bfloat16])
-
-
-def numbers(numel: int, dtype: torch.dtype, kind: str, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    if kind == "zero":
-        return torch.zeros(numel, dtype=dtype)
-    if kind == "tied":
-        return torch.randint(-3, 4, (numel,), generator=generator).to(dtype)
-    normal = torch.randn(numel, generator=generator)
-    if kind == "sparse":
-        return (normal * (torch.rand(numel, generator=generator) < 0.02)).to(dtype)
-    if kind == "of all sizes":
-        normal *= torch.randint(-140, 120, (numel,), generator=generator).double().exp2()
-        special = torch.rand(numel, generator=generator) < 0.02
-        normal[special] = SPECIAL[torch.randint(len(SPECIAL), (int(special.sum()),), generator=generator)]
-    return normal.to(dtype)
-
-
-def assert_same_bits(ours: Tensor | None, theirs: Tensor | None) -> None:
-    """NaN equals NaN: which one it is, torch's own loops do not agree upon."""
-    assert (ours is None) == (theirs is None)
-    if ours is not None and theirs is not None:
-        assert ours.dtype == theirs.dtype
-        width = {2: torch.int16, 4: torch.int32}[ours.element_size()]
-        differ = (ours.view(width) != theirs.view(width)) & ~(ours.isnan() & theirs.isnan())
-        assert not differ.any(), (ours[differ][:4], theirs[differ][:4])
 
 
 @built
@@ -218,7 +181,7 @@ def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
     v, maxima = torch.zeros(100), torch.zeros(2)
     with pytest.raises(ValueError, match="flat tensor of 100"):
         native.accumulate(v, v, None, torch.zeros(99), maxima, None)
-    with pytest.raises(ValueError, match="memory must be of"):
+    with pytest.raises(ValueError, match="a tensor of torch.float32 is needed"):
         native.accumulate(v, v, torch.zeros(100).bfloat16(), v.clone(), maxima, Momentum(0.9))
     with pytest.raises(ValueError, match="block maxima"):
         native.accumulate(v, v, None, v.clone(), torch.zeros(1), None)
@@ -243,41 +206,45 @@ def test_the_environment_chooses(tmp_path):
 
 def test_without_the_library_everything_runs_in_torch(tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
-    monkeypatch.setattr(native, "_LIBRARY", tmp_path / "missing.so")
-    native._library.cache_clear()
+    monkeypatch.setattr(library, "_LIBRARY", tmp_path / "missing.so")
+    library._library.cache_clear()
     try:
         with caplog.at_level("INFO", "dgcopt"):
             assert kernels.instructions() == "" and kernels.instructions() == ""
             assert kernels.pack_small(torch.ones(8, dtype=torch.uint8), 1).tolist() == [255]
         assert caplog.text.count("install a C compiler") == 1
         monkeypatch.setenv("DGCOPT_KERNELS", "native")
-        native._library.cache_clear()
+        library._library.cache_clear()
         with pytest.raises(ConfigError, match="were not built"):
             kernels.instructions()
     finally:
-        native._library.cache_clear()
+        library._library.cache_clear()
 
 
 @built
 def test_under_sanitizers(tmp_path):
     """The loops read and write nothing but what they are given, and do nothing that C leaves undefined."""
     compiler = shutil.which("gcc") or pytest.skip("no gcc, whose sanitizers this uses")
-    library = tmp_path / "libdgcopt.so"
+    sanitized = tmp_path / "libdgcopt.so"
     flags = ["-g", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-fsanitize=address,undefined"]
     flags.append("-fno-sanitize-recover=all")
-    build = subprocess.run([compiler, *flags, KERNELS / "native.c", "-o", library], capture_output=True, text=True)
+    build = subprocess.run(
+        [compiler, *flags, KERNELS / "native" / "native.c", "-o", library], capture_output=True, text=True
+    )
     if build.returncode:
         pytest.skip(f"gcc has no sanitizers here: {build.stderr[-200:]}")
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     code = f"""
-import pathlib, sys
-from dgcopt.kernels import native
-native._LIBRARY = pathlib.Path({str(library)!r})
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import test_kernels as tests
-for test in (tests.test_accumulate, tests.test_select, tests.test_pack_small, tests.test_rice):
-    test()
-print("clean", native.instructions())
+import importlib, pathlib, sys
+from dgcopt.kernels.native import instructions, library
+library._LIBRARY = pathlib.Path({str(sanitized)!r})
+here = pathlib.Path({str(Path(__file__).parent)!r})
+sys.path[:0] = [str(here), str(here.parent)]
+for path in sorted(here.glob("test_*.py")):
+    for name, test in vars(importlib.import_module(path.stem)).items():
+        if name.startswith("test_") and getattr(test, "is_hypothesis_test", False):
+            test()
+print("clean", instructions())
 """
     env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "DGCOPT_TEST_EXAMPLES": "30"}
     assert run(code, DGCOPT_KERNELS="native", **env) == f"clean {native.instructions()}"

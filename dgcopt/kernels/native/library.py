@@ -1,0 +1,144 @@
+"""The library of loops in C (native.c), through ctypes: each one pass over memory, where torch's take several.
+
+The library is built when dgcopt is installed, if there is a C compiler. Without it, on a processor that it has no loops
+for, or with DGCOPT_KERNELS=torch, everything runs in torch, to the same bits. Loops let go of the GIL, and share their
+work between as many threads as torch has in this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...flat.segments import BLOCK
+
+__all__ = [
+    "FLOATS",
+    "Float",
+    "Int",
+    "Length",
+    "Pointer",
+    "at",
+    "check_bytes",
+    "check_flat",
+    "function",
+    "instructions",
+    "is_flat",
+    "shared",
+    "takes_flat",
+    "takes_floats",
+]
+
+log = logging.getLogger("dgcopt")
+
+_LIBRARY = Path(__file__).parent.with_name("libdgcopt.so")
+_SHARE = 2**16
+"""Elements that are worth a thread of their own."""
+
+FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""The floating dtypes that there are loops for, and what their names end with."""
+Pointer, Length, Float, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+
+@functools.cache
+def _library() -> tuple[ctypes.CDLL, str] | None:
+    """The library and the instruction set to use; None if they cannot be used; the log says why, once."""
+    choice = os.environ.get("DGCOPT_KERNELS", "")
+    if choice not in ("", "native", "torch"):
+        raise ConfigError(f'DGCOPT_KERNELS must be "native" or "torch", not {choice!r}')
+    if choice == "torch":
+        return None
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+        library.dgcopt_cpu.restype = ctypes.c_char_p
+        variant = library.dgcopt_cpu().decode()
+        problem = "" if variant else "this processor lacks AVX2 and FMA, or NEON"
+    except OSError:
+        problem = "they were not built: install a C compiler, and dgcopt again"
+    if problem and choice == "native":
+        raise ConfigError(f"DGCOPT_KERNELS=native, but the native kernels cannot be used: {problem}")
+    if problem:
+        log.info("dgcopt: compression runs in torch, without the native kernels: %s", problem)
+        return None
+    return library, variant
+
+
+def instructions() -> str:
+    """The instruction set of the loops in use, "avx512", "avx2" or "neon"; empty if torch is used."""
+    found = _library()
+    return found[1] if found is not None else ""
+
+
+@functools.cache
+def function(name: str, *arguments: type) -> Callable[..., int]:
+    """The loop of that name for the instructions in use."""
+    found = _library()
+    assert found is not None
+    library, variant = found
+    loop = getattr(library, f"{name}_{variant}")
+    loop.argtypes, loop.restype = arguments, ctypes.c_int
+    return loop
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether a loop can run over a tensor's memory."""
+    return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def takes_flat(*arguments: Any) -> bool:
+    """Whether loops can run over all tensors among the arguments."""
+    return all(is_flat(x) for x in arguments if isinstance(x, Tensor)) and _library() is not None
+
+
+def takes_floats(*arguments: Any) -> bool:
+    """Whether loops can run over all tensors among the arguments, and know their dtypes."""
+    return all(x.dtype in FLOATS for x in arguments if isinstance(x, Tensor)) and takes_flat(*arguments)
+
+
+def check_bytes(packed: Tensor, least: int) -> None:
+    """Raises ValueError unless there are so many bytes."""
+    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) < least or not is_flat(packed):
+        raise ValueError(f"at least {least} bytes are needed, not {tuple(packed.shape)} of {packed.dtype}")
+
+
+def check_flat(numel: int, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError before a loop could read or write what is not there."""
+    for tensor in tensors:
+        if tensor.dim() != 1 or len(tensor) != numel or not is_flat(tensor):
+            raise ValueError(f"a flat tensor of {numel} elements is needed, not {tuple(tensor.shape)}")
+        if dtype is not None and tensor.dtype != dtype:
+            raise ValueError(f"a tensor of {dtype} is needed, not of {tensor.dtype}")
+
+
+def at(tensor: Tensor | None, start: int) -> int | None:
+    """Where an element lies."""
+    return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="dgcopt-kernels")
+
+
+def shared(loop: Callable[[int, int], None], numel: int) -> None:
+    """Run `loop` over spans of blocks, in as many threads as torch has, if there is enough to do."""
+    threads = min(torch.get_num_threads(), numel // _SHARE)
+    if threads <= 1:
+        loop(0, numel)
+        return
+    step = -(-numel // (threads * BLOCK)) * BLOCK
+    spans = [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    others = [_pool(os.getpid(), torch.get_num_threads() - 1).submit(loop, *span) for span in spans[1:]]
+    loop(*spans[0])
+    for other in others:
+        other.result()

@@ -1,0 +1,23 @@
+/* Included by native.c once for each instruction set, with TARGET and FN set to it. The specification of every function
+   is the one of the same name in ../torch/. Lengths are of elements; nothing is allocated but in `select`. */
+
+#ifndef DGCOPT_LOOPS_H
+#define DGCOPT_LOOPS_H
+
+enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8 };
+
+#if defined(__clang__)
+#define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ELEMENTWISE _Pragma("GCC ivdep")
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+#endif
+
+#include "loops/floats.h"
+#include "loops/memory.h"
+#include "loops/selection.h"
+#include "loops/packing.h"
+#include "loops/rice.h"

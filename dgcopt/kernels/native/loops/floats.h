@@ -1,0 +1,24 @@
+/* Reading and writing float32 and bfloat16. */
+
+INLINE TARGET float FN(read_f32)(const float *p) { return *p; }
+INLINE TARGET void FN(write_f32)(float *p, float x) { *p = x; }
+INLINE TARGET int32_t FN(magnitude_f32)(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits & 0x7fffffff;
+}
+
+INLINE TARGET float FN(read_bf16)(const uint16_t *p) {
+    uint32_t bits = (uint32_t)*p << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+INLINE TARGET uint16_t FN(rounded)(float x) { /* to nearest, ties to even; NaN to the one that torch writes */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : near);
+}
+INLINE TARGET void FN(write_bf16)(uint16_t *p, float x) { *p = FN(rounded)(x); }
+INLINE TARGET int32_t FN(magnitude_bf16)(float x) { return FN(rounded)(x) & 0x7fff; }

@@ -1,0 +1,66 @@
+/* Rice codes of ascending indices. */
+
+/* measures[0]: the smallest gap between neighbours, measures[1]: the sum of all quotients by 2^b. */
+TARGET void FN(rice_measure)(const int64_t *indices, int64_t count, int b, int64_t *measures) {
+    int64_t smallest = count ? indices[0] : 0, quotients = count ? indices[0] >> b : 0;
+    for (int64_t i = 1; i < count; i++) {
+        int64_t gap = indices[i] - indices[i - 1] - 1;
+        smallest = gap < smallest ? gap : smallest;
+        quotients += gap >> b;
+    }
+    measures[0] = smallest, measures[1] = quotients;
+}
+
+/* `packed` is zero. Of every remainder the b / 8 whole bytes, then all their other bits, then from `unary` on the
+   quotients as zeros that end with a one, `room` bits at most. Returns 1 if they do not fit. */
+TARGET int FN(rice_pack)(const int64_t *indices, int64_t count, int b, uint8_t *packed, int64_t unary, int64_t room) {
+    int whole = b / 8, rest = b % 8;
+    uint8_t *bits = packed + count * whole, *ends = packed + unary;
+    int64_t end = 0, place = 0, before = -1;
+    for (int64_t i = 0; i < count; i++, place += rest) {
+        uint64_t gap = (uint64_t)(indices[i] - before - 1);
+        before = indices[i];
+        for (int byte = 0; byte < whole; byte++) packed[i * whole + byte] = (uint8_t)(gap >> 8 * byte);
+        if (rest) {
+            unsigned field = (unsigned)(gap >> 8 * whole & ((1u << rest) - 1)) << (place & 7);
+            bits[place >> 3] |= (uint8_t)field;
+            if (field >> 8) bits[(place >> 3) + 1] |= (uint8_t)(field >> 8);
+        }
+        end += (int64_t)(gap >> b);
+        if (end >= room) return 1;
+        ends[end >> 3] |= (uint8_t)(1 << (end & 7));
+        end++;
+    }
+    return 0;
+}
+
+/* Returns 1 unless there are `count` indices, all below `numel`, and no other ones. */
+TARGET int FN(rice_unpack)(const uint8_t *packed, int64_t count, int b, int64_t unary, int64_t bytes, int64_t numel,
+                           int64_t *indices) {
+    int whole = b / 8, rest = b % 8;
+    const uint8_t *bits = packed + count * whole;
+    int64_t found = 0, zeros = 0, place = 0, index = -1;
+    for (int64_t at = unary; at < bytes; at++) {
+        unsigned byte = packed[at];
+        int seen = 0;
+        for (; byte; byte &= byte - 1, found++, place += rest) {
+            int end = __builtin_ctz(byte);
+            if (found == count) return 1;
+            int64_t gap = 0;
+            for (int i = 0; i < whole; i++) gap |= (int64_t)packed[found * whole + i] << 8 * i;
+            if (rest) {
+                unsigned field = bits[place >> 3];
+                if ((place & 7) + rest > 8) field |= (unsigned)bits[(place >> 3) + 1] << 8;
+                gap |= (int64_t)(field >> (place & 7) & ((1u << rest) - 1)) << 8 * whole;
+            }
+            int64_t quotient = zeros + end - seen;
+            if (quotient > numel >> b) return 1;
+            index += gap + (quotient << b) + 1;
+            if (index >= numel) return 1;
+            indices[found] = index;
+            zeros = 0, seen = end + 1;
+        }
+        zeros += 8 - seen;
+    }
+    return found != count;
+}

@@ -1,0 +1,155 @@
+"""The largest magnitudes, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...flat.segments import BLOCK, bits_of
+
+__all__ = ["Groups", "select"]
+
+_DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
+_DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Of which parts of a flat tensor how many elements are selected.
+
+    Args:
+        pieces: for each group the spans (start, stop) that it consists of, ascending; every one begins on a block
+            boundary, and nothing but zeros lies between them.
+        counts: how many elements of each group are selected.
+        device: where the flat tensor lives.
+    """
+
+    pieces: Sequence[Sequence[tuple[int, int]]]
+    counts: Sequence[int]
+    device: torch.device
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Where each group begins and ends, and its count."""
+        return [(spans[0][0], spans[-1][1], k) for spans, k in zip(self.pieces, self.counts, strict=True)]
+
+    @cached_property
+    def table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Starts and stops of all pieces, how many of them each group has, and its count: int64, on the CPU."""
+        spans = torch.tensor([span for pieces in self.pieces for span in pieces], dtype=torch.int64).view(-1, 2)
+        number, counts = [len(pieces) for pieces in self.pieces], list(self.counts)
+        return spans[:, 0].contiguous(), spans[:, 1].contiguous(), torch.tensor(number), torch.tensor(counts)
+
+    @cached_property
+    def _blocks(self) -> list[int]:
+        return [-(-(stop - start) // BLOCK) for start, stop, _ in self.spans]
+
+    @cached_property
+    def wanted(self) -> Tensor:
+        """The counts; 0 for groups of which every block may hold a selected element, where blocks say nothing."""
+        counts = [k if k < n else 0 for k, n in zip(self.counts, self._blocks, strict=True)]
+        return torch.tensor(counts, device=self.device)
+
+    @cached_property
+    def whole(self) -> list[int]:
+        """The groups in which blocks say nothing."""
+        return [i for i, (k, n) in enumerate(zip(self.counts, self._blocks, strict=True)) if k >= n]
+
+    @cached_property
+    def place(self) -> Tensor:
+        """The group of each block."""
+        places = torch.arange(len(self.spans), dtype=torch.int32, device=self.device)
+        return places.repeat_interleave(torch.tensor(self._blocks, device=self.device))
+
+
+def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
+    """Positions of each group's largest magnitudes in `flat`, whose `block_maxima` are `maxima`.
+
+    Of equal magnitudes those that come first are taken. NaN counts as largest. Returns int64, ascending.
+
+    The k-th largest block maximum is a lower bound of the k-th largest magnitude, since k blocks each hold one that
+    large; so only the few blocks whose maximum reaches the bound can hold what is selected (the delegates of Gaihre
+    et al., "Dr. Top-k", SC'21). All groups are worked on at once: a histogram of each one's block maxima gives the
+    bin of the bound, a histogram of the candidates' magnitudes the bin of the k-th, and only within that are
+    magnitudes sorted.
+    """
+    chosen = [_of_whole(flat, groups, group) for group in groups.whole]
+    if len(groups.whole) < len(groups.spans):
+        codes = bits_of(flat)
+        mantissa = 1 - math.frexp(torch.finfo(flat.dtype).eps)[1]  # so many of its bits
+        shift = mantissa - _DIGITS
+        bins = bits_of(maxima) >> shift
+        unreachable = (torch.iinfo(codes.dtype).max >> shift) + 1
+        cuts = _cut(bins, groups.place, groups.wanted)
+        cuts[groups.wanted == 0] = unreachable
+        too_deep = cuts.eq(0).nonzero().squeeze(1)  # the lowest bin there is says nothing
+        cuts[too_deep] = unreachable
+        chosen += [_of_whole(flat, groups, group) for group in too_deep.tolist()]
+        chosen.append(_of_candidates(codes, bins, cuts, shift, groups))
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen).sort().values
+
+
+def _of_whole(flat: Tensor, groups: Groups, group: int) -> Tensor:
+    """The largest of a group, by looking at every element."""
+    positions = [torch.arange(start, stop, device=flat.device) for start, stop in groups.pieces[group]]
+    owned, k = torch.cat(positions), groups.counts[group]
+    if k == len(owned):
+        return owned
+    codes = bits_of(flat).index_select(0, owned) & torch.iinfo(bits_of(flat).dtype).max
+    least = codes.topk(k, sorted=False).values.amin()
+    above = codes > least
+    ties = (codes == least).nonzero().squeeze(1)[: k - int(above.sum())]
+    above[ties] = True
+    return owned[above]
+
+
+def _of_candidates(codes: Tensor, bins: Tensor, cuts: Tensor, shift: int, groups: Groups) -> Tensor:
+    """What the blocks hold whose maximum reaches the bound, but for what is too many."""
+    candidates = _where(bins >= cuts.to(bins.dtype).index_select(0, groups.place))
+    rows = codes.view(-1, BLOCK).index_select(0, candidates)
+    rows &= torch.iinfo(codes.dtype).max  # without the sign
+    place = groups.place.index_select(0, candidates)
+    least = (cuts << shift).to(codes.dtype).index_select(0, place)
+    within = _where((rows >= least.unsqueeze(1)).view(-1))
+    row = within // BLOCK
+    positions = candidates.index_select(0, row) * BLOCK + within % BLOCK
+    found, place = rows.view(-1).index_select(0, within), place.index_select(0, row)
+    return positions[_exactly(found, place, groups.wanted, shift)]
+
+
+def _exactly(codes: Tensor, place: Tensor, wanted: Tensor, shift: int) -> Tensor:
+    """Marks the `wanted` largest codes of each place, which ascends."""
+    bins = codes >> shift
+    cut = _cut(bins, place, wanted).index_select(0, place)
+    chosen, last = bins > cut, _where(bins == cut)
+    missing = wanted - torch.bincount(place[chosen], minlength=len(wanted))
+    # by place, within each from the largest down, and equal ones by position
+    last = last[codes[last].argsort(descending=True, stable=True)]
+    last = last[place[last].argsort(stable=True)]
+    there = torch.bincount(place[last], minlength=len(wanted))
+    number = torch.arange(len(last), device=last.device) - (there.cumsum(0) - there)[place[last]]
+    chosen[last[number < missing[place[last]]]] = True
+    return chosen
+
+
+def _cut(bins: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
+    """The highest bin of each place that at least `wanted` of its elements reach; 0 where it lies too deep."""
+    top = torch.zeros(len(wanted), dtype=bins.dtype, device=bins.device)
+    top = top.scatter_reduce(0, place.long(), bins, "amax")
+    depth = (top.index_select(0, place) - bins).clamp_(max=_DEPTH - 1)
+    counts = torch.bincount(place * _DEPTH + depth, minlength=len(wanted) * _DEPTH).view(-1, _DEPTH).cumsum(1)
+    cut = (counts < wanted.unsqueeze(1)).sum(1)
+    return torch.where(cut < _DEPTH - 1, top - cut, 0).clamp_(min=0)
+
+
+def _where(mask: Tensor) -> Tensor:
+    """Positions of true elements, as `nonzero` finds them, but eight at a time where they are few."""
+    padded = torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8)
+    words = padded.view(torch.int64).view(-1).nonzero().squeeze(1)
+    word, byte = padded.index_select(0, words).nonzero().unbind(1)
+    return words.index_select(0, word) * 8 + byte

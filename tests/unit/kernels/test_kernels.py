@@ -181,7 +181,7 @@ def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
     v, maxima = torch.zeros(100), torch.zeros(2)
     with pytest.raises(ValueError, match="flat tensor of 100"):
         native.accumulate(v, v, None, torch.zeros(99), maxima, None)
-    with pytest.raises(ValueError, match="a tensor of torch.float32 is needed"):
+    with pytest.raises(ValueError, match="a tensor of torch"):
         native.accumulate(v, v, torch.zeros(100).bfloat16(), v.clone(), maxima, Momentum(0.9))
     with pytest.raises(ValueError, match="block maxima"):
         native.accumulate(v, v, None, v.clone(), torch.zeros(1), None)
@@ -229,7 +229,7 @@ def test_under_sanitizers(tmp_path):
     flags = ["-g", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-fsanitize=address,undefined"]
     flags.append("-fno-sanitize-recover=all")
     build = subprocess.run(
-        [compiler, *flags, KERNELS / "native" / "native.c", "-o", library], capture_output=True, text=True
+        [compiler, *flags, KERNELS / "native" / "native.c", "-o", sanitized], capture_output=True, text=True
     )
     if build.returncode:
         pytest.skip(f"gcc has no sanitizers here: {build.stderr[-200:]}")

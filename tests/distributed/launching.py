@@ -95,6 +95,8 @@ def launch(
             "CUDA_VISIBLE_DEVICES": "",
             # more ranks than cores: Open MPI would spin in every wait, and take four times as long
             "OMPI_MCA_mpi_yield_when_idle": "1",
+            # and Horovod would look for new collectives every millisecond
+            "HOROVOD_CYCLE_TIME": "3",
             "DGCOPT_TEST_RECORDS": folder,
             MARK: token,
         }

@@ -31,17 +31,16 @@ def main() -> int:
     if bare:
         import failures
 
-        # what torch would load with the first optimizer, for a second or two: its compiler
-        torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(
-            disable=lambda function, *_, **__: function, graph_break=lambda: None
-        )
+        leave_out_compiler()
         for name in names:
             getattr(failures, name)(comm)
         return 0
-    from scenarios import SCENARIOS, asynchronous
+    from scenarios import IN_DDP, SCENARIOS, asynchronous
 
-    # torch loads its compiler with the first optimizer; what is loaded need not be looked through ever again
+    if not any(name in IN_DDP for name in names):  # DistributedDataParallel asks for its settings
+        leave_out_compiler()
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    # what is loaded need not be looked through ever again
     gc.collect()
     gc.freeze()
 
@@ -59,6 +58,13 @@ def main() -> int:
     if JOIN_FIRST == "torch":
         torch.distributed.destroy_process_group()
     return int(failed)
+
+
+def leave_out_compiler() -> None:
+    """torch would load its compiler with the first optimizer, for two seconds of each rank; nothing here compiles."""
+    torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(
+        disable=lambda function, *_, **__: function, graph_break=lambda: None
+    )
 
 
 def run(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from .values import LARGEST, finite
+from ..kernels import LARGEST, finite
 
 __all__ = ["MinMaxUInt8"]
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
+from ..kernels import LARGEST
 from .bits import read_as
-from .values import LARGEST, check_scales
+from .values import check_scales
 
 __all__ = ["decode_scaled", "encode_scaled", "scaled_bytes"]
 

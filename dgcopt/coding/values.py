@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
+from ..kernels import LARGEST, finite
 from .bits import pack_small, packed_bytes, read_as, unpack_small
 
 __all__ = [
-    "LARGEST",
     "VALUE_CODES",
     "VALUE_DTYPES",
     "Floats",
@@ -29,7 +29,6 @@ __all__ = [
     "code_of",
     "decode_values",
     "encode_values",
-    "finite",
     "value_bytes",
 ]
 
@@ -37,9 +36,6 @@ VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.floa
 """The formats in which whole values travel."""
 
 _SCALE = torch.bfloat16  # the range of gradients exceeds that of fp16, and 8 bits of precision are enough for a scale
-LARGEST = 2.0**100
-"""Larger values travel as this, so that sums over a block stay finite."""
-
 _SPAN = 256  # between the largest and the smallest magnitude that a block tells apart
 
 
@@ -241,11 +237,6 @@ def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
     if kind not in codes:
         raise ConfigError(f"values must be one of {', '.join(codes)}, not {kind!r}")
     return codes[kind]
-
-
-def finite(values: Tensor) -> Tensor:
-    """As float32 within +-LARGEST, NaN and Inf as zero; a copy."""
-    return values.nan_to_num(nan=0, posinf=0, neginf=0).float().clamp_(-LARGEST, LARGEST)
 
 
 def _in_blocks(values: Tensor, block: int, fill: float) -> Tensor:

@@ -91,15 +91,24 @@ class Context:
         return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.segments[0].param.device))
 
     def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
-        """Error feedback: `grad` plus `decay` times what has not been sent, in place unless memory is more precise."""
+        """Error feedback: `grad` plus `decay` times what has not been sent; `grad` stays.
+
+        The result lies where the memory's next state may, so that `keep_residual` need not copy it.
+        """
         residual = self.hold("residual")
-        return grad.to(residual.dtype).add_(residual, alpha=decay)
+        ahead = self._spare.get("residual")
+        if ahead is None or ahead.dtype != residual.dtype:
+            ahead = self._spare["residual"] = torch.empty_like(residual)
+        return torch.add(grad, residual, alpha=decay, out=ahead)
 
     def keep_residual(self, left: Tensor) -> None:
         """What has not been sent this time. `left` must stay as it is until the exchange is over."""
-        residual = self.hold("residual")
         self.tensors.clear_gaps(left)
-        self.once_settled(lambda: residual.copy_(left))
+        if left is self._spare.get("residual"):
+            self._next["residual"] = self._spare.pop("residual")
+        else:
+            residual = self.hold("residual")
+            self.once_settled(lambda: residual.copy_(left))
 
     def generator(self, seed: int, own: bool = False) -> torch.Generator:
         """Random numbers (on the CPU) of this step and bucket: the same on all ranks, or this rank's `own`."""

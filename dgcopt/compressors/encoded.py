@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllGather
+from ..kernels import Put, put
 from .base import Compressor, GradientExchange
 from .context import Context, at_least_float32
 
@@ -36,16 +37,24 @@ class Encoded(Compressor):
 
         Raises PayloadError if the message cannot be right.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define encode() and decode()")
+        if type(self).decode_into is Encoded.decode_into:
+            raise NotImplementedError(f"{type(self).__name__} must define encode() and decode()")
+        values = torch.empty(ctx.numel, dtype=torch.float32, device=message.device)
+        self.decode_into(values, "set", message, ctx, rank)
+        return values
+
+    def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
+        """Let what `decode` returns take effect on `out`, in one pass where a kernel does so."""
+        put(self.decode(message, ctx, rank), out, how)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        values = ctx.add_residual(grad) if self.error_feedback else grad
+        total = grad.to(at_least_float32(grad.dtype))  # may be overwritten
+        values = ctx.add_residual(grad) if self.error_feedback else total
         message = self.encode(values, ctx)
         if self.error_feedback:
-            values -= self.decode(message, ctx, ctx.rank)
+            self.decode_into(values, "subtract", message, ctx, ctx.rank)
             ctx.keep_residual(values)
         messages = yield AllGather(message)
-        total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=message.device)
         for rank, theirs in enumerate(messages):
-            total += self.decode(theirs, ctx, rank)
-        return total / ctx.divisor
+            self.decode_into(total, "add" if rank else "set", theirs, ctx, rank)
+        return total if ctx.divisor == 1 else total.div_(ctx.divisor)

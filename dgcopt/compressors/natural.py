@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..coding.bits import pack_small, packed_bytes, unpack_small
-from ..coding.values import finite
 from ..errors import PayloadError
+from ..kernels import finite
 from .context import Context
 from .encoded import Encoded
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding.bits import pack_small, packed_bytes, unpack_small
+from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..coding.values import finite
+from ..kernels import Put, add_up, put_signs, split
 from .context import Context
 from .encoded import Encoded
 
@@ -37,17 +37,15 @@ class OneBit(Encoded):
     error_feedback: bool = True
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        v = finite(values)
-        minus = v < 0
-        minuses = ctx.tensors.sum(minus.to(torch.float32))
-        above = ctx.tensors.sum(v.clamp(min=0)) / (ctx.tensors.numels - minuses).clamp(min=1)
-        below = ctx.tensors.sum(v.clamp(max=0)) / minuses.clamp(min=1)
-        return encode_scaled(torch.stack((above, -below)), pack_small(minus.to(torch.uint8), 1))
+        signs, sums = split(values)
+        above, below, minuses = add_up(sums, ctx.tensors.of_block, len(ctx.segments))
+        means = (above / (ctx.tensors.numels - minuses).clamp(min=1), below / minuses.clamp(min=1))
+        return encode_scaled(torch.stack(means), signs)
 
-    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
-        scales, fields = decode_scaled(message, 2 * len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
-        above, below = map(ctx.tensors.spread, scales.view(2, -1))
-        return torch.where(unpack_small(fields, ctx.numel, 1).bool(), -below, above)
+    def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
+        scales, signs = decode_scaled(message, 2 * len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
+        above, below = scales.view(2, -1)
+        put_signs(signs, above, below, ctx.tensors.of_block, out, how)
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(2 * len(ctx.segments), packed_bytes(ctx.numel, 1))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ..coding.bits import pack_small, packed_bytes, unpack_small
+from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..coding.values import finite
 from ..collectives import AllGather, AllToAll
 from ..flat.segments import BLOCK
+from ..kernels import LARGEST, Put, add_up, put_signs, split
 from .base import Compressor, GradientExchange
 from .context import Context
 from .frozen_adam import FrozenAdam
@@ -54,33 +56,38 @@ class OneBitReduce(Compressor):
     conserves = True
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        length = chunk_length(ctx)
-        own = slice(min(ctx.rank * length, ctx.numel), min((ctx.rank + 1) * length, ctx.numel))
+        own, place = part_of(ctx, ctx.rank), ctx.tensors.of_block
         held = ctx.hold("residual of the server")  # of the sum over ranks
-        v = ctx.add_residual(grad).add_(held)
-        v[own] -= held[own]
+        v = ctx.add_residual(grad)
+        v[: own.start] += held[: own.start]
+        v[own.stop :] += held[own.stop :]
 
-        scales, signs = tensor_scales(v, ctx), pack_small((padded(v, ctx) < 0).to(torch.uint8), 1)
-        messages = torch.stack([encode_scaled(scales, part) for part in signs.view(ctx.size, -1)])
-        v -= torch.cat([decoded(message, place, ctx, ctx.rank) for place, message in enumerate(messages)])[: ctx.numel]
+        signs, scales = rounded(v, place, ctx.tensors.numels)
+        put_signs(signs, scales, scales, place, v, "subtract")
         ctx.keep_residual(v)
-        arrived = yield AllToAll(messages)
+        signs = torch.nn.functional.pad(signs, (0, ctx.size * packed_bytes(chunk_length(ctx), 1) - len(signs)))
+        head = encode_scaled(scales, signs[:0]).expand(ctx.size, -1)
+        arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
-        u = torch.zeros(ctx.numel, dtype=v.dtype, device=v.device)
+        u, owned = torch.empty_like(v[own]), Owned.of(ctx, own)
         for rank, message in enumerate(arrived):
-            u[own] += decoded(message, ctx.rank, ctx, rank)[: own.stop - own.start]
-        u[own] += held[own]
-        ctx.tensors.clear_gaps(u)
+            decode_into(u, "add" if rank else "set", message, owned.place, ctx, rank)
+        u += held[own]
+        u[owned.gaps] = 0
         u /= ctx.divisor
-        signs = pack_small((padded(u, ctx) < 0).to(torch.uint8), 1).view(ctx.size, -1)[ctx.rank]
-        message = encode_scaled(tensor_scales(u, ctx, own), signs)
-        left = torch.zeros_like(u)
-        left[own] = (u[own] - decoded(message, ctx.rank, ctx, ctx.rank)[: own.stop - own.start]) * ctx.divisor
-        ctx.tensors.clear_gaps(left)
-        ctx.once_settled(lambda: held.copy_(left))
+        signs, scales = rounded(u, owned.place, owned.numels)
+        put_signs(signs, scales, scales, owned.place, u, "subtract")
+        u *= ctx.divisor
+        u[owned.gaps] = 0
+        ctx.once_settled(lambda: held.zero_()[own].copy_(u))
+        signs = torch.nn.functional.pad(signs, (0, packed_bytes(chunk_length(ctx), 1) - len(signs)))
 
-        means = yield AllGather(message)
-        return torch.cat([decoded(theirs, rank, ctx, rank) for rank, theirs in enumerate(means)])[: ctx.numel]
+        means = yield AllGather(encode_scaled(scales, signs))
+        result = torch.empty(ctx.numel, device=v.device)
+        for rank, message in enumerate(means):
+            part = part_of(ctx, rank)
+            decode_into(result[part], "set", message, place[part.start // BLOCK : part.stop // BLOCK], ctx, rank)
+        return result
 
     def payload_bytes(self, ctx: Context) -> int:
         return (ctx.size + 1) * scaled_bytes(len(ctx.segments), packed_bytes(chunk_length(ctx), 1))
@@ -91,26 +98,40 @@ def chunk_length(ctx: Context) -> int:
     return -(-ctx.numel // (BLOCK * ctx.size)) * BLOCK
 
 
-def padded(flat: Tensor, ctx: Context) -> Tensor:
-    """`flat` with zeros behind, N chunks long."""
-    return torch.nn.functional.pad(flat, (0, ctx.size * chunk_length(ctx) - len(flat)))
-
-
-def tensor_scales(v: Tensor, ctx: Context, within: slice = slice(None)) -> Tensor:
-    """The mean magnitude of each tensor `within` a part outside of which `v` is zero."""
-    ones = torch.zeros_like(v)
-    ones[within] = 1
-    ctx.tensors.clear_gaps(ones)
-    return finite(ctx.tensors.sum(v.abs()) / ctx.tensors.sum(ones).clamp(min=1))
-
-
-def decoded(message: Tensor, place: int, ctx: Context, rank: int) -> Tensor:
-    """What `rank` says of the chunk at `place`."""
+def part_of(ctx: Context, rank: int) -> slice:
+    """What a rank serves; nothing, if there are more ranks than blocks."""
     length = chunk_length(ctx)
-    scales, fields = decode_scaled(message, len(ctx.segments), packed_bytes(length, 1), rank)
-    if "tensor of block" not in ctx.scratch:
-        numbers = ctx.tensors.spread(torch.arange(len(ctx.segments), device=scales.device))
-        ctx.scratch["tensor of block"] = padded(numbers, ctx)[::BLOCK]
-    of_block = ctx.scratch["tensor of block"][place * length // BLOCK : (place + 1) * length // BLOCK]
-    magnitudes = scales[of_block].repeat_interleave(BLOCK)
-    return torch.where(unpack_small(fields, length, 1).bool(), -magnitudes, magnitudes)
+    return slice(min(rank * length, ctx.numel), min((rank + 1) * length, ctx.numel))
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The part that this rank serves: the tensor of each block, elements of each tensor (1 at least), and its gaps."""
+
+    place: Tensor
+    numels: Tensor
+    gaps: Tensor
+
+    @classmethod
+    def of(cls, ctx: Context, own: slice) -> Owned:
+        if "owned" not in ctx.scratch:
+            ones = torch.ones(ctx.numel, device=ctx.tensors.numels.device)
+            ctx.tensors.clear_gaps(ones)
+            gaps = (ones[own] == 0).nonzero().squeeze(1)
+            ones[: own.start], ones[own.stop :] = 0, 0
+            place = ctx.tensors.of_block[own.start // BLOCK : own.stop // BLOCK]
+            ctx.scratch["owned"] = cls(place, ctx.tensors.sum(ones).clamp(min=1), gaps)
+        return ctx.scratch["owned"]
+
+
+def rounded(v: Tensor, place: Tensor, numels: Tensor) -> tuple[Tensor, Tensor]:
+    """Signs, and the mean magnitude of each tensor as it travels."""
+    signs, sums = split(v)
+    above, below, _ = add_up(sums, place, len(numels))
+    return signs, ((above + below) / numels).clamp_(max=LARGEST)
+
+
+def decode_into(out: Tensor, how: Put, message: Tensor, place: Tensor, ctx: Context, rank: int) -> None:
+    """Let what `rank` says take effect on `out`, whose blocks belong to the tensors at `place`."""
+    scales, signs = decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank)
+    put_signs(signs, scales, scales, place, out, how)

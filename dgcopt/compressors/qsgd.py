@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..coding.values import finite
 from ..errors import ConfigError, PayloadError
 from ..flat.segments import BLOCK, PerTensor, Segment
+from ..kernels import finite
 from .context import Context
 from .encoded import Encoded
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ..coding.bits import aligned, pack_small, packed_bytes, unpack_small
+from ..coding.bits import aligned, packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
-from ..coding.values import finite
 from ..collectives import AllGather, AllToAll
 from ..errors import ConfigError
+from ..kernels import Put, add_up, majority, pack_signs, put_signs, put_trits, split
 from .base import Compressor, GradientExchange
 from .context import Context
 from .encoded import Encoded
@@ -83,15 +83,17 @@ class Signum(SignSGD):
 def majority_vote(values: Tensor, ctx: Context) -> GradientExchange:
     """The sign of the sum of the ranks' signs."""
     part, zero_is_minus = part_of(ctx), (ctx.rank + ctx.step) % 2 == 1
-    ballots = torch.zeros(ctx.size * part, dtype=torch.uint8, device=values.device)
-    ballots[: len(values)] = torch.where(values == 0, zero_is_minus, values < 0)
-    votes = yield AllToAll(pack_small(ballots, 1).view(ctx.size, -1))
-    minuses = torch.zeros(part, dtype=torch.int32, device=values.device)
-    for vote in votes:
-        minuses += unpack_small(vote, part, 1)
-    counted = yield AllGather(pack_trits((ctx.size - 2 * minuses).sign()))
+    ballots = pack_signs(values, zero_is_minus)
+    missing = packed_bytes(ctx.size * part, 1) - len(ballots)
+    votes = yield AllToAll(torch.nn.functional.pad(ballots, (0, missing)).view(ctx.size, -1))
+    counted = yield AllGather(pack_trits(majority(votes)))
     signs = [unpack_trits(theirs, part, rank) for rank, theirs in enumerate(counted)]
-    return torch.cat(signs)[: ctx.numel].to(ctx.dtype) * (ctx.size / ctx.divisor)
+    each = torch.full_like(ctx.tensors.numels, ctx.size / ctx.divisor)
+    result = torch.empty(ctx.numel, dtype=ctx.dtype, device=values.device)
+    put_trits(
+        (signs[0] if len(signs) == 1 else torch.cat(signs))[: ctx.numel], each, ctx.tensors.of_block, result, "set"
+    )
+    return result
 
 
 def part_of(ctx: Context) -> int:
@@ -115,14 +117,13 @@ class EFSignSGD(Encoded):
     error_feedback = True
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        v = finite(values)
-        scales = ctx.tensors.sum(v.abs()) / ctx.tensors.numels
-        return encode_scaled(scales, pack_small((v < 0).to(torch.uint8), 1))
+        signs, sums = split(values)
+        above, below, _ = add_up(sums, ctx.tensors.of_block, len(ctx.segments))
+        return encode_scaled((above + below) / ctx.tensors.numels, signs)
 
-    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
-        scales, fields = decode_scaled(message, len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
-        scale, minus = ctx.tensors.spread(scales), unpack_small(fields, ctx.numel, 1).bool()
-        return torch.where(minus, -scale, scale)
+    def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
+        scales, signs = decode_scaled(message, len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
+        put_signs(signs, scales, scales, ctx.tensors.of_block, out, how)
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(len(ctx.segments), packed_bytes(ctx.numel, 1))

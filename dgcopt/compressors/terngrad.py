@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
-from ..coding.values import finite
 from ..errors import ConfigError
+from ..kernels import finite
 from .context import Context
 from .encoded import Encoded
 

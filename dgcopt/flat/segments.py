@@ -63,30 +63,31 @@ class Segment:
 class PerTensor:
     """Numbers per parameter of a flat tensor, all parameters at once.
 
-    Attributes: `numels`, elements of each parameter, float32 `[parameters]`.
+    Attributes: `numels`, elements of each parameter, float32 `[parameters]`; `of_block`, the parameter that each block
+    belongs to, int64 `[blocks]`.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         device = segments[0].param.device
         blocks = torch.tensor([-(-s.numel // BLOCK) for s in segments], device=device)
         self.numels = torch.tensor([float(s.numel) for s in segments], device=device)
-        self._of_block = torch.arange(len(segments), device=device).repeat_interleave(blocks)
+        self.of_block = torch.arange(len(segments), device=device).repeat_interleave(blocks)
         gaps = [torch.arange(s.stop, -(-s.stop // BLOCK) * BLOCK, device=device) for s in segments]
         self._gaps = torch.cat(gaps)
 
     def sum(self, flat: Tensor) -> Tensor:
         """The sum of each parameter's elements, in float32 at least; the gaps must be zero. Shape `[parameters]`."""
         by_block = flat.view(-1, BLOCK).sum(1, dtype=torch.promote_types(flat.dtype, torch.float32))
-        return by_block.new_zeros(len(self.numels)).index_add_(0, self._of_block, by_block)
+        return by_block.new_zeros(len(self.numels)).index_add_(0, self.of_block, by_block)
 
     def amax(self, flat: Tensor) -> Tensor:
         """The largest magnitude of each parameter. Shape `[parameters]`."""
         by_block = flat.view(-1, BLOCK).abs().amax(1)
-        return by_block.new_zeros(len(self.numels)).scatter_reduce_(0, self._of_block, by_block, "amax")
+        return by_block.new_zeros(len(self.numels)).scatter_reduce_(0, self.of_block, by_block, "amax")
 
     def spread(self, numbers: Tensor) -> Tensor:
         """Each parameter's number at every one of its elements. Shape `[numel]`."""
-        return numbers[self._of_block].repeat_interleave(BLOCK)
+        return numbers[self.of_block].repeat_interleave(BLOCK)
 
     def clear_gaps(self, flat: Tensor) -> None:
         """Make what lies between parameters zero, in place."""

@@ -51,3 +51,8 @@ def assert_same_bits(ours: Tensor | None, theirs: Tensor | None) -> None:
         width = {2: torch.int16, 4: torch.int32}[ours.element_size()]
         differ = (ours.view(width) != theirs.view(width)) & ~(ours.isnan() & theirs.isnan())
         assert not differ.any(), (ours[differ][:4], theirs[differ][:4])
+
+
+def places(blocks: int, tensors: int, seed: int) -> Tensor:
+    """To which of the tensors each block belongs."""
+    return torch.randint(tensors, (blocks,), generator=torch.Generator().manual_seed(seed)).sort().values

@@ -1,21 +1,33 @@
 """The inner loops in C, for a CPU; library.py says when they are used."""
 
-from .library import instructions, takes_flat, takes_floats
+from .blocks import add_up
+from .library import instructions, takes_flat, takes_float32, takes_floats
 from .memory import accumulate, advance
 from .packing import pack_small, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .selection import select
+from .signs import majority, pack_signs, put_signs, split
+from .trits import pack_trits, put_trits, unpack_trits
 
 __all__ = [
     "accumulate",
+    "add_up",
     "advance",
     "instructions",
+    "majority",
+    "pack_signs",
     "pack_small",
+    "pack_trits",
+    "put_signs",
+    "put_trits",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
     "select",
+    "split",
     "takes_flat",
+    "takes_float32",
     "takes_floats",
     "unpack_small",
+    "unpack_trits",
 ]

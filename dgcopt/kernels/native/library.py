@@ -36,6 +36,7 @@ __all__ = [
     "is_flat",
     "shared",
     "takes_flat",
+    "takes_float32",
     "takes_floats",
 ]
 
@@ -98,6 +99,12 @@ def is_flat(tensor: Tensor) -> bool:
 def takes_flat(*arguments: Any) -> bool:
     """Whether loops can run over all tensors among the arguments."""
     return all(is_flat(x) for x in arguments if isinstance(x, Tensor)) and _library() is not None
+
+
+def takes_float32(*arguments: Any) -> bool:
+    """Whether loops can run over all tensors among the arguments, and floats among them are of float32."""
+    floats = (x for x in arguments if isinstance(x, Tensor) and x.is_floating_point())
+    return all(x.dtype == torch.float32 for x in floats) and takes_flat(*arguments)
 
 
 def takes_floats(*arguments: Any) -> bool:

@@ -17,7 +17,10 @@ enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8 };
 #endif
 
 #include "loops/floats.h"
+#include "loops/blocks.h"
 #include "loops/memory.h"
 #include "loops/selection.h"
 #include "loops/packing.h"
 #include "loops/rice.h"
+#include "loops/signs.h"
+#include "loops/trits.h"

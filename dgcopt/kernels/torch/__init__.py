@@ -1,21 +1,39 @@
 """The inner loops in torch: what every other implementation must equal bit for bit; they run everywhere."""
 
+from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
 from .memory import Momentum, accumulate, advance
 from .packing import pack, pack_small, unpack, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .selection import Groups, select
+from .signs import majority, pack_signs, put_signs, split
+from .trits import PER_BYTE, pack_trits, put_trits, unpack_trits
 
 __all__ = [
+    "LARGEST",
+    "PER_BYTE",
     "Groups",
     "Momentum",
+    "Put",
     "accumulate",
+    "add_up",
     "advance",
+    "finite",
+    "majority",
     "pack",
+    "pack_signs",
     "pack_small",
+    "pack_trits",
+    "put",
+    "put_signs",
+    "put_trits",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
     "select",
+    "split",
+    "spread",
+    "sum_of_blocks",
     "unpack",
     "unpack_small",
+    "unpack_trits",
 ]

@@ -1,0 +1,35 @@
+"""Numbers of blocks of 64 values, in C."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...flat.segments import BLOCK
+from ..torch import Put
+from .library import Length, Pointer, check_flat, function
+
+__all__ = ["HOW", "add_up", "check_place"]
+
+HOW: dict[Put, int] = {"set": 0, "add": 1, "subtract": 2}
+
+
+def add_up(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+    """See `dgcopt.kernels.torch.add_up`."""
+    check_place(place, numbers.shape[1] * BLOCK, count)
+    sums = torch.zeros(len(numbers), count)
+    loop = function("add_up", Pointer, Pointer, Length, Pointer)
+    for row, of in zip(numbers, sums, strict=True):
+        check_flat(len(place), row, dtype=torch.float32)
+        loop(row.data_ptr(), place.data_ptr(), len(place), of.data_ptr())
+    return sums
+
+
+def check_place(place: Tensor, numel: int, *counts: int) -> None:
+    """Raises ValueError unless there is a place for each of the blocks of `numel` elements, below all `counts`."""
+    if numel % BLOCK:
+        raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {numel} elements")
+    check_flat(numel // BLOCK, place, dtype=torch.int64)
+    least, most = (0, 0) if not len(place) else (int(bound) for bound in torch.aminmax(place))
+    if len(place) and (least < 0 or most >= min(counts)):
+        raise ValueError(f"blocks have places from {least} to {most} among {min(counts)} numbers")

@@ -1,0 +1,79 @@
+/* Signs, one bit each. */
+
+INLINE TARGET void FN(signs_of)(const float *v, uint8_t *flags, int64_t n, const int zero_is_minus) {
+    for (int64_t i = 0; i < n; i++) {
+        int32_t bits = FN(bits_of)(v[i]), size = bits & 0x7fffffff;
+        int32_t minus = (bits < 0) & (size != 0) & (size <= INFINITE_BITS);
+        flags[i] = (uint8_t)(zero_is_minus ? minus | (size == 0) : minus);
+    }
+}
+
+TARGET void FN(pack_signs)(const float *v, int64_t n, int zero_is_minus, uint8_t *packed) {
+    uint8_t flags[BLOCK];
+    int64_t i = 0;
+    for (; i + BLOCK <= n; i += BLOCK) {
+        if (zero_is_minus)
+            FN(signs_of)(v + i, flags, BLOCK, 1);
+        else
+            FN(signs_of)(v + i, flags, BLOCK, 0);
+        for (int at = 0; at < BLOCK; at += 8) packed[(i + at) / 8] = FN(byte_of)(flags + at);
+    }
+    if (i < n) {
+        memset(flags, 0, BLOCK);
+        FN(signs_of)(v + i, flags, n - i, zero_is_minus);
+        for (int at = 0; at < n - i; at += 8) packed[(i + at) / 8] = FN(byte_of)(flags + at);
+    }
+}
+
+TARGET void FN(split)(const float *v, int64_t n, uint8_t *packed, float *above, float *below, float *minuses) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
+        float ups[BLOCK], downs[BLOCK];
+        uint8_t flags[BLOCK];
+        int32_t count = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
+            int32_t minus = (bits < 0) & (size != 0);
+            flags[i] = (uint8_t)minus;
+            count += minus;
+            ups[i] = FN(of_bits)(minus ? 0 : size);
+            downs[i] = FN(of_bits)(minus ? size : 0);
+        }
+        for (int at = 0; at < BLOCK; at += 8) packed[b * (BLOCK / 8) + at / 8] = FN(byte_of)(flags + at);
+        above[b] = FN(fold)(ups), below[b] = FN(fold)(downs), minuses[b] = (float)count;
+    }
+}
+
+INLINE TARGET void FN(put_signs_how)(const uint8_t *packed, const float *above, const float *below,
+                                     const int64_t *place, int64_t n, float *out, const int how) {
+    for (int64_t b = 0; b < n / BLOCK; b++, out += BLOCK, packed += BLOCK / 8) {
+        int32_t plus = FN(bits_of)(above[place[b]]), change = plus ^ FN(bits_of)(-below[place[b]]);
+        for (int half = 0; half < 2; half++) {
+            uint32_t word;
+            memcpy(&word, packed + 4 * half, 4);
+            float *to = out + 32 * half;
+            for (int i = 0; i < 32; i++)
+                to[i] = FN(put)(to[i], FN(of_bits)(plus ^ (change & -(int32_t)(word >> i & 1))), how);
+        }
+    }
+}
+
+TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float *below, const int64_t *place,
+                          int64_t n, float *out, int how) {
+#define CALL(how) FN(put_signs_how)(packed, above, below, place, n, out, how);
+    EVERY_HOW(CALL)
+#undef CALL
+}
+
+TARGET void FN(majority)(const uint8_t *votes, int64_t voters, int64_t stride, int64_t bytes, int8_t *says) {
+    for (int64_t at = 0; at < bytes; at++) {
+        int32_t minuses[8] = {0};
+        for (int64_t voter = 0; voter < voters; voter++) {
+            uint32_t byte = votes[voter * stride + at];
+            for (int i = 0; i < 8; i++) minuses[i] += byte >> i & 1;
+        }
+        for (int i = 0; i < 8; i++) {
+            int32_t sum = (int32_t)voters - 2 * minuses[i];
+            says[8 * at + i] = (int8_t)((sum > 0) - (sum < 0));
+        }
+    }
+}

@@ -1,0 +1,80 @@
+"""Signs, in C."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...flat.segments import BLOCK
+from ..torch import Put
+from .blocks import HOW, check_place
+from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
+
+__all__ = ["majority", "pack_signs", "put_signs", "split"]
+
+
+def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
+    """See `dgcopt.kernels.torch.pack_signs`."""
+    check_flat(len(values), values, dtype=torch.float32)
+    packed = torch.empty(-(-len(values) // 8), dtype=torch.uint8)
+    loop = function("pack_signs", Pointer, Length, Int, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        loop(at(values, start), stop - start, int(zero_is_minus), at(packed, start // 8))
+
+    shared(span, len(values))
+    return packed
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.split`."""
+    blocks = _blocks(values)
+    packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
+    loop = function("split", Pointer, Length, Pointer, Pointer, Pointer, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        by_block = (at(row, start // BLOCK) for row in sums)
+        loop(at(values, start), stop - start, at(packed, start // 8), *by_block)
+
+    shared(span, len(values))
+    return packed, sums
+
+
+def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
+    """See `dgcopt.kernels.torch.put_signs`."""
+    for numbers in (above, below):
+        check_flat(len(numbers), numbers, dtype=torch.float32)
+    check_flat(len(out), out, dtype=torch.float32)
+    check_place(place, len(out), len(above), len(below))
+    check_bytes(packed, len(out) // 8)
+    loop = function("put_signs", *[Pointer] * 4, Length, Pointer, Int)
+
+    def span(start: int, stop: int) -> None:
+        numbers = (at(packed, start // 8), above.data_ptr(), below.data_ptr(), at(place, start // BLOCK))
+        loop(*numbers, stop - start, at(out, start), HOW[how])
+
+    shared(span, len(out))
+    increment_version(out)
+
+
+def majority(votes: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.majority`."""
+    if votes.dim() != 2 or votes.dtype != torch.uint8:
+        raise ValueError(f"a row of bytes is needed for each voter, not {tuple(votes.shape)} of {votes.dtype}")
+    voters, count = votes.shape
+    says = torch.empty(8 * count, dtype=torch.int8)
+    loop = function("majority", Pointer, Length, Length, Length, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        loop(at(votes, start // 8), voters, count, -(-(stop - start) // 8), at(says, start))
+
+    shared(span, len(says))
+    return says
+
+
+def _blocks(values: Tensor) -> int:
+    check_flat(len(values), values, dtype=torch.float32)
+    if len(values) % BLOCK:
+        raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {len(values)} elements")
+    return len(values) // BLOCK

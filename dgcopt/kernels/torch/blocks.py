@@ -1,0 +1,51 @@
+"""Numbers of blocks of 64 values, and of the tensors that the blocks belong to: what quantisers share."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from ...flat.segments import BLOCK
+
+__all__ = ["LARGEST", "Put", "add_up", "finite", "put", "spread", "sum_of_blocks"]
+
+Put: TypeAlias = Literal["set", "add", "subtract"]
+"""What decoded values do to a tensor that is there: take its place, or be added to it, or be taken away from it."""
+
+LARGEST = 2.0**100
+"""Larger values travel as this, so that sums over a block stay finite."""
+
+
+def finite(values: Tensor) -> Tensor:
+    """As float32 within +-LARGEST, NaN and Inf as zero; a copy."""
+    return values.nan_to_num(nan=0, posinf=0, neginf=0).float().clamp_(-LARGEST, LARGEST)
+
+
+def sum_of_blocks(flat: Tensor) -> Tensor:
+    """The sum of each block: its second half is added to the first, until one number is left. Shape `[blocks]`."""
+    rows = flat.view(-1, BLOCK)
+    while rows.shape[1] > 1:
+        first, second = rows.chunk(2, dim=1)
+        rows = first + second
+    return rows.squeeze(1)
+
+
+def add_up(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+    """Sums of blocks' numbers, float32 `[kinds, blocks]`, in order: `[kinds, count]`, of block b in `place[b]`."""
+    return numbers.new_zeros(len(numbers), count).index_add_(1, place, numbers)
+
+
+def spread(numbers: Tensor, place: Tensor) -> Tensor:
+    """The number at `place[b]` for every element of block b. Shape `[64 * blocks]`."""
+    return numbers.index_select(0, place).repeat_interleave(BLOCK)
+
+
+def put(values: Tensor, out: Tensor, how: Put) -> None:
+    """Let values take effect on `out`."""
+    if how == "set":
+        out.copy_(values)
+    elif how == "add":
+        out.add_(values)
+    else:
+        out.sub_(values)

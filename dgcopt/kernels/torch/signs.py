@@ -1,0 +1,41 @@
+"""Signs, one bit each: 1 for what is below zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .blocks import Put, finite, put, spread, sum_of_blocks
+from .packing import pack_small, unpack_small
+
+__all__ = ["majority", "pack_signs", "put_signs", "split"]
+
+
+def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
+    """The signs of flat values as uint8, eight in a byte. NaN counts as above zero, and zero too unless told."""
+    minus = values < 0
+    return pack_small((minus | (values == 0) if zero_is_minus else minus).to(torch.uint8), 1)
+
+
+def split(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The signs of values, whole blocks of them; and float32 `[3, blocks]`: the sum of those above zero, the sum of
+    the magnitudes of those below, and how many are below. NaN and Inf count as zero."""
+    v = finite(values)
+    minus, sizes = v < 0, v.abs()
+    parts = (torch.where(minus, 0, sizes), torch.where(minus, sizes, 0), minus.float())
+    return pack_small(minus.to(torch.uint8), 1), torch.stack([sum_of_blocks(part) for part in parts])
+
+
+def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
+    """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`."""
+    minus = unpack_small(packed, len(out), 1).bool()
+    put(torch.where(minus, -spread(below, place), spread(above, place)), out, how)
+
+
+def majority(votes: Tensor) -> Tensor:
+    """Of packed signs, a row for each voter, what most of them say: 1, -1, or 0 for a tie, int8 `[8 * bytes]`."""
+    count = 8 * votes.shape[1]
+    minuses = torch.zeros(count, dtype=torch.int32, device=votes.device)
+    for vote in votes:
+        minuses += unpack_small(vote, count, 1)
+    return (len(votes) - 2 * minuses).sign().to(torch.int8)

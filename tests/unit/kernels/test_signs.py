@@ -1,0 +1,94 @@
+"""Signs and what they stand for: the same bits in C as in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, places
+
+from dgcopt import kernels
+from dgcopt.kernels import native
+from dgcopt.kernels import torch as specification
+
+blocks = st.sampled_from([0, 1, 2, 3, 17, 2200])
+hows = st.sampled_from(["set", "add", "subtract"])
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=st.integers(0, 300),
+    zero_is_minus=st.booleans(),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_pack_signs(numel, zero_is_minus, kind, shift, seed):
+    values = numbers(numel + shift, torch.float32, kind, seed)[shift:]
+    assert torch.equal(
+        native.pack_signs(values, zero_is_minus), specification.pack_signs(values, zero_is_minus=zero_is_minus)
+    )
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    blocks=blocks,
+    tensors=st.integers(1, 5),
+    kind=st.sampled_from(KINDS),
+    how=hows,
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
+    values = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:]
+    place = places(blocks, tensors, seed)
+    packed, sums = native.split(values)
+    for mine, other in zip((packed, sums), specification.split(values), strict=True):
+        assert torch.equal(mine, other)
+    above, below, minuses = native.add_up(sums, place, tensors)
+    for mine, other in zip((above, below, minuses), specification.add_up(sums, place, tensors), strict=True):
+        assert_same_bits(mine, other)
+    ours, theirs = values.clone(), values.clone()
+    native.put_signs(packed, above, below, place, ours, how)
+    specification.put_signs(packed, above, below, place, theirs, how)
+    assert_same_bits(ours, theirs)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(voters=st.integers(1, 9), count=st.integers(0, 40), seed=st.integers(0, 2**20))
+def test_majority(voters, count, seed):
+    votes = torch.randint(256, (voters, count), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    assert torch.equal(native.majority(votes), specification.majority(votes))
+
+
+def test_what_they_mean():
+    values = torch.zeros(128)
+    values[:3] = torch.tensor([2.0, -3.0, 5.0])
+    values[64] = -1
+    packed, sums = kernels.split(values)
+    assert packed.tolist() == [2, *[0] * 7, 1, *[0] * 7]
+    assert sums.tolist() == [[7, 0], [3, 1], [1, 1]]
+    above, below, minuses = kernels.add_up(sums, torch.tensor([1, 1]), 2)
+    assert (above.tolist(), below.tolist(), minuses.tolist()) == ([0, 7], [0, 4], [0, 2])
+    out = torch.full((128,), 100.0)
+    kernels.put_signs(packed, above, below, torch.tensor([1, 1]), out, "subtract")
+    assert out[:4].tolist() == [93, 104, 93, 93]
+    assert kernels.pack_signs(torch.tensor([0.0, -0.0, -1.0, 1.0]), zero_is_minus=True).tolist() == [7]
+    assert kernels.majority(torch.tensor([[1], [3]], dtype=torch.uint8)).tolist() == [-1, 0, *[1] * 6]
+
+
+@built
+def test_what_does_not_fit_is_refused():
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="whole blocks"):
+        native.split(torch.zeros(65))
+    with pytest.raises(ValueError, match="bytes are needed"):
+        native.put_signs(torch.zeros(7, dtype=torch.uint8), one, one, torch.tensor([0]), torch.zeros(64), "set")
+    with pytest.raises(ValueError, match="places from 1 to 1"):
+        native.put_signs(torch.zeros(8, dtype=torch.uint8), one, one, torch.tensor([1]), torch.zeros(64), "set")
+    with pytest.raises(ValueError, match="flat tensor of 1 elements"):
+        native.add_up(torch.zeros(3, 1), torch.tensor([0, 0]), 1)

@@ -27,6 +27,8 @@ from .gradients.optimizer import DistributedOptimizer
 
 __all__ = ["ConformanceError", "Report", "check_compressor"]
 
+Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
+
 Gradients: TypeAlias = list[list[Tensor]]
 """By rank, then by parameter."""
 
@@ -61,8 +63,9 @@ class Report:
 
 def check_compressor(
     compressor: Compressor,
-    optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
+    optimizer: Make | None = None,
     sizes: Sequence[int] = SIZES,
+    device: torch.device | str = "cpu",
 ) -> Report:
     """Drive a compressor over simulated ranks through everything that training may do to it.
 
@@ -78,6 +81,7 @@ def check_compressor(
         optimizer: makes what it is attached to, for compressors that need a certain one; None is SGD without momentum.
             It has to train parameters of half precision: Adam's eps of 1e-8 is zero in float16.
         sizes: numbers of ranks.
+        device: where parameters, gradients and memory lie.
 
     Returns the report; raises ConformanceError with it as the message if anything is wrong.
     """
@@ -86,7 +90,7 @@ def check_compressor(
         outcome = "ok"
         for size in sizes:
             try:
-                outcome = check(compressor, make, size) or "ok"
+                outcome = check(_Case(compressor, make, size, torch.device(device))) or "ok"
             except Exception as error:
                 outcome = f"with {size} rank(s): {type(error).__name__}: {error}"
                 break
@@ -97,27 +101,33 @@ def check_compressor(
     return report
 
 
+@dataclass(frozen=True)
+class _Case:
+    compressor: Compressor
+    make: Make
+    size: int
+    device: torch.device
+
+
 class _Ranks:
     """Copies of a compressor on as many ranks, exchanging gradients that are given to them."""
 
     def __init__(
         self,
-        compressor: Compressor,
-        make: Callable[[Iterable[Tensor]], Optimizer],
-        size: int,
+        case: _Case,
         dtype: torch.dtype = torch.float64,
         op: Literal["average", "sum"] = "average",
     ) -> None:
-        self.size, self.dtype, self.op, self.step = size, dtype, op, 0
-        self.comms = simulated_world(size)
+        self.size, self.dtype, self.op, self.step = case.size, dtype, op, 0
+        self.comms = simulated_world(case.size)
         self.compressors: list[Compressor] = []
         self.buckets: list[list[GradientBucket]] = []
-        self.stores = [Store() for _ in range(size)]
+        self.stores = [Store() for _ in range(case.size)]
         self.sent: list[int] = []
-        for _ in range(size):
-            params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-            mine = copy.deepcopy(compressor)
-            mine.attach(make(params))
+        for _ in range(case.size):
+            params = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=case.device)) for shape in SHAPES]
+            mine = copy.deepcopy(case.compressor)
+            mine.attach(case.make(params))
             named = [(f"p{place}", param) for place, param in enumerate(params)]
             self.compressors.append(mine)
             self.buckets.append(build_buckets(named, mine.kind, 2**40, 2**40, None, GradientBucket))
@@ -131,13 +141,13 @@ class _Ranks:
         ]
 
     def exchange(self, grads: Gradients, settle: bool = True) -> Gradients:
-        """The results of one step, of every rank."""
+        """The results of one step, of every rank, on the CPU."""
         results: Gradients = [[torch.empty(0)] * len(SHAPES) for _ in range(self.size)]
         self.sent = [0] * self.size
         for rank, buckets in enumerate(self.buckets):
             for bucket in buckets:
                 for place, segment in enumerate(bucket.segments):
-                    bucket.fill(place, grads[rank][int(segment.name[1:])])
+                    bucket.fill(place, grads[rank][int(segment.name[1:])].to(bucket.grad.device))
             if self.compressors[rank].whole_model:
                 self.compressors[rank].prepare([bucket.grad for bucket in buckets], self.contexts[rank])
         for place in range(len(self.buckets[0])):
@@ -152,7 +162,7 @@ class _Ranks:
                 if flat.shape != (bucket.numel,):
                     raise AssertionError(f"returned shape {tuple(flat.shape)} for a gradient of {(bucket.numel,)}")
                 for segment in bucket.segments:
-                    results[rank][int(segment.name[1:])] = segment.view(flat).to(self.dtype).clone()
+                    results[rank][int(segment.name[1:])] = segment.view(flat).to("cpu", self.dtype, copy=True)
                 if settle:
                     self.contexts[rank][place].settle()
                 else:
@@ -209,80 +219,78 @@ def _same(ours: object, theirs: object) -> bool:
 
 # -- the checks: each raises what is wrong, or returns an outcome ------------------------------------------------------
 
-Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 
-
-def _finite(compressor: Compressor, make: Make, size: int) -> None:
+def _finite(case: _Case) -> None:
     for dtype in DTYPES:
-        ranks = _Ranks(compressor, make, size, dtype)
+        ranks = _Ranks(case, dtype)
         for seed in range(3):
-            for result in ranks.exchange(_gradients(size, seed, dtype))[0]:
+            for result in ranks.exchange(_gradients(case.size, seed, dtype))[0]:
                 if not result.isfinite().all():
                     raise AssertionError(f"the result for finite gradients of {dtype} is not finite")
 
 
-def _special(compressor: Compressor, make: Make, size: int) -> None:
+def _special(case: _Case) -> None:
     special = {"zero": 0.0, "constant": 3.0, "tiny": 1e-30, "huge": 1e4}
     for what, value in special.items():
-        ranks = _Ranks(compressor, make, size)
-        for grads in (_constant(size, value), _gradients(size, 1, scale=value)):
+        ranks = _Ranks(case)
+        for grads in (_constant(case.size, value), _gradients(case.size, 1, scale=value)):
             for result in ranks.exchange(grads)[0]:
                 if result.isnan().any():  # values beyond a message's range may become Inf
                     raise AssertionError(f"the result for {what} gradients holds NaN")
 
 
-def _sum(compressor: Compressor, make: Make, size: int) -> None:
-    mean = _Ranks(compressor, make, size).exchange(_gradients(size, 1))[0]
-    total = _Ranks(compressor, make, size, op="sum").exchange(_gradients(size, 1))[0]
-    gap = torch.cat([(t - size * m).flatten() for t, m in zip(total, mean, strict=True)]).norm()
+def _sum(case: _Case) -> None:
+    mean = _Ranks(case).exchange(_gradients(case.size, 1))[0]
+    total = _Ranks(case, op="sum").exchange(_gradients(case.size, 1))[0]
+    gap = torch.cat([(t - case.size * m).flatten() for t, m in zip(total, mean, strict=True)]).norm()
     whole = torch.cat([t.flatten() for t in total]).norm()
     if gap > 0.05 * whole:  # values are rounded at another scale
-        raise AssertionError(f"the sum differs from {size} averages by {gap / whole:.0%}")
+        raise AssertionError(f"the sum differs from {case.size} averages by {gap / whole:.0%}")
 
 
-def _void(compressor: Compressor, make: Make, size: int) -> None:
-    plain, interrupted = (_Ranks(compressor, make, size) for _ in range(2))
+def _void(case: _Case) -> None:
+    plain, interrupted = (_Ranks(case) for _ in range(2))
     for seed in range(3):
-        bad = _gradients(size, 100 + seed)
+        bad = _gradients(case.size, 100 + seed)
         interrupted.exchange(bad, settle=False)
         # what needs every gradient at once is not asked before all ranks have voted that they are finite
-        for value in () if compressor.whole_model else (torch.nan, torch.inf):
+        for value in () if case.compressor.whole_model else (torch.nan, torch.inf):
             bad[-1][0][0, 0] = value
             interrupted.exchange(bad, settle=False)
-        grads = _gradients(size, seed)
+        grads = _gradients(case.size, seed)
         if not _same(plain.exchange(grads), interrupted.exchange(grads)):
             raise AssertionError("after a step that was taken back, the next one has another result")
         if not _same(plain.kept(), interrupted.kept()):
             raise AssertionError("a step that was taken back has changed what is remembered")
 
 
-def _resume(compressor: Compressor, make: Make, size: int) -> None:
-    straight = _Ranks(compressor, make, size)
+def _resume(case: _Case) -> None:
+    straight = _Ranks(case)
     for seed in range(3):
-        straight.exchange(_gradients(size, seed))
-    resumed = _Ranks(compressor, make, size)
+        straight.exchange(_gradients(case.size, seed))
+    resumed = _Ranks(case)
     resumed.take_over(straight.kept(), straight.step)
     for seed in range(3, 6):
-        grads = _gradients(size, seed)
+        grads = _gradients(case.size, seed)
         if not _same(straight.exchange(grads), resumed.exchange(grads)):
             raise AssertionError("with its memory written out and read in, it goes on otherwise")
 
 
-def _conservation(compressor: Compressor, make: Make, size: int) -> str | None:
-    if not compressor.conserves:
+def _conservation(case: _Case) -> str | None:
+    if not case.compressor.conserves:
         return "not declared"
-    ranks = _Ranks(compressor, make, size)
+    ranks = _Ranks(case)
     given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for seed in range(5):
-        grads = _gradients(size, seed)
+        grads = _gradients(case.size, seed)
         for mine in grads:
             given = [total + grad for total, grad in zip(given, mine, strict=True)]
-        applied = [total + size * r for total, r in zip(applied, ranks.exchange(grads)[0], strict=True)]
+        applied = [total + case.size * r for total, r in zip(applied, ranks.exchange(grads)[0], strict=True)]
     for kept in ranks.kept():
         for kind, by_name in kept["memory"].items():
             for name, held in by_name.items() if kind.startswith("residual") else ():
-                applied[int(name[1:])] += held
+                applied[int(name[1:])] += held.cpu()
     for shape, theirs, ours in zip(SHAPES, given, applied, strict=True):
         gap = float((theirs - ours).abs().max())
         if gap > 1e-4:
@@ -290,8 +298,8 @@ def _conservation(compressor: Compressor, make: Make, size: int) -> str | None:
     return None
 
 
-def _ledger(compressor: Compressor, make: Make, size: int) -> str | None:
-    ranks = _Ranks(compressor, make, size)
+def _ledger(case: _Case) -> str | None:
+    ranks = _Ranks(case)
     for seed in range(3):
         for contexts in ranks.contexts:
             for context in contexts:
@@ -299,34 +307,35 @@ def _ledger(compressor: Compressor, make: Make, size: int) -> str | None:
         declared = [ranks.compressors[0].payload_bytes(context) for context in ranks.contexts[0]]
         if None in declared:
             return "not declared"
-        ranks.exchange(_gradients(size, seed))
+        ranks.exchange(_gradients(case.size, seed))
         if ranks.sent[0] != sum(number or 0 for number in declared):
             raise AssertionError(f"{ranks.sent[0]} bytes were sent where {declared} were declared")
     return None
 
 
-def _settings(compressor: Compressor, make: Make, size: int) -> None:
-    if repr(copy.deepcopy(compressor)) != repr(compressor):
-        raise AssertionError(f"a copy has another repr, by which ranks compare settings: {compressor!r}")
+def _settings(case: _Case) -> None:
+    if repr(copy.deepcopy(case.compressor)) != repr(case.compressor):
+        raise AssertionError(f"a copy has another repr, by which ranks compare settings: {case.compressor!r}")
 
 
-def _training(compressor: Compressor, make: Make, size: int) -> None:
+def _training(case: _Case) -> None:
     # how memory is kept depends on the dtype of parameters, and not on the number of ranks
-    for dtype in (torch.float32, torch.float16, torch.bfloat16) if size <= 2 else (torch.float32,):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16) if case.size <= 2 else (torch.float32,):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).to(dtype)
-        models = [copy.deepcopy(model) for _ in range(size)]
+        model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
+        model.to(case.device, dtype)
+        models = [copy.deepcopy(model) for _ in range(case.size)]
         attach = functools.partial(DistributedOptimizer, bucket_mb=0.004, first_bucket_mb=0.001)
         optimizers = [
-            attach(make(m.parameters()), m.named_parameters(), compressor, comm=comm)
-            for m, comm in zip(models, simulated_world(size), strict=True)
+            attach(case.make(m.parameters()), m.named_parameters(), case.compressor, comm=comm)
+            for m, comm in zip(models, simulated_world(case.size), strict=True)
         ]
         generator = torch.Generator().manual_seed(2)
         losses = []
         for _ in range(12):
             for mine, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
-                loss = mine(torch.randn(6, 12, generator=generator).to(dtype)).float().square().mean()
+                loss = mine(torch.randn(6, 12, generator=generator).to(case.device, dtype)).float().square().mean()
                 loss.backward()
                 losses.append(loss.item())
             for optimizer in optimizers:
@@ -343,7 +352,7 @@ def _training(compressor: Compressor, make: Make, size: int) -> None:
             )
 
 
-_CHECKS: dict[str, Callable[[Compressor, Make, int], str | None]] = {
+_CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "the same bits on all ranks, finite, in four dtypes": _finite,
     "zero, constant, tiny and huge gradients": _special,
     "a sum is size averages": _sum,

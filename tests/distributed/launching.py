@@ -89,7 +89,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="dgcopt-test-") as folder:
         ours = {
             "PATH": os.pathsep.join([BIN, os.environ.get("PATH", "")]),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests" / "unit")]),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",

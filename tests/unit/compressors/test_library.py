@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from library import FIRST_OF_A_KIND, SETTINGS
 from torch import Tensor
 from torch.optim import SGD
 
@@ -20,63 +20,8 @@ from dgcopt.testing import ConformanceError, check_compressor
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "compressors"
 
-ADAM = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-3)}
-
-SETTINGS: list[tuple[Compressor, dict]] = [
-    (dgcopt.NoCompression(), {}),
-    (dgcopt.FP16(), {}),
-    (dgcopt.BF16(), {}),
-    (dgcopt.DGC(0.1), {}),
-    (dgcopt.DGC(0.1, residual="bf16", vectors="sparse", granularity="bucket", momentum_masking=False), {}),
-    (dgcopt.DGC.compact(0.05, warmup=None), {}),
-    (dgcopt.DGC(0.1, warmup=dgcopt.Warmup((1.0, 0.5), steps=1), overlap=False), {}),
-    (dgcopt.DGC(0.1, clip=dgcopt.LocalClip(1.0, per="tensor")), {}),
-    (dgcopt.DGC(0.1, source="update"), ADAM),
-    (dgcopt.TopK(0.1), {}),
-    (dgcopt.TopK(0.02, "int2", "rice", decay=0.9, granularity="bucket"), {}),
-    (dgcopt.TopK(0.1, error_feedback=False), {}),
-    (dgcopt.TopK(0.1), ADAM),
-    (dgcopt.RandomK(0.1), {}),
-    (dgcopt.RandomK(0.1, error_feedback=False, unbiased=True), {}),
-    (dgcopt.Threshold(0.5, 0.2), {}),
-    (dgcopt.ChunkedTopK(), {}),
-    (dgcopt.ChunkedTopK(0.1, 128, "fp32", "int32", 1.0), {}),
-    (dgcopt.CLTK(0.1), {}),
-    (dgcopt.CLTK(0.1, beta=0.3), ADAM),
-    (dgcopt.CSC(0.3, 64), {}),
-    (dgcopt.DeMo(), {}),
-    (dgcopt.PowerSGD(start_step=0), {}),
-    (dgcopt.PowerSGD(2, start_step=1, iterations=1.5, epsilon=1e-8, batch_same_shapes=True), {}),
-    (dgcopt.PowerSGD(start_step=0, granularity="bucket", warm_start=False), ADAM),
-    (dgcopt.PowerSGD(start_step=0, error_feedback=False), {}),
-    (dgcopt.ByteGrad(), {}),
-    (dgcopt.ByteGrad(error_feedback=True), {}),
-    (dgcopt.SignSGD(), {}),
-    (dgcopt.Signum(), {}),
-    (dgcopt.EFSignSGD(), {}),
-    (dgcopt.OneBit(), {}),
-    (dgcopt.TernGrad(), {}),
-    (dgcopt.QSGD(), {}),
-    (dgcopt.QSGD(127, block=None, norm="max"), {}),
-    (dgcopt.Natural(), {}),
-    (dgcopt.QAdam(warmup_steps=2), ADAM),
-    (dgcopt.QAdam(warmup_steps=2, faithful=True), ADAM),
-    (dgcopt.OneBitAdam(warmup_steps=2), ADAM),
-    (dgcopt.FP16(dgcopt.TopK(0.1)), {}),
-    (dgcopt.BF16(dgcopt.PowerSGD(start_step=0)), {}),
-    (dgcopt.Hierarchical(dgcopt.DGC(0.1)), {}),
-    (dgcopt.Hierarchical(dgcopt.ByteGrad()), {}),
-]
-"""With what `check_compressor` needs to know besides."""
-
 REFUSED_BY_DESIGN = {"Noop": "another result than rank 0", "Adasum": "the sum differs"}
 """Ranks without an exchange come apart, which is what it is for; Adasum neither sums nor averages."""
-
-
-FIRST_OF_A_KIND = list(
-    {type(c): (c, given) for c, given in reversed(SETTINGS) if "inner" not in vars(c) or given}.values()
-)
-"""All but those that are there to go around others."""
 
 
 @pytest.mark.parametrize(("compressor", "given"), SETTINGS, ids=[repr(c)[:80] for c, _ in SETTINGS])

@@ -1,0 +1,198 @@
+"""Adding a gradient to what has not been sent, on a GPU: each operation is one pass, and waits for nothing.
+
+Triton's compiler is told not to fuse multiplications with additions, and `fma` stands where torch's own kernels fuse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...flat.segments import BLOCK, bits_of
+from ..torch import Momentum
+
+__all__ = ["accumulate", "ahead", "look"]
+
+_ROWS = 32
+"""Blocks of 64 that one program works on."""
+
+
+@triton.jit
+def _added(
+    u,
+    g,
+    at,
+    there,
+    m,
+    keep,
+    scale,
+    HAS_G: tl.constexpr,
+    MOVES: tl.constexpr,
+    DAMPENED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    """What g adds to v, and u'."""
+    if HAS_G:
+        x = tl.load(g + at, mask=there, other=0).to(tl.float32) * scale
+    else:
+        x = tl.zeros(at.shape, tl.float32)
+    step = x
+    after = x
+    if MOVES:
+        before = tl.load(u + at, mask=there, other=0).to(tl.float32)
+        if DAMPENED:
+            after = tl.fma(x, tl.full(at.shape, keep, tl.float32), before * m)
+        else:
+            after = tl.fma(before, tl.full(at.shape, m, tl.float32), x)
+        step = after
+        if NESTEROV:
+            step = tl.fma(after, tl.full(at.shape, m, tl.float32), x)
+    return step, after
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 to the nearest of a dtype, ties to even. By integers, as Triton's interpreter cuts bfloat16 off."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        near = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, near)
+        return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _largest(rounded, BITS: tl.constexpr):
+    """The bits of each row's largest magnitude; NaN is larger than all others."""
+    if BITS == 16:
+        return tl.max(rounded.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 1)
+    return tl.max(rounded.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _blocks(
+    v,
+    u,
+    g,
+    maxima,
+    numel,
+    m,
+    keep,
+    scale,
+    WRITES: tl.constexpr,
+    HAS_G: tl.constexpr,
+    MOVES: tl.constexpr,
+    DAMPENED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = at < numel
+    step, after = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
+    new = _rounded(tl.load(v + at, mask=there, other=0).to(tl.float32) + step, v.dtype.element_ty)
+    new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
+    tl.store(maxima + rows, _largest(new, BITS).to(maxima.dtype.element_ty), mask=rows * BLOCK < numel)
+    if WRITES:
+        tl.store(v + at, new, mask=there)
+        if MOVES:
+            tl.store(u + at, _rounded(after, u.dtype.element_ty), mask=there)
+        if HAS_G:
+            tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _some_blocks(
+    v,
+    u,
+    g,
+    blocks,
+    rows,
+    number,
+    numel,
+    m,
+    keep,
+    scale,
+    HAS_G: tl.constexpr,
+    MOVES: tl.constexpr,
+    DAMPENED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.load(blocks + place, mask=place < number, other=0)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there = (place < number)[:, None] & (at < numel)
+    step, _ = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
+    new = _rounded(tl.load(v + at, mask=there, other=0).to(tl.float32) + step, v.dtype.element_ty)
+    new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
+    to = place[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(rows + to, new, mask=(place < number)[:, None])
+
+
+def accumulate(
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+) -> None:
+    """See `dgcopt.kernels.torch.accumulate`."""
+    _pass(v, u, g, maxima, rule, scale, writes=True)
+
+
+def look(
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+) -> None:
+    """See `dgcopt.kernels.torch.look`."""
+    _pass(v, u, g, maxima, rule, scale, writes=False)
+
+
+def ahead(
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | None,
+    blocks: Tensor,
+    rows: Tensor,
+    rule: Momentum | None,
+    scale: float = 1.0,
+) -> None:
+    """See `dgcopt.kernels.torch.ahead`."""
+    if len(blocks):
+        numbers, settings = _settings(g, rule, scale)
+        _some_blocks[(triton.cdiv(len(blocks), _ROWS),)](
+            *(v, v if u is None else u, v if g is None else g, blocks, rows, len(blocks), len(v), *numbers),
+            **settings,
+        )
+
+
+def _pass(
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | None,
+    maxima: Tensor,
+    rule: Momentum | None,
+    scale: float,
+    writes: bool,
+) -> None:
+    if len(v):
+        numbers, settings = _settings(g, rule, scale)
+        _blocks[(triton.cdiv(len(v), _ROWS * BLOCK),)](
+            *(v, v if u is None else u, v if g is None else g, bits_of(maxima), len(v), *numbers),
+            **settings,
+            WRITES=writes,
+            BITS=8 * v.element_size(),
+        )
+
+
+def _settings(g: Tensor | None, rule: Momentum | None, scale: float) -> tuple[tuple[float, ...], dict[str, Any]]:
+    m, dampening, nesterov = (rule.momentum, rule.dampening, rule.nesterov) if rule is not None else (0.0, 0.0, False)
+    modes = {"HAS_G": g is not None, "MOVES": m != 0, "DAMPENED": dampening != 0, "NESTEROV": nesterov}
+    return (float(m), 1.0 - dampening, float(scale)), {
+        **modes,
+        "BLOCK": BLOCK,
+        "ROWS": _ROWS,
+        "enable_fp_fusion": False,
+    }

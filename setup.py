@@ -3,11 +3,20 @@
 The library has neither Python nor torch in it, so one wheel serves all their versions.
 """
 
+import hashlib
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("dgcopt/kernels/native")
+HEADERS = sorted(NATIVE.rglob("*.h"))
+
+
+def digest() -> str:
+    """What the sources hold, as dgcopt/kernels/native/library.py computes it too."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (NATIVE / "native.c", *HEADERS))).hexdigest()[:16]
 
 
 class build_loops(build_ext):
@@ -28,8 +37,10 @@ setup(
     ext_modules=[
         Extension(
             "dgcopt.kernels.libdgcopt",
-            sources=["dgcopt/kernels/native/native.c"],
-            depends=[str(path) for path in sorted(Path("dgcopt/kernels/native").rglob("*.h"))],
+            sources=[str(NATIVE / "native.c")],
+            depends=[str(path) for path in HEADERS],
+            # where sources are at hand, a library that was built from others is not used
+            define_macros=[("DGCOPT_SOURCES", f'"{digest()}"')],
             # fused multiply-add where the source says so, and nowhere else: results must be torch's to the bit
             extra_compile_args=["-O3", "-g0", "-ffp-contract=off"],
             optional=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -61,9 +62,10 @@ def _library() -> tuple[ctypes.CDLL, str] | None:
         return None
     try:
         library = ctypes.CDLL(str(_LIBRARY))
-        library.dgcopt_cpu.restype = ctypes.c_char_p
-        variant = library.dgcopt_cpu().decode()
+        variant = _text(library, "dgcopt_cpu")
         problem = "" if variant else "this processor lacks AVX2 and FMA, or NEON"
+        if not _is_of_these_sources(library):
+            problem = "they were built from other sources than there are now: install dgcopt again"
     except OSError:
         problem = "they were not built: install a C compiler, and dgcopt again"
     if problem and choice == "native":
@@ -72,6 +74,25 @@ def _library() -> tuple[ctypes.CDLL, str] | None:
         log.info("dgcopt: compression runs in torch, without the native kernels: %s", problem)
         return None
     return library, variant
+
+
+def _text(library: ctypes.CDLL, function: str) -> str:
+    found = getattr(library, function)
+    found.restype = ctypes.c_char_p
+    return str(found().decode())
+
+
+def _is_of_these_sources(library: ctypes.CDLL) -> bool:
+    """Whether it was built from the sources that lie here, as they do where dgcopt is installed as editable."""
+    here = Path(__file__).parent
+    if not (here / "native.c").exists():
+        return True
+    try:
+        built_from = _text(library, "dgcopt_sources")
+    except AttributeError:
+        return False
+    sources = b"".join(path.read_bytes() for path in (here / "native.c", *sorted(here.rglob("*.h"))))
+    return built_from in ("", hashlib.sha256(sources).hexdigest()[:16])
 
 
 def instructions() -> str:

@@ -10,6 +10,13 @@
 
 #define BLOCK 64
 
+#ifndef DGCOPT_SOURCES
+#define DGCOPT_SOURCES ""
+#endif
+
+/* Which sources this was built from; empty if it was not setup.py that built it. */
+const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
+
 #if defined(__x86_64__) || defined(__i386__)
 
 #define TARGET __attribute__((target("avx2,fma,bmi,bmi2,lzcnt")))

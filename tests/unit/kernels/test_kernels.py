@@ -222,6 +222,25 @@ def test_without_the_library_everything_runs_in_torch(tmp_path, monkeypatch, cap
 
 
 @built
+def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
+    """As after an update of an editable install: what is missing in it would end training with an AttributeError."""
+    monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
+    elsewhere = tmp_path / "native"
+    shutil.copytree(KERNELS / "native", elsewhere)
+    monkeypatch.setattr(library, "__file__", str(elsewhere / "library.py"))
+    library._library.cache_clear()
+    try:
+        assert kernels.instructions()
+        (elsewhere / "native.c").write_text("/* newer */")
+        library._library.cache_clear()
+        with caplog.at_level("INFO", "dgcopt"):
+            assert kernels.instructions() == ""
+        assert "install dgcopt again" in caplog.text
+    finally:
+        library._library.cache_clear()
+
+
+@built
 def test_under_sanitizers(tmp_path):
     """The loops read and write nothing but what they are given, and do nothing that C leaves undefined."""
     compiler = shutil.which("gcc") or pytest.skip("no gcc, whose sanitizers this uses")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,11 @@ class Context:
         else:
             residual = self.hold("residual")
             self.once_settled(lambda: residual.copy_(left))
+
+    def key(self, seed: int) -> int:
+        """64 bits of this step, bucket and rank, from which `dgcopt.kernels.draws` makes random numbers."""
+        words = f"{seed} {self.step} {self.index} {self.rank}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
 
     def generator(self, seed: int, own: bool = False) -> torch.Generator:
         """Random numbers (on the CPU) of this step and bucket: the same on all ranks, or this rank's `own`."""

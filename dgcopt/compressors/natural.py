@@ -7,15 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding.bits import pack_small, packed_bytes, unpack_small
+from ..coding.bits import packed_bytes
 from ..errors import PayloadError
-from ..kernels import finite
+from ..kernels import Put, put_powers, round_powers
 from .context import Context
 from .encoded import Encoded
 
 __all__ = ["Natural"]
 
-_MANTISSA = 23
 _INFINITE = 255
 
 
@@ -42,23 +41,16 @@ class Natural(Encoded):
     seed: int = 0
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        x = finite(values)
-        generator = ctx.generator(self.seed, own=True)
-        chance = torch.randint(1 << _MANTISSA, (len(x),), generator=generator, dtype=torch.int32).to(x.device)
-        exponents = x.abs().view(torch.int32) + chance >> _MANTISSA
-        return torch.cat((exponents.to(torch.uint8), pack_small((x < 0).to(torch.uint8), 1)))
+        return torch.cat(round_powers(values, ctx.key(self.seed)))
 
-    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+    def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         if message.dtype != torch.uint8 or message.shape != (self.payload_bytes(ctx),):
             raise PayloadError(
                 f"the message from rank {rank} has {message.numel()} bytes where {ctx.numel} values take "
                 f"{self.payload_bytes(ctx)}"
             )
-        exponents, signs = message[: ctx.numel], message[ctx.numel :]
-        if bool((exponents == _INFINITE).any()):
+        if put_powers(message[: ctx.numel], message[ctx.numel :], out, how) == _INFINITE:
             raise PayloadError(f"the message from rank {rank} holds an infinite value: it was damaged on the way")
-        magnitude = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
-        return torch.where(unpack_small(signs, ctx.numel, 1).bool(), -magnitude, magnitude)
 
     def payload_bytes(self, ctx: Context) -> int:
         return ctx.numel + packed_bytes(ctx.numel, 1)

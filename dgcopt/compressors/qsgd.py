@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..errors import ConfigError, PayloadError
 from ..flat.segments import BLOCK, PerTensor, Segment
-from ..kernels import finite
+from ..kernels import Put, add_up, largest, most_of, put_levels, round_levels, squares
 from .context import Context
 from .encoded import Encoded
 
@@ -72,27 +71,21 @@ class QSGD(Encoded):
         return ctx.scratch["blocks"]
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        v, blocks = finite(values), self._blocks(ctx)
-        norms = blocks.amax(v)
+        blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
+        place, count = blocks.of_block, len(blocks.numels)
+        norms = most_of(largest(values), place, count)
         if self.norm == "l2":  # of what is left after division by the largest, whose squares cannot overflow
-            norms = norms * blocks.sum((v / blocks.spread(norms)).nan_to_num_(0).square_()).sqrt()
-        position = (v.abs() / blocks.spread(norms)).nan_to_num_(0).mul_(self.levels)
-        chance = torch.rand(len(v), generator=ctx.generator(self.seed, own=True)).to(v.device)
-        level = position.floor()
-        level += chance < position - level
-        fields = level.clamp_(max=self.levels).to(torch.uint8) | (v < 0).to(torch.uint8) << self._magnitude_bits
-        width = 1 + self._magnitude_bits
+            norms = norms * add_up(squares(values, norms, place).unsqueeze(0), place, count)[0].sqrt()
+        fields = round_levels(values, norms, place, self.levels, ctx.key(self.seed))
         return encode_scaled(norms, fields if width == 8 else pack_small(fields, width))
 
-    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+    def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
         norms, packed = decode_scaled(message, len(blocks.numels), packed_bytes(ctx.numel, width), rank)
         fields = packed if width == 8 else unpack_small(packed, ctx.numel, width)
-        level, minus = fields & (1 << self._magnitude_bits) - 1, fields >> self._magnitude_bits
-        if bool((level > self.levels).any()):
+        highest = put_levels(fields, self._magnitude_bits, norms / self.levels, blocks.of_block, out, how)
+        if highest > self.levels:
             raise PayloadError(f"the message from rank {rank} holds a level above the {self.levels} that there are")
-        magnitude = level * blocks.spread(norms / self.levels)
-        return torch.where(minus.bool(), -magnitude, magnitude)
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(len(self._blocks(ctx).numels), packed_bytes(ctx.numel, 1 + self._magnitude_bits))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..errors import ConfigError
-from ..kernels import finite
+from ..kernels import Put, add_up, largest, most_of, put_trits, round_trits, squares
 from .context import Context
 from .encoded import Encoded
 
@@ -45,19 +44,16 @@ class TernGrad(Encoded):
             raise ConfigError(f"clip must be a positive number of standard deviations, or None, not {self.clip!r}")
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        g, tensors = finite(values), ctx.tensors
-        scale = tensors.amax(g)
+        place, numels = ctx.tensors.of_block, ctx.tensors.numels
+        scale = most_of(largest(values), place, len(numels))
         if self.clip is not None:
-            relative = (g / tensors.spread(scale)).nan_to_num_(0)
-            sigma = scale * (tensors.sum(relative.square_()) / tensors.numels).sqrt()
-            scale = scale.minimum(self.clip * sigma)
-        chance = torch.rand(len(g), generator=ctx.generator(self.seed, own=True)).to(g.device)
-        kept = chance * tensors.spread(scale) < g.abs()
-        return encode_scaled(scale, pack_trits(g.sign() * kept))
+            total = add_up(squares(values, scale, place).unsqueeze(0), place, len(numels))[0]
+            scale = scale.minimum(self.clip * (scale * (total / numels).sqrt()))
+        return encode_scaled(scale, pack_trits(round_trits(values, scale, place, ctx.key(self.seed))))
 
-    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+    def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         scale, fields = decode_scaled(message, len(ctx.segments), trit_bytes(ctx.numel), rank)
-        return unpack_trits(fields, ctx.numel, rank) * ctx.tensors.spread(scale)
+        put_trits(unpack_trits(fields, ctx.numel, rank), scale, ctx.tensors.of_block, out, how)
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(len(ctx.segments), trit_bytes(ctx.numel))

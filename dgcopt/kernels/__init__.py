@@ -1,14 +1,14 @@
 """The inner loops of compression: what passes over as many elements as there are parameters.
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
-everywhere; native/ is C for the CPU. Files are named after what they do: memory, selection, packing, rice, signs,
-trits; blocks is what those have in common that quantise.
+everywhere; native/ is C for the CPU. Files are named after what they do: memory, selection, packing, rice, rounding,
+signs, trits; blocks is what those have in common that quantise.
 """
 
 from . import native, torch
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .torch import LARGEST, PER_BYTE, Groups, Momentum, Put, finite, put, spread
+from .torch import LARGEST, PER_BYTE, Groups, Momentum, Put, draws, finite, put, spread
 
 __all__ = [
     "LARGEST",
@@ -20,21 +20,30 @@ __all__ = [
     "accumulate",
     "add_up",
     "advance",
+    "draws",
     "finite",
     "instructions",
+    "largest",
     "majority",
+    "most_of",
     "pack_signs",
     "pack_small",
     "pack_trits",
     "put",
+    "put_levels",
+    "put_powers",
     "put_signs",
     "put_trits",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
+    "round_levels",
+    "round_powers",
+    "round_trits",
     "select",
     "split",
     "spread",
+    "squares",
     "unpack_small",
     "unpack_trits",
 ]
@@ -51,6 +60,14 @@ add_up = Kernel(torch.add_up, (takes_float32, native.add_up))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split = Kernel(torch.split, (takes_float32, native.split))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))
+largest = Kernel(torch.largest, (takes_float32, native.largest))
+most_of = Kernel(torch.most_of, (takes_float32, native.most_of))
+put_levels = Kernel(torch.put_levels, (takes_float32, native.put_levels))
+put_powers = Kernel(torch.put_powers, (takes_float32, native.put_powers))
+round_levels = Kernel(torch.round_levels, (takes_float32, native.round_levels))
+round_powers = Kernel(torch.round_powers, (takes_float32, native.round_powers))
+round_trits = Kernel(torch.round_trits, (takes_float32, native.round_trits))
+squares = Kernel(torch.squares, (takes_float32, native.squares))
 majority = Kernel(torch.majority, (takes_flat, native.majority))
 pack_trits = Kernel(torch.pack_trits, (takes_flat, native.pack_trits))
 unpack_trits = Kernel(torch.unpack_trits, (takes_flat, native.unpack_trits))

@@ -18,6 +18,7 @@ from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.flat.segments import BLOCK
+from dgcopt.kernels import draws
 
 SIZES = (1, 7, 64, 65, 1000)
 RANKS = (1, 2, 3, 5)
@@ -61,7 +62,7 @@ class World:
 
     def draws(self, draw) -> list[list[np.ndarray]]:
         """What each rank draws for each tensor, by the rule that all compressors follow."""
-        return [self.parts(draw(self.buckets[0].numel, ctx.generator(0, own=True))) for ctx in self.contexts]
+        return [self.parts(draw(self.buckets[0].numel, ctx.key(0))) for ctx in self.contexts]
 
 
 def gradients(ranks: int, step: int, sizes=SIZES) -> list[list[np.ndarray]]:
@@ -72,6 +73,16 @@ def gradients(ranks: int, step: int, sizes=SIZES) -> list[list[np.ndarray]]:
         grad[-1][::10] = 0
     grads[-1][1][:] = 0
     return grads
+
+
+def chances(numel: int, key: int) -> Tensor:
+    """In [0, 1), by the highest 24 bits of what is drawn."""
+    return ((draws(numel, key).long() % 2**32) // 2**8).float() / 2**24
+
+
+def mantissas(numel: int, key: int) -> Tensor:
+    """Below 2^23, by the highest 23 bits."""
+    return ((draws(numel, key).long() % 2**32) // 2**9).int()
 
 
 def assert_close(ours, theirs, rtol=1e-5, atol=1e-7) -> None:
@@ -126,7 +137,7 @@ class TestEveryRule:
         world = World(dgcopt.TernGrad(clip), ranks)
         for step in range(STEPS):
             grads = gradients(ranks, step)
-            draws = world.draws(lambda n, generator: torch.rand(n, generator=generator))
+            draws = world.draws(chances)
             sent = [
                 [naive.ternary(g, d, clip) for g, d in zip(*both, strict=True)]
                 for both in zip(grads, draws, strict=True)
@@ -142,7 +153,7 @@ class TestEveryRule:
         world = World(dgcopt.QSGD(levels, block, norm), ranks)
         for step in range(STEPS):
             grads = gradients(ranks, step)
-            draws = world.draws(lambda n, generator: torch.rand(n, generator=generator))
+            draws = world.draws(chances)
             sent = [
                 [naive.qsgd(g, d, levels, block, norm) for g, d in zip(*both, strict=True)]
                 for both in zip(grads, draws, strict=True)
@@ -153,7 +164,7 @@ class TestEveryRule:
         world = World(dgcopt.Natural(), ranks)
         for step in range(STEPS):
             grads = gradients(ranks, step)
-            draws = world.draws(lambda n, generator: torch.randint(2**23, (n,), generator=generator, dtype=torch.int32))
+            draws = world.draws(mantissas)
             sent = [
                 [naive.natural(g, d) for g, d in zip(*both, strict=True)] for both in zip(grads, draws, strict=True)
             ]

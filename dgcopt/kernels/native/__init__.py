@@ -5,6 +5,7 @@ from .library import instructions, takes_flat, takes_float32, takes_floats
 from .memory import accumulate, advance
 from .packing import pack_small, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
+from .rounding import largest, most_of, put_levels, put_powers, round_levels, round_powers, round_trits, squares
 from .selection import select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import pack_trits, put_trits, unpack_trits
@@ -14,17 +15,25 @@ __all__ = [
     "add_up",
     "advance",
     "instructions",
+    "largest",
     "majority",
+    "most_of",
     "pack_signs",
     "pack_small",
     "pack_trits",
+    "put_levels",
+    "put_powers",
     "put_signs",
     "put_trits",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
+    "round_levels",
+    "round_powers",
+    "round_trits",
     "select",
     "split",
+    "squares",
     "takes_flat",
     "takes_float32",
     "takes_floats",

@@ -9,7 +9,7 @@ from ...flat.segments import BLOCK
 from ..torch import Put
 from .library import Length, Pointer, check_flat, function
 
-__all__ = ["HOW", "add_up", "check_place"]
+__all__ = ["HOW", "add_up", "blocks_of", "check_place"]
 
 HOW: dict[Put, int] = {"set": 0, "add": 1, "subtract": 2}
 
@@ -23,6 +23,14 @@ def add_up(numbers: Tensor, place: Tensor, count: int) -> Tensor:
         check_flat(len(place), row, dtype=torch.float32)
         loop(row.data_ptr(), place.data_ptr(), len(place), of.data_ptr())
     return sums
+
+
+def blocks_of(values: Tensor) -> int:
+    """How many blocks there are of flat float32 values; raises ValueError for other tensors."""
+    check_flat(len(values), values, dtype=torch.float32)
+    if len(values) % BLOCK:
+        raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {len(values)} elements")
+    return len(values) // BLOCK
 
 
 def check_place(place: Tensor, numel: int, *counts: int) -> None:

@@ -22,5 +22,6 @@ enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8 };
 #include "loops/selection.h"
 #include "loops/packing.h"
 #include "loops/rice.h"
+#include "loops/rounding.h"
 #include "loops/signs.h"
 #include "loops/trits.h"

@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from ...flat.segments import BLOCK
 from ..torch import Put
-from .blocks import HOW, check_place
+from .blocks import HOW, blocks_of, check_place
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
 
 __all__ = ["majority", "pack_signs", "put_signs", "split"]
@@ -29,7 +29,7 @@ def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.split`."""
-    blocks = _blocks(values)
+    blocks = blocks_of(values)
     packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
     loop = function("split", Pointer, Length, Pointer, Pointer, Pointer, Pointer)
 
@@ -71,10 +71,3 @@ def majority(votes: Tensor) -> Tensor:
 
     shared(span, len(says))
     return says
-
-
-def _blocks(values: Tensor) -> int:
-    check_flat(len(values), values, dtype=torch.float32)
-    if len(values) % BLOCK:
-        raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {len(values)} elements")
-    return len(values) // BLOCK

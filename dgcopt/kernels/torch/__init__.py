@@ -4,6 +4,18 @@ from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
 from .memory import Momentum, accumulate, advance
 from .packing import pack, pack_small, unpack, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
+from .rounding import (
+    draws,
+    halves,
+    largest,
+    most_of,
+    put_levels,
+    put_powers,
+    round_levels,
+    round_powers,
+    round_trits,
+    squares,
+)
 from .selection import Groups, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import PER_BYTE, pack_trits, put_trits, unpack_trits
@@ -17,21 +29,31 @@ __all__ = [
     "accumulate",
     "add_up",
     "advance",
+    "draws",
     "finite",
+    "halves",
+    "largest",
     "majority",
+    "most_of",
     "pack",
     "pack_signs",
     "pack_small",
     "pack_trits",
     "put",
+    "put_levels",
+    "put_powers",
     "put_signs",
     "put_trits",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
+    "round_levels",
+    "round_powers",
+    "round_trits",
     "select",
     "split",
     "spread",
+    "squares",
     "sum_of_blocks",
     "unpack",
     "unpack_small",

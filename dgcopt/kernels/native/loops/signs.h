@@ -29,17 +29,17 @@ TARGET void FN(split)(const float *v, int64_t n, uint8_t *packed, float *above, 
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
         float ups[BLOCK], downs[BLOCK];
         uint8_t flags[BLOCK];
-        int32_t count = 0;
+        uint64_t word;
         for (int i = 0; i < BLOCK; i++) {
             int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
-            int32_t minus = (bits < 0) & (size != 0);
-            flags[i] = (uint8_t)minus;
-            count += minus;
-            ups[i] = FN(of_bits)(minus ? 0 : size);
-            downs[i] = FN(of_bits)(minus ? size : 0);
+            ups[i] = FN(of_bits)(size & ~(bits >> 31));
+            downs[i] = FN(of_bits)(size & bits >> 31);
+            flags[i] = (uint8_t)(bits >> 31 & (size != 0));
         }
-        for (int at = 0; at < BLOCK; at += 8) packed[b * (BLOCK / 8) + at / 8] = FN(byte_of)(flags + at);
-        above[b] = FN(fold)(ups), below[b] = FN(fold)(downs), minuses[b] = (float)count;
+        for (int at = 0; at < BLOCK; at += 8) packed[at / 8] = FN(byte_of)(flags + at);
+        memcpy(&word, packed, 8);
+        packed += BLOCK / 8;
+        above[b] = FN(fold)(ups), below[b] = FN(fold)(downs), minuses[b] = (float)__builtin_popcountll(word);
     }
 }
 
@@ -65,15 +65,25 @@ TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float
 }
 
 TARGET void FN(majority)(const uint8_t *votes, int64_t voters, int64_t stride, int64_t bytes, int8_t *says) {
-    for (int64_t at = 0; at < bytes; at++) {
-        int32_t minuses[8] = {0};
+    for (int64_t at = 0; at < bytes; at += 4) {
+        int64_t width = bytes - at < 4 ? bytes - at : 4;
+        int32_t minuses[32] = {0};
+        int8_t sums[32];
         for (int64_t voter = 0; voter < voters; voter++) {
-            uint32_t byte = votes[voter * stride + at];
-            for (int i = 0; i < 8; i++) minuses[i] += byte >> i & 1;
+            uint32_t word = 0;
+            if (width == 4)
+                memcpy(&word, votes + voter * stride + at, 4);
+            else
+                memcpy(&word, votes + voter * stride + at, width);
+            for (int i = 0; i < 32; i++) minuses[i] += (int32_t)(word >> i & 1);
         }
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < 32; i++) {
             int32_t sum = (int32_t)voters - 2 * minuses[i];
-            says[8 * at + i] = (int8_t)((sum > 0) - (sum < 0));
+            sums[i] = (int8_t)((sum > 0) - (sum < 0));
         }
+        if (width == 4)
+            memcpy(says + 8 * at, sums, 32);
+        else
+            memcpy(says + 8 * at, sums, 8 * width);
     }
 }

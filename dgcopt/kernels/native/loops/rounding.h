@@ -1,0 +1,144 @@
+/* Values rounded at random, by numbers that follow from a key and a value's place. */
+
+/* 32 random bits for element i: Weyl's sequence, mixed by two rounds of multiplication (Wellons, "lowbias32"). */
+INLINE TARGET uint32_t FN(draw)(uint32_t i, uint32_t first, uint32_t second) {
+    uint32_t x = i * 0x9e3779b9u + first;
+    x ^= x >> 16;
+    x = x * 0x21f0aaadu + second;
+    x ^= x >> 15;
+    x *= 0x735a2d97u;
+    return x ^ x >> 15;
+}
+
+/* In [0, 1), a multiple of 2^-24. */
+INLINE TARGET float FN(chance)(uint32_t i, uint32_t first, uint32_t second) {
+    return (float)(int32_t)(FN(draw)(i, first, second) >> 8) * 0x1p-24f;
+}
+
+TARGET void FN(largest)(const float *v, int64_t n, float *sizes) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
+        int32_t top = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t size = FN(finite)(v[i]) & 0x7fffffff;
+            top = size > top ? size : top;
+        }
+        sizes[b] = FN(of_bits)(top);
+    }
+}
+
+TARGET void FN(squares)(const float *v, const float *scales, const int64_t *place, int64_t n, float *sums) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
+        float scale = scales[place[b]] > 0 ? scales[place[b]] : 1, parts[BLOCK];
+        for (int i = 0; i < BLOCK; i++) {
+            float relative = FN(of_bits)(FN(finite)(v[i])) / scale;
+            parts[i] = relative * relative;
+        }
+        sums[b] = FN(fold)(parts);
+    }
+}
+
+TARGET void FN(most_of)(const float *numbers, const int64_t *place, int64_t blocks, float *most) {
+    for (int64_t b = 0; b < blocks; b++) most[place[b]] = numbers[b] > most[place[b]] ? numbers[b] : most[place[b]];
+}
+
+TARGET void FN(round_levels)(const float *v, const float *norms, const int64_t *place, int64_t start, int64_t n,
+                             int levels, int first, int second, uint8_t *fields) {
+    int shift = 32 - __builtin_clz((unsigned)levels);
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, fields += BLOCK) {
+        float norm = norms[place[b]] > 0 ? norms[place[b]] : 1;
+        uint32_t from = (uint32_t)(start + b * BLOCK);
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
+            float position = FN(of_bits)(size) / norm * (float)levels;
+            int32_t level = (int32_t)position;
+            level += FN(chance)(from + (uint32_t)i, (uint32_t)first, (uint32_t)second) < position - (float)level;
+            level = level > levels ? levels : level;
+            fields[i] = (uint8_t)(level | (bits < 0 && size != 0) << shift);
+        }
+    }
+}
+
+INLINE TARGET uint8_t FN(put_levels_how)(const uint8_t *fields, int shift, const float *scales, const int64_t *place,
+                                         int64_t n, float *out, const int how) {
+    uint8_t most = 0;
+    for (int64_t b = 0; b < n / BLOCK; b++, fields += BLOCK, out += BLOCK) {
+        float scale = scales[place[b]];
+        for (int i = 0; i < BLOCK; i++) {
+            uint8_t level = fields[i] & ((1 << shift) - 1);
+            most = level > most ? level : most;
+        }
+        for (int i = 0; i < BLOCK; i++) {
+            uint32_t field = fields[i], sign = field >> shift << 31;
+            float size = (float)(int32_t)(field & ((1u << shift) - 1)) * scale;
+            out[i] = FN(put)(out[i], FN(of_bits)((int32_t)((uint32_t)FN(bits_of)(size) ^ sign)), how);
+        }
+    }
+    return most;
+}
+
+/* Returns the highest level there is. */
+TARGET int FN(put_levels)(const uint8_t *fields, int shift, const float *scales, const int64_t *place, int64_t n,
+                          float *out, int how) {
+    uint8_t most = 0;
+#define CALL(how) most = FN(put_levels_how)(fields, shift, scales, place, n, out, how);
+    EVERY_HOW(CALL)
+#undef CALL
+    return most;
+}
+
+TARGET void FN(round_trits)(const float *v, const float *scales, const int64_t *place, int64_t start, int64_t n,
+                            int first, int second, int8_t *trits) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, trits += BLOCK) {
+        float scale = scales[place[b]];
+        uint32_t from = (uint32_t)(start + b * BLOCK);
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t bits = FN(finite)(v[i]);
+            float chance = FN(chance)(from + (uint32_t)i, (uint32_t)first, (uint32_t)second);
+            int32_t kept = chance * scale < FN(of_bits)(bits & 0x7fffffff);
+            trits[i] = (int8_t)(kept * (1 + 2 * (bits >> 31)));
+        }
+    }
+}
+
+TARGET void FN(round_powers)(const float *v, int64_t start, int64_t n, int first, int second, uint8_t *exponents,
+                             uint8_t *signs) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, exponents += BLOCK, signs += BLOCK / 8) {
+        uint8_t flags[BLOCK];
+        uint32_t from = (uint32_t)(start + b * BLOCK);
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
+            uint32_t up = FN(draw)(from + (uint32_t)i, (uint32_t)first, (uint32_t)second) >> 9;
+            exponents[i] = (uint8_t)(((uint32_t)size + up) >> 23);
+            flags[i] = (uint8_t)(bits >> 31 & (size != 0));
+        }
+        for (int at = 0; at < BLOCK; at += 8) signs[at / 8] = FN(byte_of)(flags + at);
+    }
+}
+
+INLINE TARGET uint8_t FN(put_powers_how)(const uint8_t *exponents, const uint8_t *signs, int64_t n, float *out,
+                                         const int how) {
+    uint8_t most = 0;
+    for (int64_t b = 0; b < n / BLOCK; b++, exponents += BLOCK, signs += BLOCK / 8, out += BLOCK) {
+        for (int i = 0; i < BLOCK; i++) most = exponents[i] > most ? exponents[i] : most;
+        for (int half = 0; half < 2; half++) {
+            uint32_t word;
+            memcpy(&word, signs + 4 * half, 4);
+            float *to = out + 32 * half;
+            const uint8_t *of = exponents + 32 * half;
+            for (int i = 0; i < 32; i++) {
+                uint32_t bits = (uint32_t)of[i] << 23 | (word >> i & 1) << 31;
+                to[i] = FN(put)(to[i], FN(of_bits)((int32_t)bits), how);
+            }
+        }
+    }
+    return most;
+}
+
+/* Returns the highest exponent there is. */
+TARGET int FN(put_powers)(const uint8_t *exponents, const uint8_t *signs, int64_t n, float *out, int how) {
+    uint8_t most = 0;
+#define CALL(how) most = FN(put_powers_how)(exponents, signs, n, out, how);
+    EVERY_HOW(CALL)
+#undef CALL
+    return most;
+}

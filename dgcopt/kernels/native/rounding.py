@@ -1,0 +1,141 @@
+"""Rounding at random, in C."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...flat.segments import BLOCK
+from ..torch import Put, halves
+from .blocks import HOW, blocks_of, check_place
+from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
+
+__all__ = [
+    "largest",
+    "most_of",
+    "put_levels",
+    "put_powers",
+    "round_levels",
+    "round_powers",
+    "round_trits",
+    "squares",
+]
+
+
+def largest(values: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.largest`."""
+    sizes = torch.empty(blocks_of(values))
+    loop = function("largest", Pointer, Length, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        loop(at(values, start), stop - start, at(sizes, start // BLOCK))
+
+    shared(span, len(values))
+    return sizes
+
+
+def most_of(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+    """See `dgcopt.kernels.torch.most_of`."""
+    check_flat(len(numbers), numbers, dtype=torch.float32)
+    check_place(place, len(numbers) * BLOCK, count)
+    most = torch.zeros(count)
+    loop = function("most_of", Pointer, Pointer, Length, Pointer)
+    loop(numbers.data_ptr(), place.data_ptr(), len(numbers), most.data_ptr())
+    return most
+
+
+def squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.squares`."""
+    sums = torch.empty(blocks_of(values))
+    _check_scales(values, scales, place)
+    loop = function("squares", Pointer, Pointer, Pointer, Length, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        block = start // BLOCK
+        loop(at(values, start), scales.data_ptr(), at(place, block), stop - start, at(sums, block))
+
+    shared(span, len(values))
+    return sums
+
+
+def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
+    """See `dgcopt.kernels.torch.round_levels`."""
+    _check_scales(values, norms, place)
+    if not 1 <= levels <= 127:
+        raise ValueError(f"a byte holds 1 to 127 levels and a sign, not {levels}")
+    fields = torch.empty(len(values), dtype=torch.uint8)
+    loop = function("round_levels", Pointer, Pointer, Pointer, Length, Length, Int, Int, Int, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        numbers = (at(values, start), norms.data_ptr(), at(place, start // BLOCK))
+        loop(*numbers, start, stop - start, levels, *halves(key), at(fields, start))
+
+    shared(span, len(values))
+    return fields
+
+
+def put_levels(fields: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+    """See `dgcopt.kernels.torch.put_levels`."""
+    _check_scales(out, scales, place)
+    check_bytes(fields, len(out))
+    loop = function("put_levels", Pointer, Int, Pointer, Pointer, Length, Pointer, Int)
+    highest = [0]
+
+    def span(start: int, stop: int) -> None:
+        numbers = (at(fields, start), bits, scales.data_ptr(), at(place, start // BLOCK))
+        highest.append(loop(*numbers, stop - start, at(out, start), HOW[how]))
+
+    shared(span, len(out))
+    increment_version(out)
+    return max(highest)
+
+
+def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
+    """See `dgcopt.kernels.torch.round_trits`."""
+    _check_scales(values, scales, place)
+    trits = torch.empty(len(values), dtype=torch.int8)
+    loop = function("round_trits", Pointer, Pointer, Pointer, Length, Length, Int, Int, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        numbers = (at(values, start), scales.data_ptr(), at(place, start // BLOCK))
+        loop(*numbers, start, stop - start, *halves(key), at(trits, start))
+
+    shared(span, len(values))
+    return trits
+
+
+def round_powers(values: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.round_powers`."""
+    blocks = blocks_of(values)
+    exponents = torch.empty(len(values), dtype=torch.uint8)
+    signs = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8)
+    loop = function("round_powers", Pointer, Length, Length, Int, Int, Pointer, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        loop(at(values, start), start, stop - start, *halves(key), at(exponents, start), at(signs, start // 8))
+
+    shared(span, len(values))
+    return exponents, signs
+
+
+def put_powers(exponents: Tensor, signs: Tensor, out: Tensor, how: Put) -> int:
+    """See `dgcopt.kernels.torch.put_powers`."""
+    blocks_of(out)
+    check_bytes(exponents, len(out))
+    check_bytes(signs, len(out) // 8)
+    loop = function("put_powers", Pointer, Pointer, Length, Pointer, Int)
+    highest = [0]
+
+    def span(start: int, stop: int) -> None:
+        highest.append(loop(at(exponents, start), at(signs, start // 8), stop - start, at(out, start), HOW[how]))
+
+    shared(span, len(out))
+    increment_version(out)
+    return max(highest)
+
+
+def _check_scales(values: Tensor, scales: Tensor, place: Tensor) -> None:
+    check_flat(len(values), values, dtype=torch.float32)
+    check_flat(len(scales), scales, dtype=torch.float32)
+    check_place(place, len(values), len(scales))

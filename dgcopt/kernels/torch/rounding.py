@@ -1,0 +1,123 @@
+"""Values rounded at random, to one of the neighbours that may travel, so that their mean stays what it was.
+
+The random numbers are part of what all implementations agree on: they follow from a key of 64 bits and the place of a
+value, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...flat.segments import block_maxima
+from .blocks import Put, finite, put, spread, sum_of_blocks
+from .packing import pack_small, unpack_small
+
+__all__ = [
+    "draws",
+    "halves",
+    "largest",
+    "most_of",
+    "put_levels",
+    "put_powers",
+    "round_levels",
+    "round_powers",
+    "round_trits",
+    "squares",
+]
+
+_WEYL, _FIRST, _SECOND = 0x9E3779B9 - 2**32, 0x21F0AAAD, 0x735A2D97  # as int32
+_MANTISSA = 23
+
+
+def draws(count: int, key: int, device: torch.device | str = "cpu") -> Tensor:
+    """32 random bits for each of `count` places below 2^32, int32.
+
+    Weyl's sequence, mixed by two rounds of multiplication and shifts that Wellons searched for ("Prospecting for hash
+    functions", 2018), with half of the 64 bits of `key` before each. Keys should differ in many bits, as hashes do.
+    """
+    first, second = halves(key)
+    x = torch.arange(count, device=device).to(torch.int32).mul_(_WEYL).add_(first)
+    x ^= _shifted(x, 16)
+    x.mul_(_FIRST).add_(second)
+    x ^= _shifted(x, 15)
+    x.mul_(_SECOND)
+    return x ^ _shifted(x, 15)
+
+
+def halves(key: int) -> tuple[int, int]:
+    """The lower and the upper half of 64 bits, each as an int32."""
+    return tuple((half + 2**31) % 2**32 - 2**31 for half in (key % 2**32, key >> 32))  # type: ignore[return-value]
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude of each block, float32 `[blocks]`; NaN and Inf count as zero."""
+    return block_maxima(finite(values))
+
+
+def most_of(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+    """The largest of blocks' numbers, none negative: float32 `[count]`, of block b in `place[b]`."""
+    return numbers.new_zeros(count).scatter_reduce_(0, place, numbers, "amax")
+
+
+def squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
+    """The sum of (v / scale)^2 of each block, with `scales[place[b]]`, which if zero counts as one."""
+    return sum_of_blocks((finite(values) / spread(torch.where(scales > 0, scales, 1), place)).square_())
+
+
+def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
+    """Each value as a multiple, `levels` at most, of `norms[place[b]] / levels`; with a bit on top if it is negative.
+
+    The multiple is rounded up with the probability of what it has behind the point. Returns uint8.
+    """
+    v = finite(values)
+    position = v.abs() / spread(torch.where(norms > 0, norms, 1), place) * levels
+    level = position.floor()
+    level += _chances(len(v), key, v.device) < position - level
+    return level.clamp_(max=levels).to(torch.uint8) | (v < 0).to(torch.uint8) << levels.bit_length()
+
+
+def put_levels(fields: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+    """Let what `round_levels` wrote take effect on `out`: levels of `bits` bits, times `scales[place[b]]`, and a sign.
+
+    Returns the highest level there is.
+    """
+    level, minus = fields & (1 << bits) - 1, (fields >> bits).bool()
+    sizes = level * spread(scales, place)
+    put(torch.where(minus, -sizes, sizes), out, how)
+    return int(level.max()) if len(level) else 0
+
+
+def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
+    """The sign of each value with probability |v| / `scales[place[b]]`, else zero: int8."""
+    v = finite(values)
+    kept = _chances(len(v), key, v.device) * spread(scales, place) < v.abs()
+    return (v.sign() * kept).to(torch.int8)
+
+
+def round_powers(values: Tensor, key: int) -> tuple[Tensor, Tensor]:
+    """Each value as one of the two powers of two beside it: its exponent in float32, uint8, and packed signs.
+
+    A random number below 2^23 that is added to the bits of |v| carries into the exponent as often as it should.
+    """
+    v = finite(values)
+    up = _shifted(draws(len(v), key, v.device), 32 - _MANTISSA)
+    exponents = v.abs().view(torch.int32) + up >> _MANTISSA
+    return exponents.to(torch.uint8), pack_small((v < 0).to(torch.uint8), 1)
+
+
+def put_powers(exponents: Tensor, signs: Tensor, out: Tensor, how: Put) -> int:
+    """Let what `round_powers` wrote take effect on `out`. Returns the highest exponent there is."""
+    sizes = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
+    put(torch.where(unpack_small(signs, len(out), 1).bool(), -sizes, sizes), out, how)
+    return int(exponents.max()) if len(exponents) else 0
+
+
+def _chances(count: int, key: int, device: torch.device) -> Tensor:
+    """In [0, 1), multiples of 2^-24."""
+    return _shifted(draws(count, key, device), 8).float().mul_(2.0**-24)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """int32 without sign, shifted down."""
+    return x >> bits & (1 << 32 - bits) - 1

@@ -1,0 +1,155 @@
+"""Rounding at random: the same bits in C as in torch, from numbers that look random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, places
+
+from dgcopt import kernels
+from dgcopt.compressors import Context
+from dgcopt.kernels import native
+from dgcopt.kernels import torch as specification
+
+tensors = st.integers(1, 5)
+blocks = st.sampled_from([0, 1, 2, 3, 17, 2200])
+keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
+hows = st.sampled_from(["set", "add", "subtract"])
+
+
+def key_of(seed: int, step: int, index: int, rank: int) -> int:
+    """As compressors have it."""
+    return Context(rank, 3, "average", step, None, [], index=index).key(seed)
+
+
+def draw(i: int, key: int) -> int:
+    """What the docstring says, in whole numbers."""
+    x = (i * 0x9E3779B9 + key % 2**32) % 2**32
+    x ^= x >> 16
+    x = (x * 0x21F0AAAD + (key >> 32)) % 2**32
+    x ^= x >> 15
+    x = x * 0x735A2D97 % 2**32
+    return x ^ x >> 15
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(count=st.integers(0, 50), key=keys)
+def test_draws(count, key):
+    assert [x % 2**32 for x in specification.draws(count, key).tolist()] == [draw(i, key) for i in range(count)]
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_every_bit_is_one_half_of_the_time_and_says_nothing_of_its_neighbours_or_of_other_keys(bit):
+    count, near = 2**18, 4.5 / 2**9  # standard deviations of the mean of 2^18 signs
+
+    def signs(key: int) -> torch.Tensor:
+        return 1 - 2 * (specification.draws(count, key) >> bit & 1).double()
+
+    first, *others = (signs(key_of(0, step, 0, rank)) for step in range(3) for rank in range(3))
+    assert first.mean().abs() < near
+    for lag in (1, 2, 3, 64, 512, 1000):
+        assert (first[:-lag] * first[lag:]).mean().abs() < near, lag
+    for other in others:
+        assert (first * other).mean().abs() < near
+        assert (first[:-64] * other[64:]).mean().abs() < near
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(blocks=blocks, tensors=tensors, kind=st.sampled_from(KINDS), shift=st.integers(0, 3), seed=st.integers(0, 2**20))
+def test_sizes_of_blocks(blocks, tensors, kind, shift, seed):
+    values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
+    sizes = native.largest(values)
+    assert_same_bits(sizes, specification.largest(values))
+    most = native.most_of(sizes, place, tensors)
+    assert_same_bits(most, specification.most_of(sizes, place, tensors))
+    for scales in (most, most / 3, torch.zeros(tensors)):
+        assert_same_bits(native.squares(values, scales, place), specification.squares(values, scales, place))
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    blocks=blocks,
+    tensors=tensors,
+    levels=st.sampled_from([1, 2, 5, 7, 100, 127]),
+    share=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    key=keys,
+    kind=st.sampled_from(KINDS),
+    how=hows,
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
+    values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
+    norms = specification.most_of(specification.largest(values), place, tensors)
+    norms *= max(share, 1.0)  # a norm is at least as large as the largest
+    fields = native.round_levels(values, norms, place, levels, key)
+    assert torch.equal(fields, specification.round_levels(values, norms, place, levels, key))
+    ours, theirs = values.clone(), values.clone()
+    arguments = (fields, levels.bit_length(), norms * share, place)
+    most = native.put_levels(*arguments, ours, how)
+    assert most == specification.put_levels(*arguments, theirs, how) <= levels
+    assert_same_bits(ours, theirs)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    blocks=blocks,
+    tensors=tensors,
+    share=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    key=keys,
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_trits(blocks, tensors, share, key, kind, shift, seed):
+    values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
+    scales = specification.most_of(specification.largest(values), place, tensors) * share
+    trits = native.round_trits(values, scales, place, key)
+    assert torch.equal(trits, specification.round_trits(values, scales, place, key))
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    blocks=blocks,
+    key=keys,
+    kind=st.sampled_from(KINDS),
+    how=hows,
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_powers(blocks, key, kind, how, shift, seed):
+    values = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:]
+    message = native.round_powers(values, key)
+    for mine, other in zip(message, specification.round_powers(values, key), strict=True):
+        assert torch.equal(mine, other)
+    ours, theirs = values.clone(), values.clone()
+    assert native.put_powers(*message, ours, how) == specification.put_powers(*message, theirs, how) < 255
+    assert_same_bits(ours, theirs)
+
+
+def test_what_they_mean():
+    values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
+    values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
+    assert kernels.largest(values).tolist() == [8] and kernels.squares(values, torch.tensor([2.0]), place)[0] == 37
+    fields = kernels.round_levels(values, torch.tensor([8.0]), place, 4, key=1)  # none has to be rounded
+    assert fields[:5].tolist() == [4, 8 + 4, 2, 8 + 1, 0]
+    exponents, signs = kernels.round_powers(values, key=1)
+    assert exponents[:5].tolist() == [130, 130, 129, 128, 0] and signs.tolist() == [10, *[0] * 7]
+    assert kernels.round_trits(values, torch.tensor([2.0]), place, key=1)[:5].tolist() == [1, -1, 1, -1, 0]
+
+
+@built
+def test_what_does_not_fit_is_refused():
+    values, scales, place = torch.zeros(64), torch.ones(1), torch.tensor([0])
+    with pytest.raises(ValueError, match="not 128"):
+        native.round_levels(values, scales, place, 128, 0)
+    with pytest.raises(ValueError, match="places from 1 to 1"):
+        native.round_trits(values, scales, place + 1, 0)
+    with pytest.raises(ValueError, match="bytes are needed"):
+        native.put_powers(torch.zeros(63, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), values, "set")

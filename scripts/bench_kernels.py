@@ -65,8 +65,9 @@ SYSTEMS = (
     f"DGC(ratio=0.001, values='int2', {COMPACT})",
 )
 PHASES: dict[str, list[tuple[Any, str]]] = {
+    "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "correct")],
-    "select": [(Selection, "largest")],
+    "select": [(Selection, "largest"), (Selection, "largest_of")],
     "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
     "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
     "settle": [(dgcopt.Context, "settle")],
@@ -194,9 +195,10 @@ def watched() -> Iterator[None]:
 
     def timed(phase: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def outer(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
+            start, before = time.thread_time(), sum(seconds_of.values())
             result = inner(*args, **kwargs)
-            seconds_of[phase] += time.thread_time() - start
+            of_others = sum(seconds_of.values()) - before  # which this phase has called
+            seconds_of[phase] += time.thread_time() - start - of_others
             return result
 
         return outer
@@ -260,8 +262,10 @@ def measure(bench: Bench, rounds: int) -> list[dict[str, Any]]:
         if name in bench.dgcopt:
             it = bench.dgcopt[name]
             record |= {"bytes": dict(it.bytes), "selected": it.selected}
-            phases = [phase for phase in (*PHASES, "rest") if phase in times[0][name]]
-            record["phases"] = {phase: statistics.median(each[name][phase] for each in times) for phase in phases}
+            phases = (*PHASES, "rest") if len(times[0][name]) > 2 else ("rest",)
+            record["phases"] = {
+                phase: statistics.median(each[name].get(phase, 0) for each in times) for phase in phases
+            }
         records.append(record)
     return records
 

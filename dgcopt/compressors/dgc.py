@@ -154,30 +154,29 @@ class DGC(Compressor):
         local = LocalGradient.of_flat(grad, ctx.segments) if ctx.local is None else ctx.local
         dtype = torch.bfloat16 if self.residual == "bf16" else None
         u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
-        if ctx.certain and ctx.kind == "matrix" and ratio < 1:
-            v = ctx.hold("residual", dtype=dtype)
-            maxima = memory.accumulate(local, (v, v), u, runs)
-        else:
-            _, v = residual = ctx.advance("residual", dtype=dtype)
-            maxima = memory.accumulate(local, residual, u, runs)
-            ctx.peak = maxima.amax()
-            ctx.once_settled(lambda: memory.settle(local, u, runs))
-
-        if ratio == 1:
-            everything = v.to(ctx.dtype, copy=True)
-            v -= everything
-            return (yield AllReduce(everything, op=ctx.op))
-
-        if ctx.kind == "vector":
-            message = encode_dense(v, self.vectors)
-            v -= decode_dense(message, len(v), self.vectors, ctx.rank)
-            messages = yield AllGather(message)
-            return self._mean(messages, v, ctx)
+        v = ctx.hold("residual", dtype=dtype)
+        if ctx.kind == "vector" or ratio == 1:
+            everything = memory.ahead(local, v, u, runs).view(-1)
+            ctx.peak = everything.abs().amax()
+            ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
+            if ratio == 1:
+                ctx.once_settled(lambda: v.sub_(v.to(ctx.dtype)))
+                return (yield AllReduce(everything.to(ctx.dtype), op=ctx.op))
+            message = encode_dense(everything, self.vectors)
+            arriving = decode_dense(message, len(v), self.vectors, ctx.rank)
+            ctx.once_settled(lambda: v.sub_(arriving))
+            return self._mean((yield AllGather(message)), v, ctx)
 
         selection = self._selection(ctx, ratio)
-        indices = selection.largest(v, maxima)
-        values = v.index_select(0, indices).to(at_least_float32(v.dtype))
-        message, sent, arriving = self._code.encode(indices, values, len(v))
+        if ctx.certain:
+            indices = selection.largest(v, memory.accumulate(local, v, u, runs))
+            values = v.index_select(0, indices)
+        else:
+            maxima = memory.look(local, v, u, runs)
+            ctx.peak = maxima.amax()
+            indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
+            ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
+        message, sent, arriving = self._code.encode(indices, values.to(at_least_float32(v.dtype)), len(v))
 
         def forget_what_was_sent() -> None:
             v[sent] = (v[sent] - arriving).to(v.dtype)

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..flat.segments import BLOCK, Segment
-from ..kernels import Momentum, accumulate, advance
+from ..kernels import Momentum, accumulate, ahead, look
 from .own_step import steps_as
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
@@ -56,28 +56,45 @@ class ErrorFeedback:
         """How the segments' memory is to change in this step: neighbours that change alike in one run."""
         return [Run(segments[0].start, segments[-1].stop, None)]
 
-    def accumulate(self, grad: LocalGradient, v: Pair, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
-        """Write the new v from the old memory, in one pass; returns its block maxima.
+    def accumulate(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
+        """Make v and u the new ones in one pass, and the gradient zero; returns the block maxima of v."""
+        return self._pass(accumulate, grad, v, u, runs, clear=True)
 
-        If both are one, u is changed in place too, and the gradient is zero afterwards; else that is left to `settle`.
-        """
-        old, new = v
-        in_place = old is new
-        maxima = torch.zeros(len(new) // BLOCK, dtype=new.dtype, device=new.device)
+    def look(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
+        """The block maxima that `accumulate` will give; all stays as it is."""
+        return self._pass(look, grad, v, u, runs, clear=False)
+
+    def _pass(
+        self,
+        kernel: Callable[..., None],
+        grad: LocalGradient,
+        v: Tensor,
+        u: Tensor | None,
+        runs: Sequence[Run],
+        clear: bool,
+    ) -> Tensor:
+        maxima = torch.empty(len(v) // BLOCK, dtype=v.dtype, device=v.device)
         for run in runs:
-            for span, g in grad.within(run.start, run.stop, clear=in_place):
+            for span, g in grad.within(run.start, run.stop, clear=clear):
                 blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-                momentum = None if u is None else u[span]
-                accumulate(old[span], new[span], momentum, g, maxima[blocks], run.rule, grad.scale, commit=in_place)
+                kernel(v[span], None if u is None else u[span], g, maxima[blocks], run.rule, grad.scale)
         return maxima
 
-    def settle(self, grad: LocalGradient, u: Tensor | None, runs: Sequence[Run]) -> None:
-        """The step succeeded: write the new u in place. The gradient, no longer needed, is zero afterwards."""
-        for run in runs:
-            if run.rule is not None and run.rule.momentum:
-                assert u is not None
-                for span, g in grad.within(run.start, run.stop, clear=True):
-                    advance(u[span], g, run.rule, grad.scale)
+    def ahead(
+        self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run], blocks: Tensor | None = None
+    ) -> Tensor:
+        """What `accumulate` will make of v, or of some blocks of it, in ascending order: `[blocks, 64]`."""
+        if blocks is None:
+            blocks = torch.arange(len(v) // BLOCK, device=v.device)
+        rows = torch.empty(len(blocks), BLOCK, dtype=v.dtype, device=v.device)
+        parts = [(span, g, run.rule) for run in runs for span, g in grad.within(run.start, run.stop)]
+        ends = torch.tensor([[span.start, span.stop + BLOCK - 1] for span, _, _ in parts], device=v.device) // BLOCK
+        cuts = torch.searchsorted(blocks, ends).tolist()
+        for (span, g, rule), (first, last) in zip(parts, cuts, strict=True):
+            if first < last:
+                mine = blocks[first:last] - span.start // BLOCK
+                ahead(v[span], None if u is None else u[span], g, mine, rows[first:last], rule, grad.scale)
+        return rows
 
     def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:
         """Make the flat gradient what `accumulate` would add to v, and write the new u."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..flat.segments import Segment
-from ..kernels import Groups, select
+from ..flat.segments import BLOCK, Segment
+from ..kernels import Groups, reaching, select
 
 __all__ = ["Selection", "count_of"]
 
@@ -42,3 +42,11 @@ class Selection:
         Among equal magnitudes those that come first are taken. NaN counts as largest. Returns int64, ascending.
         """
         return select(flat, maxima, self._groups)
+
+    def largest_of(self, rows_of: Callable[[Tensor], Tensor], maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of what is not there yet, and the values; `rows_of` makes the blocks of those numbers of it."""
+        blocks, numbers = reaching(maxima, self._groups)
+        rows = rows_of(blocks).view(-1)
+        chosen = select(rows, maxima.index_select(0, blocks), self._groups.among(blocks, numbers))
+        positions = blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK
+        return positions, rows.index_select(0, chosen)

@@ -19,11 +19,12 @@ __all__ = [
     "Put",
     "accumulate",
     "add_up",
-    "advance",
+    "ahead",
     "draws",
     "finite",
     "instructions",
     "largest",
+    "look",
     "majority",
     "most_of",
     "pack_signs",
@@ -34,6 +35,7 @@ __all__ = [
     "put_powers",
     "put_signs",
     "put_trits",
+    "reaching",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
@@ -49,7 +51,9 @@ __all__ = [
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate))
-advance = Kernel(torch.advance, (takes_floats, native.advance))
+look = Kernel(torch.look, (takes_floats, native.look))
+ahead = Kernel(torch.ahead, (takes_floats, native.ahead))
+reaching = Kernel(torch.reaching, (takes_floats, native.reaching))
 select = Kernel(torch.select, (takes_floats, native.select))
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small))

@@ -2,20 +2,21 @@
 
 from .blocks import add_up
 from .library import instructions, takes_flat, takes_float32, takes_floats
-from .memory import accumulate, advance
+from .memory import accumulate, ahead, look
 from .packing import pack_small, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .rounding import largest, most_of, put_levels, put_powers, round_levels, round_powers, round_trits, squares
-from .selection import select
+from .selection import reaching, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import pack_trits, put_trits, unpack_trits
 
 __all__ = [
     "accumulate",
     "add_up",
-    "advance",
+    "ahead",
     "instructions",
     "largest",
+    "look",
     "majority",
     "most_of",
     "pack_signs",
@@ -25,6 +26,7 @@ __all__ = [
     "put_powers",
     "put_signs",
     "put_trits",
+    "reaching",
     "rice_measure",
     "rice_pack",
     "rice_unpack",

@@ -114,7 +114,7 @@ def function(name: str, *arguments: type) -> Callable[..., int]:
 
 def is_flat(tensor: Tensor) -> bool:
     """Whether a loop can run over a tensor's memory."""
-    return tensor.is_cpu and tensor.layout == torch.strided and tensor.is_contiguous()
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def takes_flat(*arguments: Any) -> bool:
@@ -129,8 +129,11 @@ def takes_float32(*arguments: Any) -> bool:
 
 
 def takes_floats(*arguments: Any) -> bool:
-    """Whether loops can run over all tensors among the arguments, and know their dtypes."""
-    return all(x.dtype in FLOATS for x in arguments if isinstance(x, Tensor)) and takes_flat(*arguments)
+    """Whether loops can run over all tensors among the arguments, and know the dtypes of those that hold floats."""
+    for x in arguments:
+        if isinstance(x, Tensor) and ((x.is_floating_point() and x.dtype not in FLOATS) or not is_flat(x)):
+            return False
+    return _library() is not None
 
 
 def check_bytes(packed: Tensor, least: int) -> None:
@@ -142,7 +145,7 @@ def check_bytes(packed: Tensor, least: int) -> None:
 def check_flat(numel: int, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
     """Raises ValueError before a loop could read or write what is not there."""
     for tensor in tensors:
-        if tensor.dim() != 1 or len(tensor) != numel or not is_flat(tensor):
+        if tensor.dim() != 1 or tensor.numel() != numel or not is_flat(tensor):
             raise ValueError(f"a flat tensor of {numel} elements is needed, not {tuple(tensor.shape)}")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"a tensor of {dtype} is needed, not of {tensor.dtype}")

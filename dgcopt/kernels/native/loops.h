@@ -4,7 +4,8 @@
 #ifndef DGCOPT_LOOPS_H
 #define DGCOPT_LOOPS_H
 
-enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8 };
+enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8, LOOK = 16 };
+enum { SAMPLE = 1024, SOON = 6 };
 
 #if defined(__clang__)
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
@@ -13,6 +14,13 @@ enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8 };
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+
+/* The place in a sample that is most probably below the k-th of n: its own, and four standard deviations more. */
+static int64_t rank_in_sample(int64_t k, int64_t n) {
+    int64_t rank = (int64_t)((double)k / (double)n * SAMPLE), spread = 4;
+    while (spread * spread < 16 * rank) spread++;
+    return rank + spread;
+}
 
 #endif
 

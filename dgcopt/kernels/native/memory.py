@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -9,61 +10,81 @@ from ...flat.segments import BLOCK
 from ..torch import Momentum
 from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, shared
 
-__all__ = ["accumulate", "advance"]
+__all__ = ["accumulate", "ahead", "look"]
 
-_MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT = 1, 2, 4, 8
+_MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK = 1, 2, 4, 8, 16
 
 
 def accumulate(
-    old: Tensor,
-    new: Tensor,
-    u: Tensor | None,
-    g: Tensor | None,
-    maxima: Tensor,
-    rule: Momentum | None,
-    scale: float = 1.0,
-    commit: bool = False,
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
     """See `dgcopt.kernels.torch.accumulate`."""
-    moves = rule is not None and rule.momentum != 0
-    assert not moves or u is not None
-    momentum = u if u is not None and moves else old
-    check_flat(len(new), old, new, momentum, dtype=new.dtype)
-    if g is not None:
-        check_flat(len(new), g)
-    if maxima.dtype != new.dtype or len(maxima) != -(-len(new) // BLOCK) or not is_flat(maxima):
-        raise ValueError(f"{len(new)} elements have {-(-len(new) // BLOCK)} block maxima, not {len(maxima)}")
-    mode = _COMMIT if commit else 0
-    if rule is not None and moves:
-        mode |= _MOMENTUM | (_DAMPENED if rule.dampening else 0) | (_NESTEROV if rule.nesterov else 0)
-    m, keep = (rule.momentum, 1 - rule.dampening) if rule is not None else (0.0, 1.0)
-    gradient = "f32" if g is None else FLOATS[g.dtype]
-    name = f"accumulate_{gradient}_{FLOATS[new.dtype]}"
-    loop = function(name, *[Pointer] * 5, Length, Float, Float, Float, Int)
-
-    def span(start: int, stop: int) -> None:
-        loop(
-            *(at(tensor, start) for tensor in (old, new, momentum, g)),
-            *(at(maxima, start // BLOCK), stop - start, m, keep, scale, mode),
-        )
-
-    shared(span, len(new))
-    for changed in (new, u if commit and moves else None, g if commit else None):
+    _pass(v, u, g, maxima, rule, scale, _COMMIT)
+    for changed in (v, u if rule is not None and rule.momentum else None, g):
         if changed is not None:
             increment_version(changed)  # as torch's own operations do: autograd looks for it
 
 
-def advance(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> None:
-    """See `dgcopt.kernels.torch.advance`."""
-    check_flat(len(u), u, *(() if g is None else (g,)))
-    gradient = "f32" if g is None else FLOATS[g.dtype]
-    loop = function(f"advance_{gradient}_{FLOATS[u.dtype]}", Pointer, Pointer, Length, *[Float] * 3, Int)
+def look(
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+) -> None:
+    """See `dgcopt.kernels.torch.look`."""
+    _pass(v, u, g, maxima, rule, scale, _LOOK)
+
+
+def _pass(
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float, does: int
+) -> None:
+    if maxima.dtype != v.dtype or maxima.numel() != -(-v.numel() // BLOCK) or not is_flat(maxima):
+        raise ValueError(f"{v.numel()} elements have {-(-v.numel() // BLOCK)} block maxima, not {maxima.numel()}")
+    momentum, m, keep, mode = _checked(v, u, g, rule)
+    loop = function(f"accumulate_{_of(g, v)}", *[Pointer] * 4, Length, Float, Float, Float, Int)
 
     def span(start: int, stop: int) -> None:
-        settings = (rule.momentum, 1 - rule.dampening, scale, int(rule.dampening != 0))
-        loop(at(u, start), at(g, start), stop - start, *settings)
+        places = (at(v, start), at(momentum, start), at(g, start), at(maxima, start // BLOCK))
+        loop(*places, stop - start, m, keep, scale, mode | does)
 
-    shared(span, len(u))
-    for changed in (u, g):
-        if changed is not None:
-            increment_version(changed)
+    shared(span, v.numel())
+
+
+def ahead(
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | None,
+    blocks: Tensor,
+    rows: Tensor,
+    rule: Momentum | None,
+    scale: float = 1.0,
+) -> None:
+    """See `dgcopt.kernels.torch.ahead`."""
+    momentum, m, keep, mode = _checked(v, u, g, rule)
+    check_flat(blocks.numel(), blocks, dtype=torch.int64)
+    if rows.dtype != v.dtype or rows.shape != (blocks.numel(), BLOCK) or not is_flat(rows):
+        raise ValueError(f"{blocks.numel()} blocks need as many rows of {BLOCK}, not {tuple(rows.shape)} of {rows.dtype}")
+    loop = function(f"ahead_{_of(g, v)}", *[Pointer] * 3, Length, Pointer, Length, Pointer, Float, Float, Float, Int)
+    flat = rows.view(-1)
+
+    def span(start: int, stop: int) -> None:
+        first = start // BLOCK
+        chosen = (at(blocks, first), (stop - start) // BLOCK, at(flat, start))
+        if loop(at(v, 0), at(momentum, 0), at(g, 0), v.numel(), *chosen, m, keep, scale, mode):
+            raise ValueError(f"blocks must lie within the {v.numel()} elements that there are")
+
+    shared(span, flat.numel())
+
+
+def _checked(v: Tensor, u: Tensor | None, g: Tensor | None, rule: Momentum | None) -> tuple[Tensor, float, float, int]:
+    """What the loops need to know of momentum: where it is, or anything in its place; its numbers and its mode."""
+    if g is not None:
+        check_flat(v.numel(), g)
+    if rule is None or rule.momentum == 0:
+        check_flat(v.numel(), v)
+        return v, 0.0, 1.0, 0
+    assert u is not None
+    check_flat(v.numel(), v, u, dtype=v.dtype)
+    mode = _MOMENTUM | (_DAMPENED if rule.dampening else 0) | (_NESTEROV if rule.nesterov else 0)
+    return u, rule.momentum, 1 - rule.dampening, mode
+
+
+def _of(g: Tensor | None, v: Tensor) -> str:
+    return f"{'f32' if g is None else FLOATS[g.dtype]}_{FLOATS[v.dtype]}"

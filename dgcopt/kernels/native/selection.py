@@ -7,21 +7,41 @@ from torch import Tensor
 
 from ...flat.segments import BLOCK
 from ..torch import Groups
-from .library import FLOATS, Length, Pointer, function, is_flat
+from .library import FLOATS, Length, Pointer, check_flat, function
 
-__all__ = ["select"]
+__all__ = ["reaching", "select"]
 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
     """See `dgcopt.kernels.torch.select`."""
-    if maxima.dtype != flat.dtype or len(maxima) != len(flat) // BLOCK or not is_flat(maxima):
+    check_flat(len(flat), flat)
+    if maxima.dtype != flat.dtype or len(maxima) != len(flat) // BLOCK:
         raise ValueError(f"{len(flat)} elements have {len(flat) // BLOCK} block maxima, not {len(maxima)}")
-    starts, stops, pieces, counts = groups.table
-    if len(stops) and int(stops.amax()) > len(flat):
-        raise ValueError(f"groups reach beyond the {len(flat)} elements that there are")
+    table = _table(maxima, groups)
     positions = torch.empty(sum(groups.counts), dtype=torch.int64)
     loop = function(f"select_{FLOATS[flat.dtype]}", *[Pointer] * 6, Length, Pointer)
-    places = [tensor.data_ptr() for tensor in (flat, maxima, starts, stops, pieces, counts)]
-    if loop(*places, len(counts), positions.data_ptr()):
+    places = [tensor.data_ptr() for tensor in (flat, maxima, *table)]
+    if loop(*places, len(groups.counts), positions.data_ptr()):
         raise MemoryError("there is no memory left to select in")
     return positions
+
+
+def reaching(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.reaching`."""
+    table = _table(maxima, groups)
+    blocks = torch.empty(len(maxima) + 1, dtype=torch.int64)
+    numbers = torch.empty(len(table[0]), dtype=torch.int64)
+    loop = function(f"reaching_{FLOATS[maxima.dtype]}", *[Pointer] * 5, Length, Pointer, Pointer, Pointer)
+    places = [tensor.data_ptr() for tensor in (maxima, *table)]
+    found = torch.empty((), dtype=torch.int64)
+    if loop(*places, len(groups.counts), blocks.data_ptr(), numbers.data_ptr(), found.data_ptr()):
+        raise MemoryError("there is no memory left to select in")
+    return blocks[: int(found)], numbers
+
+
+def _table(maxima: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+    """The groups, which do not reach beyond the blocks that there are."""
+    check_flat(len(maxima), maxima)
+    if len(groups.table[1]) and int(groups.table[1].amax()) > len(maxima) * BLOCK:
+        raise ValueError(f"groups reach beyond the {len(maxima) * BLOCK} elements that there are")
+    return groups.table

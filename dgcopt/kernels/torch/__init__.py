@@ -1,7 +1,7 @@
 """The inner loops in torch: what every other implementation must equal bit for bit; they run everywhere."""
 
 from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
-from .memory import Momentum, accumulate, advance
+from .memory import Momentum, accumulate, ahead, look
 from .packing import pack, pack_small, unpack, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .rounding import (
@@ -16,7 +16,7 @@ from .rounding import (
     round_trits,
     squares,
 )
-from .selection import Groups, select
+from .selection import Groups, reaching, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import PER_BYTE, pack_trits, put_trits, unpack_trits
 
@@ -28,11 +28,12 @@ __all__ = [
     "Put",
     "accumulate",
     "add_up",
-    "advance",
+    "ahead",
     "draws",
     "finite",
     "halves",
     "largest",
+    "look",
     "majority",
     "most_of",
     "pack",
@@ -44,6 +45,7 @@ __all__ = [
     "put_powers",
     "put_signs",
     "put_trits",
+    "reaching",
     "rice_measure",
     "rice_pack",
     "rice_unpack",

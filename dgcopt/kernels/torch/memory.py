@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...flat.segments import BLOCK, block_maxima, chunks
 
-__all__ = ["Momentum", "accumulate", "advance"]
+__all__ = ["Momentum", "accumulate", "ahead", "look"]
 
 
 @dataclass(frozen=True)
@@ -29,55 +29,81 @@ class Momentum:
 
 
 def accumulate(
-    old: Tensor,
-    new: Tensor,
-    u: Tensor | None,
-    g: Tensor | None,
-    maxima: Tensor,
-    rule: Momentum | None,
-    scale: float = 1.0,
-    commit: bool = False,
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
-    """new <- old + what g adds to v; its block maxima.
+    """u <- u', v <- v + what g adds to it, g <- 0; and the block maxima of v.
 
-    All are flat and begin on a block boundary. `old` and `new` may be one; `maxima` has an element per block of 64,
-    of their dtype. g is taken in float32 at least and multiplied by `scale` first; None counts as zero. Without a rule,
-    or with momentum 0, g itself is added. With `commit` u becomes u' and g zero, else both stay.
+    All are flat and begin on a block boundary. `maxima` has an element per block of 64, of the dtype of v. g is taken
+    in float32 at least and multiplied by `scale` first; None counts as zero. Without a rule, or with momentum 0, g
+    itself is added, and u stays.
     """
-    for span in chunks(0, len(new), new.device):
-        x = _scaled(g, span, old, scale)
-        increment = x if rule is None or rule.momentum == 0 else _increment(x, u, span, rule, commit)
-        torch.add(old[span], increment, out=new[span])
-        whole = span.stop - span.stop % BLOCK
-        first, last = span.start // BLOCK, whole // BLOCK
-        block_maxima(new[span.start : whole], out=maxima[first:last])
-        if whole < span.stop:
-            maxima[last:] = block_maxima(torch.nn.functional.pad(new[whole : span.stop], (0, BLOCK - len(new) % BLOCK)))
-        if commit and g is not None:
-            g[span].zero_()
-
-
-def advance(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> None:
-    """u <- u', and g <- 0: what `accumulate` leaves to do without `commit`. Only where momentum is not 0."""
-    for span in chunks(0, len(u), u.device):
-        rule.of(_scaled(g, span, u, scale), u[span], out=u[span])
+    for span in chunks(0, len(v), v.device):
+        torch.add(v[span], _added(v, u, g, span, rule, scale, commit=True), out=v[span])
+        _write_maxima(v[span], maxima, span)
         if g is not None:
             g[span].zero_()
 
 
-def _scaled(g: Tensor | None, span: slice, like: Tensor, scale: float) -> Tensor:
-    """In float32 at least."""
-    dtype = torch.promote_types(like.dtype if g is None else g.dtype, torch.float32)
-    if g is None:
-        return like.new_zeros((), dtype=dtype).expand(span.stop - span.start)
-    x = g[span].to(dtype)
-    return x if scale == 1 else x * scale
+def look(
+    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+) -> None:
+    """The block maxima that `accumulate` would give; nothing else is written."""
+    for span in chunks(0, len(v), v.device):
+        _write_maxima((v[span] + _added(v, u, g, span, rule, scale)).to(v.dtype), maxima, span)
 
 
-def _increment(x: Tensor, u: Tensor | None, span: slice, rule: Momentum, commit: bool) -> Tensor:
+def ahead(
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | None,
+    blocks: Tensor,
+    rows: Tensor,
+    rule: Momentum | None,
+    scale: float = 1.0,
+) -> None:
+    """`rows`, `[len(blocks), 64]` of the dtype of v: what `accumulate` would make of some blocks of v.
+
+    `blocks` are int64 numbers of blocks. What lies behind the end of v is zero.
+    """
+    rows.zero_()
+    for span in chunks(0, len(blocks), v.device):
+        places = blocks[span, None] * BLOCK + torch.arange(BLOCK, device=v.device)
+        there = places < len(v)
+        owned = places[there]
+        here = [None if flat is None else flat.index_select(0, owned) for flat in (v, u, g)]
+        assert here[0] is not None
+        added = _added(here[0], here[1], here[2], slice(0, len(owned)), rule, scale)
+        rows[span][there] = (here[0] + added).to(v.dtype)
+
+
+def _added(
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | None,
+    span: slice,
+    rule: Momentum | None,
+    scale: float,
+    commit: bool = False,
+) -> Tensor:
+    """What a span of g, in float32 at least, adds to v; with `commit`, u becomes u'."""
+    dtype = torch.promote_types(v.dtype if g is None else g.dtype, torch.float32)
+    x = v.new_zeros((), dtype=dtype).expand(span.stop - span.start) if g is None else g[span].to(dtype)
+    if scale != 1:
+        x = x * scale
+    if rule is None or rule.momentum == 0:
+        return x
     assert u is not None
-    rounds = commit and torch.promote_types(x.dtype, u.dtype) != u.dtype
+    rounds = commit and torch.promote_types(dtype, u.dtype) != u.dtype
     after = rule.of(x, u[span], out=u[span] if commit and not rounds else None)
     if rounds:  # u, but not what it adds to v
         u[span] = after
     return torch.add(x, after, alpha=rule.momentum) if rule.nesterov else after
+
+
+def _write_maxima(new: Tensor, maxima: Tensor, span: slice) -> None:
+    whole = len(new) - len(new) % BLOCK
+    first = span.start // BLOCK
+    last = first + whole // BLOCK
+    block_maxima(new[:whole], out=maxima[first:last])
+    if whole < len(new):
+        maxima[last:] = block_maxima(torch.nn.functional.pad(new[whole:], (0, BLOCK - len(new) % BLOCK)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ...flat.segments import BLOCK, bits_of
 
-__all__ = ["Groups", "select"]
+__all__ = ["Groups", "reaching", "select"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
@@ -44,6 +45,17 @@ class Groups:
         spans = torch.tensor([span for pieces in self.pieces for span in pieces], dtype=torch.int64).view(-1, 2)
         number, counts = [len(pieces) for pieces in self.pieces], list(self.counts)
         return spans[:, 0].contiguous(), spans[:, 1].contiguous(), torch.tensor(number), torch.tensor(counts)
+
+    def among(self, blocks: Tensor, numbers: Tensor) -> Groups:
+        """The same elements where only some blocks of each piece are left, and follow one another: see `reaching`."""
+        _, stops, _, _ = self.table
+        ends, there = numbers.cumsum(0), numbers > 0
+        last = blocks[(ends - 1)[there].to(blocks.device)].cpu()
+        missing = torch.zeros_like(stops)
+        missing[there] = ((last + 1) * BLOCK - stops[there]).clamp(min=0)  # where the last one is not full
+        spans = list(zip(((ends - numbers) * BLOCK).tolist(), (ends * BLOCK - missing).tolist(), strict=True))
+        cuts = [0, *itertools.accumulate(map(len, self.pieces))]
+        return Groups([spans[a:b] for a, b in itertools.pairwise(cuts)], self.counts, self.device)
 
     @cached_property
     def _blocks(self) -> list[int]:
@@ -92,6 +104,30 @@ def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
         chosen += [_of_whole(flat, groups, group) for group in too_deep.tolist()]
         chosen.append(_of_candidates(codes, bins, cuts, shift, groups))
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen).sort().values
+
+
+def reaching(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """The blocks that can hold what is selected, by their `block_maxima`, so that the others need not be made.
+
+    Those of each group whose maximum reaches its k-th largest; all where k is their number or more. Returns numbers of
+    blocks, int64, ascending, and how many they are of each piece, int64, on the CPU.
+    """
+    starts, stops, pieces, counts = groups.table
+    number = -(-(stops - starts) // BLOCK)  # blocks of each piece
+    of_piece = torch.arange(len(starts)).repeat_interleave(number)
+    of_group = torch.arange(len(counts)).repeat_interleave(pieces)[of_piece]
+    own = starts[of_piece] // BLOCK + torch.arange(len(of_piece)) - (number.cumsum(0) - number)[of_piece]
+    sizes = torch.bincount(of_group, minlength=len(counts))
+    own, of_group, of_piece = (tensor.to(maxima.device) for tensor in (own, of_group, of_piece))
+    codes = bits_of(maxima).index_select(0, own)
+    down = codes.argsort(descending=True)
+    down = codes[down[of_group[down].argsort(stable=True)]]  # of each group, from its largest
+    some = ((counts > 0) & (counts < sizes)).nonzero().squeeze(1)
+    least = torch.zeros(len(counts), dtype=codes.dtype, device=maxima.device)
+    kth = (sizes.cumsum(0) - sizes + counts - 1)[some]
+    least[some.to(maxima.device)] = down[kth.to(maxima.device)]
+    chosen = (codes >= least[of_group]) & (counts > 0).to(maxima.device)[of_group]
+    return own[chosen], torch.bincount(of_piece[chosen], minlength=len(starts)).cpu()
 
 
 def _of_whole(flat: Tensor, groups: Groups, group: int) -> Tensor:

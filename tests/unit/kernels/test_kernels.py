@@ -34,40 +34,52 @@ KERNELS = Path(kernels.__file__).parent
     gradient=halves_and_wholes,
     rule=momenta,
     scale=st.sampled_from([1.0, 0.37]),
-    commit=st.booleans(),
-    in_place=st.booleans(),
     has_gradient=st.booleans(),
     kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_accumulate(numel, memory, gradient, rule, scale, commit, in_place, has_gradient, kind, shift, seed):
-    def operands() -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+def test_accumulate_look_and_ahead(numel, memory, gradient, rule, scale, has_gradient, kind, shift, seed):
+    def operands() -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         # not aligned to anything but their own elements
         v = numbers(numel + shift, memory, kind, seed)[shift:]
         u = numbers(numel + shift, memory, kind, seed + 1)[shift:]
         g = numbers(numel + shift, gradient, kind, seed + 2)[shift:] if has_gradient else None
-        return v, v if in_place else torch.zeros_like(v), u, g, torch.zeros(-(-numel // 64), dtype=memory)
+        return v, u, g, torch.zeros(-(-numel // 64), dtype=memory)
 
-    ours, theirs = operands(), operands()
-    native.accumulate(*ours, rule, scale, commit)
-    specification.accumulate(*theirs, rule, scale, commit)
+    number = -(-numel // 64)
+    blocks = torch.arange(number)[torch.rand(number, generator=torch.Generator().manual_seed(seed)) < 0.5]
+    rows = [torch.full((len(blocks), 64), 7.0, dtype=memory) for _ in range(2)]
+    ours, theirs, untouched = operands(), operands(), operands()
+    native.ahead(*ours[:3], blocks, rows[0], rule, scale)
+    specification.ahead(*theirs[:3], blocks, rows[1], rule, scale)
+    native.look(*ours, rule, scale)
+    specification.look(*theirs, rule, scale)
+    for mine, other, before in zip(ours[:3], theirs[:3], untouched[:3], strict=True):
+        assert_same_bits(mine, before)
+        assert_same_bits(other, before)
+    looked = ours[3].clone()
+    assert_same_bits(looked, theirs[3])
+
+    native.accumulate(*ours, rule, scale)
+    specification.accumulate(*theirs, rule, scale)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_bits(mine, other)
-    assert_same_bits(ours[4], block_maxima(torch.nn.functional.pad(ours[1], (0, -numel % 64))))
-    if rule is not None and rule.momentum:
-        (_, _, u, g, _), (_, _, other_u, other_g, _) = operands(), operands()
-        native.advance(u, g, rule, scale)
-        specification.advance(other_u, other_g, rule, scale)
-        assert_same_bits(u, other_u)
-        assert_same_bits(g, other_g)
-        assert g is None or not g.any()
+    v, u, g, maxima = ours
+    padded = torch.nn.functional.pad(v, (0, -numel % 64))
+    assert_same_bits(maxima, block_maxima(padded))
+    assert_same_bits(maxima, looked)
+    for made in rows:
+        assert_same_bits(made, padded.view(-1, 64)[blocks])
+    assert g is None or not g.any()
+    if rule is None or rule.momentum == 0:
+        assert_same_bits(u, untouched[1])
 
 
 def test_what_accumulate_means():
     v, u, g = torch.tensor([1.0, -4.0]), torch.tensor([10.0, 10.0]), torch.tensor([2.0, -1.0])
     maxima = torch.zeros(1)
-    kernels.accumulate(v, v, u, g, maxima, Momentum(0.5, 0.0, nesterov=True), scale=2.0, commit=True)
+    kernels.accumulate(v, u, g, maxima, Momentum(0.5, 0.0, nesterov=True), scale=2.0)
     # u <- 0.5 u + 2 g; v <- v + 2 g + 0.5 u
     assert u.tolist() == [9.0, 3.0] and v.tolist() == [9.5, -4.5] and g.tolist() == [0.0, 0.0]
     assert maxima.tolist() == [9.5]
@@ -83,7 +95,7 @@ def test_threads_change_no_bits(threads):
         ours, theirs = [v.clone(), u.clone(), g.clone()], [v.clone(), u.clone(), g.clone()]
         for of, (a, b, c) in ((native, ours), (specification, theirs)):
             maxima = torch.zeros(-(-len(v) // 64))
-            of.accumulate(a, a, b, c, maxima, Momentum(0.9), 1.0, True)
+            of.accumulate(a, b, c, maxima, Momentum(0.9))
         for mine, other in zip(ours, theirs, strict=True):
             assert_same_bits(mine, other)
     finally:
@@ -93,16 +105,17 @@ def test_threads_change_no_bits(threads):
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    sizes=st.lists(st.one_of(st.integers(1, 700), st.just(5000)), min_size=1, max_size=6),
+    large=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 280_000]),
     dtype=halves_and_wholes,
     kind=st.sampled_from(KINDS),
     ratio=st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0]),
     together=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_select(sizes, dtype, kind, ratio, together, seed):
+def test_select(sizes, large, dtype, kind, ratio, together, seed):
     spans, start = [], 0
-    for size in sizes:
+    for size in [*sizes, *([large] if large else [])]:
         spans.append((start, start + size))
         start += -(-size // 64) * 64
     flat = torch.zeros(start, dtype=dtype)
@@ -113,6 +126,14 @@ def test_select(sizes, dtype, kind, ratio, together, seed):
     groups = Groups(pieces, counts, flat.device)
     chosen = native.select(flat, block_maxima(flat), groups)
     assert torch.equal(chosen, specification.select(flat, block_maxima(flat), groups))
+    blocks, numbers_of = native.reaching(block_maxima(flat), groups)
+    for ours, theirs in zip((blocks, numbers_of), specification.reaching(block_maxima(flat), groups), strict=True):
+        assert torch.equal(ours, theirs)
+    # what those blocks hold is enough
+    rows, left = flat.view(-1, 64)[blocks], groups.among(blocks, numbers_of)
+    for of in (native, specification):
+        among = of.select(rows.view(-1), block_maxima(rows.view(-1)), left)
+        assert torch.equal(blocks[among // 64] * 64 + among % 64, chosen)
     # and both are right: the largest of each group, of equal ones the first
     width = {2: torch.int16, 4: torch.int32}[flat.element_size()]
     magnitudes = (flat.view(width) & torch.iinfo(width).max).tolist()
@@ -167,24 +188,25 @@ def test_autograd_notices_what_is_changed_in_place(of):
     v, u, g, maxima = torch.zeros(3), torch.zeros(3), torch.ones(3), torch.zeros(1)
     weight = torch.ones(3, requires_grad=True)
     product = (weight * g).sum()
-    of.accumulate(v, v, u, g, maxima, Momentum(0.9), 1.0, True)
+    of.accumulate(v, u, g, maxima, Momentum(0.9))
     assert all(tensor._version > 0 for tensor in (v, u, g))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
-    before = u._version
-    of.advance(u, None, Momentum(0.9))
-    assert u._version > before
 
 
 @built
 def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
     v, maxima = torch.zeros(100), torch.zeros(2)
     with pytest.raises(ValueError, match="flat tensor of 100"):
-        native.accumulate(v, v, None, torch.zeros(99), maxima, None)
+        native.accumulate(v, None, torch.zeros(99), maxima, None)
     with pytest.raises(ValueError, match="a tensor of torch"):
-        native.accumulate(v, v, torch.zeros(100).bfloat16(), v.clone(), maxima, Momentum(0.9))
+        native.accumulate(v, torch.zeros(100).bfloat16(), v.clone(), maxima, Momentum(0.9))
     with pytest.raises(ValueError, match="block maxima"):
-        native.accumulate(v, v, None, v.clone(), torch.zeros(1), None)
+        native.accumulate(v, None, v.clone(), torch.zeros(1), None)
+    with pytest.raises(ValueError, match="blocks must lie within"):
+        native.ahead(v, None, None, torch.tensor([2]), torch.zeros(1, 64), None)
+    with pytest.raises(ValueError, match="as many rows"):
+        native.ahead(v, None, None, torch.tensor([1]), torch.zeros(2, 64), None)
     with pytest.raises(ValueError, match="beyond"):
         native.select(torch.zeros(64), torch.zeros(1), Groups([[(0, 65)]], [1], v.device))
     with pytest.raises(ValueError, match="bytes are needed"):

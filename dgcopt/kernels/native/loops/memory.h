@@ -1,7 +1,8 @@
-/* accumulate and advance, for each type of gradient and of memory. */
+/* accumulate, look and ahead, for each type of gradient and of memory. */
 
 #define LOOPS(G, gtype, M, mtype, maxtype)                                                                             \
-    INLINE TARGET int32_t FN(block_##G##_##M)(const mtype *old, mtype *new, mtype *u, gtype *g, int64_t n, float m,     \
+    /* The new v goes to `new`, unless this is a mere look; with COMMIT u becomes the new one, and g zero. */          \
+    INLINE TARGET int32_t FN(block_##G##_##M)(const mtype *v, mtype *new, mtype *u, gtype *g, int64_t n, float m,      \
                                               float keep, float scale, const int mode) {                               \
         int32_t top = 0;                                                                                               \
         ELEMENTWISE for (int64_t i = 0; i < n; i++) {                                                                  \
@@ -12,8 +13,8 @@
                 if (mode & COMMIT) FN(write_##M)(u + i, after);                                                        \
                 step = mode & NESTEROV ? __builtin_fmaf(after, m, x) : after;                                          \
             }                                                                                                          \
-            float sum = FN(read_##M)(old + i) + step;                                                                  \
-            FN(write_##M)(new + i, sum);                                                                               \
+            float sum = FN(read_##M)(v + i) + step;                                                                    \
+            if (!(mode & LOOK)) FN(write_##M)(new + i, sum);                                                           \
             if (mode & COMMIT) g[i] = 0;                                                                               \
             int32_t size = FN(magnitude_##M)(sum);                                                                     \
             top = size > top ? size : top;                                                                             \
@@ -21,52 +22,57 @@
         return top;                                                                                                    \
     }                                                                                                                  \
                                                                                                                        \
-    INLINE TARGET void FN(blocks_##G##_##M)(const mtype *old, mtype *new, mtype *u, gtype *g, maxtype *maxima,          \
-                                            int64_t n, float m, float keep, float scale, const int mode) {             \
+    INLINE TARGET void FN(blocks_##G##_##M)(mtype *v, mtype *u, gtype *g, maxtype *maxima, int64_t n, float m,          \
+                                            float keep, float scale, const int mode) {                                 \
         gtype zeros[BLOCK] = {0};                                                                                      \
-        int64_t start = 0;                                                                                             \
-        for (; start + BLOCK <= n; start += BLOCK)                                                                     \
-            maxima[start / BLOCK] = (maxtype)FN(block_##G##_##M)(old + start, new + start, u + start,                  \
-                                                                 g ? g + start : zeros, BLOCK, m, keep, scale, mode);  \
-        if (start < n)                                                                                                 \
-            maxima[start / BLOCK] = (maxtype)FN(block_##G##_##M)(old + start, new + start, u + start,                  \
-                                                                 g ? g + start : zeros, n - start, m, keep, scale,     \
-                                                                 mode);                                                \
+        int64_t i = 0;                                                                                                 \
+        for (; i + BLOCK <= n; i += BLOCK)                                                                             \
+            maxima[i / BLOCK] = (maxtype)FN(block_##G##_##M)(v + i, v + i, u + i, g ? g + i : zeros, BLOCK, m, keep,    \
+                                                             scale, mode);                                             \
+        if (i < n)                                                                                                     \
+            maxima[i / BLOCK] = (maxtype)FN(block_##G##_##M)(v + i, v + i, u + i, g ? g + i : zeros, n - i, m, keep,    \
+                                                             scale, mode);                                             \
     }                                                                                                                  \
                                                                                                                        \
-    TARGET void FN(accumulate_##G##_##M)(const mtype *old, mtype *new, mtype *u, gtype *g, maxtype *maxima, int64_t n,  \
-                                         float m, float keep, float scale, int mode) {                                 \
+    TARGET void FN(accumulate_##G##_##M)(mtype *v, mtype *u, gtype *g, maxtype *maxima, int64_t n, float m, float keep, \
+                                         float scale, int mode) {                                                      \
         switch (mode) { /* so that no loop asks */                                                                     \
-            CASE(0, G, M) CASE(8, G, M) CASE(1, G, M) CASE(3, G, M) CASE(5, G, M) CASE(7, G, M) CASE(9, G, M)          \
-            CASE(11, G, M) CASE(13, G, M) CASE(15, G, M)                                                               \
+            EACH(PASS, COMMIT, G, M)                                                                                   \
+            EACH(PASS, LOOK, G, M)                                                                                     \
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    TARGET void FN(advance_##G##_##M)(mtype *u, gtype *g, int64_t n, float m, float keep, float scale, int dampened) {  \
-        if (!g) {                                                                                                      \
-            for (int64_t i = 0; i < n; i++) {                                                                          \
-                float before = FN(read_##M)(u + i);                                                                    \
-                FN(write_##M)(u + i, dampened ? __builtin_fmaf(0, keep, before * m) : __builtin_fmaf(before, m, 0));   \
-            }                                                                                                          \
-            return;                                                                                                    \
-        }                                                                                                              \
-        if (dampened) {                                                                                                \
-            ELEMENTWISE for (int64_t i = 0; i < n; i++) {                                                              \
-                float x = FN(read_##G)(g + i) * scale;                                                                 \
-                FN(write_##M)(u + i, __builtin_fmaf(x, keep, FN(read_##M)(u + i) * m));                                \
-                g[i] = 0;                                                                                              \
-            }                                                                                                          \
-        } else {                                                                                                       \
-            ELEMENTWISE for (int64_t i = 0; i < n; i++) {                                                              \
-                float x = FN(read_##G)(g + i) * scale;                                                                 \
-                FN(write_##M)(u + i, __builtin_fmaf(FN(read_##M)(u + i), m, x));                                       \
-                g[i] = 0;                                                                                              \
+    INLINE TARGET void FN(rows_##G##_##M)(const mtype *v, mtype *u, gtype *g, int64_t n, const int64_t *blocks,         \
+                                          int64_t count, mtype *rows, float m, float keep, float scale,                \
+                                          const int mode) {                                                            \
+        gtype zeros[BLOCK] = {0};                                                                                      \
+        for (int64_t row = 0; row < count; row++, rows += BLOCK) {                                                     \
+            int64_t i = blocks[row] * BLOCK, left = n - i;                                                             \
+            if (left >= BLOCK) {                                                                                       \
+                FN(block_##G##_##M)(v + i, rows, u + i, g ? g + i : zeros, BLOCK, m, keep, scale, mode);               \
+            } else {                                                                                                   \
+                memset(rows + left, 0, (BLOCK - left) * sizeof(mtype));                                                \
+                FN(block_##G##_##M)(v + i, rows, u + i, g ? g + i : zeros, left, m, keep, scale, mode);                \
             }                                                                                                          \
         }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* Returns 1 if there is no such block. */                                                                         \
+    TARGET int FN(ahead_##G##_##M)(const mtype *v, mtype *u, gtype *g, int64_t n, const int64_t *blocks, int64_t count, \
+                                   mtype *rows, float m, float keep, float scale, int mode) {                          \
+        for (int64_t row = 0; row < count; row++)                                                                      \
+            if (blocks[row] < 0 || blocks[row] * BLOCK >= n) return 1;                                                 \
+        switch (mode) { EACH(ROWS, 0, G, M) }                                                                          \
+        return 0;                                                                                                      \
     }
 
-#define CASE(mode, G, M)                                                                                               \
-    case mode: FN(blocks_##G##_##M)(old, new, u, g, maxima, n, m, keep, scale, mode); break;
+#define EACH(DO, does, G, M)                                                                                           \
+    DO((does), G, M) DO((does) | MOMENTUM, G, M) DO((does) | MOMENTUM | DAMPENED, G, M)                                \
+    DO((does) | MOMENTUM | NESTEROV, G, M) DO((does) | MOMENTUM | DAMPENED | NESTEROV, G, M)
+#define PASS(mode, G, M)                                                                                               \
+    case mode: FN(blocks_##G##_##M)(v, u, g, maxima, n, m, keep, scale, mode); break;
+#define ROWS(mode, G, M)                                                                                               \
+    case mode: FN(rows_##G##_##M)(v, u, g, n, blocks, count, rows, m, keep, scale, mode); break;
 
 LOOPS(f32, float, f32, float, int32_t)
 LOOPS(f32, float, bf16, uint16_t, uint16_t)
@@ -74,4 +80,6 @@ LOOPS(bf16, uint16_t, f32, float, int32_t)
 LOOPS(bf16, uint16_t, bf16, uint16_t, uint16_t)
 
 #undef LOOPS
-#undef CASE
+#undef EACH
+#undef PASS
+#undef ROWS

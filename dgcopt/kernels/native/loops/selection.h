@@ -1,8 +1,25 @@
 /* The largest magnitudes, exactly. */
 
-/* The k-th largest of n codes, 1 <= k <= n, none negative; overwrites them. Digit by digit, from the highest. */
+/* The k-th largest of n codes, 1 <= k <= n, none negative; overwrites them. Digit by digit, from the highest, after a
+   sample has told most of those that are too small. */
 static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
     static const int shifts[] = {20, 10, 0};
+    int64_t rank = rank_in_sample(k, n);
+    if (n >= 4 * SAMPLE && rank < SAMPLE / 2) {
+        int32_t sample[SAMPLE], least;
+        for (int64_t i = 0; i < SAMPLE; i++) sample[i] = codes[i * n / SAMPLE];
+        least = FN(kth_largest)(sample, SAMPLE, rank);
+        int64_t reach = 0, kept = 0;
+        for (int64_t i = 0; i < n; i++) reach += codes[i] >= least;
+        if (reach >= k) {
+            for (int64_t i = 0; i < n; i++) {
+                int32_t code = codes[i];
+                codes[kept] = code;
+                kept += code >= least;
+            }
+            n = kept;
+        }
+    }
     int32_t found = 0;
     for (int digit = 0; digit < 3; digit++) {
         int64_t counts[2048] = {0};
@@ -24,25 +41,113 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
 }
 
 #define SELECT(M, type, MAGNITUDE)                                                                                     \
-    /* Positions of the `count` largest magnitudes among pieces [starts[i], stops[i]) that begin on block boundaries.   \
-       `least` is a lower bound of them: only blocks whose maximum reaches it are looked at. */                        \
-    static TARGET int FN(select_from_##M)(const type *flat, const type *maxima, const int64_t *starts,                 \
-                                          const int64_t *stops, int64_t pieces, int64_t count, int32_t least,          \
-                                          int64_t most, int64_t *positions) {                                          \
+    /* The numbers of all blocks of pieces [starts[i], stops[i]), which begin on block boundaries, that hold the       \
+       `count` largest magnitudes: those whose maximum reaches `bound`, the count-th largest one, or 0. `numbers`: how \
+       many blocks of each piece. Returns how many of all, -1 if there is no memory left. */                           \
+    static TARGET int64_t FN(reaching_from_##M)(const type *maxima, const int64_t *starts, const int64_t *stops,       \
+                                                int64_t pieces, int64_t count, int64_t *blocks, int64_t *numbers,      \
+                                                int32_t *bound) {                                                      \
+        int64_t all = 0, found = 0;                                                                                    \
+        int32_t least = 0;                                                                                             \
+        for (int64_t i = 0; i < pieces; i++) all += (stops[i] - starts[i] + BLOCK - 1) / BLOCK;                        \
+        if (0 < count && count < all) {                                                                                \
+            int32_t *tops = malloc(all * sizeof(int32_t));                                                             \
+            if (!tops) return -1;                                                                                      \
+            int64_t number = 0;                                                                                        \
+            for (int64_t i = 0; i < pieces; i++)                                                                       \
+                for (int64_t block = starts[i] / BLOCK; block * BLOCK < stops[i]; block++)                             \
+                    tops[number++] = MAGNITUDE(maxima[block]);                                                         \
+            least = FN(kth_largest)(tops, all, count);                                                                 \
+            free(tops);                                                                                                \
+        }                                                                                                              \
+        for (int64_t i = 0; i < pieces; i++) {                                                                         \
+            int64_t before = found;                                                                                    \
+            for (int64_t block = starts[i] / BLOCK; count && block * BLOCK < stops[i]; block++) {                      \
+                blocks[found] = block;                                                                                 \
+                found += MAGNITUDE(maxima[block]) >= least;                                                            \
+            }                                                                                                          \
+            numbers[i] = found - before;                                                                               \
+        }                                                                                                              \
+        *bound = least;                                                                                                \
+        return found;                                                                                                  \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* `blocks` has room for one more than there are. Returns 1 if there is no memory left. */                         \
+    TARGET int FN(reaching_##M)(const type *maxima, const int64_t *starts, const int64_t *stops,                       \
+                                const int64_t *pieces, const int64_t *counts, int64_t groups, int64_t *blocks,         \
+                                int64_t *numbers, int64_t *found) {                                                    \
+        *found = 0;                                                                                                    \
+        for (int64_t group = 0; group < groups; group++) {                                                             \
+            int32_t bound;                                                                                             \
+            int64_t more = FN(reaching_from_##M)(maxima, starts, stops, pieces[group], counts[group], blocks + *found, \
+                                                 numbers, &bound);                                                     \
+            if (more < 0) return 1;                                                                                    \
+            starts += pieces[group], stops += pieces[group], numbers += pieces[group], *found += more;                 \
+        }                                                                                                              \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* A lower bound of the `count` largest magnitudes of some blocks, from a sample; 0 if that says nothing. */       \
+    static TARGET int32_t FN(bound_##M)(const type *flat, const int64_t *blocks, int64_t number, int64_t count) {      \
+        int64_t n = number * BLOCK, rank = rank_in_sample(count, n);                                                   \
+        if (n < 4 * SAMPLE || rank > SAMPLE * 3 / 4) return 0;                                                         \
+        int32_t sample[SAMPLE];                                                                                        \
+        for (int64_t i = 0; i < SAMPLE; i++) {                                                                         \
+            int64_t place = i * n / SAMPLE;                                                                            \
+            sample[i] = MAGNITUDE(flat[blocks[place / BLOCK] * BLOCK + place % BLOCK]);                                \
+        }                                                                                                              \
+        return FN(kth_largest)(sample, SAMPLE, rank);                                                                  \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* How many elements of the blocks reach `least`, and which and of what magnitude, if that is asked. */            \
+    INLINE TARGET int64_t FN(gather_##M)(const type *flat, const int64_t *stops, const int64_t *blocks,                \
+                                         const int64_t *numbers, int64_t pieces, int32_t least, int64_t *where,        \
+                                         int32_t *codes, const int only_count) {                                       \
+        int64_t found = 0;                                                                                             \
+        for (int64_t piece = 0; piece < pieces; blocks += numbers[piece++])                                            \
+            for (int64_t j = 0; j < numbers[piece]; j++) {                                                             \
+                if (j + SOON < numbers[piece])                                                                         \
+                    for (int line = 0; line < BLOCK * (int)sizeof(type); line += 64)                                   \
+                        __builtin_prefetch((const char *)(flat + blocks[j + SOON] * BLOCK) + line);                    \
+                int64_t start = blocks[j] * BLOCK, n = stops[piece] - start < BLOCK ? stops[piece] - start : BLOCK;    \
+                uint8_t reach[BLOCK] = {0};                                                                            \
+                if (n == BLOCK)                                                                                        \
+                    for (int i = 0; i < BLOCK; i++) reach[i] = MAGNITUDE(flat[start + i]) >= least;                    \
+                else                                                                                                   \
+                    for (int i = 0; i < n; i++) reach[i] = MAGNITUDE(flat[start + i]) >= least;                        \
+                for (int i = 0; i < BLOCK; i += 8) {                                                                   \
+                    uint64_t eight;                                                                                    \
+                    memcpy(&eight, reach + i, 8);                                                                      \
+                    if (only_count) {                                                                                  \
+                        found += __builtin_popcountll(eight);                                                          \
+                        continue;                                                                                      \
+                    }                                                                                                  \
+                    for (; eight; eight &= eight - 1) {                                                                \
+                        int64_t place = start + i + FIRST(eight);                                                      \
+                        where[found] = place, codes[found++] = MAGNITUDE(flat[place]);                                 \
+                    }                                                                                                  \
+                }                                                                                                      \
+            }                                                                                                          \
+        return found;                                                                                                  \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* Positions of the `count` largest magnitudes, each `least` or more, in some blocks of the pieces. */             \
+    static TARGET int FN(select_from_##M)(const type *flat, const int64_t *stops, int64_t pieces,                      \
+                                          const int64_t *blocks, const int64_t *numbers, int64_t number,               \
+                                          int64_t count, int32_t least, int64_t *positions) {                          \
+        int64_t most = number * BLOCK;                                                                                 \
+        if (!least) {                                                                                                  \
+            least = FN(bound_##M)(flat, blocks, number, count);                                                        \
+            int64_t reach = FN(gather_##M)(flat, stops, blocks, numbers, pieces, least, NULL, NULL, 1);                \
+            if (reach >= count)                                                                                        \
+                most = reach;                                                                                          \
+            else                                                                                                       \
+                least = 0;                                                                                             \
+        }                                                                                                              \
         int64_t *where = malloc(most * (2 * sizeof(int32_t) + sizeof(int64_t)));                                       \
         if (!where) return 1;                                                                                          \
         int32_t *codes = (int32_t *)(where + most), *scratch = codes + most;                                           \
-        int64_t found = 0;                                                                                             \
-        for (int64_t piece = 0; piece < pieces; piece++)                                                               \
-            for (int64_t start = starts[piece]; start < stops[piece]; start += BLOCK) {                                \
-                if (least && MAGNITUDE(maxima[start / BLOCK]) < least) continue;                                       \
-                int64_t stop = start + BLOCK < stops[piece] ? start + BLOCK : stops[piece];                            \
-                for (int64_t i = start; i < stop; i++) {                                                               \
-                    int32_t code = MAGNITUDE(flat[i]);                                                                 \
-                    where[found] = i, codes[found] = code;                                                             \
-                    found += code >= least;                                                                            \
-                }                                                                                                      \
-            }                                                                                                          \
+        int64_t found = FN(gather_##M)(flat, stops, blocks, numbers, pieces, least, where, codes, 0);                  \
         memcpy(scratch, codes, found * sizeof(int32_t));                                                               \
         int32_t cut = FN(kth_largest)(scratch, found, count);                                                          \
         int64_t above = 0, taken = 0;                                                                                  \
@@ -57,38 +162,25 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
         return 0;                                                                                                      \
     }                                                                                                                  \
                                                                                                                        \
-    TARGET int FN(select_##M)(const type *flat, const type *maxima, const int64_t *starts, const int64_t *stops,        \
+    TARGET int FN(select_##M)(const type *flat, const type *maxima, const int64_t *starts, const int64_t *stops,       \
                               const int64_t *pieces, const int64_t *counts, int64_t groups, int64_t *positions) {      \
         for (int64_t group = 0; group < groups; group++) {                                                             \
-            int64_t blocks = 0, numel = 0, count = counts[group], piece = pieces[group];                               \
-            for (int64_t i = 0; i < piece; i++) {                                                                      \
-                numel += stops[i] - starts[i];                                                                         \
-                blocks += (stops[i] - starts[i] + BLOCK - 1) / BLOCK;                                                  \
-            }                                                                                                          \
-            int32_t least = 0;                                                                                         \
-            int64_t most = numel;                                                                                      \
-            if (count < blocks) {                                                                                      \
-                int32_t *tops = malloc(blocks * sizeof(int32_t));                                                      \
-                if (!tops) return 1;                                                                                   \
-                int64_t number = 0;                                                                                    \
-                for (int64_t i = 0; i < piece; i++)                                                                    \
-                    for (int64_t start = starts[i]; start < stops[i]; start += BLOCK)                                  \
-                        tops[number++] = MAGNITUDE(maxima[start / BLOCK]);                                             \
-                least = FN(kth_largest)(tops, blocks, count);                                                          \
-                number = 0;                                                                                            \
-                for (int64_t i = 0; i < piece; i++)                                                                    \
-                    for (int64_t start = starts[i]; start < stops[i]; start += BLOCK)                                  \
-                        number += MAGNITUDE(maxima[start / BLOCK]) >= least;                                           \
-                free(tops);                                                                                            \
-                most = number * BLOCK;                                                                                 \
-            }                                                                                                          \
-            if (count && FN(select_from_##M)(flat, maxima, starts, stops, piece, count, least, most + 1, positions))    \
-                return 1;                                                                                              \
+            int64_t all = 0, count = counts[group], piece = pieces[group];                                             \
+            for (int64_t i = 0; i < piece; i++) all += (stops[i] - starts[i] + BLOCK - 1) / BLOCK;                     \
+            int64_t *blocks = malloc((all + 1 + piece) * sizeof(int64_t)), *numbers = blocks + all + 1;                \
+            if (!blocks) return 1;                                                                                     \
+            int32_t bound = 0;                                                                                         \
+            int64_t number = FN(reaching_from_##M)(maxima, starts, stops, piece, count, blocks, numbers, &bound);      \
+            int failed = number < 0 || (count && FN(select_from_##M)(flat, stops, piece, blocks, numbers, number,      \
+                                                                     count, bound, positions));                        \
+            free(blocks);                                                                                              \
+            if (failed) return 1;                                                                                      \
             starts += piece, stops += piece, positions += count;                                                       \
         }                                                                                                              \
         return 0;                                                                                                      \
     }
 
+#define FIRST(eight) (__builtin_ctzll(eight) / 8)
 #define MAGNITUDE_F32(bits) ((int32_t)((bits) & 0x7fffffff))
 #define MAGNITUDE_BF16(bits) ((int32_t)((bits) & 0x7fff) << 16)
 
@@ -96,5 +188,6 @@ SELECT(f32, int32_t, MAGNITUDE_F32)
 SELECT(bf16, uint16_t, MAGNITUDE_BF16)
 
 #undef SELECT
+#undef FIRST
 #undef MAGNITUDE_F32
 #undef MAGNITUDE_BF16

@@ -59,7 +59,7 @@ TOPK, NAIVE = "torch.topk of all magnitudes", "naive DGC, sampled threshold"
 COMPACT = "indices='rice', vectors='int8'"
 SYSTEMS = (
     "DGC(ratio=0.001)",
-    "DGC(ratio=0.001, overlap=False)",
+    "DGC(ratio=0.001, overlap=True)",
     "DGC(ratio=0.001, granularity='bucket')",
     f"DGC(ratio=0.001, values='int8', {COMPACT})",
     f"DGC(ratio=0.001, values='int2', {COMPACT})",
@@ -175,7 +175,7 @@ class Dgcopt:
             bucket.hand_out(result)
 
     def _exchange(self, bucket: Any, context: Any) -> Any:
-        context.certain = not self.compressor.overlap
+        context.certain = not self.compressor.overlaps(self.buckets[0].segments[0].param.device)
         if bucket.in_place:
             context.local = bucket.local(True, 1.0)
             return self.compressor.exchange(torch.empty(0), context)
@@ -315,7 +315,7 @@ class OneRank:
         for (_, param), gradient in zip(self.named, self.gradients, strict=True):
             param.grad = gradient.clone()
         for bucket, context in zip(self.buckets, self.contexts, strict=True):
-            context.certain = not self.compressor.overlap
+            context.certain = not self.compressor.overlaps(self.buckets[0].segments[0].param.device)
             bucket.in_place = self.compressor.in_place(bucket.kind)
             if bucket.in_place:
                 context.local = bucket.local(True, 1.0)

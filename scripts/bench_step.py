@@ -41,7 +41,7 @@ DENSE = ("ddp", "ddp-fp16", "ddp-bf16", "horovod", "horovod-fp16")
 PEERS = ("local", *DENSE, "powersgd-1", "powersgd-2", "naive-dgc")
 PRESETS = (
     *("NoCompression()", "FP16()", "BF16()", "DGC.faithful(warmup=None)", "DGC.compact(warmup=None)"),
-    "DGC.compact(warmup=None, overlap=False)",
+    "DGC.compact(warmup=None, overlap=True)",
 )
 PATIENCE = timedelta(seconds=300)
 HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps before the payload of a packet

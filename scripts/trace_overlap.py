@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import dgcopt
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPRESSORS = ("DGC(ratio=0.01)", "NoCompression()")
+COMPRESSORS = ("DGC(ratio=0.01, overlap=True)", "NoCompression()")
 WARMUP, STEPS = 4, 7
 WAITING = "#c6dbef"
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Generator, Hashable, Iterable, Sequence
 from typing import ClassVar, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
@@ -38,8 +39,8 @@ class Compressor:
     carrier: ClassVar[type[AllReduce] | type[AllGather]] = AllGather
     """The collective of the one-round case: AllReduce adds payloads up on the way, AllGather brings everyone's."""
 
-    overlap: bool = True
-    """False if no exchange is to start before the step is called for."""
+    overlap: bool | Literal["auto"] = True
+    """False if no exchange is to start before the step is called for; "auto" if the device decides, see `overlaps`."""
 
     whole_model: bool = False
     """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""
@@ -88,6 +89,10 @@ class Compressor:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
         return f"{type(self).__name__}({', '.join(settings)})"
+
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether gradients on a device may be sent while backward runs; where "auto" is asked for, not on a CPU."""
+        return device.type != "cpu" if self.overlap == "auto" else self.overlap
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         """Parameters of different kinds never share a bucket."""

@@ -1,5 +1,6 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang & Dally, ICLR 2018, arXiv:1712.01887)."""
 
+import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from .selection import Selection
 from .sparse import Indices, Values, sum_of_messages
 
 __all__ = ["DGC"]
+
+log = logging.getLogger("dgcopt")
 
 
 @dataclass(eq=False)
@@ -51,14 +54,14 @@ class DGC(Compressor):
             so that tensors with larger gradients send more.
         residual: "full" keeps v and u in the parameters' precision, and in float32 at least; "bf16" in half the memory,
             where increments below 0.4% of what has been held back are lost.
-        overlap: send buckets while backward runs. False waits for the step, and then changes memory in place, in one
-            pass over it instead of nearly two: less work for a CPU, where messages this small take little time. If a
-            wire fails then, what the step was to send stays in v.
+        overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
+            of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
+            then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.
         source: what travels, see `Compressor.source`; at ratio 1 "auto" is always "gradient".
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
-    1.7 with int2; and one allreduce or allgather for the vectors. Memory: u, and v twice, so that a step can be taken
-    back, or once without overlap; beside the gradient, which is read and overwritten where autograd left it.
+    1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v, beside the gradient, which is read
+    and overwritten where autograd left it.
 
     Raises ConfigError for a ratio outside (0, 1] or a setting that is none of those above, PayloadError for a damaged
     message.
@@ -73,7 +76,7 @@ class DGC(Compressor):
     vectors: Literal["dense", "sparse", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "dense"
     granularity: Literal["tensor", "bucket"] = "tensor"
     residual: Literal["full", "bf16"] = "full"
-    overlap: bool = True
+    overlap: bool | Literal["auto"] = "auto"
     source: Source = "auto"
 
     @classmethod
@@ -95,9 +98,10 @@ class DGC(Compressor):
             raise ConfigError(f"vectors must be one of {known}, not {self.vectors!r}")
         if self.granularity not in ("tensor", "bucket"):
             raise ConfigError(f'granularity must be "tensor" or "bucket", not {self.granularity!r}')
-        for name in ("momentum_masking", "overlap"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.momentum_masking, bool):
+            raise ConfigError(f"momentum_masking must be True or False, not {self.momentum_masking!r}")
+        if not isinstance(self.overlap, bool) and self.overlap != "auto":
+            raise ConfigError(f'overlap must be True or False, or "auto", not {self.overlap!r}')
         if self.residual not in ("full", "bf16"):
             raise ConfigError(f'residual must be "full" or "bf16", not {self.residual!r}')
         self._memory: ErrorFeedback = ErrorFeedback()
@@ -116,6 +120,11 @@ class DGC(Compressor):
         self._doubt_ratio()
         self._set_whole_model()
         self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
+        if self.overlap == "auto" and self.sends == "gradient":
+            devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+            early = any(self.overlaps(device) for device in devices)
+            when = "while backward runs" if early else "once the step is called for, as parameters are on a CPU"
+            log.info('dgcopt: DGC(overlap="auto") sends %s', when)
 
     @property
     def conserves(self) -> bool:

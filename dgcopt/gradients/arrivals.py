@@ -135,9 +135,9 @@ class EarlyLaunch:
         self._mistakes = 0
         self._pause_until = 0
 
-    def may(self, step: int, compressor: Compressor) -> bool:
-        """Whether in this step they may."""
-        fits = compressor.overlap and not compressor.whole_model and compressor.sends == "gradient"
+    def may(self, step: int, compressor: Compressor, device: torch.device) -> bool:
+        """Whether in this step those on a device may."""
+        fits = compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"
         return fits and self.possible and step >= self._pause_until
 
     def was_mistaken(self, step: int) -> None:

@@ -149,7 +149,7 @@ class Engine:
         if place[0].index < now.launched:
             now.stale = True
             return
-        if not is_last or not self.early.may(self.step, self.compressor):
+        if not is_last or not self.early.may(self.step, self.compressor, param.device):
             return
         self._arrivals.take(param, *place)
         try:

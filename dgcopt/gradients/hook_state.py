@@ -196,7 +196,7 @@ class HookState:
             self._arrived.append((buffer, flights, future))
             for flight in flights:
                 self._flights.append(flight)
-                if self.compressor.overlap and not self.compressor.whole_model:
+                if self.compressor.overlaps(buffer.device) and not self.compressor.whole_model:
                     self._launch(flight)
         except Exception:
             self._forget()

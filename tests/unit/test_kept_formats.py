@@ -57,7 +57,7 @@ def test_a_pickled_hook_is_read(rank: int) -> None:
     hook = torch.load(DATA / f"hook/rank-{rank}.pt", weights_only=False)["hook"]
     assert type(hook) is dgcopt.ddp.HookState
     clip, warmup = dgcopt.LocalClip(16.0), dgcopt.Warmup((0.5, 0.25), steps=2)
-    assert repr(hook.compressor) == repr(dgcopt.DGC(0.1, clip=clip, warmup=warmup, source="gradient"))
+    assert repr(hook.compressor) == repr(dgcopt.DGC(0.1, clip=clip, warmup=warmup, overlap=True, source="gradient"))
     state = hook.state_dict()
     assert (state["rank"], state["world_size"], state["step"]) == (rank, 2, make.BEFORE)
     assert [bool(held.any()) for held in state["memory"]["residual"].values()] == [True, True], "of both matrices"

@@ -60,7 +60,9 @@ def ahead(
     momentum, m, keep, mode = _checked(v, u, g, rule)
     check_flat(blocks.numel(), blocks, dtype=torch.int64)
     if rows.dtype != v.dtype or rows.shape != (blocks.numel(), BLOCK) or not is_flat(rows):
-        raise ValueError(f"{blocks.numel()} blocks need as many rows of {BLOCK}, not {tuple(rows.shape)} of {rows.dtype}")
+        raise ValueError(
+            f"{blocks.numel()} blocks need as many rows of {BLOCK}, not {tuple(rows.shape)} of {rows.dtype}"
+        )
     loop = function(f"ahead_{_of(g, v)}", *[Pointer] * 3, Length, Pointer, Length, Pointer, Float, Float, Float, Int)
     flat = rows.view(-1)
 

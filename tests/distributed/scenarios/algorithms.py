@@ -35,11 +35,11 @@ WARMUP = Warmup(ratios=(0.5, 0.1), steps=2)
 DENSE = {"NoCompression": NoCompression(), "FP16": FP16(), "BF16": BF16()}
 SPARSE = {
     "DGC": DGC(0.01),
-    "DGC, warm-up": DGC(0.02, warmup=WARMUP),
+    "DGC, warm-up": DGC(0.02, warmup=WARMUP, overlap=True),
     "DGC, fp16": DGC(0.1, values="fp16", momentum_masking=False),
     "DGC, bf16": DGC(0.1, values="bf16"),
     "DGC, int8": DGC(0.05, values="int8", indices="rice", vectors="int8"),
-    "DGC, int2": DGC(0.05, values="int2", indices="rice", vectors="int4"),
+    "DGC, int2": DGC(0.05, values="int2", indices="rice", vectors="int4", overlap=True),
     "DGC, clipped per model": DGC(0.1, clip=LocalClip(0.05)),
     "DGC, clipped per tensor": DGC(0.1, clip=LocalClip(0.05, per="tensor")),
 }

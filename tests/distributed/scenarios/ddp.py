@@ -26,6 +26,7 @@ from dgcopt.comm.torch import TorchComm
 from dgcopt.gradients.ddp import HookState
 
 SCENARIOS: dict[str, Callable[[Comm], None]] = {}
+CPU = torch.device("cpu")
 RATIO = 0.05
 
 
@@ -187,7 +188,7 @@ def dgc_is_dgc_in_distributed_optimizer() -> None:
     dense = Training().run().weights()
     for compressor in (
         dgcopt.DGC(RATIO),
-        dgcopt.DGC(RATIO, overlap=False),
+        dgcopt.DGC(RATIO, overlap=True),
         dgcopt.DGC(RATIO, vectors="sparse", values="fp16", warmup=dgcopt.Warmup([0.5, 0.2], steps_per_epoch=2)),
         dgcopt.DGC(RATIO, clip=dgcopt.LocalClip(0.1, per="tensor")),
         dgcopt.DGC(RATIO, values="bf16", momentum_masking=False, residual="bf16"),
@@ -358,7 +359,7 @@ class Branches(nn.Module):
 
 @scenario
 def unused_parameters_keep_what_is_held_back() -> None:
-    for compressor in (dgcopt.DGC(RATIO), dgcopt.DGC(RATIO, vectors="int8", overlap=False)):
+    for compressor in (dgcopt.DGC(RATIO), dgcopt.DGC(RATIO, vectors="int8", overlap=True)):
         ours = Training(compressor, model=Branches, find_unused_parameters=True).run(7)
         assert torch.equal(ours.weights(), in_optimizer(compressor, 7, model=Branches)), compressor
     held = mean(ours.state.state_dict()["memory"]["residual"]["group0.parameter4"])
@@ -449,7 +450,7 @@ def pickled_state_continues_with_the_same_bits() -> None:
     # scales of int8 and int2 depend on what shares a bucket, which stays as it is where DDP looks for unused parameters
     for compressor, how in (
         (dgcopt.DGC(RATIO), {"named": True}),
-        (dgcopt.DGC(RATIO, overlap=False), {}),
+        (dgcopt.DGC(RATIO, overlap=True), {}),
         (dgcopt.DGC(RATIO), {"attach": False}),
         (dgcopt.DGC.compact(RATIO, warmup=None), {"find_unused_parameters": True}),
         (dgcopt.FP16(), {}),
@@ -581,7 +582,7 @@ def state_of_another_model_is_refused() -> None:
 
 @scenario
 def nan_on_one_rank_leaves_memory_untouched() -> None:
-    for compressor in (dgcopt.DGC(RATIO), dgcopt.DGC(RATIO, overlap=False), dgcopt.DGC(RATIO, vectors="sparse")):
+    for compressor in (dgcopt.DGC(RATIO), dgcopt.DGC(RATIO, overlap=True), dgcopt.DGC(RATIO, vectors="sparse")):
         training = Training(compressor).run(3)
         before = copy.deepcopy(training.state.state_dict())
         training.optimizer.zero_grad()
@@ -639,10 +640,12 @@ def join_serves_ranks_that_have_more_data() -> None:
     dense = {by_all: run(None, by_all).weights() for by_all in (True, False)}
     assert not torch.allclose(dense[True], dense[False], atol=1e-3)
     for by_all, weights in dense.items():
-        for compressor in (dgcopt.NoCompression(), dgcopt.DGC(1.0), dgcopt.DGC(1.0, overlap=False)):
+        for compressor in (dgcopt.NoCompression(), dgcopt.DGC(1.0, overlap=True), dgcopt.DGC(1.0)):
             training = run(compressor, by_all)
             assert_close(training.weights(), weights)
-            assert training.state.telemetry.repeated == (0 if by_all or not training.state.compressor.overlap else 2)
+            assert training.state.telemetry.repeated == (
+                0 if by_all or not training.state.compressor.overlaps(CPU) else 2
+            )
         assert training.state.step == 9
         assert run(dgcopt.DGC(RATIO), by_all).memory().abs().sum() > 0
 

@@ -26,7 +26,11 @@ Loop = Generator[None, None, None]
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)
-COMPRESSIONS: dict[str, Any] = {"dense": None, "DGC at ratio 1": DGC(1.0), "DGC": DGC(0.1, values="fp64")}
+COMPRESSIONS: dict[str, Any] = {
+    "dense": None,
+    "DGC at ratio 1": DGC(1.0, overlap=True),
+    "DGC": DGC(0.1, overlap=True, values="fp64"),
+}
 
 
 class Halves(dgcopt.Compressor):
@@ -90,7 +94,7 @@ def passes_vary(comm: Comm) -> Loop:
 
 def backward_in_evaluation(comm: Comm) -> Loop:
     """A backward pass whose gradients are thrown away, between two steps."""
-    pair = Pair(comm, compression=DGC(1.0))
+    pair = Pair(comm, compression=DGC(1.0, overlap=True))
     for step in range(6):
         for which, _, optimizer in pair.both():
             if step in (2, 4):
@@ -125,7 +129,7 @@ def a_count_that_is_wrong(comm: Comm) -> Loop:
 
 def two_players(comm: Comm) -> Loop:
     """As in a GAN: the first player's loss leaves gradients at the second one, who throws them away before its own."""
-    for compression in (None, DGC(1.0)):
+    for compression in (None, DGC(1.0, overlap=True)):
         sides = []
         for whole in (True, False):
             maker, judge = make_model(seed=2), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
@@ -236,7 +240,12 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
     makers: dict[str, Any] = {"SGD": SGD, "damped": functools.partial(SGD, weight_decay=0, dampening=0.2), "Adam": ADAM}
     for name, make in makers.items():
         warmup = Warmup(ratios=(0.5, 0.2), steps=2)
-        for compression in (None, DGC(0.1, warmup=warmup), DGC(1.0, vectors="sparse"), Halves()):
+        for compression in (
+            None,
+            DGC(0.1, overlap=True, warmup=warmup),
+            DGC(1.0, overlap=True, vectors="sparse"),
+            Halves(),
+        ):
             bad = [0, 2, 3]  # the very first step, and two in a row
             disturbed, calm = (Pair(comm, make, compression) for _ in range(2))
             for step in range(6):
@@ -274,7 +283,7 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
 
 def loss_scaling(comm: Comm) -> Loop:
     """The loop of torch's documentation, unmodified, with an overflow on one rank: skipped and rescaled on all."""
-    for compression in (None, DGC(0.1, warmup=Warmup(ratios=(0.5, 0.2), steps=2))):
+    for compression in (None, DGC(0.1, overlap=True, warmup=Warmup(ratios=(0.5, 0.2), steps=2))):
         for way in ("as documented", "unscale_", "unscale_ and clip_grad_norm_"):
             runs = []
             for overflow in (True, False):
@@ -359,7 +368,7 @@ def parameters_come_and_go(comm: Comm) -> Loop:
 
 def what_nobody_used_is_left_alone(comm: Comm) -> Loop:
     """Also what is remembered of it: residual and momentum."""
-    pair = Pair(comm, SGD, DGC(0.1))
+    pair = Pair(comm, SGD, DGC(0.1, overlap=True))
     for step in range(4):
         if step == 3:
             before = memory_of(pair.ours)
@@ -390,7 +399,7 @@ def uneven_data(comm: Comm) -> Loop:
     """Rank r has 3 + 2r batches: averages divide by the ranks that have one, or by all; then all go on together."""
     most = batches_of(comm.size - 1)
     for divide_by in ("active", "all"):
-        for compression in (None, DGC(1.0)):
+        for compression in (None, DGC(1.0, overlap=True)):
             whole, mine = make_model(), make_model()
             bare = SGD(whole.parameters())
             ours = wrap(SGD(mine.parameters()), mine, comm, compression)
@@ -429,7 +438,9 @@ def uneven_data_of_two(comm: Comm) -> Loop:
     """
     models = [make_model(torch.float32, seed=place) for place in (1, 2)]
     made = [SGD(models[0].parameters()), torch.optim.AdamW(models[1].parameters(), lr=0.01)]
-    optimizers = [wrap(optimizer, model, comm, DGC(0.3)) for optimizer, model in zip(made, models, strict=True)]
+    optimizers = [
+        wrap(optimizer, model, comm, DGC(0.3, overlap=True)) for optimizer, model in zip(made, models, strict=True)
+    ]
     with dgcopt.join(*optimizers):
         for step in range(batches_of(comm.rank)):
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -502,7 +513,7 @@ def replicas_come_apart(comm: Comm) -> Loop:
     """One bit on the last rank: named on every rank, or mended from rank 0."""
     last = comm.size - 1
     for on_divergence in ("raise", "resync"):
-        pair = Pair(comm, SGD, DGC(0.1), check_replicas_every=2, on_divergence=on_divergence)
+        pair = Pair(comm, SGD, DGC(0.1, overlap=True), check_replicas_every=2, on_divergence=on_divergence)
         for step in range(4):
             pair.ours.zero_grad()
             pair.loss(1, step).backward()

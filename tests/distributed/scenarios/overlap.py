@@ -45,7 +45,7 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 def buckets_leave_during_backward(comm: Comm) -> None:
     """From the second step on, every bucket has been launched when backward returns, and none inside no_sync()."""
-    for compression in (None, DGC(0.1)):
+    for compression in (None, DGC(0.1, overlap=True)):
         mine = Replica(Recipe(sgd, compression=compression, buckets=(*TINY.items(),)), comm)
         train([mine], [0])
         with Spy(comm) as spy:
@@ -63,7 +63,13 @@ def buckets_leave_during_backward(comm: Comm) -> None:
 def order_is_the_same_on_all_ranks(comm: Comm) -> None:
     """Though gradients become ready in other orders on each: that of the buckets, and that of the votes."""
     mine = Replica(
-        Recipe(sgd, model=lambda: Branches(comm.size, comm.rank), compression=DGC(0.1), buckets=(*TINY.items(),)), comm
+        Recipe(
+            sgd,
+            model=lambda: Branches(comm.size, comm.rank),
+            compression=DGC(0.1, overlap=True),
+            buckets=(*TINY.items(),),
+        ),
+        comm,
     )
     with Spy(comm) as spy:
         train([mine], range(5))

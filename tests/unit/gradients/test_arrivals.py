@@ -71,7 +71,7 @@ def batches(seed: int) -> list[Tensor]:
     return [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(PASSES)]
 
 
-@pytest.mark.parametrize("compression", [None, dgcopt.DGC(1.0)], ids=["dense", "DGC"])
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(1.0, overlap=True)], ids=["dense", "DGC"])
 @pytest.mark.parametrize("passes", [1, PASSES], ids=["learned", "announced"])
 @pytest.mark.parametrize("head", [True, False], ids=["trained outside too", "all inside"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])

@@ -92,11 +92,11 @@ def test_replicas_are_bit_identical_after_every_step():
         dgcopt.NoCompression(),
         dgcopt.FP16(),
         dgcopt.BF16(),
-        dgcopt.DGC(0.01),
-        dgcopt.DGC(0.02, warmup=warmup, values="fp16", clip=clip),
+        dgcopt.DGC(0.01, overlap=True),
+        dgcopt.DGC(0.02, warmup=warmup, values="fp16", clip=clip, overlap=True),
         dgcopt.DGC(0.02, values="bf16", momentum_masking=False, vectors="sparse"),
         dgcopt.DGC(0.05, values="int8", indices="rice", vectors="int8"),
-        dgcopt.DGC(0.05, values="int2", indices="rice", vectors="int4"),
+        dgcopt.DGC(0.05, values="int2", indices="rice", vectors="int4", overlap=True),
     ):
         for make in (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-2), AdamW):
             ranks = Ranks(3, make, compression=compressor, bucket_mb=0.001, first_bucket_mb=0.0005)

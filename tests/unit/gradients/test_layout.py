@@ -218,6 +218,37 @@ def test_without_overlap_everything_is_the_same_to_the_bit(make, settings: dict)
         torch.testing.assert_close(one.engine.store.memory(), other.engine.store.memory(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_kept_goes_on_to_the_bit_with_the_other_overlap(first: bool) -> None:
+    def make(overlap: bool) -> Ranks:
+        return Ranks(2, lambda p: SGD(p, lr=0.05, momentum=0.9), compression=dgcopt.DGC(0.1, overlap=overlap))
+
+    straight, restored = make(first), make(not first)
+    for seed in range(3):
+        straight.step(seed)
+    for one, other in zip(straight.optimizers, restored.optimizers, strict=True):
+        other.load_state_dict(one.state_dict())
+    for one, other in zip(straight.models, restored.models, strict=True):
+        other.load_state_dict(one.state_dict())
+    for seed in range(3, 6):
+        straight.step(seed)
+        restored.step(seed)
+    for one, other in zip(straight.weights(), restored.weights(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("overlap, early", [("auto", False), (False, False), (True, True)])
+def test_on_a_cpu_dgc_sends_early_only_if_it_is_told_to(overlap: bool | str, early: bool, caplog) -> None:
+    compressor = dgcopt.DGC(0.1, overlap=overlap)
+    with caplog.at_level("INFO", "dgcopt"):
+        ranks = Ranks(2, lambda p: SGD(p, lr=0.05), compression=compressor)
+    assert caplog.text.count("sends once the step is called for, as parameters are on a CPU") == 2 * (overlap == "auto")
+    ranks.step(0)
+    ranks.backward(1)
+    assert [bool(optimizer.engine._now.launched) for optimizer in ranks.optimizers] == [early, early]
+    assert compressor.overlaps(torch.device("cuda")) == (overlap is not False)
+
+
 def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:
     torch.manual_seed(0)
     tensor, grad = torch.randn(40, 100), torch.randn(4000)

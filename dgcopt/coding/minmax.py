@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from ..kernels import LARGEST, finite
+from ..kernels import LARGEST, minmax_codes, minmax_ends, put_minmax
 
 __all__ = ["MinMaxUInt8"]
 
-_EPSILON = 1e-7
-_TOP = 255
 _HEADER = 2 * torch.float32.itemsize
 
 
@@ -44,14 +42,25 @@ class MinMaxUInt8:
 
     def encode(self, chunks: Tensor) -> Tensor:
         """Messages `[chunks, nbytes]`, uint8, of `[chunks, length]` values of any floating dtype."""
-        chunks = finite(chunks)
-        ends = torch.stack(chunks.aminmax(dim=1), 1)
-        scale, upper = _levels(ends)
-        codes = (chunks * scale).round_().minimum(upper) - (upper - _TOP)
-        return torch.cat((ends.view(torch.uint8), codes.clamp_(0, _TOP).to(torch.uint8)), 1)
+        messages = torch.empty(len(chunks), self.nbytes, dtype=torch.uint8, device=chunks.device)
+        for values, message in zip(chunks, messages, strict=True):
+            ends = minmax_ends(values)
+            message[:_HEADER] = ends.view(torch.uint8)
+            minmax_codes(values, ends, message[_HEADER:])
+        return messages
 
     def decode(self, messages: Tensor, ranks: Sequence[int]) -> Tensor:
         """The values `[chunks, length]`, float32, of messages that came from `ranks`.
+
+        Raises PayloadError if length or range cannot be right. Waits for the device.
+        """
+        chunks = torch.empty(len(ranks), self.length, device=messages.device)
+        for (ends, codes), values in zip(self.parts(messages, ranks), chunks, strict=True):
+            put_minmax(codes, ends, values, "set")
+        return chunks
+
+    def parts(self, messages: Tensor, ranks: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """The ends and the codes of messages that came from `ranks`, as `dgcopt.kernels.put_minmax` takes them.
 
         Raises PayloadError if length or range cannot be right. Waits for the device.
         """
@@ -68,12 +77,4 @@ class MinMaxUInt8:
                     f"the message from rank {rank} holds a range that is not finite, too large or upside down: it was "
                     f"damaged on the way, or that rank runs another version"
                 )
-        scale, upper = _levels(ends)
-        return (messages[:, _HEADER:].float() + (upper - _TOP)) / scale
-
-
-def _levels(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """By what values are multiplied, and the highest level: `[chunks, 1]` each."""
-    low, high = ends.split(1, dim=1)
-    scale = torch.full_like(high, _TOP) / (high - low + _EPSILON)  # a number over a tensor is rounded twice
-    return scale, (high * scale).round()
+        return list(zip(ends, messages[:, _HEADER:], strict=True))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..coding.minmax import MinMaxUInt8
-from ..collectives import AllGather, AllToAll, reduce_rows
+from ..collectives import AllGather, AllToAll
+from ..kernels import Put, put_minmax
 from .base import Compressor, GradientExchange
-from .context import Context
+from .context import Context, at_least_float32
 
 __all__ = ["ByteGrad"]
 
@@ -45,20 +47,30 @@ class ByteGrad(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         code, ranks = MinMaxUInt8(chunk_length(ctx)), range(ctx.size)
-        v = ctx.add_residual(grad) if self.error_feedback else grad
-        chunks = into_chunks(v, ctx)
-        messages = code.encode(chunks)
-        left = chunks - code.decode(messages, [ctx.rank] * ctx.size) if self.error_feedback else None
+        result = grad.to(at_least_float32(grad.dtype))  # may be overwritten
+        v = ctx.add_residual(grad) if self.error_feedback else result
+        messages = code.encode(into_chunks(v, ctx))
+        if self.error_feedback:
+            put_chunks(code.parts(messages, [ctx.rank] * ctx.size), v, "subtract", ctx)
 
         arrived = yield AllToAll(messages)
-        mean = reduce_rows(code.decode(arrived, ranks), "sum").unsqueeze(0) / ctx.divisor
-        message = code.encode(mean)
-        if left is not None:
-            left[ctx.rank] += (mean - code.decode(message, [ctx.rank]))[0] * ctx.divisor
-            ctx.keep_residual(out_of_chunks(left, ctx))
+        mean = torch.empty(code.length, device=v.device)
+        for rank, (ends, codes) in enumerate(code.parts(arrived, ranks)):
+            put_minmax(codes, ends, mean, "add" if rank else "set")
+        mean /= ctx.divisor
+        message = code.encode(mean.unsqueeze(0))
+        if self.error_feedback:
+            ((ends, codes),) = code.parts(message, [ctx.rank])
+            put_minmax(codes, ends, mean, "subtract")
+            mean *= ctx.divisor
+            for chunk, place, span in pieces(ctx):
+                if chunk == ctx.rank:
+                    v[span] += mean[place : place + span.stop - span.start]
+            ctx.keep_residual(v)
 
         means = yield AllGather(message[0])
-        return out_of_chunks(code.decode(means, ranks), ctx)
+        put_chunks(code.parts(means, ranks), result, "set", ctx)
+        return result
 
     def payload_bytes(self, ctx: Context) -> int:
         return (ctx.size + 1) * MinMaxUInt8(chunk_length(ctx)).nbytes
@@ -69,11 +81,45 @@ def chunk_length(ctx: Context) -> int:
     return -(-sum(segment.numel for segment in ctx.segments) // ctx.size)
 
 
+def pieces(ctx: Context) -> list[tuple[int, int, slice]]:
+    """What lies together both in the flat tensor and in a chunk: the chunk, where in it, and the span of the tensor."""
+    if "pieces" not in ctx.scratch:
+        found, length, done = [], chunk_length(ctx), 0
+        for start, stop in runs(ctx):
+            while start < stop:
+                chunk, place = divmod(done, length)
+                end = min(stop, start + length - place)
+                found.append((chunk, place, slice(start, end)))
+                done, start = done + end - start, end
+        ctx.scratch["pieces"] = found
+    return ctx.scratch["pieces"]
+
+
+def runs(ctx: Context) -> list[tuple[int, int]]:
+    """Spans of parameters without gaps between them."""
+    found: list[tuple[int, int]] = []
+    for segment in ctx.segments:
+        first = found.pop()[0] if found and found[-1][1] == segment.start else segment.start
+        found.append((first, segment.stop))
+    return found
+
+
 def into_chunks(flat: Tensor, ctx: Context) -> Tensor:
-    """The parameters' coordinates, one after another, as `[size, chunk]`; filled up with copies of the last."""
-    parts = [flat[segment.start : segment.stop] for segment in ctx.segments]
+    """The parameters' coordinates, one after another, as `[size, chunk]`; filled up with copies of the last.
+
+    It is `flat` itself where that has neither gaps nor something missing.
+    """
+    parts = [flat[start:stop] for start, stop in runs(ctx)]
     missing = ctx.size * chunk_length(ctx) - sum(map(len, parts))
-    return torch.cat((*parts, parts[-1][-1:].expand(missing))).view(ctx.size, -1)
+    whole = parts[0] if len(parts) == 1 and not missing else torch.cat((*parts, parts[-1][-1:].expand(missing)))
+    return whole.view(ctx.size, -1)
+
+
+def put_chunks(parts: Sequence[tuple[Tensor, Tensor]], flat: Tensor, how: Put, ctx: Context) -> None:
+    """Let what all chunks' ends and codes stand for take effect on the flat tensor; gaps stay."""
+    for chunk, place, span in pieces(ctx):
+        ends, codes = parts[chunk]
+        put_minmax(codes[place : place + span.stop - span.start], ends, flat[span], how)
 
 
 def out_of_chunks(chunks: Tensor, ctx: Context) -> Tensor:

@@ -93,12 +93,12 @@ class FrozenAdam(Wrapper):
             if state:
                 m.add_(state["exp_avg"], alpha=beta1)
         result = yield from self.inner.exchange(grad, replace(ctx, op="average"))
-        mean = ctx.dense(result)
-        gradient = torch.empty_like(mean)
+        gradient = ctx.dense(result)
         for segment, state, beta1 in held:
-            m = segment.view(mean)
-            ahead = torch.sub(m, state["exp_avg"], alpha=beta1) if state else m
-            segment.view(gradient).copy_(ahead / (1 - beta1))
+            m = segment.view(gradient)
+            if state:
+                m.sub_(state["exp_avg"], alpha=beta1)
+            m.div_(1 - beta1)
         return gradient
 
     def payload_bytes(self, ctx: Context) -> int | None:

@@ -1,8 +1,8 @@
 """The inner loops of compression: what passes over as many elements as there are parameters.
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
-everywhere; native/ is C for the CPU. Files are named after what they do: memory, selection, packing, rice, rounding,
-signs, trits; blocks is what those have in common that quantise.
+everywhere; native/ is C for the CPU. Files are named after what they do: memory, selection, packing, rice, minmax,
+rounding, signs, trits; blocks is what those have in common that quantise.
 """
 
 from . import native, torch
@@ -26,12 +26,15 @@ __all__ = [
     "largest",
     "look",
     "majority",
+    "minmax_codes",
+    "minmax_ends",
     "most_of",
     "pack_signs",
     "pack_small",
     "pack_trits",
     "put",
     "put_levels",
+    "put_minmax",
     "put_powers",
     "put_signs",
     "put_trits",
@@ -61,6 +64,9 @@ rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))
 rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack))
 rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack))
 add_up = Kernel(torch.add_up, (takes_float32, native.add_up))
+minmax_codes = Kernel(torch.minmax_codes, (takes_float32, native.minmax_codes))
+minmax_ends = Kernel(torch.minmax_ends, (takes_float32, native.minmax_ends))
+put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split = Kernel(torch.split, (takes_float32, native.split))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))

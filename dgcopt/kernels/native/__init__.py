@@ -3,6 +3,7 @@
 from .blocks import add_up
 from .library import instructions, takes_flat, takes_float32, takes_floats
 from .memory import accumulate, ahead, look
+from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack_small, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .rounding import largest, most_of, put_levels, put_powers, round_levels, round_powers, round_trits, squares
@@ -18,11 +19,14 @@ __all__ = [
     "largest",
     "look",
     "majority",
+    "minmax_codes",
+    "minmax_ends",
     "most_of",
     "pack_signs",
     "pack_small",
     "pack_trits",
     "put_levels",
+    "put_minmax",
     "put_powers",
     "put_signs",
     "put_trits",

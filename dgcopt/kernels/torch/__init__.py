@@ -2,6 +2,7 @@
 
 from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
 from .memory import Momentum, accumulate, ahead, look
+from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack, pack_small, unpack, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .rounding import (
@@ -35,6 +36,8 @@ __all__ = [
     "largest",
     "look",
     "majority",
+    "minmax_codes",
+    "minmax_ends",
     "most_of",
     "pack",
     "pack_signs",
@@ -42,6 +45,7 @@ __all__ = [
     "pack_trits",
     "put",
     "put_levels",
+    "put_minmax",
     "put_powers",
     "put_signs",
     "put_trits",

@@ -27,7 +27,11 @@ INLINE TARGET void FN(pack_width)(const uint8_t *fields, int64_t count, uint8_t 
 INLINE TARGET void FN(unpack_width)(const uint8_t *packed, int64_t count, uint8_t *fields, const int width) {
     for (; count > 0; fields += 8, count -= 8, packed += width) {
         uint64_t word = 0;
-        memcpy(&word, packed, width);
+        if (count >= 64) { /* at least 8 bytes are left, and all at once is fastest */
+            memcpy(&word, packed, 8);
+            word &= ((uint64_t)1 << 8 * width) - 1;
+        } else
+            memcpy(&word, packed, width);
         word = OPEN(word, 32, LOW32);
         word = OPEN(word, 16, LOW16);
         word = OPEN(word, 8, LOW8);

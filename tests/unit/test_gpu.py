@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from library import SETTINGS
 from torch.optim import SGD
 from worlds import Ranks, bucket_of, small_model
 
 import dgcopt
 from dgcopt.compressors.selection import Selection
 from dgcopt.flat.segments import block_maxima
+from dgcopt.testing import check_compressor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,3 +42,8 @@ def test_training_equals_the_cpu(compressor):
         on_gpu.assert_replicas_equal()
     for ours, theirs in zip(on_gpu.weights(), on_cpu.weights(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("compressor", "given"), SETTINGS, ids=[repr(c)[:80] for c, _ in SETTINGS])
+def test_it_keeps_what_every_compressor_must(compressor, given):
+    assert not check_compressor(compressor, sizes=(1, 3), device="cuda", **given).failures

@@ -15,6 +15,7 @@ from . import (
     checksums,
     collectives,
     contract,
+    cuda,
     ddp,
     disagreement,
     loops,
@@ -45,7 +46,10 @@ only, and by simulated ranks of many sizes."""
 IN_DDP = of(powersgd, ddp)
 """Run in torch's DistributedDataParallel; the last one breaks the wire."""
 
-SCENARIOS: Scenarios = ON_ALL_WIRES | IN_DDP
+ON_CUDA = of(cuda)
+"""Run by two ranks that share a CUDA device."""
+
+SCENARIOS: Scenarios = ON_ALL_WIRES | IN_DDP | ON_CUDA
 
 
 def names_of(wire: str, size: int) -> list[str]:

@@ -1,0 +1,34 @@
+"""Two real ranks that share one CUDA device: a launch, a test per scenario. Skipped where there is none."""
+
+import functools
+import os
+
+import pytest
+import torch
+from launching import HERE, Outcome, assert_ended, assert_passed, launch
+from scenarios import ON_CUDA
+from scenarios.cuda import DEVICE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.processes,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="no CUDA device on this machine"
+    ),
+]
+
+
+@functools.cache
+def outcome() -> Outcome:
+    env = {"DGCOPT_TEST_JOIN_FIRST": "torch", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+    return launch("torch", 2, [str(HERE / "worker.py"), *ON_CUDA], limit=300, env=env)
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_scenario(name: str) -> None:
+    assert_passed("torch", 2, outcome(), name)
+
+
+def test_ends() -> None:
+    assert_ended(outcome())

@@ -1,11 +1,12 @@
 """The inner loops of compression: what passes over as many elements as there are parameters.
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
-everywhere; native/ is C for the CPU. Files are named after what they do: memory, selection, packing, rice, minmax,
-rounding, signs, trits; blocks is what those have in common that quantise.
+everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
+memory, selection, packing, rice, minmax, rounding, signs, trits; blocks is what those have in common that quantise.
 """
 
 from . import native, torch
+from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .torch import LARGEST, PER_BYTE, Groups, Momentum, Put, draws, finite, put, spread
@@ -53,9 +54,9 @@ __all__ = [
     "unpack_trits",
 ]
 
-accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate))
-look = Kernel(torch.look, (takes_floats, native.look))
-ahead = Kernel(torch.ahead, (takes_floats, native.ahead))
+accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_cuda, in_triton(torch.accumulate)))
+look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
+ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
 reaching = Kernel(torch.reaching, (takes_floats, native.reaching))
 select = Kernel(torch.select, (takes_floats, native.select))
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small))

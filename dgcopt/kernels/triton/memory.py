@@ -21,6 +21,14 @@ _ROWS = 32
 
 
 @triton.jit
+def _wide(x):
+    """As float32. By integers, as Triton's interpreter knows no denormal bfloat16."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _added(
     u,
     g,
@@ -36,13 +44,13 @@ def _added(
 ):
     """What g adds to v, and u'."""
     if HAS_G:
-        x = tl.load(g + at, mask=there, other=0).to(tl.float32) * scale
+        x = _wide(tl.load(g + at, mask=there, other=0)) * scale
     else:
         x = tl.zeros(at.shape, tl.float32)
     step = x
     after = x
     if MOVES:
-        before = tl.load(u + at, mask=there, other=0).to(tl.float32)
+        before = _wide(tl.load(u + at, mask=there, other=0))
         if DAMPENED:
             after = tl.fma(x, tl.full(at.shape, keep, tl.float32), before * m)
         else:
@@ -95,7 +103,7 @@ def _blocks(
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = at < numel
     step, after = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    new = _rounded(tl.load(v + at, mask=there, other=0).to(tl.float32) + step, v.dtype.element_ty)
+    new = _rounded(_wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
     new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
     tl.store(maxima + rows, _largest(new, BITS).to(maxima.dtype.element_ty), mask=rows * BLOCK < numel)
     if WRITES:
@@ -130,7 +138,7 @@ def _some_blocks(
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = (place < number)[:, None] & (at < numel)
     step, _ = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    new = _rounded(tl.load(v + at, mask=there, other=0).to(tl.float32) + step, v.dtype.element_ty)
+    new = _rounded(_wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
     new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
     to = place[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(rows + to, new, mask=(place < number)[:, None])

@@ -24,8 +24,10 @@ _ROWS = 32
 def _wide(x):
     """As float32. By integers, as Triton's interpreter knows no denormal bfloat16."""
     if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x
+    return wide
 
 
 @triton.jit
@@ -68,16 +70,20 @@ def _rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         near = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, near)
-        return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+        rounded = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = x
+    return rounded
 
 
 @triton.jit
 def _largest(rounded, BITS: tl.constexpr):
     """The bits of each row's largest magnitude; NaN is larger than all others."""
     if BITS == 16:
-        return tl.max(rounded.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF, 1)
-    return tl.max(rounded.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        bits = rounded.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    else:
+        bits = rounded.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1)
 
 
 @triton.jit

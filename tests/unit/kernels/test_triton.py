@@ -5,6 +5,10 @@ The interpreter has no fused multiply-add: it rounds products. So momenta are th
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,3 +70,40 @@ def test_cuda_tensors_come_here(monkeypatch):
     monkeypatch.setattr(triton, "look", lambda *_: ran.append(True))
     kernels.look(torch.zeros(4, device="cuda"), None, None, torch.zeros(1, device="cuda"), None)
     assert ran == [True]
+
+
+COMPILES = """
+import itertools
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dgcopt.kernels.triton import memory
+
+def compiles(function, types, constants):
+    source = ASTSource(function, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
+    triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
+
+for bits, (has_g, moves, dampened, nesterov) in itertools.product((32, 16), MODES):
+    dtype, g = ("*fp32", "*bf16") if bits == 32 else ("*bf16", "*fp32")
+    modes = {"HAS_G": has_g, "MOVES": moves, "DAMPENED": dampened, "NESTEROV": nesterov, "BLOCK": 64, "ROWS": 32}
+    of_step = {"numel": "i64", "m": "fp32", "keep": "fp32", "scale": "fp32"}
+    flat = {"v": dtype, "u": dtype, "g": g}
+    for writes in (True, False):
+        types = {**flat, "maxima": f"*i{bits}", **of_step}
+        compiles(memory._blocks, types, {"WRITES": writes, **modes, "BITS": bits})
+    compiles(memory._some_blocks, {**flat, "blocks": "*i64", "rows": dtype, "number": "i64", **of_step}, modes)
+print("compiled")
+"""
+
+
+def test_it_compiles_for_cuda(tmp_path):
+    """The interpreter runs what Triton's compiler refuses; which needs no device."""
+    modes = [(True, True, False, False), (True, True, True, True), (False, False, False, False)]
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES.replace("MODES", repr(modes))],
+        env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "compiled\n", done.stderr[-3000:]

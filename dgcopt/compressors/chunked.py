@@ -11,6 +11,7 @@ from torch import Tensor
 from ..coding import SparseCode
 from ..errors import ConfigError
 from ..flat.segments import BLOCK
+from ..kernels import Chunks, select_chunks
 from .base import Source
 from .context import Context
 from .schedule import Warmup, check_ratio
@@ -86,7 +87,7 @@ class ChunkedTopK(Sparse):
 
 
 class ChunkSelection:
-    """Selects the largest magnitudes of every chunk of a flat tensor, exactly and all chunks of a width at once.
+    """Selects the largest magnitudes of every chunk of a flat tensor, exactly and all chunks at once.
 
     Args:
         spans: where chunks start and stop, in order; each starts on a block boundary.
@@ -95,29 +96,13 @@ class ChunkSelection:
 
     def __init__(self, spans: Sequence[tuple[int, int]], ratio: float, device: torch.device) -> None:
         self.ratio = ratio
-        counts = [count_of(ratio, stop - start) for start, stop in spans]
-        self.count = sum(counts)
+        self._chunks = Chunks(spans, [count_of(ratio, stop - start) for start, stop in spans], device)
+
+    @property
+    def count(self) -> int:
         """How many coordinates are selected."""
-        by_width: dict[int, list[tuple[int, int, int]]] = {}
-        for (start, stop), count in zip(spans, counts, strict=True):
-            blocks = -(-(stop - start) // BLOCK)
-            by_width.setdefault(1 << (blocks - 1).bit_length(), []).append((start // BLOCK, blocks, count))
-        self._groups = []
-        for width, members in by_width.items():
-            first, blocks, count = torch.tensor(members, device=device).T.unsqueeze(2)
-            place = torch.arange(width, device=device)
-            self._groups.append((torch.where(place < blocks, first + place, -1), count, int(count.max())))
+        return self._chunks.count
 
     def largest(self, flat: Tensor) -> Tensor:
-        """Positions of the largest magnitudes of `flat`, int64, ascending. NaN counts as largest.
-
-        A gap behind a chunk, which holds zeros, may stand in for a zero of that chunk.
-        """
-        magnitudes = torch.nn.functional.pad(flat.abs(), (0, BLOCK), value=-1)  # by a block that is never chosen
-        chosen = []
-        for blocks, count, most in self._groups:
-            rows = magnitudes.view(-1, BLOCK)[blocks].flatten(1)
-            columns = rows.topk(most).indices
-            positions = blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
-            chosen.append(positions[torch.arange(most, device=flat.device) < count])
-        return torch.cat(chosen).sort().values
+        """Positions of the largest magnitudes of `flat`, int64, ascending. NaN counts as largest."""
+        return select_chunks(flat, self._chunks)

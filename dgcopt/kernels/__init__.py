@@ -2,18 +2,20 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-memory, selection, packing, rice, minmax, rounding, signs, trits; blocks is what those have in common that quantise.
+memory, selection, chunks, packing, rice, minmax, rounding, signs, trits; blocks is what those have in common that
+quantise.
 """
 
 from . import native, torch
 from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .torch import LARGEST, PER_BYTE, Groups, Momentum, Put, draws, finite, put, spread
+from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Put, draws, finite, put, spread
 
 __all__ = [
     "LARGEST",
     "PER_BYTE",
+    "Chunks",
     "Groups",
     "Kernel",
     "Momentum",
@@ -47,6 +49,7 @@ __all__ = [
     "round_powers",
     "round_trits",
     "select",
+    "select_chunks",
     "split",
     "spread",
     "squares",
@@ -68,6 +71,7 @@ add_up = Kernel(torch.add_up, (takes_float32, native.add_up))
 minmax_codes = Kernel(torch.minmax_codes, (takes_float32, native.minmax_codes))
 minmax_ends = Kernel(torch.minmax_ends, (takes_float32, native.minmax_ends))
 put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
+select_chunks = Kernel(torch.select_chunks, (takes_floats, native.select_chunks))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split = Kernel(torch.split, (takes_float32, native.split))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))

@@ -1,6 +1,7 @@
 """The inner loops in C, for a CPU; library.py says when they are used."""
 
 from .blocks import add_up
+from .chunks import select_chunks
 from .library import instructions, takes_flat, takes_float32, takes_floats
 from .memory import accumulate, ahead, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
@@ -38,6 +39,7 @@ __all__ = [
     "round_powers",
     "round_trits",
     "select",
+    "select_chunks",
     "split",
     "squares",
     "takes_flat",

@@ -28,6 +28,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n) {
 #include "loops/blocks.h"
 #include "loops/memory.h"
 #include "loops/selection.h"
+#include "loops/chunks.h"
 #include "loops/minmax.h"
 #include "loops/packing.h"
 #include "loops/rice.h"

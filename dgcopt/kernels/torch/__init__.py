@@ -1,6 +1,7 @@
 """The inner loops in torch: what every other implementation must equal bit for bit; they run everywhere."""
 
 from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
+from .chunks import Chunks, select_chunks
 from .memory import Momentum, accumulate, ahead, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack, pack_small, unpack, unpack_small
@@ -24,6 +25,7 @@ from .trits import PER_BYTE, pack_trits, put_trits, unpack_trits
 __all__ = [
     "LARGEST",
     "PER_BYTE",
+    "Chunks",
     "Groups",
     "Momentum",
     "Put",
@@ -57,6 +59,7 @@ __all__ = [
     "round_powers",
     "round_trits",
     "select",
+    "select_chunks",
     "split",
     "spread",
     "squares",

@@ -189,5 +189,3 @@ SELECT(bf16, uint16_t, MAGNITUDE_BF16)
 
 #undef SELECT
 #undef FIRST
-#undef MAGNITUDE_F32
-#undef MAGNITUDE_BF16

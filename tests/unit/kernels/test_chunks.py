@@ -1,0 +1,49 @@
+"""The largest of every chunk: the same in C as in torch, and right."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import EXAMPLES, KINDS, built, halves_and_wholes, numbers
+
+from dgcopt.kernels import Chunks, native
+from dgcopt.kernels import torch as specification
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(1, 300), st.sampled_from([64, 1000, 4096])), min_size=1, max_size=5),
+    dtype=halves_and_wholes,
+    kind=st.sampled_from(KINDS),
+    ratio=st.sampled_from([0.001, 1 / 128, 1 / 64, 0.1, 0.5, 1.0]),
+    seed=st.integers(0, 2**20),
+)
+def test_select_chunks(sizes, dtype, kind, ratio, seed):
+    spans, start = [], 0
+    for size in sizes:
+        spans.append((start, start + size))
+        start += -(-size // 64) * 64
+    flat = torch.zeros(start, dtype=dtype)
+    for place, (first, last) in enumerate(spans):
+        flat[first:last] = numbers(last - first, dtype, kind, seed + place)
+    counts = [math.ceil(ratio * size) for size in sizes]
+    chunks = Chunks(spans, counts, flat.device)
+    chosen = native.select_chunks(flat, chunks)
+    assert torch.equal(chosen, specification.select_chunks(flat, chunks))
+    width = {2: torch.int16, 4: torch.int32}[flat.element_size()]
+    magnitudes = (flat.view(width) & torch.iinfo(width).max).tolist()
+    expected: list[int] = []
+    for (first, last), count in zip(spans, counts, strict=True):
+        expected += sorted(sorted(range(first, last), key=lambda position: -magnitudes[position])[:count])
+    assert chosen.tolist() == expected
+
+
+@built
+def test_a_chunk_beyond_the_end_is_refused():
+    with pytest.raises(ValueError, match="beyond"):
+        native.select_chunks(torch.zeros(64), Chunks([(0, 65)], [1], torch.device("cpu")))

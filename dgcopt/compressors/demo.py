@@ -77,16 +77,22 @@ class DeMo(Compressor):
         super().attach(optimizer)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        code, selection = SparseCode(self.indices, self.values), self._selection(ctx)
         m = ctx.remember("momentum", grad).mul_(self.decay).add_(grad)
-        frequencies, code, selection = dct(m, ctx), SparseCode(self.indices, self.values), self._selection(ctx)
+        result = grad.to(m.dtype)  # may be overwritten
+        if "frequencies" not in ctx.scratch:
+            ctx.scratch["frequencies"] = torch.zeros_like(m)
+        frequencies = dct(m, ctx, out=ctx.scratch["frequencies"])
         indices = selection.largest(frequencies)
         message, sent, arriving = code.encode(indices, frequencies[indices], ctx.numel)
-        m -= inverse_dct(torch.zeros_like(m).index_copy_(0, sent, arriving), ctx)
+        m -= inverse_dct(frequencies.zero_().index_copy_(0, sent, arriving), ctx, out=result)
 
         messages = yield AllGather(message)
-        mean = sum_of_messages(messages, code, selection.count, ctx).add_to(torch.zeros_like(m))
-        result = inverse_dct(mean, ctx)
-        return result.sign_().mul_(ctx.size / ctx.divisor) if self.sign else result
+        mean = sum_of_messages(messages, code, selection.count, ctx).add_to(frequencies.zero_())
+        inverse_dct(mean, ctx, out=result)
+        if self.sign:
+            result.sign_()
+        return result if not self.sign or ctx.divisor == ctx.size else result.mul_(ctx.size / ctx.divisor)
 
     def _selection(self, ctx: Context) -> ChunkSelection:
         """What finds the largest coefficients of every tile."""
@@ -105,31 +111,31 @@ class DeMo(Compressor):
         return SparseCode(self.indices, self.values).nbytes(self._selection(ctx).count, ctx.numel)
 
 
-def dct(flat: Tensor, ctx: Context) -> Tensor:
-    """The coefficients of every parameter, tile after tile where the parameter was."""
-    frequencies = torch.zeros_like(flat)
+def dct(flat: Tensor, ctx: Context, out: Tensor) -> Tensor:
+    """The coefficients of every parameter, tile after tile where the parameter was; gaps stay. Returns `out`."""
     for segment in ctx.segments:
         start = segment.start
         for region in regions(matrix_of(segment.view(flat))):
             rows, columns = basis(region.shape[1], flat), basis(region.shape[3], flat)
             tiles = rows @ region.transpose(1, 2) @ columns.T
-            frequencies[start : start + tiles.numel()] = tiles.flatten()
+            out[start : start + tiles.numel()] = tiles.flatten()
             start += tiles.numel()
-    return frequencies
+    return out
 
 
-def inverse_dct(frequencies: Tensor, ctx: Context) -> Tensor:
-    """The parameters whose coefficients these are."""
-    flat = torch.zeros_like(frequencies)
+def inverse_dct(frequencies: Tensor, ctx: Context, out: Tensor) -> Tensor:
+    """The parameters whose coefficients these are; gaps stay. Returns `out`."""
     for segment in ctx.segments:
-        start, matrix = segment.start, matrix_of(segment.view(flat)).clone()
+        start, tensor = segment.start, segment.view(out)
+        matrix = matrix_of(tensor)
         for region in regions(matrix):
-            rows, columns = basis(region.shape[1], flat), basis(region.shape[3], flat)
+            rows, columns = basis(region.shape[1], out), basis(region.shape[3], out)
             tiles = frequencies[start : start + region.numel()].view(region.transpose(1, 2).shape)
             region.transpose(1, 2).copy_(rows.T @ tiles @ columns)
             start += region.numel()
-        segment.view(flat).copy_(matrix.view(segment.param.shape))
-    return flat
+        if matrix.data_ptr() != tensor.data_ptr():  # it lies in another order
+            tensor.copy_(matrix.view(tensor.shape))
+    return out
 
 
 def matrix_of(tensor: Tensor) -> Tensor:

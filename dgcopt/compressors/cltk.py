@@ -11,7 +11,7 @@ from ..coding import decode_rice, encode_rice, rice_bytes, rice_excess
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
-from ..flat.segments import block_maxima
+from ..kernels import block_maxima, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .schedule import check_ratio
@@ -73,9 +73,9 @@ class CLTK(Compressor):
         indices = decode_rice(choice, count, ctx.numel, leader)
 
         sent = v.new_zeros(count, dtype=ctx.dtype)
-        sent[: len(indices)] = v[indices]
-        v[indices] -= sent[: len(indices)]
-        ctx.keep_residual(e.lerp(v, self.beta))
+        sent[: len(indices)] = gather(v, indices)
+        subtract_at(v, indices, sent[: len(indices)].to(v.dtype))
+        ctx.keep_residual(v if self.beta == 1 else e.lerp(v, self.beta))
         total = SparseSum()
         total.add(indices, (yield AllReduce(sent, op=ctx.op))[: len(indices)])
         return total

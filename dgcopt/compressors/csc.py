@@ -71,15 +71,26 @@ class CSC(Compressor):
         memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, memory.runs(ctx.segments))
         v = ctx.add_residual(grad)
         chunks, length, count = self._cut(ctx)
-        v = torch.nn.functional.pad(v, (0, chunks * length - ctx.numel)).view(chunks, length)
+        whole = ctx.numel // length
+        rows, last = v[: whole * length].view(whole, length), v[whole * length :]  # the last may be shorter
+        norms = v.new_zeros(chunks)
+        torch.linalg.vector_norm(rows, 1, dim=1, out=norms[:whole])
+        norms[whole : whole + 1] = torch.linalg.vector_norm(last, 1)
 
-        norms = yield AllReduce(v.abs().sum(1), op="sum")
+        norms = yield AllReduce(norms, op="sum")
         chosen = norms.sort(descending=True, stable=True).indices[:count]
-        sent = v[chosen].to(ctx.dtype)
-        v[chosen] -= sent
-        ctx.keep_residual(v.view(-1)[: ctx.numel])
+        sent = v.new_zeros(count, length)
+        places = (chosen < whole).nonzero().squeeze(1)
+        sent[places] = rows[chosen[places]]
+        sent[chosen == whole, : len(last)] = last
+        sent = sent.to(ctx.dtype)
+        rows[chosen[places]] -= sent[places]
+        last -= sent[chosen == whole, : len(last)].sum(0)
+        ctx.keep_residual(v)
         arrived = yield AllReduce(sent, op=ctx.op)
-        return arrived.new_zeros(chunks, length).index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]
+        if "result" not in ctx.scratch:
+            ctx.scratch["result"] = arrived.new_empty(chunks, length)
+        return ctx.scratch["result"].zero_().index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]
 
     def _cut(self, ctx: Context) -> tuple[int, int, int]:
         """How many chunks the bucket has, how long they are, and how many are sent."""

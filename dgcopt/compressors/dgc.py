@@ -13,6 +13,7 @@ from ..coding import DENSE_CODES, SparseCode, decode_dense, dense_bytes, encode_
 from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
+from ..kernels import clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
@@ -179,7 +180,7 @@ class DGC(Compressor):
         selection = self._selection(ctx, ratio)
         if ctx.certain:
             indices = selection.largest(v, memory.accumulate(local, v, u, runs))
-            values = v.index_select(0, indices)
+            values = gather(v, indices)
         else:
             maxima = memory.look(local, v, u, runs)
             ctx.peak = maxima.amax()
@@ -188,9 +189,9 @@ class DGC(Compressor):
         message, sent, arriving = self._code.encode(indices, values.to(at_least_float32(v.dtype)), len(v))
 
         def forget_what_was_sent() -> None:
-            v[sent] = (v[sent] - arriving).to(v.dtype)
+            subtract_at(v, sent, arriving)
             if u is not None and self.momentum_masking:
-                u[sent] = 0
+                clear_at(u, sent)
 
         ctx.once_settled(forget_what_was_sent)
         messages = yield AllGather(message)

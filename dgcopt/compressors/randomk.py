@@ -10,6 +10,7 @@ from torch import Tensor
 from ..collectives import AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
+from ..kernels import gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .schedule import check_ratio
@@ -67,9 +68,9 @@ class RandomK(Compressor):
         starts, lengths = self._spans(ctx)
         draws = torch.randint(2**62, (len(starts),), generator=ctx.generator(self.seed)).to(v.device)
         positions = starts + draws % lengths
-        sent = v[positions].to(ctx.dtype)
+        sent = gather(v, positions).to(ctx.dtype)
         if self.error_feedback:
-            v[positions] -= sent
+            subtract_at(v, positions, sent.to(v.dtype))
             ctx.keep_residual(v)
         if self.unbiased:
             sent *= lengths

@@ -10,6 +10,7 @@ from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
+from ..kernels import gather, subtract_at
 from .base import Compressor, GradientExchange
 from .context import Context, at_least_float32
 
@@ -51,9 +52,9 @@ class Sparse(Compressor):
         """This rank's message and of how many coordinates; what it leaves out is kept."""
         v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
         indices = self.select(v, ctx)
-        message, sent, arriving = self.code.encode(indices, v[indices], len(v))
+        message, sent, arriving = self.code.encode(indices, gather(v, indices), len(v))
         if self.error_feedback:
-            v[sent] -= arriving
+            subtract_at(v, sent, arriving)
             ctx.keep_residual(v)
         return message, len(indices)
 

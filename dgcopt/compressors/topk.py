@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..coding import SparseCode
-from ..flat.segments import block_maxima
+from ..kernels import block_maxima
 from .base import Source
 from .context import Context
 from .schedule import check_ratio

@@ -23,8 +23,11 @@ __all__ = [
     "accumulate",
     "add_up",
     "ahead",
+    "block_maxima",
+    "clear_at",
     "draws",
     "finite",
+    "gather",
     "instructions",
     "largest",
     "look",
@@ -35,6 +38,7 @@ __all__ = [
     "pack_signs",
     "pack_small",
     "pack_trits",
+    "positions_reaching",
     "put",
     "put_levels",
     "put_minmax",
@@ -53,6 +57,7 @@ __all__ = [
     "split",
     "spread",
     "squares",
+    "subtract_at",
     "unpack_small",
     "unpack_trits",
 ]
@@ -61,6 +66,11 @@ accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_
 look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
 reaching = Kernel(torch.reaching, (takes_floats, native.reaching))
+block_maxima = Kernel(torch.block_maxima, (takes_floats, native.block_maxima))
+gather = Kernel(torch.gather, (takes_floats, native.gather))
+subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
+clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
+positions_reaching = Kernel(torch.positions_reaching, (takes_float32, native.positions_reaching))
 select = Kernel(torch.select, (takes_floats, native.select))
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small))

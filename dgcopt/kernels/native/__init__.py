@@ -2,13 +2,14 @@
 
 from .blocks import add_up
 from .chunks import select_chunks
+from .coordinates import clear_at, gather, positions_reaching, subtract_at
 from .library import instructions, takes_flat, takes_float32, takes_floats
 from .memory import accumulate, ahead, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack_small, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
 from .rounding import largest, most_of, put_levels, put_powers, round_levels, round_powers, round_trits, squares
-from .selection import reaching, select
+from .selection import block_maxima, reaching, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import pack_trits, put_trits, unpack_trits
 
@@ -16,6 +17,9 @@ __all__ = [
     "accumulate",
     "add_up",
     "ahead",
+    "block_maxima",
+    "clear_at",
+    "gather",
     "instructions",
     "largest",
     "look",
@@ -26,6 +30,7 @@ __all__ = [
     "pack_signs",
     "pack_small",
     "pack_trits",
+    "positions_reaching",
     "put_levels",
     "put_minmax",
     "put_powers",
@@ -42,6 +47,7 @@ __all__ = [
     "select_chunks",
     "split",
     "squares",
+    "subtract_at",
     "takes_flat",
     "takes_float32",
     "takes_floats",

@@ -15,9 +15,12 @@ enum { SAMPLE = 1024, SOON = 6 };
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* How many of n are looked at before all others. */
+static int64_t sample_size(int64_t n) { return n / 16 < SAMPLE ? n / 16 : SAMPLE; }
+
 /* The place in a sample that is most probably below the k-th of n: its own, and four standard deviations more. */
-static int64_t rank_in_sample(int64_t k, int64_t n) {
-    int64_t rank = (int64_t)((double)k / (double)n * SAMPLE), spread = 4;
+static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
+    int64_t rank = (int64_t)((double)k / (double)n * (double)size), spread = 4;
     while (spread * spread < 16 * rank) spread++;
     return rank + spread;
 }
@@ -30,6 +33,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n) {
 #include "loops/selection.h"
 #include "loops/chunks.h"
 #include "loops/minmax.h"
+#include "loops/coordinates.h"
 #include "loops/packing.h"
 #include "loops/rice.h"
 #include "loops/rounding.h"

@@ -7,9 +7,22 @@ from torch import Tensor
 
 from ...flat.segments import BLOCK
 from ..torch import Groups
-from .library import FLOATS, Length, Pointer, check_flat, function
+from .library import FLOATS, Length, Pointer, at, check_flat, function, shared
 
-__all__ = ["reaching", "select"]
+__all__ = ["block_maxima", "reaching", "select"]
+
+
+def block_maxima(flat: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.block_maxima`."""
+    check_flat(flat.numel() // BLOCK * BLOCK, flat)
+    maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype)
+    loop = function(f"block_maxima_{FLOATS[flat.dtype]}", Pointer, Length, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        loop(at(flat, start), stop - start, at(maxima, start // BLOCK))
+
+    shared(span, flat.numel())
+    return maxima
 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:

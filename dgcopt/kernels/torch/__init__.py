@@ -2,6 +2,7 @@
 
 from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
 from .chunks import Chunks, select_chunks
+from .coordinates import clear_at, gather, positions_reaching, subtract_at
 from .memory import Momentum, accumulate, ahead, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack, pack_small, unpack, unpack_small
@@ -18,7 +19,7 @@ from .rounding import (
     round_trits,
     squares,
 )
-from .selection import Groups, reaching, select
+from .selection import Groups, block_maxima, reaching, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import PER_BYTE, pack_trits, put_trits, unpack_trits
 
@@ -32,8 +33,11 @@ __all__ = [
     "accumulate",
     "add_up",
     "ahead",
+    "block_maxima",
+    "clear_at",
     "draws",
     "finite",
+    "gather",
     "halves",
     "largest",
     "look",
@@ -45,6 +49,7 @@ __all__ = [
     "pack_signs",
     "pack_small",
     "pack_trits",
+    "positions_reaching",
     "put",
     "put_levels",
     "put_minmax",
@@ -63,6 +68,7 @@ __all__ = [
     "split",
     "spread",
     "squares",
+    "subtract_at",
     "sum_of_blocks",
     "unpack",
     "unpack_small",

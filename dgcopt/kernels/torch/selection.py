@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...flat.segments import BLOCK, bits_of
+from ...flat.segments import block_maxima as block_maxima_of
 
-__all__ = ["Groups", "reaching", "select"]
+__all__ = ["Groups", "block_maxima", "reaching", "select"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
@@ -77,6 +78,11 @@ class Groups:
         """The group of each block."""
         places = torch.arange(len(self.spans), dtype=torch.int32, device=self.device)
         return places.repeat_interleave(torch.tensor(self._blocks, device=self.device))
+
+
+def block_maxima(flat: Tensor) -> Tensor:
+    """The largest magnitude of each block of 64, of which `flat` is made; NaN where a block holds one."""
+    return block_maxima_of(flat)
 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:

@@ -124,6 +124,7 @@ def test_select(sizes, large, dtype, kind, ratio, together, seed):
     pieces = [spans] if together else [[span] for span in spans]
     counts = [math.ceil(ratio * sum(last - first for first, last in group)) for group in pieces]
     groups = Groups(pieces, counts, flat.device)
+    assert_same_bits(native.block_maxima(flat), block_maxima(flat))
     chosen = native.select(flat, block_maxima(flat), groups)
     assert torch.equal(chosen, specification.select(flat, block_maxima(flat), groups))
     blocks, numbers_of = native.reaching(block_maxima(flat), groups)

@@ -1,14 +1,40 @@
 /* The largest magnitudes, exactly. */
 
-/* The k-th largest of n codes, 1 <= k <= n, none negative; overwrites them. Digit by digit, from the highest, after a
-   sample has told most of those that are too small. */
+/* The k-th largest of a few codes, by parting them again and again (Hoare 1961); changes their order. */
+static TARGET int32_t FN(kth_of_few)(int32_t *codes, int64_t n, int64_t k) {
+    int64_t first = 0, last = n - 1;
+    while (first < last) {
+        int32_t a = codes[first], b = codes[(first + last) / 2], c = codes[last];
+        int32_t middle = a < b ? (b < c ? b : a < c ? c : a) : (a < c ? a : b < c ? c : b);
+        int64_t i = first, j = last;
+        while (i <= j) {
+            while (codes[i] > middle) i++;
+            while (codes[j] < middle) j--;
+            if (i <= j) {
+                int32_t code = codes[i];
+                codes[i++] = codes[j], codes[j--] = code;
+            }
+        }
+        if (k - 1 <= j)
+            last = j;
+        else if (k - 1 >= i)
+            first = i;
+        else
+            break;
+    }
+    return codes[k - 1];
+}
+
+/* The k-th largest of n codes, 1 <= k <= n, none negative; overwrites them. Many are told digit by digit, from the
+   highest, after a sample has told most of those that are too small. */
 static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
     static const int shifts[] = {20, 10, 0};
-    int64_t rank = rank_in_sample(k, n);
-    if (n >= 4 * SAMPLE && rank < SAMPLE / 2) {
+    if (n <= SAMPLE) return FN(kth_of_few)(codes, n, k);
+    int64_t size = sample_size(n), rank = rank_in_sample(k, n, size);
+    if (rank < size / 2) {
         int32_t sample[SAMPLE], least;
-        for (int64_t i = 0; i < SAMPLE; i++) sample[i] = codes[i * n / SAMPLE];
-        least = FN(kth_largest)(sample, SAMPLE, rank);
+        for (int64_t i = 0; i < size; i++) sample[i] = codes[i * n / size];
+        least = FN(kth_of_few)(sample, size, rank);
         int64_t reach = 0, kept = 0;
         for (int64_t i = 0; i < n; i++) reach += codes[i] >= least;
         if (reach >= k) {
@@ -41,6 +67,17 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
 }
 
 #define SELECT(M, type, MAGNITUDE)                                                                                     \
+    TARGET void FN(block_maxima_##M)(const type *flat, int64_t n, type *maxima) {                                      \
+        for (int64_t start = 0; start < n; start += BLOCK) {                                                           \
+            int32_t top = 0;                                                                                           \
+            for (int i = 0; i < BLOCK; i++) {                                                                          \
+                int32_t code = MAGNITUDE(flat[start + i]);                                                             \
+                top = code > top ? code : top;                                                                         \
+            }                                                                                                          \
+            maxima[start / BLOCK] = (type)(top >> (32 - 8 * (int)sizeof(type)));                                       \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
     /* The numbers of all blocks of pieces [starts[i], stops[i]), which begin on block boundaries, that hold the       \
        `count` largest magnitudes: those whose maximum reaches `bound`, the count-th largest one, or 0. `numbers`: how \
        many blocks of each piece. Returns how many of all, -1 if there is no memory left. */                           \
@@ -89,20 +126,20 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
                                                                                                                        \
     /* A lower bound of the `count` largest magnitudes of some blocks, from a sample; 0 if that says nothing. */       \
     static TARGET int32_t FN(bound_##M)(const type *flat, const int64_t *blocks, int64_t number, int64_t count) {      \
-        int64_t n = number * BLOCK, rank = rank_in_sample(count, n);                                                   \
-        if (n < 4 * SAMPLE || rank > SAMPLE * 3 / 4) return 0;                                                         \
+        int64_t n = number * BLOCK, size = sample_size(n), rank = rank_in_sample(count, n, size);                      \
+        if (rank > size * 3 / 4) return 0;                                                                             \
         int32_t sample[SAMPLE];                                                                                        \
-        for (int64_t i = 0; i < SAMPLE; i++) {                                                                         \
-            int64_t place = i * n / SAMPLE;                                                                            \
+        for (int64_t i = 0; i < size; i++) {                                                                           \
+            int64_t place = i * n / size;                                                                              \
             sample[i] = MAGNITUDE(flat[blocks[place / BLOCK] * BLOCK + place % BLOCK]);                                \
         }                                                                                                              \
-        return FN(kth_largest)(sample, SAMPLE, rank);                                                                  \
+        return FN(kth_of_few)(sample, size, rank);                                                                     \
     }                                                                                                                  \
                                                                                                                        \
-    /* How many elements of the blocks reach `least`, and which and of what magnitude, if that is asked. */            \
-    INLINE TARGET int64_t FN(gather_##M)(const type *flat, const int64_t *stops, const int64_t *blocks,                \
+    /* Which elements of the blocks reach `least`, and of what magnitude; returns how many. */                         \
+    INLINE TARGET int64_t FN(candidates_##M)(const type *flat, const int64_t *stops, const int64_t *blocks,            \
                                          const int64_t *numbers, int64_t pieces, int32_t least, int64_t *where,        \
-                                         int32_t *codes, const int only_count) {                                       \
+                                         int32_t *codes) {                                                             \
         int64_t found = 0;                                                                                             \
         for (int64_t piece = 0; piece < pieces; blocks += numbers[piece++])                                            \
             for (int64_t j = 0; j < numbers[piece]; j++) {                                                             \
@@ -118,10 +155,6 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
                 for (int i = 0; i < BLOCK; i += 8) {                                                                   \
                     uint64_t eight;                                                                                    \
                     memcpy(&eight, reach + i, 8);                                                                      \
-                    if (only_count) {                                                                                  \
-                        found += __builtin_popcountll(eight);                                                          \
-                        continue;                                                                                      \
-                    }                                                                                                  \
                     for (; eight; eight &= eight - 1) {                                                                \
                         int64_t place = start + i + FIRST(eight);                                                      \
                         where[found] = place, codes[found++] = MAGNITUDE(flat[place]);                                 \
@@ -135,19 +168,13 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
     static TARGET int FN(select_from_##M)(const type *flat, const int64_t *stops, int64_t pieces,                      \
                                           const int64_t *blocks, const int64_t *numbers, int64_t number,               \
                                           int64_t count, int32_t least, int64_t *positions) {                          \
-        int64_t most = number * BLOCK;                                                                                 \
-        if (!least) {                                                                                                  \
-            least = FN(bound_##M)(flat, blocks, number, count);                                                        \
-            int64_t reach = FN(gather_##M)(flat, stops, blocks, numbers, pieces, least, NULL, NULL, 1);                \
-            if (reach >= count)                                                                                        \
-                most = reach;                                                                                          \
-            else                                                                                                       \
-                least = 0;                                                                                             \
-        }                                                                                                              \
+        int64_t most = number * BLOCK; /* room, of which little is touched */                                          \
         int64_t *where = malloc(most * (2 * sizeof(int32_t) + sizeof(int64_t)));                                       \
         if (!where) return 1;                                                                                          \
         int32_t *codes = (int32_t *)(where + most), *scratch = codes + most;                                           \
-        int64_t found = FN(gather_##M)(flat, stops, blocks, numbers, pieces, least, where, codes, 0);                  \
+        if (!least) least = FN(bound_##M)(flat, blocks, number, count);                                                \
+        int64_t found = FN(candidates_##M)(flat, stops, blocks, numbers, pieces, least, where, codes);                 \
+        if (found < count) found = FN(candidates_##M)(flat, stops, blocks, numbers, pieces, 0, where, codes);          \
         memcpy(scratch, codes, found * sizeof(int32_t));                                                               \
         int32_t cut = FN(kth_largest)(scratch, found, count);                                                          \
         int64_t above = 0, taken = 0;                                                                                  \

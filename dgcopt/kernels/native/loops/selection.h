@@ -1,7 +1,7 @@
 /* The largest magnitudes, exactly. */
 
 /* The k-th largest of a few codes, by parting them again and again (Hoare 1961); changes their order. */
-static TARGET int32_t FN(kth_of_few)(int32_t *codes, int64_t n, int64_t k) {
+static TARGET int32_t FN(kth_by_parting)(int32_t *codes, int64_t n, int64_t k) {
     int64_t first = 0, last = n - 1;
     while (first < last) {
         int32_t a = codes[first], b = codes[(first + last) / 2], c = codes[last];
@@ -29,12 +29,12 @@ static TARGET int32_t FN(kth_of_few)(int32_t *codes, int64_t n, int64_t k) {
    highest, after a sample has told most of those that are too small. */
 static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
     static const int shifts[] = {20, 10, 0};
-    if (n <= SAMPLE) return FN(kth_of_few)(codes, n, k);
+    if (n <= SAMPLE) return FN(kth_by_parting)(codes, n, k);
     int64_t size = sample_size(n), rank = rank_in_sample(k, n, size);
     if (rank < size / 2) {
         int32_t sample[SAMPLE], least;
         for (int64_t i = 0; i < size; i++) sample[i] = codes[i * n / size];
-        least = FN(kth_of_few)(sample, size, rank);
+        least = FN(kth_by_parting)(sample, size, rank);
         int64_t reach = 0, kept = 0;
         for (int64_t i = 0; i < n; i++) reach += codes[i] >= least;
         if (reach >= k) {
@@ -133,7 +133,7 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
             int64_t place = i * n / size;                                                                              \
             sample[i] = MAGNITUDE(flat[blocks[place / BLOCK] * BLOCK + place % BLOCK]);                                \
         }                                                                                                              \
-        return FN(kth_of_few)(sample, size, rank);                                                                     \
+        return FN(kth_by_parting)(sample, size, rank);                                                                 \
     }                                                                                                                  \
                                                                                                                        \
     /* Which elements of the blocks reach `least`, and of what magnitude; returns how many. */                         \

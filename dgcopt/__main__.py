@@ -66,7 +66,7 @@ def cost(kind: type[Compressor]) -> tuple[int, int]:
         except ConfigError:
             compressor.attach(torch.optim.Adam([param]))
         (bucket,) = build_buckets([("matrix", param)], compressor.kind, 2**40, 2**40, None, GradientBucket)
-        bucket.fill(0, torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)))
+        bucket.fill([0], [torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))])
         context = Context(rank, RANKS, "average", LATE, bucket.kind, bucket.segments, node=rank, nodes=RANKS)
         exchange = compressor.exchange(bucket.grad, context)
         exchanges.append(watched(exchange, count) if rank == 0 else exchange)

@@ -147,7 +147,7 @@ class _Ranks:
         for rank, buckets in enumerate(self.buckets):
             for bucket in buckets:
                 for place, segment in enumerate(bucket.segments):
-                    bucket.fill(place, grads[rank][int(segment.name[1:])].to(bucket.grad.device))
+                    bucket.fill([place], [grads[rank][int(segment.name[1:])].to(bucket.grad.device)])
             if self.compressors[rank].whole_model:
                 self.compressors[rank].prepare([bucket.grad for bucket in buckets], self.contexts[rank])
         for place in range(len(self.buckets[0])):

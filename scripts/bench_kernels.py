@@ -180,7 +180,7 @@ class Dgcopt:
             context.local = bucket.local(True, 1.0)
             return self.compressor.exchange(torch.empty(0), context)
         for place, segment in enumerate(bucket.segments):
-            bucket.fill(place, segment.param.grad)
+            bucket.fill([place], [segment.param.grad])
         return self.compressor.exchange(bucket.grad, context)
 
     @property

@@ -85,6 +85,14 @@ class Compressor:
         gradients."""
         return False
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether an exchange does no more than add gradients up, so that they can be divided before it as well.
+
+        They are then, while they are copied anyway, and `Context.op` is "sum".
+        """
+        return False
+
     def __repr__(self) -> str:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]

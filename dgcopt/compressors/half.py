@@ -23,6 +23,10 @@ class _Half(Wrapper):
 
     dtype: ClassVar[torch.dtype]
 
+    @property
+    def adds_up(self) -> bool:
+        return self.inner.adds_up
+
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         def rounded(collective: Collective) -> Exchange:
             message = collective.tensor
@@ -33,8 +37,13 @@ class _Half(Wrapper):
                 # divided before rounding, so that the sum over many ranks stays in range
                 message.div_(size)
                 collective.op = "sum"
-            collective.tensor = message.to(self.dtype)
-            return (yield collective).to(message.dtype)
+            # memory that the system hands out anew at every step takes longer than what is done with it
+            buffers = ctx.scratch.setdefault("rounded", {})
+            if message.shape not in buffers:
+                buffers[message.shape] = torch.empty(message.shape, dtype=self.dtype, device=message.device)
+            collective.tensor = buffers[message.shape].copy_(message)
+            result = yield collective
+            return message.copy_(result) if isinstance(collective, AllReduce) else result.to(message.dtype)
 
         return (yield from carried(self.inner.exchange(grad, ctx), rounded))
 

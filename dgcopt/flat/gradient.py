@@ -9,10 +9,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import copy_scaled
 from .buckets import Bucket
-from .segments import BLOCK, CHUNK, Segment, chunks
+from .segments import BLOCK, Segment
 
-__all__ = ["GradientBucket", "HiddenGradients", "LocalGradient", "SparseSum", "is_finite", "sum_of", "values_of"]
+__all__ = [
+    "LARGE",
+    "GradientBucket",
+    "HiddenGradients",
+    "LocalGradient",
+    "SparseSum",
+    "is_finite",
+    "sum_of",
+    "values_of",
+]
+
+
+LARGE = 2**14
+"""Elements of a gradient that is copied as soon as it is there, while it is in the cache; smaller ones together."""
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -29,8 +43,8 @@ def sum_of(grad: Tensor) -> Tensor:
 def is_finite(grad: Tensor, total: Tensor | float | None = None) -> bool:
     """Whether no element is NaN or Inf. Waits for the device.
 
-    The sum tells nearly always, at the cost of one pass, or of none if `total` is that sum already; finite numbers may
-    have an infinite one.
+    The sum tells nearly always, at the cost of one pass, or of none if `total` is that sum already, or the largest
+    magnitude; finite numbers may have an infinite sum.
     """
     total = sum_of(grad) if total is None else total
     return math.isfinite(total) or bool(values_of(grad).isfinite().all())
@@ -113,9 +127,31 @@ class LocalGradient:
         return segment.start in self._clear
 
 
+class Flat:
+    """Memory for one gradient of a bucket, in one piece.
+
+    Attributes: `parts`, each parameter's view; `spans`, the same flat, with the gaps behind them.
+    """
+
+    def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
+        self.tensor = tensor
+        self.parts = [segment.view(tensor) for segment in segments]
+        self.spans = [tensor[s.start : -(-s.stop // BLOCK) * BLOCK] for s in segments]
+        self._places = [(part.data_ptr(), part.stride()) for part in self.parts]
+
+    def holds(self, place: int, grad: Tensor | None) -> bool:
+        """Whether a parameter's gradient lives here."""
+        return grad is not None and _is_plain(grad) and (grad.data_ptr(), grad.stride()) == self._places[place]
+
+
 @dataclass(eq=False)
 class GradientBucket(Bucket):
     """A bucket with its gradients, on their way into an exchange and out of it.
+
+    What goes into the exchange is flat, and is overwritten by it. Until then each `param.grad` is this rank's own,
+    wherever autograd left it, so that it can be sent anew. Afterwards it is the same tensor still, but part of the flat
+    one. There are two of these where gradients are set to zero and not to None: one of them holds what was averaged,
+    and is added to, while the other is sent.
 
     Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one.
     """
@@ -123,65 +159,51 @@ class GradientBucket(Bucket):
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        self._grad: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._gaps: list[Tensor | None] = []
-        self._other: Tensor | None = None
-        self._lent: list[Tensor] = []
-        self._lent_from: Tensor | None = None
+        self._sent: Flat | None = None
+        self._other: Flat | None = None
         self._local: LocalGradient | None = None
         self._touched: list[tuple[Segment, Tensor, Tensor, int]] = []
 
     @property
     def grad(self) -> Tensor:
         """The flat gradient, for exchanges that take it in one piece."""
-        if self._grad is None:
-            self._own(self.empty())
-        assert self._grad is not None
-        return self._grad
+        return self._to_send.tensor
 
-    def _own(self, flat: Tensor) -> None:
-        self._grad = flat
-        self._views = [segment.view(flat) for segment in self.segments]
-        ends = [-(-segment.stop // BLOCK) * BLOCK for segment in self.segments]
-        self._gaps = [flat[s.stop : end] if s.stop < end else None for s, end in zip(self.segments, ends, strict=True)]
+    @property
+    def _to_send(self) -> Flat:
+        if self._sent is None:
+            self._sent = Flat(self.empty(), self.segments)
+        return self._sent
 
     def keep_clear(self) -> None:
-        """Before a step's first gradient is taken: move away if gradients themselves live in the flat one.
+        """Before a step's first gradient is taken: send the other flat gradient if gradients live in this one.
 
-        They do after `hand_out(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites the flat
-        gradient, and what the user's code accumulated must outlive an exchange that has to be repeated.
+        They do after `hand_out(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites what is sent,
+        and what the user's code accumulated must outlive an exchange that has to be repeated.
         """
-        if _same_memory(self._lent_from, self.grad) and any(
-            segment.param.grad is view for segment, view in zip(self.segments, self._lent, strict=True)
-        ):
-            other = self.empty() if self._other is None else self._other
-            self._other = self.grad
-            self._own(other)
+        sent = self._to_send
+        if any(sent.holds(place, segment.param.grad) for place, segment in enumerate(self.segments)):
+            self._sent, self._other = self._other, sent
 
-    def fill(self, place: int, grad: Tensor | None) -> Tensor:
-        """Take one parameter's gradient in, and make the gap behind it zero; None counts as zero.
+    def fill(self, places: Sequence[int], grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
+        """Take `scale` times these parameters' gradients in, and make the gaps behind them zero; None counts as zero.
 
         What the last exchange left in the flat gradient, where it worked in place or its result was copied to, fills
         gaps as well, and would count as gradient where compressors take means and norms of blocks.
 
-        Returns the sum of its elements, in float32 at least: NaN or Inf if any element is. It costs next to nothing
-        while they are in the cache.
+        Returns their largest magnitudes, in float32 at least: NaN or Inf if any element is. Shape `[len(places)]`.
         """
-        wide = torch.promote_types(self.grad.dtype, torch.float32)
-        view, gap = self._views[place], self._gaps[place]
-        if gap is not None:
-            gap.zero_()
-        if grad is None:
-            return view.zero_().new_zeros((), dtype=wide)
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        if view.numel() <= CHUNK or not (view.is_contiguous() and grad.is_contiguous()):
-            return view.copy_(grad).sum(dtype=wide)
-        here, there = view.view(-1), grad.view(-1)
-        return torch.stack(
-            [here[span].copy_(there[span]).sum(dtype=wide) for span in chunks(0, here.numel(), here.device)]
-        ).sum()
+        spans = [self._to_send.spans[place] for place in places]
+        parts = [
+            span.zero_() if grad is None else self.segments[place].flatten(grad)
+            for place, grad, span in zip(places, grads, spans, strict=True)
+        ]
+        return copy_scaled(parts, spans, scale)
+
+    def _fits(self, place: int, grad: Tensor) -> bool:
+        """Whether a gradient can live in a flat one and stay the tensor that it is."""
+        param = self.segments[place].param
+        return _is_plain(grad) and grad.dtype == param.dtype and grad.device == param.device
 
     def local(self, active: bool, scale: float) -> LocalGradient:
         """The gradient where autograd left it; zero unless `active`."""
@@ -201,17 +223,22 @@ class GradientBucket(Bucket):
         if flat.dtype != self.segments[0].param.dtype:
             flat = self.grad.copy_(flat)
         self._touched = []
-        if not _same_memory(self._lent_from, flat):
-            self._lent_from = flat
-            self._lent = [segment.view(flat).data for segment in self.segments]  # each counts its changes by itself
+        sent = self._sent is not None and _same_memory(self._sent.tensor, flat)
+        parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
         for place, segment in enumerate(self.segments):
-            segment.param.grad = self._lent[place] if used is None or used[place] else None
+            param, part = segment.param, parts[place]
+            if used is not None and not used[place]:
+                param.grad = None
+            elif param.grad is not None and self._fits(place, param.grad):
+                param.grad.data = part
+            else:
+                param.grad = part.data  # which counts its changes by itself
 
     def _scatter(self, result: SparseSum, used: Sequence[bool] | None, factor: float) -> None:
         """Write a sum over the gradients where autograd left them, so that it needs no memory of its own."""
         starts = torch.tensor([s.start for s in self.segments], device=self.segments[0].param.device)
         cuts = [[*torch.searchsorted(p, starts).tolist(), len(p)] for p, _ in result.messages]
-        self._lent, self._lent_from, self._touched = [], None, []
+        self._touched = []
         for place, segment in enumerate(self.segments):
             if used is not None and not used[place]:
                 segment.param.grad = None
@@ -252,6 +279,11 @@ class GradientBucket(Bucket):
         self._local, self._touched = None, []
 
 
-def _same_memory(one: Tensor | None, other: Tensor) -> bool:
+def _is_plain(grad: Tensor) -> bool:
+    """Whether a gradient is no more than numbers in memory."""
+    return type(grad) is Tensor and grad.layout == torch.strided and not grad.requires_grad
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
     """A wire may return another view of the tensor that it was given."""
-    return one is not None and one.data_ptr() == other.data_ptr() and one.dtype == other.dtype
+    return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype

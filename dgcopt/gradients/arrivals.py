@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import Compressor
-from ..flat.gradient import GradientBucket, is_finite, sum_of
+from ..flat.gradient import LARGE, GradientBucket, is_finite, sum_of
 
 __all__ = ["Arrivals", "EarlyLaunch"]
 
@@ -47,7 +47,8 @@ class Arrivals:
         self._graph_task: int | None = None
         self._call: FrameType | None = None
         self._usual: dict[Tensor, int] = {}
-        self._sums: dict[Tensor, Tensor] = {}
+        self._peaks: dict[Tensor, Tensor] = {}
+        self._waiting: dict[GradientBucket, dict[int, Tensor]] = {}
         self._filled: dict[GradientBucket, int] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
@@ -72,16 +73,26 @@ class Arrivals:
                 self._pass, self._call = self._pass + 1, call
         return self._pass
 
-    def take(self, param: Tensor, bucket: GradientBucket, place: int) -> None:
-        """Copy a gradient into its bucket, if that wants it."""
+    def take(self, param: Tensor, bucket: GradientBucket, place: int, scale: float) -> None:
+        """Copy `scale` times a gradient into its bucket, if that wants it; a small one with `fill`."""
         if bucket not in self._filled and not bucket.in_place:
             bucket.keep_clear()
         if param not in self.taken:
             self._filled[bucket] = self._filled.get(bucket, 0) + 1
         grad = param.grad
         if not bucket.in_place:
-            self._sums[param] = bucket.fill(place, grad)
+            if param.numel() < LARGE:
+                self._waiting.setdefault(bucket, {})[place] = param
+            else:
+                self._peaks[param] = bucket.fill([place], [grad], scale)
         self.taken[param] = (grad, 0 if grad is None else grad._version)
+
+    def fill(self, bucket: GradientBucket, scale: float) -> None:
+        """Copy what waits for it into a bucket that is about to be sent, all at once."""
+        waiting = self._waiting.pop(bucket, None)
+        if waiting:
+            peaks = bucket.fill(list(waiting), [param.grad for param in waiting.values()], scale)
+            self._peaks |= dict.fromkeys(waiting.values(), peaks)
 
     def has_filled(self, bucket: GradientBucket) -> bool:
         """Whether all of the bucket's gradients are in it."""
@@ -90,7 +101,7 @@ class Arrivals:
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
         """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
         for segment in bucket.segments:
-            self._sums[segment.param] = peak
+            self._peaks[segment.param] = peak
 
     def has_changed(self, param: Tensor) -> bool:
         """Whether a gradient is not the one any more that was taken."""
@@ -98,20 +109,21 @@ class Arrivals:
         return param.grad is not grad or (grad is not None and grad._version != version)
 
     def find_infinite(self, params: Iterable[Tensor], changed: Collection[Tensor]) -> Tensor | None:
-        """The first parameter whose gradient holds NaN or Inf. A sum tells nearly always, at the cost of one pass."""
+        """The first parameter whose gradient holds NaN or Inf: what was copied has been looked at, the rest is now."""
         graded = [(param, param.grad) for param in params if param.grad is not None]
         by_device: dict[torch.device, dict[int, Tensor]] = {}
         for param, grad in graded:
-            known = param in self._sums and param not in changed
-            total = self._sums[param] if known else sum_of(grad)
+            known = param in self._peaks and param not in changed
+            total = self._peaks[param] if known else sum_of(grad)
             by_device.setdefault(total.device, {})[id(total)] = total
-        if all(bool(torch.stack([t.double() for t in s.values()]).isfinite().all()) for s in by_device.values()):
+        numbers = [torch.cat([t.double().reshape(-1) for t in totals.values()]) for totals in by_device.values()]
+        if all(bool(each.isfinite().all()) for each in numbers):
             return None
         return next((param for param, grad in graded if not is_finite(grad)), None)
 
     def put_back(self) -> None:
         """Empty the buckets; what has arrived stays."""
-        self.taken, self._sums, self._filled = {}, {}, {}
+        self.taken, self._peaks, self._filled, self._waiting = {}, {}, {}, {}
 
     def clear(self) -> None:
         """Begin the next step."""

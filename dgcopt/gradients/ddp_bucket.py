@@ -28,13 +28,13 @@ class Part:
     shift: Tensor | None
 
     def fill(self, grads: Sequence[Tensor], factor: float) -> Tensor:
-        """Copy gradients into their bucket, if they do not stay where DDP has them; returns their sums."""
+        """Copy gradients into their bucket, if they do not stay where DDP has them.
+
+        Returns a sum or the largest magnitude of each, either of which tells of NaN and Inf.
+        """
         if self.bucket.in_place:
             return torch.stack([sum_of(grad) for grad in grads])
-        sums = torch.stack([self.bucket.fill(place, grad) for place, grad in enumerate(grads)])
-        if factor != 1:
-            self.bucket.grad.mul_(factor)
-        return sums
+        return self.bucket.fill(range(len(grads)), grads, factor)
 
     def local(self, grads: Sequence[Tensor], factor: float) -> LocalGradient:
         """The gradients where DDP has them."""
@@ -44,12 +44,12 @@ class Part:
 
 @dataclass(eq=False)
 class Travelling:
-    """Gradients of one exchange, in DDP's `buffer`, and their sums. No `part` if they are sparse."""
+    """Gradients of one exchange, in DDP's `buffer`, and `tells`, one number of each. No `part` if they are sparse."""
 
     part: Part | None
     buffer: Tensor
     grads: list[Tensor]
-    sums: Tensor
+    tells: Tensor
 
     def write(self, result: Tensor | SparseSum, local: LocalGradient | None, used: list[bool], scale: float) -> None:
         """Make the gradients in DDP's memory the result times `scale`; zero for a parameter that no rank has used."""

@@ -151,11 +151,12 @@ class Engine:
             return
         if not is_last or not self.early.may(self.step, self.compressor, param.device):
             return
-        self._arrivals.take(param, *place)
+        self._arrivals.take(param, *place, self._scale_taken)
         try:
             for bucket in self.layout.buckets[now.launched :]:
                 if not self._arrivals.has_filled(bucket):
                     break
+                self._arrivals.fill(bucket, self._scale_taken)
                 self._launch(bucket)
         except Exception:
             self.abandon()
@@ -179,14 +180,25 @@ class Engine:
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _scale(self) -> float:
+        """What gradients are multiplied by before an exchange sees them."""
+        divisor = self.comm.size if self.settings.op == "average" and self.compressor.adds_up else 1
+        return self.attendance.scale(self.settings) / divisor
+
+    @property
+    def _scale_taken(self) -> float:
+        """By which of that while they are copied into buckets: not if all are to be prepared there as they are."""
+        return 1.0 if self.compressor.whole_model and self.compressor.sends == "gradient" else self._scale
+
     def _launch(self, bucket: GradientBucket, certain: bool = False) -> None:
         self._now.launched += 1
-        context, scale = self._contexts[bucket], self.attendance.scale(self.settings)
+        context = self._contexts[bucket]
         context.step, context.certain = self.step, certain
         if bucket.in_place:
-            context.local = bucket.local(self.attendance.here, scale)
-        elif scale != 1:
-            bucket.grad.mul_(scale)
+            context.local = bucket.local(self.attendance.here, self._scale)
+        elif self._scale != self._scale_taken:
+            bucket.grad.mul_(self._scale / self._scale_taken)
         flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
         self._now.flights.append(flight)
         self.runner.traffic.launch(flight, exchange_of(bucket, self.compressor, context))
@@ -198,9 +210,10 @@ class Engine:
         for bucket in layout.buckets[self._now.launched :]:
             for place, segment in enumerate(() if bucket.in_place else bucket.segments):
                 if not self.attendance.here:
-                    bucket.fill(place, None)
+                    bucket.fill([place], [None])
                 elif segment.param not in self._arrivals.taken or self._arrivals.has_changed(segment.param):
-                    self._arrivals.take(segment.param, bucket, place)
+                    self._arrivals.take(segment.param, bucket, place, self._scale_taken)
+            self._arrivals.fill(bucket, self._scale_taken)
         if self.compressor.sends == "gradient":
             self._prepare([bucket.grad for bucket in layout.buckets] if self.compressor.whole_model else [])
         for bucket in layout.buckets[self._now.launched :]:
@@ -435,7 +448,8 @@ class Engine:
             )
         )
         self._sparse |= {param for _, param in self.layout.sparse}
-        op: Literal["average", "sum"] = "average" if settings.op == "average" else "sum"
+        divides = settings.op == "average" and not self.compressor.adds_up
+        op: Literal["average", "sum"] = "average" if divides else "sum"
         for bucket in self.layout.buckets:
             # a GPU copies gradients faster than it starts as many kernels as there are parameters
             bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)

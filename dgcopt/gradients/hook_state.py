@@ -328,15 +328,15 @@ class HookState:
                 f"build the same model, or name its parameters (named_parameters)"
             )
         self._saved = None
-        sums = [total for flight in self._flights for total in flight.of.sums.tolist()]
+        tells = [number for flight in self._flights for number in flight.of.tells.tolist()]
         grads = [grad for flight in self._flights for grad in flight.of.grads]
         # finite numbers other than zero may add up to it
-        used = [s != 0 or bool(values_of(g).any()) for s, g in zip(sums, grads, strict=True)]
+        used = [s != 0 or bool(values_of(g).any()) for s, g in zip(tells, grads, strict=True)]
         order = [name for names in self._layout for name in names]
         served = _served_without_data()
         ballot = Ballot(
             active=served is None,
-            finite=all(is_finite(grad, total) for total, grad in zip(sums, grads, strict=True)),
+            finite=all(is_finite(grad, total) for total, grad in zip(tells, grads, strict=True)),
             step=self.step,
             trained=checksum(order),
             launched=len(self._flights),

@@ -2,7 +2,7 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-memory, selection, chunks, packing, rice, minmax, rounding, signs, trits; blocks is what those have in common that
+copying, memory, selection, chunks, packing, rice, minmax, rounding, signs, trits; blocks is what those have in common that
 quantise.
 """
 
@@ -25,6 +25,7 @@ __all__ = [
     "ahead",
     "block_maxima",
     "clear_at",
+    "copy_scaled",
     "draws",
     "finite",
     "gather",
@@ -69,6 +70,7 @@ reaching = Kernel(torch.reaching, (takes_floats, native.reaching))
 block_maxima = Kernel(torch.block_maxima, (takes_floats, native.block_maxima))
 gather = Kernel(torch.gather, (takes_floats, native.gather))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
+copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 positions_reaching = Kernel(torch.positions_reaching, (takes_float32, native.positions_reaching))
 select = Kernel(torch.select, (takes_floats, native.select))

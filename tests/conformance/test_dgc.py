@@ -109,7 +109,7 @@ def test_one_worker(nesterov):
     (bucket,) = build_buckets([("p0", param)], compressor.kind, 2**30, 2**30, None, GradientBucket)
     context = dgcopt.Context(0, 1, "average", 0, bucket.kind, bucket.segments)
     for step in range(STEPS):
-        bucket.fill(0, gradients_of([param.detach()], 0, step)[0])
+        bucket.fill([0], [gradients_of([param.detach()], 0, step)[0]])
         context.step = step
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
         context.settle()

@@ -85,7 +85,7 @@ class World:
         exchanges = []
         for context, bucket, mine in zip(self.contexts, self.buckets, grads, strict=True):
             for place, grad in enumerate(mine):
-                bucket.fill(place, grad)
+                bucket.fill([place], [grad])
             exchanges.append(self.compressor.exchange(bucket.grad, context))
         results = dgcopt.simulate(exchanges, self.comms)
         for context in self.contexts:
@@ -258,7 +258,7 @@ def test_a_channels_last_weight_is_read_where_it_lies() -> None:
     column, row = torch.arange(1.0, 9).double(), torch.arange(1.0, 37).double()
     grad = torch.outer(column, row).view(8, 4, 3, 3)
     for bucket in buckets:
-        bucket.fill(0, grad)
+        bucket.fill([0], [grad])
     results = dgcopt.simulate(
         [PowerSGD(start_step=0).exchange(b.grad, context_of(b, r, 2)) for r, b in enumerate(buckets)], comms
     )

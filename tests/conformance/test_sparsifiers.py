@@ -46,7 +46,7 @@ class Ranks:
         compressor, bucket, context = self.exchanges[rank]
         context.step = self.step
         for place, grad in enumerate(grads):
-            bucket.fill(place, grad)
+            bucket.fill([place], [grad])
         return compressor.exchange(bucket.grad, context)
 
     def exchange(self, grads):

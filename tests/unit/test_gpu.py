@@ -22,7 +22,7 @@ def test_selection_is_exact():
     tensors = [torch.randn(100_003, device="cuda"), torch.randn(70, 30, device="cuda")]
     bucket = bucket_of(tensors)
     for place, tensor in enumerate(tensors):
-        bucket.fill(place, tensor)
+        bucket.fill([place], [tensor])
     chosen = Selection(bucket.segments, 0.01).largest(bucket.grad, block_maxima(bucket.grad))
     for segment, tensor in zip(bucket.segments, tensors, strict=True):
         mine = chosen[(chosen >= segment.start) & (chosen < segment.stop)]

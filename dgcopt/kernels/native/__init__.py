@@ -3,6 +3,7 @@
 from .blocks import add_up
 from .chunks import select_chunks
 from .coordinates import clear_at, gather, positions_reaching, subtract_at
+from .copying import copy_scaled, takes_copies
 from .library import instructions, takes_flat, takes_float32, takes_floats
 from .memory import accumulate, ahead, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
@@ -19,6 +20,7 @@ __all__ = [
     "ahead",
     "block_maxima",
     "clear_at",
+    "copy_scaled",
     "gather",
     "instructions",
     "largest",
@@ -48,6 +50,7 @@ __all__ = [
     "split",
     "squares",
     "subtract_at",
+    "takes_copies",
     "takes_flat",
     "takes_float32",
     "takes_floats",

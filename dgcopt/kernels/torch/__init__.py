@@ -3,6 +3,7 @@
 from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
 from .chunks import Chunks, select_chunks
 from .coordinates import clear_at, gather, positions_reaching, subtract_at
+from .copying import copy_scaled
 from .memory import Momentum, accumulate, ahead, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack, pack_small, unpack, unpack_small
@@ -35,6 +36,7 @@ __all__ = [
     "ahead",
     "block_maxima",
     "clear_at",
+    "copy_scaled",
     "draws",
     "finite",
     "gather",

@@ -1,6 +1,7 @@
 """DGC reads gradients where autograd left them, writes the mean there, and steps only where something arrived."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
+from dgcopt.collectives import AllReduce
 from dgcopt.compressors.memory import ErrorFeedback
 from dgcopt.flat.gradient import LocalGradient
 from dgcopt.flat.segments import Segment
@@ -17,7 +19,8 @@ from dgcopt.flat.segments import Segment
 def held_bytes(optimizer: Optimizer) -> int:
     """All that is kept for its gradients beside them."""
     engine = optimizer.engine
-    tensors = [bucket._grad for bucket in engine.layout.buckets]
+    flats = [flat for bucket in engine.layout.buckets for flat in (bucket._sent, bucket._other)]
+    tensors = [flat.tensor for flat in flats if flat is not None]
     for context in engine._contexts.values():
         tensors += [*context.memory.values(), *context._spare.values(), *context._next.values()]
         tensors += [value for value in context.scratch.values() if isinstance(value, torch.Tensor)]
@@ -102,6 +105,106 @@ def test_gradients_stay_the_tensors_that_autograd_made() -> None:
     means = [[param.grad for param in model.parameters()] for model in ranks.models]
     for one, other in zip(*means, strict=True):
         assert torch.equal(one, other) and 0 < one.count_nonzero() <= 2 * -(-one.numel() // 10)
+
+
+def wide_enough(order: torch.memory_format = torch.contiguous_format) -> nn.Module:
+    """Gradients that are copied at once and ones that wait for others."""
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(8, 4000), nn.Tanh(), nn.Linear(4000, 5)
+    )
+    return model.double().to(memory_format=order)
+
+
+DENSE = [dgcopt.NoCompression(), dgcopt.FP16(), dgcopt.BF16(), dgcopt.PowerSGD(rank=1)]
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("compression", DENSE, ids=["none", "fp16", "bf16", "powersgd"])
+def test_a_dense_gradient_is_one_tensor_from_backward_to_step(compression, set_to_none: bool, order) -> None:
+    """And from then on a part of its bucket's flat memory, whatever it was before."""
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1), lambda: wide_enough(order), compression=compression, bucket_mb=0.1)
+    before: dict[torch.Tensor, torch.Tensor] = {}
+    for seed in range(5):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        ranks.backward(seed)
+        grads = [[param.grad for param in model.parameters()] for model in ranks.models]
+        local = [[grad.clone() for grad in each] for each in grads]
+        for optimizer in ranks.optimizers:
+            optimizer.synchronize()
+        for each, other, model in zip(grads, local, ranks.models, strict=True):
+            for param, grad, own in zip(model.parameters(), each, other, strict=True):
+                assert param.grad is grad and grad.stride() == param.stride()
+                assert not torch.equal(grad, own), "it holds what the ranks agree upon"
+                assert set_to_none or before.setdefault(param, grad) is grad
+        for optimizer in ranks.optimizers:
+            for bucket in optimizer.engine.layout.buckets:
+                for segment in bucket.segments:
+                    there = segment.param.grad.data_ptr() - bucket.grad.data_ptr()
+                    assert isinstance(compression, dgcopt.PowerSGD) or there == segment.start * 8
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        for one, other in zip(*grads, strict=True):
+            assert torch.equal(one, other) and one.data_ptr() != other.data_ptr()
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dense_gradients_of_their_own_outlive_what_was_sent_too_early(set_to_none: bool) -> None:
+    """More passes than usual, clipping, and NaN on one rank: all after buckets have left."""
+    size, model = 2, wide_enough
+    ranks = Ranks(size, lambda p: SGD(p, lr=0.1), model, bucket_mb=0.1)
+    alone = [model() for _ in range(size)]
+    for seed in range(12):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        kind = ("plain", "plain", "twice", "clipped", "plain", "void")[seed % 6]
+        for replica, ours in zip(alone, ranks.models, strict=True):
+            replica.load_state_dict(ours.state_dict())
+            replica.zero_grad()
+        passes = [seed, seed + 50] if kind == "twice" else [seed]
+        for each in passes:
+            ranks.backward(each)
+            Ranks.backward(SimpleNamespace(models=alone), each)  # type: ignore[arg-type]
+        for model_of in (ranks.models, alone):
+            for replica in model_of if kind == "clipped" else ():
+                nn.utils.clip_grad_norm_(replica.parameters(), 0.01)
+        if kind == "void":
+            ranks.models[1][3].weight.grad[7, 1] = torch.inf
+        weights, own = ranks.weights(), [[p.grad.clone() for p in m.parameters()] for m in ranks.models]
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        if kind == "void":
+            assert [optimizer.engine.infinite for optimizer in ranks.optimizers] == [[1], [1]]
+            torch.testing.assert_close(ranks.weights(), weights, rtol=0, atol=0)
+            kept = [[p.grad for p in m.parameters()] for m in ranks.models]
+            torch.testing.assert_close(kept, own, rtol=0, atol=0)
+            continue
+        means = [sum(grads) / size for grads in zip(*([p.grad for p in m.parameters()] for m in alone), strict=True)]
+        for replica in ranks.models:
+            torch.testing.assert_close([p.grad for p in replica.parameters()], means, rtol=1e-12, atol=1e-15)
+    assert all(optimizer.telemetry.repeated for optimizer in ranks.optimizers)
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.FP16(), dgcopt.BF16()], ids=["none", "fp16", "bf16"])
+def test_dense_gradients_are_divided_before_they_are_sent(compression, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While they are copied: a pass over all of them for it, before or after, would be one more."""
+    sent: list[AllReduce] = []
+    start = dgcopt.Comm.start
+    monkeypatch.setattr(dgcopt.Comm, "start", lambda comm, what: (sent.append(what), start(comm, what))[1])
+    ranks = Ranks(4, lambda p: SGD(p, lr=0.1), compression=compression)
+    for seed in range(3):
+        sent.clear()
+        ranks.step(seed)
+    gradients = [each for each in sent if isinstance(each, AllReduce) and "bucket" in each.label]
+    assert len(gradients) == 4 and {each.op for each in gradients} == {"sum"}
+    memory = {each.tensor.data_ptr() for each in gradients}
+    sent.clear()
+    ranks.step(3)
+    again = {each.tensor.data_ptr() for each in sent if isinstance(each, AllReduce) and "bucket" in each.label}
+    assert again == memory, "the same memory carries every step"
 
 
 @pytest.mark.parametrize("make", [lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.01)])

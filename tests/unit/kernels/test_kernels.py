@@ -105,6 +105,37 @@ def test_threads_change_no_bits(threads):
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
+    sizes=st.lists(numels, min_size=1, max_size=3),
+    dtype=halves_and_wholes,
+    scale=st.sampled_from([1.0, 0.5, 1 / 3]),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_copy_scaled(sizes, dtype, scale, kind, shift, seed):
+    grads = [numbers(size + shift, dtype, kind, seed + place)[shift:] for place, size in enumerate(sizes)]
+    ours, theirs = ([torch.ones(len(g) + 5, dtype=dtype) for g in grads] for _ in range(2))
+    peaks = native.copy_scaled(grads, ours, scale)
+    assert_same_bits(peaks, specification.copy_scaled(grads, theirs, scale))
+    for g, mine, other, peak in zip(grads, ours, theirs, peaks, strict=True):
+        assert_same_bits(mine, other)
+        assert_same_bits(mine[: len(g)], g * scale)
+        assert not mine[len(g) :].any()
+        assert_same_bits(peak[None], g.float().abs().amax()[None] if len(g) else torch.zeros(1))
+
+
+@built
+def test_copies_do_not_leave_their_place():
+    g, out = torch.ones(100), torch.ones(90)
+    with pytest.raises(ValueError, match="100 elements do not fit into 90"):
+        native.copy_scaled([g], [out], 1.0)
+    with pytest.raises(ValueError, match="a flat tensor of 10 elements"):
+        native.copy_scaled([torch.ones(10, 2)], [out], 1.0)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
     sizes=st.lists(st.one_of(st.integers(1, 700), st.just(5000)), min_size=1, max_size=6),
     large=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 280_000]),
     dtype=halves_and_wholes,

@@ -89,7 +89,7 @@ def test_nan_is_selected_first() -> None:
     tensor = torch.randn(1000)
     tensor[777] = math.nan
     bucket = bucket_of([tensor])
-    bucket.fill(0, tensor)
+    bucket.fill([0], [tensor])
     assert 777 in Selection(bucket.segments, 0.001).largest(bucket.grad, block_maxima(bucket.grad))
 
 

@@ -1,0 +1,29 @@
+"""Copying gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...flat.segments import bits_of, chunks
+
+__all__ = ["copy_scaled"]
+
+
+def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> Tensor:
+    """Every out <- scale g, rounded once, and zero behind it; all are flat.
+
+    Returns the largest magnitude of each g, in float32 at least: NaN if it holds one. Shape `[len(grads)]`.
+    """
+    peaks = []
+    for g, out in zip(grads, outs, strict=True):
+        tops = [bits_of(g.new_zeros(()))]
+        for span in chunks(0, len(g), g.device):
+            bits = bits_of(g[span])
+            tops.append((bits & torch.iinfo(bits.dtype).max).amax())
+            torch.mul(g[span], scale, out=out[span])
+        out[len(g) :].zero_()
+        peaks.append(torch.stack(tops).amax().view(g.dtype))
+    return torch.stack(peaks).to(torch.promote_types(peaks[0].dtype, torch.float32))

@@ -131,7 +131,8 @@ def test_the_momentum_of_a_sum_is_the_sums(op: str) -> None:
 @pytest.mark.parametrize("compressor", [QAdam(50), OneBitAdam(50), QAdam(50, faithful=True)], ids=str)
 @pytest.mark.parametrize("make", [Adam, AdamW])
 def test_a_warm_up_longer_than_the_run_is_the_bare_optimizer(make: type, compressor: QAdam) -> None:
-    ours, bare = Workers(compressor, make), Workers(None, make)
+    size = 4  # by which dividing before the sum and after it is the same to the bit
+    ours, bare = Workers(compressor, make, size), Workers(None, make, size)
     for step in range(8):
         ours.step(step)
         bare.step(step)

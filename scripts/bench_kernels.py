@@ -321,7 +321,7 @@ class OneRank:
                 context.local = bucket.local(True, 1.0)
             else:
                 for place, segment in enumerate(bucket.segments):
-                    bucket.fill(place, segment.param.grad)
+                    bucket.fill([place], [segment.param.grad])
         start = time.thread_time()
         grads = [torch.empty(0) if bucket.in_place else bucket.grad for bucket in self.buckets]
         if self.compressor.whole_model:

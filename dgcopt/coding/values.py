@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
-from ..kernels import LARGEST, finite
+from ..kernels import LARGEST, finite, in_blocks, nearest_levels, of_levels, of_steps, round_steps, sums_above
 from .bits import pack_small, packed_bytes, read_as, unpack_small
 
 __all__ = [
@@ -91,10 +91,8 @@ class Steps:
         return -(-count // self.block) * _SCALE.itemsize + packed_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        blocks = _in_blocks(finite(values), self.block, fill=0)
-        steps = (blocks.abs().amax(1) / self.most).to(_SCALE)
-        multiples = (blocks / steps.float().unsqueeze(1)).nan_to_num_(0).round_().clamp_(-self.most, self.most)
-        fields = multiples.view(-1)[: len(values)].to(torch.int8).view(torch.uint8)
+        steps, multiples = round_steps(values, self.block, self.most)
+        fields = multiples.view(torch.uint8)
         if self.width < 8:
             fields = pack_small(fields & (1 << self.width) - 1, self.width)
         return torch.cat((steps.view(torch.uint8), fields))
@@ -109,7 +107,7 @@ class Steps:
             fields = (unpack_small(payload[head:], count, self.width) ^ top).to(torch.int8) - top
         else:
             fields = payload[head:].view(torch.int8)
-        return (_in_blocks(fields.float(), self.block, fill=0) * steps.unsqueeze(1)).view(-1)[:count]
+        return of_steps(fields, steps, self.block)
 
 
 @dataclass(frozen=True)
@@ -141,16 +139,8 @@ class Levels:
         return -(-count // self.block) * self._numbers * _SCALE.itemsize + packed_bytes(count, self.width)
 
     def encode(self, values: Tensor) -> Tensor:
-        values = finite(values)
-        magnitudes = _in_blocks(values.abs(), self.block, fill=-1)
-        numbers = self._fit(magnitudes)
-        fields = (values < 0).to(torch.uint8)
-        if self.width > 1:
-            levels = self._series(numbers)
-            nearest = torch.zeros_like(magnitudes, dtype=torch.uint8)
-            for between in ((levels[:, 1:] + levels[:, :-1]) / 2).split(1, dim=1):
-                nearest += magnitudes > between
-            fields |= nearest.view(-1)[: len(values)] << 1
+        numbers = self._fit(values)
+        fields = nearest_levels(values, self._series(numbers), self.block)
         return torch.cat((numbers.view(-1).view(torch.uint8), pack_small(fields, self.width)))
 
     def decode(self, payload: Tensor, count: int, rank: int) -> Tensor:
@@ -159,12 +149,11 @@ class Levels:
         levels = self._series(read_as(payload[:head], _SCALE).view(-1, self._numbers))
         check_scales(levels, rank)
         fields = unpack_small(payload[head:], count, self.width)
-        signed = torch.stack((levels, -levels), 2).flatten(1)
-        return signed.gather(1, _in_blocks(fields, self.block, fill=0).long()).view(-1)[:count]
+        return of_levels(fields, levels, self.block)
 
-    def _fit(self, magnitudes: Tensor) -> Tensor:
-        """`low`, and `ratio` where there is one, of every block; a magnitude of -1 is none."""
-        low, high = _FITS.get(self.width, _ends)(magnitudes)
+    def _fit(self, values: Tensor) -> Tensor:
+        """`low`, and `ratio` where there is one, of every block."""
+        low, high = _FITS.get(self.width, _ends)(values, self.block)
         low = low.maximum(high / _SPAN).to(_SCALE)
         if self._numbers == 1:
             return low.unsqueeze(1)
@@ -179,27 +168,33 @@ class Levels:
         return torch.stack(series, 1)
 
 
-def _mean(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    mean = magnitudes.clamp(min=0).sum(1) / (magnitudes >= 0).sum(1)
-    return mean, mean
+def _mean(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    total, there = _all_of(values, block)
+    return total / there, total / there
 
 
-def _two_means(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
+def _two_means(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """The means below and above the split that lies halfway between them, nearly."""
-    there, total = (magnitudes >= 0).sum(1), magnitudes.clamp(min=0).sum(1)
-    low, high = _ends(magnitudes)
+    total, there = _all_of(values, block)
+    low, high = _ends(values, block)
     split = low.maximum(high / _SPAN).sqrt() * high.sqrt()
     for _ in range(3):  # a fourth round takes 1-4% off the error
-        above = (magnitudes > split.unsqueeze(1)).float()
-        count, part = above.sum(1), (above * magnitudes).sum(1)
+        part, count = sums_above(values, split, block)
         high = torch.where(count > 0, part / count, total / there)
         low = torch.where(count < there, (total - part) / (there - count), high)
         split = (low + high) / 2
     return low, high
 
 
-def _ends(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(magnitudes < 0, math.inf, magnitudes).amin(1), magnitudes.amax(1)
+def _all_of(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The sum of magnitudes, and how many there are."""
+    least = torch.full((-(-len(values) // block),), -1.0, device=values.device)
+    return sums_above(values, least, block)
+
+
+def _ends(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    sizes = in_blocks(finite(values).abs(), block, fill=-1)
+    return torch.where(sizes < 0, math.inf, sizes).amin(1), sizes.amax(1)
 
 
 _FITS = {1: _mean, 2: _two_means}
@@ -237,11 +232,6 @@ def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
     if kind not in codes:
         raise ConfigError(f"values must be one of {', '.join(codes)}, not {kind!r}")
     return codes[kind]
-
-
-def _in_blocks(values: Tensor, block: int, fill: float) -> Tensor:
-    """Shape `[blocks, block]`; the last one is filled up."""
-    return torch.nn.functional.pad(values, (0, -len(values) % block), value=fill).view(-1, block)
 
 
 def _check_length(payload: Tensor, expected: int, count: int, rank: int) -> None:

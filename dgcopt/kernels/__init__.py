@@ -2,15 +2,15 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, selection, chunks, packing, rice, minmax, rounding, signs, trits; blocks is what those have in common
-that quantise.
+copying, memory, selection, chunks, packing, rice, minmax, rounding, signs, trits, values; blocks is what those have in
+common that quantise.
 """
 
 from . import native, torch
 from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Put, draws, finite, put, spread
+from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Put, draws, finite, in_blocks, put, spread
 
 __all__ = [
     "LARGEST",
@@ -29,6 +29,7 @@ __all__ = [
     "draws",
     "finite",
     "gather",
+    "in_blocks",
     "instructions",
     "largest",
     "look",
@@ -36,6 +37,9 @@ __all__ = [
     "minmax_codes",
     "minmax_ends",
     "most_of",
+    "nearest_levels",
+    "of_levels",
+    "of_steps",
     "pack_signs",
     "pack_small",
     "pack_trits",
@@ -52,6 +56,7 @@ __all__ = [
     "rice_unpack",
     "round_levels",
     "round_powers",
+    "round_steps",
     "round_trits",
     "select",
     "select_chunks",
@@ -59,6 +64,7 @@ __all__ = [
     "spread",
     "squares",
     "subtract_at",
+    "sums_above",
     "unpack_small",
     "unpack_trits",
 ]
@@ -84,6 +90,11 @@ minmax_codes = Kernel(torch.minmax_codes, (takes_float32, native.minmax_codes))
 minmax_ends = Kernel(torch.minmax_ends, (takes_float32, native.minmax_ends))
 put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
 select_chunks = Kernel(torch.select_chunks, (takes_floats, native.select_chunks))
+nearest_levels = Kernel(torch.nearest_levels, (takes_float32, native.nearest_levels))
+of_levels = Kernel(torch.of_levels, (takes_float32, native.of_levels))
+of_steps = Kernel(torch.of_steps, (takes_float32, native.of_steps))
+round_steps = Kernel(torch.round_steps, (takes_float32, native.round_steps))
+sums_above = Kernel(torch.sums_above, (takes_float32, native.sums_above))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split = Kernel(torch.split, (takes_float32, native.split))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))

@@ -13,6 +13,7 @@ from .rounding import largest, most_of, put_levels, put_powers, round_levels, ro
 from .selection import block_maxima, reaching, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import pack_trits, put_trits, unpack_trits
+from .values import nearest_levels, of_levels, of_steps, round_steps, sums_above
 
 __all__ = [
     "accumulate",
@@ -29,6 +30,9 @@ __all__ = [
     "minmax_codes",
     "minmax_ends",
     "most_of",
+    "nearest_levels",
+    "of_levels",
+    "of_steps",
     "pack_signs",
     "pack_small",
     "pack_trits",
@@ -44,12 +48,14 @@ __all__ = [
     "rice_unpack",
     "round_levels",
     "round_powers",
+    "round_steps",
     "round_trits",
     "select",
     "select_chunks",
     "split",
     "squares",
     "subtract_at",
+    "sums_above",
     "takes_copies",
     "takes_flat",
     "takes_float32",

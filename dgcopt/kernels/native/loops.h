@@ -40,3 +40,4 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #include "loops/rounding.h"
 #include "loops/signs.h"
 #include "loops/trits.h"
+#include "loops/values.h"

@@ -23,6 +23,7 @@ from .rounding import (
 from .selection import Groups, block_maxima, reaching, select
 from .signs import majority, pack_signs, put_signs, split
 from .trits import PER_BYTE, pack_trits, put_trits, unpack_trits
+from .values import in_blocks, nearest_levels, of_levels, of_steps, round_steps, sums_above
 
 __all__ = [
     "LARGEST",
@@ -41,12 +42,16 @@ __all__ = [
     "finite",
     "gather",
     "halves",
+    "in_blocks",
     "largest",
     "look",
     "majority",
     "minmax_codes",
     "minmax_ends",
     "most_of",
+    "nearest_levels",
+    "of_levels",
+    "of_steps",
     "pack",
     "pack_signs",
     "pack_small",
@@ -64,6 +69,7 @@ __all__ = [
     "rice_unpack",
     "round_levels",
     "round_powers",
+    "round_steps",
     "round_trits",
     "select",
     "select_chunks",
@@ -72,6 +78,7 @@ __all__ = [
     "squares",
     "subtract_at",
     "sum_of_blocks",
+    "sums_above",
     "unpack",
     "unpack_small",
     "unpack_trits",

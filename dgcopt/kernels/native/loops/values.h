@@ -1,0 +1,72 @@
+/* Values in few bits each, with numbers per block of them; the last block may be shorter. */
+
+TARGET void FN(round_steps)(const float *v, int64_t n, int64_t block, int most, uint16_t *steps, int8_t *multiples) {
+    for (int64_t start = 0, b = 0; start < n; start += block, b++) {
+        int64_t stop = start + block < n ? start + block : n;
+        int32_t top = 0;
+        for (int64_t i = start; i < stop; i++) {
+            int32_t size = FN(finite)(v[i]) & 0x7fffffff;
+            top = size > top ? size : top;
+        }
+        FN(write_bf16)(steps + b, FN(of_bits)(top) / (float)most);
+        float step = FN(read_bf16)(steps + b), high = (float)most;
+        for (int64_t i = start; i < stop; i++) {
+            float multiple = FN(of_bits)(FN(finite)(v[i])) / step;
+            multiple = __builtin_rintf(multiple != multiple ? 0.0f : multiple);
+            multiple = multiple > high ? high : multiple < -high ? -high : multiple;
+            multiples[i] = (int8_t)(int32_t)multiple;
+        }
+    }
+}
+
+TARGET void FN(of_steps)(const int8_t *multiples, const float *steps, int64_t n, int64_t block, float *out) {
+    for (int64_t start = 0, b = 0; start < n; start += block, b++) {
+        int64_t stop = start + block < n ? start + block : n;
+        float step = steps[b];
+        for (int64_t i = start; i < stop; i++) out[i] = (float)multiples[i] * step;
+    }
+}
+
+TARGET void FN(nearest_levels)(const float *v, const float *levels, int64_t n, int64_t block, int count,
+                               uint8_t *fields) {
+    for (int64_t start = 0; start < n; start += block, levels += count) {
+        int64_t stop = start + block < n ? start + block : n;
+        for (int64_t i = start; i < stop; i++) {
+            int32_t bits = FN(finite)(v[i]);
+            fields[i] = (uint8_t)(bits >> 31 & ((bits & 0x7fffffff) != 0));
+        }
+        for (int j = 0; j + 1 < count; j++) {
+            float between = (levels[j + 1] + levels[j]) / 2;
+            for (int64_t i = start; i < stop; i++)
+                fields[i] += (uint8_t)((FN(of_bits)(FN(finite)(v[i]) & 0x7fffffff) > between) << 1);
+        }
+    }
+}
+
+TARGET void FN(of_levels)(const uint8_t *fields, const float *levels, int64_t n, int64_t block, int count, float *out) {
+    float signed_levels[256];
+    for (int64_t start = 0; start < n; start += block, levels += count) {
+        int64_t stop = start + block < n ? start + block : n;
+        for (int j = 0; j < count; j++) signed_levels[2 * j] = levels[j], signed_levels[2 * j + 1] = -levels[j];
+        for (int64_t i = start; i < stop; i++) out[i] = signed_levels[fields[i] & (2 * count - 1)];
+    }
+}
+
+/* `block` is a power of two up to 1024. */
+TARGET void FN(sums_above)(const float *v, const float *least, int64_t n, int64_t block, float *sums, float *counts) {
+    for (int64_t start = 0, b = 0; start < n; start += block, b++) {
+        int64_t width = start + block < n ? block : n - start;
+        float parts[1024];
+        /* as integers, magnitudes have the order of floats */
+        int32_t low = least[b] != least[b] ? INT32_MAX : least[b] == 0 ? 0 : FN(bits_of)(least[b]), count = 0;
+        for (int64_t i = 0; i < width; i++) {
+            int32_t size = FN(finite)(v[start + i]) & 0x7fffffff, above = size > low ? -1 : 0;
+            parts[i] = FN(of_bits)(size & above);
+            count -= above;
+        }
+        for (int64_t i = width; i < block; i++) parts[i] = 0;
+        for (int64_t half = block / 2; half; half /= 2)
+            ELEMENTWISE for (int64_t i = 0; i < half; i++) parts[i] += parts[i + half];
+        sums[b] = parts[0], counts[b] = (float)count;
+    }
+}

@@ -1,0 +1,74 @@
+"""Values in few bits each, in C."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .library import Int, Length, Pointer, check_bytes, check_flat, function
+
+__all__ = ["nearest_levels", "of_levels", "of_steps", "round_steps", "sums_above"]
+
+
+def round_steps(values: Tensor, block: int, most: int) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.round_steps`."""
+    blocks = _blocks(values, block)
+    if not 1 <= most <= 127:
+        raise ValueError(f"int8 holds up to 127 steps, not {most}")
+    steps, multiples = torch.empty(blocks, dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int8)
+    loop = function("round_steps", Pointer, Length, Length, Int, Pointer, Pointer)
+    loop(values.data_ptr(), len(values), block, most, steps.data_ptr(), multiples.data_ptr())
+    return steps, multiples
+
+
+def of_steps(multiples: Tensor, steps: Tensor, block: int) -> Tensor:
+    """See `dgcopt.kernels.torch.of_steps`."""
+    check_flat(len(multiples), multiples, dtype=torch.int8)
+    check_flat(-(-len(multiples) // block), steps, dtype=torch.float32)
+    values = torch.empty(len(multiples))
+    loop = function("of_steps", Pointer, Pointer, Length, Length, Pointer)
+    loop(multiples.data_ptr(), steps.data_ptr(), len(multiples), block, values.data_ptr())
+    return values
+
+
+def nearest_levels(values: Tensor, levels: Tensor, block: int) -> Tensor:
+    """See `dgcopt.kernels.torch.nearest_levels`."""
+    _check_levels(levels, _blocks(values, block))
+    fields = torch.empty(len(values), dtype=torch.uint8)
+    loop = function("nearest_levels", Pointer, Pointer, Length, Length, Int, Pointer)
+    loop(values.data_ptr(), levels.data_ptr(), len(values), block, levels.shape[1], fields.data_ptr())
+    return fields
+
+
+def of_levels(fields: Tensor, levels: Tensor, block: int) -> Tensor:
+    """See `dgcopt.kernels.torch.of_levels`."""
+    check_bytes(fields, len(fields))
+    _check_levels(levels, -(-len(fields) // block))
+    values = torch.empty(len(fields))
+    loop = function("of_levels", Pointer, Pointer, Length, Length, Int, Pointer)
+    loop(fields.data_ptr(), levels.data_ptr(), len(fields), block, levels.shape[1], values.data_ptr())
+    return values
+
+
+def sums_above(values: Tensor, least: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.sums_above`."""
+    blocks = _blocks(values, block)
+    check_flat(blocks, least, dtype=torch.float32)
+    if block & (block - 1) or block > 1024:
+        raise ValueError(f"blocks have a power of two of elements, 1024 at most, not {block}")
+    sums, counts = torch.empty(blocks), torch.empty(blocks)
+    loop = function("sums_above", Pointer, Pointer, Length, Length, Pointer, Pointer)
+    loop(values.data_ptr(), least.data_ptr(), len(values), block, sums.data_ptr(), counts.data_ptr())
+    return sums, counts
+
+
+def _blocks(values: Tensor, block: int) -> int:
+    check_flat(len(values), values, dtype=torch.float32)
+    return -(-len(values) // block)
+
+
+def _check_levels(levels: Tensor, blocks: int) -> None:
+    count = levels.shape[1]
+    if count & (count - 1) or not 1 <= count <= 128:
+        raise ValueError(f"1, 2, 4, ... or 128 levels fit into a byte with their signs, not {count}")
+    check_flat(blocks * count, levels.view(-1), dtype=torch.float32)

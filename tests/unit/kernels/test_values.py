@@ -1,0 +1,77 @@
+"""Values in few bits: the same bits in C as in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
+
+from dgcopt.kernels import native
+from dgcopt.kernels import torch as specification
+
+numels = st.one_of(st.integers(0, 300), st.sampled_from([512, 1000, 5000]))
+blocks = st.sampled_from([64, 128, 256, 512])
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=numels,
+    block=blocks,
+    most=st.sampled_from([1, 7, 127]),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_steps(numel, block, most, kind, shift, seed):
+    values = numbers(numel + shift, torch.float32, kind, seed)[shift:]
+    (steps, multiples), theirs = native.round_steps(values, block, most), specification.round_steps(values, block, most)
+    assert_same_bits(steps, theirs[0])
+    assert torch.equal(multiples, theirs[1])
+    mine, other = (of.of_steps(multiples, steps.float(), block) for of in (native, specification))
+    assert_same_bits(mine, other)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=numels,
+    block=blocks,
+    count=st.sampled_from([1, 2, 8]),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_levels(numel, block, count, kind, shift, seed):
+    values = numbers(numel + shift, torch.float32, kind, seed)[shift:]
+    levels = numbers(-(-numel // block) * count, torch.float32, "normal", seed).abs().view(-1, count).sort(1).values
+    fields = native.nearest_levels(values, levels, block)
+    assert torch.equal(fields, specification.nearest_levels(values, levels, block))
+    assert_same_bits(native.of_levels(fields, levels, block), specification.of_levels(fields, levels, block))
+    for least in (levels[:, 0].contiguous(), torch.full((len(levels),), -1.0), torch.full((len(levels),), -0.0)):
+        for mine, other in zip(
+            native.sums_above(values, least, block), specification.sums_above(values, least, block), strict=True
+        ):
+            assert_same_bits(mine, other)
+
+
+def test_what_they_mean():
+    values, levels = torch.tensor([1.0, -2.0, 4.0, -0.0]), torch.tensor([[1.0, 4.0]])
+    steps, multiples = specification.round_steps(values, 64, 2)
+    assert steps.tolist() == [2] and multiples.tolist() == [0, -1, 2, 0]  # 1/2 goes to the even one
+    assert specification.nearest_levels(values, levels, 64).tolist() == [0, 1, 2, 0]
+    assert specification.of_levels(torch.tensor([0, 1, 2, 3]).byte(), levels, 64).tolist() == [1, -1, 4, -4]
+    total, count = specification.sums_above(values, torch.tensor([1.0]), 64)
+    assert (total.tolist(), count.tolist()) == ([6], [2])
+
+
+@built
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="not 3"):
+        native.of_levels(torch.zeros(4, dtype=torch.uint8), torch.zeros(1, 3), 64)
+    with pytest.raises(ValueError, match="flat tensor of 1"):
+        native.of_steps(torch.zeros(4, dtype=torch.int8), torch.zeros(2), 64)
+    with pytest.raises(ValueError, match="power of two"):
+        native.sums_above(torch.zeros(4), torch.zeros(1), 100)

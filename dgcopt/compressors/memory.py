@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..flat.segments import BLOCK, Segment
-from ..kernels import Momentum, accumulate, ahead, look
+from ..kernels import Momentum, accumulate, ahead, decay, look
 from .own_step import steps_as
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
@@ -169,12 +169,12 @@ class MomentumCorrection(ErrorFeedback):
                 continue
             if b is None:
                 b = state["decay_momentum"] = param.detach() * weight_decay
-            else:
-                b.mul_(rule.momentum).add_(param, alpha=weight_decay * (1 - rule.dampening))
-            if rule.nesterov:
-                param.add_(b * rule.momentum + param * weight_decay, alpha=-lr)
-            else:
-                param.add_(b, alpha=-lr)
+                param.add_(b * rule.momentum + b if rule.nesterov else b, alpha=-lr)
+                continue
+            w = param.detach()
+            if w.is_contiguous() and b.is_contiguous():
+                w, b = w.view(-1), b.view(-1)  # in one pass, which takes them flat
+            decay(w, b, rule, weight_decay, lr)
 
     @torch.no_grad()
     def _add_momentum_of_rows(self, group: dict[str, Any], rule: Momentum) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "block_maxima",
     "clear_at",
     "copy_scaled",
+    "decay",
     "draws",
     "finite",
     "gather",
@@ -70,6 +71,7 @@ __all__ = [
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_cuda, in_triton(torch.accumulate)))
+decay = Kernel(torch.decay, (takes_float32, native.decay))
 look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
 reaching = Kernel(torch.reaching, (takes_floats, native.reaching))

@@ -5,7 +5,7 @@ from .chunks import select_chunks
 from .coordinates import clear_at, gather, positions_reaching, subtract_at
 from .copying import copy_scaled, takes_copies
 from .library import instructions, takes_flat, takes_float32, takes_floats
-from .memory import accumulate, ahead, look
+from .memory import accumulate, ahead, decay, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack_small, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
@@ -22,6 +22,7 @@ __all__ = [
     "block_maxima",
     "clear_at",
     "copy_scaled",
+    "decay",
     "gather",
     "instructions",
     "largest",

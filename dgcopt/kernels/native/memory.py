@@ -10,7 +10,7 @@ from ...flat.segments import BLOCK
 from ..torch import Momentum
 from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, shared
 
-__all__ = ["accumulate", "ahead", "look"]
+__all__ = ["accumulate", "ahead", "decay", "look"]
 
 _MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK = 1, 2, 4, 8, 16
 
@@ -73,6 +73,20 @@ def ahead(
             raise ValueError(f"blocks must lie within the {v.numel()} elements that there are")
 
     shared(span, flat.numel())
+
+
+def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
+    """See `dgcopt.kernels.torch.decay`."""
+    check_flat(w.numel(), w, b, dtype=torch.float32)
+    loop = function("decay", Pointer, Pointer, Length, Float, Float, Float, Float, Int)
+    settings = (rule.momentum, weight_decay * (1 - rule.dampening), weight_decay, -lr, int(rule.nesterov))
+
+    def span(start: int, stop: int) -> None:
+        loop(at(w, start), at(b, start), stop - start, *settings)
+
+    shared(span, w.numel())
+    increment_version(w)
+    increment_version(b)
 
 
 def _checked(v: Tensor, u: Tensor | None, g: Tensor | None, rule: Momentum | None) -> tuple[Tensor, float, float, int]:

@@ -4,7 +4,7 @@ from .blocks import LARGEST, Put, add_up, finite, put, spread, sum_of_blocks
 from .chunks import Chunks, select_chunks
 from .coordinates import clear_at, gather, positions_reaching, subtract_at
 from .copying import copy_scaled
-from .memory import Momentum, accumulate, ahead, look
+from .memory import Momentum, accumulate, ahead, decay, look
 from .minmax import minmax_codes, minmax_ends, put_minmax
 from .packing import pack, pack_small, unpack, unpack_small
 from .rice import rice_measure, rice_pack, rice_unpack
@@ -38,6 +38,7 @@ __all__ = [
     "block_maxima",
     "clear_at",
     "copy_scaled",
+    "decay",
     "draws",
     "finite",
     "gather",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...flat.segments import BLOCK, block_maxima, chunks
 
-__all__ = ["Momentum", "accumulate", "ahead", "look"]
+__all__ = ["Momentum", "accumulate", "ahead", "decay", "look"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,15 @@ def ahead(
         assert here[0] is not None
         added = _added(here[0], here[1], here[2], slice(0, len(owned)), rule, scale)
         rows[span][there] = (here[0] + added).to(v.dtype)
+
+
+def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
+    """SGD's step of the weight-decay term alone: b <- m b + (1 - dampening) wd w, and w <- w - lr b.
+
+    With Nesterov w <- w - lr (wd w + m b).
+    """
+    b.mul_(rule.momentum).add_(w, alpha=weight_decay * (1 - rule.dampening))
+    w.add_(b * rule.momentum + w * weight_decay if rule.nesterov else b, alpha=-lr)
 
 
 def _added(

@@ -76,6 +76,24 @@ def test_accumulate_look_and_ahead(numel, memory, gradient, rule, scale, has_gra
         assert_same_bits(u, untouched[1])
 
 
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=numels,
+    rule=momenta,
+    rate=st.sampled_from([(1e-4, 0.1), (0.0, 0.1), (0.3, 1e-8)]),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_decay(numel, rule, rate, kind, shift, seed):
+    ours, theirs = ([numbers(numel + shift, torch.float32, kind, seed + i)[shift:] for i in range(2)] for _ in range(2))
+    native.decay(*ours, rule or Momentum(0.5), *rate)
+    specification.decay(*theirs, rule or Momentum(0.5), *rate)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_bits(mine, other)
+
+
 def test_what_accumulate_means():
     v, u, g = torch.tensor([1.0, -4.0]), torch.tensor([10.0, 10.0]), torch.tensor([2.0, -1.0])
     maxima = torch.zeros(1)

@@ -83,3 +83,18 @@ LOOPS(bf16, uint16_t, bf16, uint16_t, uint16_t)
 #undef EACH
 #undef PASS
 #undef ROWS
+
+TARGET void FN(decay)(float *w, float *b, int64_t n, float m, float adds, float weight_decay, float minus_lr,
+                      int nesterov) {
+    if (nesterov) {
+        ELEMENTWISE for (int64_t i = 0; i < n; i++) {
+            b[i] = __builtin_fmaf(w[i], adds, b[i] * m);
+            w[i] = __builtin_fmaf(b[i] * m + w[i] * weight_decay, minus_lr, w[i]);
+        }
+    } else {
+        ELEMENTWISE for (int64_t i = 0; i < n; i++) {
+            b[i] = __builtin_fmaf(w[i], adds, b[i] * m);
+            w[i] = __builtin_fmaf(b[i], minus_lr, w[i]);
+        }
+    }
+}

@@ -59,6 +59,7 @@ class OneBitReduce(Compressor):
         own, place = part_of(ctx, ctx.rank), ctx.tensors.of_block
         held = ctx.hold("residual of the server")  # of the sum over ranks
         v = ctx.add_residual(grad)
+        result = grad.to(v.dtype)  # may be overwritten
         v[: own.start] += held[: own.start]
         v[own.stop :] += held[own.stop :]
 
@@ -69,7 +70,10 @@ class OneBitReduce(Compressor):
         head = encode_scaled(scales, signs[:0]).expand(ctx.size, -1)
         arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
-        u, owned = torch.empty_like(v[own]), Owned.of(ctx, own)
+        owned = Owned.of(ctx, own)
+        if "sum" not in ctx.scratch:
+            ctx.scratch["sum"] = torch.empty_like(v[own])
+        u = ctx.scratch["sum"]
         for rank, message in enumerate(arrived):
             decode_into(u, "add" if rank else "set", message, owned.place, ctx, rank)
         u += held[own]
@@ -83,7 +87,6 @@ class OneBitReduce(Compressor):
         signs = torch.nn.functional.pad(signs, (0, packed_bytes(chunk_length(ctx), 1) - len(signs)))
 
         means = yield AllGather(encode_scaled(scales, signs))
-        result = torch.empty(ctx.numel, device=v.device)
         for rank, message in enumerate(means):
             part = part_of(ctx, rank)
             decode_into(result[part], "set", message, place[part.start // BLOCK : part.stop // BLOCK], ctx, rank)

@@ -52,7 +52,7 @@ from dgcopt.compressors.selection import Selection
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
-from dgcopt.flat.segments import CHUNK
+from dgcopt.kernels import CHUNK
 
 PASS, BY_TORCH, COPY = "5-stream pass", "5-stream pass by torch", "copy"
 TOPK, NAIVE = "torch.topk of all magnitudes", "naive DGC, sampled threshold"
@@ -67,7 +67,7 @@ SYSTEMS = (
 PHASES: dict[str, list[tuple[Any, str]]] = {
     "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "correct")],
-    "select": [(Selection, "largest"), (Selection, "largest_of")],
+    "select": [(Selection, "finite_maxima"), (Selection, "largest_of")],
     "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
     "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
     "settle": [(dgcopt.Context, "settle")],

@@ -15,7 +15,7 @@ from ..comm import Comm
 from ..compressors.selection import count_of
 from ..errors import ConfigError
 from ..exchange.parameters import number
-from ..flat.segments import BLOCK, chunks
+from ..kernels import BLOCK, chunks
 from .base import Averaging
 from .weights import Weights, mean
 

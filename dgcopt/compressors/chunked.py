@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..coding import SparseCode
 from ..errors import ConfigError
-from ..flat.segments import BLOCK
-from ..kernels import Chunks, select_chunks
+from ..kernels import BLOCK, Chunks, select_chunks
 from .base import Source
 from .context import Context
 from .schedule import Warmup, check_ratio

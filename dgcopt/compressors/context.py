@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..flat.gradient import LocalGradient, SparseSum
-from ..flat.segments import BLOCK, PerTensor, Segment
+from ..flat.segments import PerTensor, Segment
+from ..kernels import BLOCK
 
 __all__ = ["Context", "at_least_float32"]
 

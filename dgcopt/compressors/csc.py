@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..flat.segments import BLOCK
+from ..kernels import BLOCK
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .memory import ErrorFeedback, memory_for

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError
-from ..flat.segments import BLOCK
+from ..kernels import BLOCK
 from .base import Compressor, GradientExchange
 from .chunked import ChunkSelection
 from .context import Context

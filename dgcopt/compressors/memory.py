@@ -17,8 +17,8 @@ from torch.optim import SGD, Optimizer
 
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
-from ..flat.segments import BLOCK, Segment
-from ..kernels import Momentum, accumulate, ahead, decay, look
+from ..flat.segments import Segment
+from ..kernels import BLOCK, Momentum, accumulate, ahead, decay, look
 from .own_step import steps_as
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]

@@ -10,8 +10,7 @@ from torch import Tensor
 from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..collectives import AllGather, AllToAll
-from ..flat.segments import BLOCK
-from ..kernels import LARGEST, Put, add_up, put_signs, split
+from ..kernels import BLOCK, LARGEST, Put, put_signs, split_signs, tensor_sums
 from .base import Compressor, GradientExchange
 from .context import Context
 from .frozen_adam import FrozenAdam
@@ -129,8 +128,8 @@ class Owned:
 
 def rounded(v: Tensor, place: Tensor, numels: Tensor) -> tuple[Tensor, Tensor]:
     """Signs, and the mean magnitude of each tensor as it travels."""
-    signs, sums = split(v)
-    above, below, _ = add_up(sums, place, len(numels))
+    signs, sums = split_signs(v)
+    above, below, _ = tensor_sums(sums, place, len(numels))
     return signs, ((above + below) / numels).clamp_(max=LARGEST)
 
 

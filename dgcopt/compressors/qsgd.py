@@ -10,8 +10,8 @@ from torch import Tensor
 from ..coding.bits import pack_small, packed_bytes, unpack_small
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..errors import ConfigError, PayloadError
-from ..flat.segments import BLOCK, PerTensor, Segment
-from ..kernels import Put, add_up, largest, most_of, put_levels, round_levels, squares
+from ..flat.segments import PerTensor, Segment
+from ..kernels import BLOCK, Put, block_squares, finite_maxima, put_levels, round_levels, tensor_maxima, tensor_sums
 from .context import Context
 from .encoded import Encoded
 
@@ -73,9 +73,9 @@ class QSGD(Encoded):
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
         blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
         place, count = blocks.of_block, len(blocks.numels)
-        norms = most_of(largest(values), place, count)
+        norms = tensor_maxima(finite_maxima(values), place, count)
         if self.norm == "l2":  # of what is left after division by the largest, whose squares cannot overflow
-            norms = norms * add_up(squares(values, norms, place).unsqueeze(0), place, count)[0].sqrt()
+            norms = norms * tensor_sums(block_squares(values, norms, place).unsqueeze(0), place, count)[0].sqrt()
         fields = round_levels(values, norms, place, self.levels, ctx.key(self.seed))
         return encode_scaled(norms, fields if width == 8 else pack_small(fields, width))
 

@@ -13,7 +13,7 @@ from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..collectives import AllGather, AllToAll
 from ..errors import ConfigError
-from ..kernels import Put, add_up, majority, pack_signs, put_signs, put_trits, split
+from ..kernels import Put, majority, pack_signs, put_signs, put_trits, split_signs, tensor_sums
 from .base import Compressor, GradientExchange
 from .context import Context
 from .encoded import Encoded
@@ -117,8 +117,8 @@ class EFSignSGD(Encoded):
     error_feedback = True
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        signs, sums = split(values)
-        above, below, _ = add_up(sums, ctx.tensors.of_block, len(ctx.segments))
+        signs, sums = split_signs(values)
+        above, below, _ = tensor_sums(sums, ctx.tensors.of_block, len(ctx.segments))
         return encode_scaled((above + below) / ctx.tensors.numels, signs)
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..errors import ConfigError
-from ..kernels import Put, add_up, largest, most_of, put_trits, round_trits, squares
+from ..kernels import Put, block_squares, finite_maxima, put_trits, round_trits, tensor_maxima, tensor_sums
 from .context import Context
 from .encoded import Encoded
 
@@ -45,9 +45,9 @@ class TernGrad(Encoded):
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
         place, numels = ctx.tensors.of_block, ctx.tensors.numels
-        scale = most_of(largest(values), place, len(numels))
+        scale = tensor_maxima(finite_maxima(values), place, len(numels))
         if self.clip is not None:
-            total = add_up(squares(values, scale, place).unsqueeze(0), place, len(numels))[0]
+            total = tensor_sums(block_squares(values, scale, place).unsqueeze(0), place, len(numels))[0]
             scale = scale.minimum(self.clip * (scale * (total / numels).sqrt()))
         return encode_scaled(scale, pack_trits(round_trits(values, scale, place, ctx.key(self.seed))))
 

@@ -12,7 +12,7 @@ from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
-from ..kernels import block_maxima, positions_reaching
+from ..kernels import block_maxima, positions_above
 from .base import GradientExchange, Source
 from .context import Context, at_least_float32
 from .schedule import check_ratio
@@ -66,7 +66,7 @@ class Threshold(Sparse):
         return count_of(self.at_most, sum(segment.numel for segment in ctx.segments))
 
     def select(self, v: Tensor, ctx: Context) -> Tensor:
-        indices = positions_reaching(v, self.threshold, self.most(ctx))
+        indices = positions_above(v, self.threshold, self.most(ctx))
         if indices is not None:
             return indices
         if "largest" not in ctx.scratch:

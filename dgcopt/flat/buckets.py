@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .segments import BLOCK, Segment
+from ..kernels import BLOCK
+from .segments import Segment
 
 __all__ = ["Bucket", "build_buckets"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import copy_scaled
+from ..kernels import BLOCK, copy_scaled
 from .buckets import Bucket
-from .segments import BLOCK, Segment
+from .segments import Segment
 
 __all__ = [
     "LARGE",

@@ -7,19 +7,15 @@ returns may hold anything there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "PerTensor", "Segment", "bits_of", "block_maxima", "chunks"]
+from ..kernels import BLOCK
 
-BLOCK = 64
-"""Elements per block; every parameter starts on a block boundary."""
-
-CHUNK = 2048 * BLOCK
-"""Elements on which several operations follow one another on a CPU: 512 kB of float32, which stay in its cache."""
+__all__ = ["PerTensor", "Segment"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,26 +88,3 @@ class PerTensor:
     def clear_gaps(self, flat: Tensor) -> None:
         """Make what lies between parameters zero, in place."""
         flat.index_fill_(0, self._gaps, 0)
-
-
-def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
-    """The span `start .. stop` in parts that fit into a CPU's cache; in one part on other devices."""
-    step = CHUNK if device.type == "cpu" else max(1, stop - start)
-    for first in range(start, stop, step):
-        yield slice(first, min(first + step, stop))
-
-
-def bits_of(flat: Tensor) -> Tensor:
-    """The integers that floats are in memory. Without their sign bit they are ordered as the floats are, NaN last."""
-    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-
-
-def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """The largest magnitude of each block of 64. Shape `[numel / 64]`; NaN where a block holds one.
-
-    The largest integers of rows are found several times faster than the largest floats.
-    """
-    maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype, device=flat.device) if out is None else out
-    bits = bits_of(flat)
-    torch.amax((bits & torch.iinfo(bits.dtype).max).view(-1, BLOCK), 1, out=bits_of(maxima))
-    return maxima

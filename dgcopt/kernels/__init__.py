@@ -7,12 +7,15 @@ common that quantise.
 """
 
 from . import native, torch
+from .blocks import BLOCK, CHUNK, bits_of, chunks
 from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Put, draws, finite, in_blocks, put, spread
+from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Put, by_block, draws, finite, in_blocks, put
 
 __all__ = [
+    "BLOCK",
+    "CHUNK",
     "LARGEST",
     "PER_BYTE",
     "Chunks",
@@ -21,37 +24,39 @@ __all__ = [
     "Momentum",
     "Put",
     "accumulate",
-    "add_up",
     "ahead",
+    "bits_of",
     "block_maxima",
+    "block_squares",
+    "by_block",
+    "candidate_blocks",
+    "chunks",
     "clear_at",
     "copy_scaled",
     "decay",
     "draws",
     "finite",
+    "finite_maxima",
     "gather",
     "in_blocks",
     "instructions",
-    "largest",
     "look",
     "majority",
     "minmax_codes",
     "minmax_ends",
-    "most_of",
     "nearest_levels",
     "of_levels",
     "of_steps",
     "pack_signs",
     "pack_small",
     "pack_trits",
-    "positions_reaching",
+    "positions_above",
     "put",
     "put_levels",
     "put_minmax",
     "put_powers",
     "put_signs",
     "put_trits",
-    "reaching",
     "rice_measure",
     "rice_pack",
     "rice_unpack",
@@ -61,11 +66,11 @@ __all__ = [
     "round_trits",
     "select",
     "select_chunks",
-    "split",
-    "spread",
-    "squares",
+    "split_signs",
     "subtract_at",
     "sums_above",
+    "tensor_maxima",
+    "tensor_sums",
     "unpack_small",
     "unpack_trits",
 ]
@@ -74,20 +79,20 @@ accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_
 decay = Kernel(torch.decay, (takes_float32, native.decay))
 look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
-reaching = Kernel(torch.reaching, (takes_floats, native.reaching))
+candidate_blocks = Kernel(torch.candidate_blocks, (takes_floats, native.candidate_blocks))
 block_maxima = Kernel(torch.block_maxima, (takes_floats, native.block_maxima))
 gather = Kernel(torch.gather, (takes_floats, native.gather))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
 copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
-positions_reaching = Kernel(torch.positions_reaching, (takes_float32, native.positions_reaching))
+positions_above = Kernel(torch.positions_above, (takes_float32, native.positions_above))
 select = Kernel(torch.select, (takes_floats, native.select))
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small))
 rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))
 rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack))
 rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack))
-add_up = Kernel(torch.add_up, (takes_float32, native.add_up))
+tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums))
 minmax_codes = Kernel(torch.minmax_codes, (takes_float32, native.minmax_codes))
 minmax_ends = Kernel(torch.minmax_ends, (takes_float32, native.minmax_ends))
 put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
@@ -98,16 +103,16 @@ of_steps = Kernel(torch.of_steps, (takes_float32, native.of_steps))
 round_steps = Kernel(torch.round_steps, (takes_float32, native.round_steps))
 sums_above = Kernel(torch.sums_above, (takes_float32, native.sums_above))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
-split = Kernel(torch.split, (takes_float32, native.split))
+split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))
-largest = Kernel(torch.largest, (takes_float32, native.largest))
-most_of = Kernel(torch.most_of, (takes_float32, native.most_of))
+finite_maxima = Kernel(torch.finite_maxima, (takes_float32, native.finite_maxima))
+tensor_maxima = Kernel(torch.tensor_maxima, (takes_float32, native.tensor_maxima))
 put_levels = Kernel(torch.put_levels, (takes_float32, native.put_levels))
 put_powers = Kernel(torch.put_powers, (takes_float32, native.put_powers))
 round_levels = Kernel(torch.round_levels, (takes_float32, native.round_levels))
 round_powers = Kernel(torch.round_powers, (takes_float32, native.round_powers))
 round_trits = Kernel(torch.round_trits, (takes_float32, native.round_trits))
-squares = Kernel(torch.squares, (takes_float32, native.squares))
+block_squares = Kernel(torch.block_squares, (takes_float32, native.block_squares))
 majority = Kernel(torch.majority, (takes_flat, native.majority))
 pack_trits = Kernel(torch.pack_trits, (takes_flat, native.pack_trits))
 unpack_trits = Kernel(torch.unpack_trits, (takes_flat, native.unpack_trits))

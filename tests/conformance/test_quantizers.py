@@ -17,8 +17,7 @@ from dgcopt.compressors import Compressor, Context, Encoded
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
-from dgcopt.flat.segments import BLOCK
-from dgcopt.kernels import draws
+from dgcopt.kernels import BLOCK, draws
 
 SIZES = (1, 7, 64, 65, 1000)
 RANKS = (1, 2, 3, 5)

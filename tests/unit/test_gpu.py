@@ -8,7 +8,7 @@ from worlds import Ranks, bucket_of, small_model
 
 import dgcopt
 from dgcopt.compressors.selection import Selection
-from dgcopt.flat.segments import block_maxima
+from dgcopt.kernels.torch import block_maxima
 from dgcopt.testing import check_compressor
 
 pytestmark = [

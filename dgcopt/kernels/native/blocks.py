@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 from ..torch import Put
 from .library import Length, Pointer, check_flat, function
 
-__all__ = ["HOW", "add_up", "blocks_of", "check_place"]
+__all__ = ["HOW", "blocks_of", "check_place", "tensor_sums"]
 
 HOW: dict[Put, int] = {"set": 0, "add": 1, "subtract": 2}
 
 
-def add_up(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """See `dgcopt.kernels.torch.add_up`."""
+def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+    """See `dgcopt.kernels.torch.tensor_sums`."""
     check_place(place, numbers.shape[1] * BLOCK, count)
     sums = torch.zeros(len(numbers), count)
-    loop = function("add_up", Pointer, Pointer, Length, Pointer)
+    loop = function("tensor_sums", Pointer, Pointer, Length, Pointer)
     for row, of in zip(numbers, sums, strict=True):
         check_flat(len(place), row, dtype=torch.float32)
         loop(row.data_ptr(), place.data_ptr(), len(place), of.data_ptr())

@@ -8,7 +8,7 @@ from torch.autograd.graph import increment_version
 
 from .library import FLOATS, Float, Length, Pointer, check_flat, function
 
-__all__ = ["clear_at", "gather", "positions_reaching", "subtract_at"]
+__all__ = ["clear_at", "gather", "positions_above", "subtract_at"]
 
 
 def gather(flat: Tensor, positions: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ def _at(name: str, flat: Tensor, positions: Tensor, *values: Tensor) -> None:
         raise IndexError(f"positions must lie within the {len(flat)} elements that there are")
 
 
-def positions_reaching(flat: Tensor, least: float, most: int) -> Tensor | None:
-    """See `dgcopt.kernels.torch.positions_reaching`."""
+def positions_above(flat: Tensor, least: float, most: int) -> Tensor | None:
+    """See `dgcopt.kernels.torch.positions_above`."""
     check_flat(len(flat), flat, dtype=torch.float32)
     count = torch.empty((), dtype=torch.int64)
     function("count_reaching", Pointer, Length, Float, Pointer)(flat.data_ptr(), len(flat), least, count.data_ptr())
     if int(count) > most:
         return None
     positions = torch.empty(int(count), dtype=torch.int64)
-    loop = function("positions_reaching", Pointer, Length, Float, Pointer)
+    loop = function("positions_above", Pointer, Length, Float, Pointer)
     loop(flat.data_ptr(), len(flat), least, positions.data_ptr())
     return positions

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 
 __all__ = [
     "FLOATS",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 from ..torch import Momentum
 from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, shared
 

@@ -6,27 +6,27 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 from ..torch import Put, halves
 from .blocks import HOW, blocks_of, check_place
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
 
 __all__ = [
-    "largest",
-    "most_of",
+    "block_squares",
+    "finite_maxima",
     "put_levels",
     "put_powers",
     "round_levels",
     "round_powers",
     "round_trits",
-    "squares",
+    "tensor_maxima",
 ]
 
 
-def largest(values: Tensor) -> Tensor:
-    """See `dgcopt.kernels.torch.largest`."""
+def finite_maxima(values: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.finite_maxima`."""
     sizes = torch.empty(blocks_of(values))
-    loop = function("largest", Pointer, Length, Pointer)
+    loop = function("finite_maxima", Pointer, Length, Pointer)
 
     def span(start: int, stop: int) -> None:
         loop(at(values, start), stop - start, at(sizes, start // BLOCK))
@@ -35,21 +35,21 @@ def largest(values: Tensor) -> Tensor:
     return sizes
 
 
-def most_of(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """See `dgcopt.kernels.torch.most_of`."""
+def tensor_maxima(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+    """See `dgcopt.kernels.torch.tensor_maxima`."""
     check_flat(len(numbers), numbers, dtype=torch.float32)
     check_place(place, len(numbers) * BLOCK, count)
     most = torch.zeros(count)
-    loop = function("most_of", Pointer, Pointer, Length, Pointer)
+    loop = function("tensor_maxima", Pointer, Pointer, Length, Pointer)
     loop(numbers.data_ptr(), place.data_ptr(), len(numbers), most.data_ptr())
     return most
 
 
-def squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
-    """See `dgcopt.kernels.torch.squares`."""
+def block_squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.block_squares`."""
     sums = torch.empty(blocks_of(values))
     _check_scales(values, scales, place)
-    loop = function("squares", Pointer, Pointer, Pointer, Length, Pointer)
+    loop = function("block_squares", Pointer, Pointer, Pointer, Length, Pointer)
 
     def span(start: int, stop: int) -> None:
         block = start // BLOCK

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 from ..torch import Groups
 from .library import FLOATS, Length, Pointer, at, check_flat, function, shared
 
-__all__ = ["block_maxima", "reaching", "select"]
+__all__ = ["block_maxima", "candidate_blocks", "select"]
 
 
-def block_maxima(flat: Tensor) -> Tensor:
+def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
     """See `dgcopt.kernels.torch.block_maxima`."""
     check_flat(flat.numel() // BLOCK * BLOCK, flat)
-    maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype)
+    maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype) if out is None else out
+    check_flat(flat.numel() // BLOCK, maxima, dtype=flat.dtype)
     loop = function(f"block_maxima_{FLOATS[flat.dtype]}", Pointer, Length, Pointer)
 
     def span(start: int, stop: int) -> None:
@@ -39,12 +40,12 @@ def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
     return positions
 
 
-def reaching(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """See `dgcopt.kernels.torch.reaching`."""
+def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.candidate_blocks`."""
     table = _table(maxima, groups)
     blocks = torch.empty(len(maxima) + 1, dtype=torch.int64)
     numbers = torch.empty(len(table[0]), dtype=torch.int64)
-    loop = function(f"reaching_{FLOATS[maxima.dtype]}", *[Pointer] * 5, Length, Pointer, Pointer, Pointer)
+    loop = function(f"candidate_blocks_{FLOATS[maxima.dtype]}", *[Pointer] * 5, Length, Pointer, Pointer, Pointer)
     places = [tensor.data_ptr() for tensor in (maxima, *table)]
     found = torch.empty((), dtype=torch.int64)
     if loop(*places, len(groups.counts), blocks.data_ptr(), numbers.data_ptr(), found.data_ptr()):

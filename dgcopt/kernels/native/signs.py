@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 from ..torch import Put
 from .blocks import HOW, blocks_of, check_place
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
 
-__all__ = ["majority", "pack_signs", "put_signs", "split"]
+__all__ = ["majority", "pack_signs", "put_signs", "split_signs"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -27,11 +27,11 @@ def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
     return packed
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """See `dgcopt.kernels.torch.split`."""
+def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.split_signs`."""
     blocks = blocks_of(values)
     packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
-    loop = function("split", Pointer, Length, Pointer, Pointer, Pointer, Pointer)
+    loop = function("split_signs", Pointer, Length, Pointer, Pointer, Pointer, Pointer)
 
     def span(start: int, stop: int) -> None:
         by_block = (at(row, start // BLOCK) for row in sums)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 from ..torch import PER_BYTE, Put
 from .blocks import HOW, check_place
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared

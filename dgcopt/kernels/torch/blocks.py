@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 
 from torch import Tensor
 
-from ...flat.segments import BLOCK
+from ..blocks import BLOCK
 
-__all__ = ["LARGEST", "Put", "add_up", "finite", "put", "spread", "sum_of_blocks"]
+__all__ = ["LARGEST", "Put", "by_block", "finite", "put", "sum_of_blocks", "tensor_sums"]
 
 Put: TypeAlias = Literal["set", "add", "subtract"]
 """What decoded values do to a tensor that is there: take its place, or be added to it, or be taken away from it."""
@@ -31,12 +31,12 @@ def sum_of_blocks(flat: Tensor) -> Tensor:
     return rows.squeeze(1)
 
 
-def add_up(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """Sums of blocks' numbers, float32 `[kinds, blocks]`, in order: `[kinds, count]`, of block b in `place[b]`."""
     return numbers.new_zeros(len(numbers), count).index_add_(1, place, numbers)
 
 
-def spread(numbers: Tensor, place: Tensor) -> Tensor:
+def by_block(numbers: Tensor, place: Tensor) -> Tensor:
     """The number at `place[b]` for every element of block b. Shape `[64 * blocks]`."""
     return numbers.index_select(0, place).repeat_interleave(BLOCK)
 

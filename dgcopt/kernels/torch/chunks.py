@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...flat.segments import BLOCK, bits_of
+from ..blocks import BLOCK, bits_of
 
 __all__ = ["Chunks", "select_chunks"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["clear_at", "gather", "positions_reaching", "subtract_at"]
+__all__ = ["clear_at", "gather", "positions_above", "subtract_at"]
 
 
 def gather(flat: Tensor, positions: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def clear_at(flat: Tensor, positions: Tensor) -> None:
     flat.index_fill_(0, positions, 0)
 
 
-def positions_reaching(flat: Tensor, least: float, most: int) -> Tensor | None:
+def positions_above(flat: Tensor, least: float, most: int) -> Tensor | None:
     """Where magnitudes are `least`, above 0, or more; NaN is not. Ascending; None if they are more than `most`."""
     positions = (flat.abs() >= torch.tensor(least, dtype=flat.dtype)).nonzero().squeeze(1)
     return None if len(positions) > most else positions

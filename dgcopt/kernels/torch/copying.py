@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...flat.segments import bits_of, chunks
+from ..blocks import bits_of, chunks
 
 __all__ = ["copy_scaled"]
 

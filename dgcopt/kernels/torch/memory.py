@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...flat.segments import BLOCK, block_maxima, chunks
+from ..blocks import BLOCK, chunks
+from .selection import block_maxima
 
 __all__ = ["Momentum", "accumulate", "ahead", "decay", "look"]
 

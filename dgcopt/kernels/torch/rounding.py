@@ -9,21 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...flat.segments import block_maxima
-from .blocks import Put, finite, put, spread, sum_of_blocks
+from .blocks import Put, by_block, finite, put, sum_of_blocks
 from .packing import pack_small, unpack_small
+from .selection import block_maxima
 
 __all__ = [
+    "block_squares",
     "draws",
+    "finite_maxima",
     "halves",
-    "largest",
-    "most_of",
     "put_levels",
     "put_powers",
     "round_levels",
     "round_powers",
     "round_trits",
-    "squares",
+    "tensor_maxima",
 ]
 
 _WEYL, _FIRST, _SECOND = 0x9E3779B9 - 2**32, 0x21F0AAAD, 0x735A2D97  # as int32
@@ -50,19 +50,19 @@ def halves(key: int) -> tuple[int, int]:
     return tuple((half + 2**31) % 2**32 - 2**31 for half in (key % 2**32, key >> 32))  # type: ignore[return-value]
 
 
-def largest(values: Tensor) -> Tensor:
+def finite_maxima(values: Tensor) -> Tensor:
     """The largest magnitude of each block, float32 `[blocks]`; NaN and Inf count as zero."""
     return block_maxima(finite(values))
 
 
-def most_of(numbers: Tensor, place: Tensor, count: int) -> Tensor:
+def tensor_maxima(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """The largest of blocks' numbers, none negative: float32 `[count]`, of block b in `place[b]`."""
     return numbers.new_zeros(count).scatter_reduce_(0, place, numbers, "amax")
 
 
-def squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
+def block_squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
     """The sum of (v / scale)^2 of each block, with `scales[place[b]]`, which if zero counts as one."""
-    return sum_of_blocks((finite(values) / spread(torch.where(scales > 0, scales, 1), place)).square_())
+    return sum_of_blocks((finite(values) / by_block(torch.where(scales > 0, scales, 1), place)).square_())
 
 
 def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
@@ -71,7 +71,7 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
     The multiple is rounded up with the probability of what it has behind the point. Returns uint8.
     """
     v = finite(values)
-    position = v.abs() / spread(torch.where(norms > 0, norms, 1), place) * levels
+    position = v.abs() / by_block(torch.where(norms > 0, norms, 1), place) * levels
     level = position.floor()
     level += _chances(len(v), key, v.device) < position - level
     return level.clamp_(max=levels).to(torch.uint8) | (v < 0).to(torch.uint8) << levels.bit_length()
@@ -83,7 +83,7 @@ def put_levels(fields: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
     Returns the highest level there is.
     """
     level, minus = fields & (1 << bits) - 1, (fields >> bits).bool()
-    sizes = level * spread(scales, place)
+    sizes = level * by_block(scales, place)
     put(torch.where(minus, -sizes, sizes), out, how)
     return int(level.max()) if len(level) else 0
 
@@ -91,7 +91,7 @@ def put_levels(fields: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
 def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
     """The sign of each value with probability |v| / `scales[place[b]]`, else zero: int8."""
     v = finite(values)
-    kept = _chances(len(v), key, v.device) * spread(scales, place) < v.abs()
+    kept = _chances(len(v), key, v.device) * by_block(scales, place) < v.abs()
     return (v.sign() * kept).to(torch.int8)
 
 

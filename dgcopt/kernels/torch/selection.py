@@ -11,10 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...flat.segments import BLOCK, bits_of
-from ...flat.segments import block_maxima as block_maxima_of
+from ..blocks import BLOCK, bits_of
 
-__all__ = ["Groups", "block_maxima", "reaching", "select"]
+__all__ = ["Groups", "block_maxima", "candidate_blocks", "select"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
@@ -80,9 +79,15 @@ class Groups:
         return places.repeat_interleave(torch.tensor(self._blocks, device=self.device))
 
 
-def block_maxima(flat: Tensor) -> Tensor:
-    """The largest magnitude of each block of 64, of which `flat` is made; NaN where a block holds one."""
-    return block_maxima_of(flat)
+def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
+    """The largest magnitude of each block of 64. Shape `[numel / 64]`; NaN where a block holds one.
+
+    The largest integers of rows are found several times faster than the largest floats.
+    """
+    maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype, device=flat.device) if out is None else out
+    bits = bits_of(flat)
+    torch.amax((bits & torch.iinfo(bits.dtype).max).view(-1, BLOCK), 1, out=bits_of(maxima))
+    return maxima
 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
@@ -112,7 +117,7 @@ def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen).sort().values
 
 
-def reaching(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """The blocks that can hold what is selected, by their `block_maxima`, so that the others need not be made.
 
     Those of each group whose maximum reaches its k-th largest; all where k is their number or more. Returns numbers of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Put, finite, put, spread, sum_of_blocks
+from .blocks import Put, by_block, finite, put, sum_of_blocks
 from .packing import pack_small, unpack_small
 
-__all__ = ["majority", "pack_signs", "put_signs", "split"]
+__all__ = ["majority", "pack_signs", "put_signs", "split_signs"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -17,7 +17,7 @@ def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
     return pack_small((minus | (values == 0) if zero_is_minus else minus).to(torch.uint8), 1)
 
 
-def split(values: Tensor) -> tuple[Tensor, Tensor]:
+def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     """The signs of values, whole blocks of them; and float32 `[3, blocks]`: the sum of those above zero, the sum of
     the magnitudes of those below, and how many are below. NaN and Inf count as zero."""
     v = finite(values)
@@ -29,7 +29,7 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
     """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`."""
     minus = unpack_small(packed, len(out), 1).bool()
-    put(torch.where(minus, -spread(below, place), spread(above, place)), out, how)
+    put(torch.where(minus, -by_block(below, place), by_block(above, place)), out, how)
 
 
 def majority(votes: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Put, put, spread
+from .blocks import Put, by_block, put
 
 __all__ = ["PER_BYTE", "pack_trits", "put_trits", "unpack_trits"]
 
@@ -37,4 +37,4 @@ def unpack_trits(packed: Tensor, count: int) -> Tensor | None:
 
 def put_trits(trits: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
     """Let each trit of block b, times `scales[place[b]]`, take effect on `out`."""
-    put(trits * spread(scales, place), out, how)
+    put(trits * by_block(scales, place), out, how)

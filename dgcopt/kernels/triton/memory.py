@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...flat.segments import BLOCK, bits_of
+from ..blocks import BLOCK, bits_of
 from ..torch import Momentum
 
 __all__ = ["accumulate", "ahead", "look"]

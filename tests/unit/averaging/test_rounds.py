@@ -23,7 +23,7 @@ from dgcopt import ConfigError, DivergenceError, LocalSGD, MismatchError, SlowMo
 from dgcopt.averaging import Averaging, Rounds, Sync
 from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllGather, AllReduce, Broadcast
-from dgcopt.flat.segments import BLOCK
+from dgcopt.kernels import BLOCK
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 momentum: Make = functools.partial(SGD, lr=0.1, momentum=0.9)

@@ -49,11 +49,11 @@ def test_few_positions(numel, dtype, kind, density, shift, seed):
 )
 def test_positions_reaching(numel, kind, least, shift, seed):
     flat = numbers(numel + shift, torch.float32, kind, seed)[shift:]
-    found = native.positions_reaching(flat, least, numel)
+    found = native.positions_above(flat, least, numel)
     for of in (native, specification):
-        again = of.positions_reaching(flat, least, len(found))
+        again = of.positions_above(flat, least, len(found))
         assert again is not None and torch.equal(found, again)
-        assert of.positions_reaching(flat, least, len(found) - 1) is None
+        assert of.positions_above(flat, least, len(found) - 1) is None
     assert found.tolist() == [i for i, x in enumerate(flat.tolist()) if abs(x) >= torch.tensor(least).item()]
 
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dgcopt import kernels
 from dgcopt.errors import ConfigError
-from dgcopt.flat.segments import block_maxima
 from dgcopt.kernels import Groups, Momentum, native
 from dgcopt.kernels import torch as specification
 from dgcopt.kernels.native import library
+from dgcopt.kernels.torch import block_maxima
 
 KERNELS = Path(kernels.__file__).parent
 
@@ -176,8 +176,10 @@ def test_select(sizes, large, dtype, kind, ratio, together, seed):
     assert_same_bits(native.block_maxima(flat), block_maxima(flat))
     chosen = native.select(flat, block_maxima(flat), groups)
     assert torch.equal(chosen, specification.select(flat, block_maxima(flat), groups))
-    blocks, numbers_of = native.reaching(block_maxima(flat), groups)
-    for ours, theirs in zip((blocks, numbers_of), specification.reaching(block_maxima(flat), groups), strict=True):
+    blocks, numbers_of = native.candidate_blocks(block_maxima(flat), groups)
+    for ours, theirs in zip(
+        (blocks, numbers_of), specification.candidate_blocks(block_maxima(flat), groups), strict=True
+    ):
         assert torch.equal(ours, theirs)
     # what those blocks hold is enough
     rows, left = flat.view(-1, 64)[blocks], groups.among(blocks, numbers_of)

@@ -61,12 +61,14 @@ def test_every_bit_is_one_half_of_the_time_and_says_nothing_of_its_neighbours_or
 @given(blocks=blocks, tensors=tensors, kind=st.sampled_from(KINDS), shift=st.integers(0, 3), seed=st.integers(0, 2**20))
 def test_sizes_of_blocks(blocks, tensors, kind, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    sizes = native.largest(values)
-    assert_same_bits(sizes, specification.largest(values))
-    most = native.most_of(sizes, place, tensors)
-    assert_same_bits(most, specification.most_of(sizes, place, tensors))
+    sizes = native.finite_maxima(values)
+    assert_same_bits(sizes, specification.finite_maxima(values))
+    most = native.tensor_maxima(sizes, place, tensors)
+    assert_same_bits(most, specification.tensor_maxima(sizes, place, tensors))
     for scales in (most, most / 3, torch.zeros(tensors)):
-        assert_same_bits(native.squares(values, scales, place), specification.squares(values, scales, place))
+        assert_same_bits(
+            native.block_squares(values, scales, place), specification.block_squares(values, scales, place)
+        )
 
 
 @built
@@ -84,7 +86,7 @@ def test_sizes_of_blocks(blocks, tensors, kind, shift, seed):
 )
 def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    norms = specification.most_of(specification.largest(values), place, tensors)
+    norms = specification.tensor_maxima(specification.finite_maxima(values), place, tensors)
     norms *= max(share, 1.0)  # a norm is at least as large as the largest
     fields = native.round_levels(values, norms, place, levels, key)
     assert torch.equal(fields, specification.round_levels(values, norms, place, levels, key))
@@ -108,7 +110,7 @@ def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
 )
 def test_trits(blocks, tensors, share, key, kind, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    scales = specification.most_of(specification.largest(values), place, tensors) * share
+    scales = specification.tensor_maxima(specification.finite_maxima(values), place, tensors) * share
     trits = native.round_trits(values, scales, place, key)
     assert torch.equal(trits, specification.round_trits(values, scales, place, key))
 
@@ -136,7 +138,10 @@ def test_powers(blocks, key, kind, how, shift, seed):
 def test_what_they_mean():
     values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
     values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
-    assert kernels.largest(values).tolist() == [8] and kernels.squares(values, torch.tensor([2.0]), place)[0] == 37
+    assert (
+        kernels.finite_maxima(values).tolist() == [8]
+        and kernels.block_squares(values, torch.tensor([2.0]), place)[0] == 37
+    )
     fields = kernels.round_levels(values, torch.tensor([8.0]), place, 4, key=1)  # none has to be rounded
     assert fields[:5].tolist() == [4, 8 + 4, 2, 8 + 1, 0]
     exponents, signs = kernels.round_powers(values, key=1)

@@ -10,7 +10,7 @@ from worlds import bucket_of
 
 from dgcopt.compressors.selection import Selection, count_of
 from dgcopt.flat.buckets import Bucket
-from dgcopt.flat.segments import block_maxima
+from dgcopt.kernels.torch import block_maxima
 
 KINDS = {
     "normal": lambda n: torch.randn(n),

@@ -45,11 +45,11 @@ def test_pack_signs(numel, zero_is_minus, kind, shift, seed):
 def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
     values = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:]
     place = places(blocks, tensors, seed)
-    packed, sums = native.split(values)
-    for mine, other in zip((packed, sums), specification.split(values), strict=True):
+    packed, sums = native.split_signs(values)
+    for mine, other in zip((packed, sums), specification.split_signs(values), strict=True):
         assert torch.equal(mine, other)
-    above, below, minuses = native.add_up(sums, place, tensors)
-    for mine, other in zip((above, below, minuses), specification.add_up(sums, place, tensors), strict=True):
+    above, below, minuses = native.tensor_sums(sums, place, tensors)
+    for mine, other in zip((above, below, minuses), specification.tensor_sums(sums, place, tensors), strict=True):
         assert_same_bits(mine, other)
     ours, theirs = values.clone(), values.clone()
     native.put_signs(packed, above, below, place, ours, how)
@@ -69,10 +69,10 @@ def test_what_they_mean():
     values = torch.zeros(128)
     values[:3] = torch.tensor([2.0, -3.0, 5.0])
     values[64] = -1
-    packed, sums = kernels.split(values)
+    packed, sums = kernels.split_signs(values)
     assert packed.tolist() == [2, *[0] * 7, 1, *[0] * 7]
     assert sums.tolist() == [[7, 0], [3, 1], [1, 1]]
-    above, below, minuses = kernels.add_up(sums, torch.tensor([1, 1]), 2)
+    above, below, minuses = kernels.tensor_sums(sums, torch.tensor([1, 1]), 2)
     assert (above.tolist(), below.tolist(), minuses.tolist()) == ([0, 7], [0, 4], [0, 2])
     out = torch.full((128,), 100.0)
     kernels.put_signs(packed, above, below, torch.tensor([1, 1]), out, "subtract")
@@ -85,10 +85,10 @@ def test_what_they_mean():
 def test_what_does_not_fit_is_refused():
     one = torch.ones(1)
     with pytest.raises(ValueError, match="whole blocks"):
-        native.split(torch.zeros(65))
+        native.split_signs(torch.zeros(65))
     with pytest.raises(ValueError, match="bytes are needed"):
         native.put_signs(torch.zeros(7, dtype=torch.uint8), one, one, torch.tensor([0]), torch.zeros(64), "set")
     with pytest.raises(ValueError, match="places from 1 to 1"):
         native.put_signs(torch.zeros(8, dtype=torch.uint8), one, one, torch.tensor([1]), torch.zeros(64), "set")
     with pytest.raises(ValueError, match="flat tensor of 1 elements"):
-        native.add_up(torch.zeros(3, 1), torch.tensor([0, 0]), 1)
+        native.tensor_sums(torch.zeros(3, 1), torch.tensor([0, 0]), 1)

@@ -49,7 +49,7 @@ INLINE TARGET float FN(put)(float before, float value, const int how) {
         case 2: call(2) break;                                                                                         \
     }
 
-TARGET void FN(add_up)(const float *numbers, const int64_t *place, int64_t blocks, float *sums) {
+TARGET void FN(tensor_sums)(const float *numbers, const int64_t *place, int64_t blocks, float *sums) {
     for (int64_t b = 0; b < blocks;) {
         int64_t here = place[b];
         float sum = sums[here];

@@ -63,7 +63,7 @@ TARGET void FN(count_reaching)(const float *flat, int64_t n, float least, int64_
 }
 
 /* And where. */
-TARGET void FN(positions_reaching)(const float *flat, int64_t n, float least, int64_t *positions) {
+TARGET void FN(positions_above)(const float *flat, int64_t n, float least, int64_t *positions) {
     const int32_t *codes = (const int32_t *)flat;
     int32_t low;
     memcpy(&low, &least, 4);

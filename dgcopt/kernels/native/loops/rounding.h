@@ -15,7 +15,7 @@ INLINE TARGET float FN(chance)(uint32_t i, uint32_t first, uint32_t second) {
     return (float)(int32_t)(FN(draw)(i, first, second) >> 8) * 0x1p-24f;
 }
 
-TARGET void FN(largest)(const float *v, int64_t n, float *sizes) {
+TARGET void FN(finite_maxima)(const float *v, int64_t n, float *sizes) {
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
         int32_t top = 0;
         for (int i = 0; i < BLOCK; i++) {
@@ -26,7 +26,7 @@ TARGET void FN(largest)(const float *v, int64_t n, float *sizes) {
     }
 }
 
-TARGET void FN(squares)(const float *v, const float *scales, const int64_t *place, int64_t n, float *sums) {
+TARGET void FN(block_squares)(const float *v, const float *scales, const int64_t *place, int64_t n, float *sums) {
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
         float scale = scales[place[b]] > 0 ? scales[place[b]] : 1, parts[BLOCK];
         for (int i = 0; i < BLOCK; i++) {
@@ -37,7 +37,7 @@ TARGET void FN(squares)(const float *v, const float *scales, const int64_t *plac
     }
 }
 
-TARGET void FN(most_of)(const float *numbers, const int64_t *place, int64_t blocks, float *most) {
+TARGET void FN(tensor_maxima)(const float *numbers, const int64_t *place, int64_t blocks, float *most) {
     for (int64_t b = 0; b < blocks; b++) most[place[b]] = numbers[b] > most[place[b]] ? numbers[b] : most[place[b]];
 }
 

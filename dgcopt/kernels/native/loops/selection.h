@@ -81,7 +81,7 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
     /* The numbers of all blocks of pieces [starts[i], stops[i]), which begin on block boundaries, that hold the       \
        `count` largest magnitudes: those whose maximum reaches `bound`, the count-th largest one, or 0. `numbers`: how \
        many blocks of each piece. Returns how many of all, -1 if there is no memory left. */                           \
-    static TARGET int64_t FN(reaching_from_##M)(const type *maxima, const int64_t *starts, const int64_t *stops,       \
+    static TARGET int64_t FN(candidate_blocks_from_##M)(const type *maxima, const int64_t *starts, const int64_t *stops,\
                                                 int64_t pieces, int64_t count, int64_t *blocks, int64_t *numbers,      \
                                                 int32_t *bound) {                                                      \
         int64_t all = 0, found = 0;                                                                                    \
@@ -110,13 +110,13 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
     }                                                                                                                  \
                                                                                                                        \
     /* `blocks` has room for one more than there are. Returns 1 if there is no memory left. */                         \
-    TARGET int FN(reaching_##M)(const type *maxima, const int64_t *starts, const int64_t *stops,                       \
+    TARGET int FN(candidate_blocks_##M)(const type *maxima, const int64_t *starts, const int64_t *stops,               \
                                 const int64_t *pieces, const int64_t *counts, int64_t groups, int64_t *blocks,         \
                                 int64_t *numbers, int64_t *found) {                                                    \
         *found = 0;                                                                                                    \
         for (int64_t group = 0; group < groups; group++) {                                                             \
             int32_t bound;                                                                                             \
-            int64_t more = FN(reaching_from_##M)(maxima, starts, stops, pieces[group], counts[group], blocks + *found, \
+            int64_t more = FN(candidate_blocks_from_##M)(maxima, starts, stops, pieces[group], counts[group], blocks + *found,\
                                                  numbers, &bound);                                                     \
             if (more < 0) return 1;                                                                                    \
             starts += pieces[group], stops += pieces[group], numbers += pieces[group], *found += more;                 \
@@ -197,7 +197,7 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
             int64_t *blocks = malloc((all + 1 + piece) * sizeof(int64_t)), *numbers = blocks + all + 1;                \
             if (!blocks) return 1;                                                                                     \
             int32_t bound = 0;                                                                                         \
-            int64_t number = FN(reaching_from_##M)(maxima, starts, stops, piece, count, blocks, numbers, &bound);      \
+            int64_t number = FN(candidate_blocks_from_##M)(maxima, starts, stops, piece, count, blocks, numbers, &bound);\
             int failed = number < 0 || (count && FN(select_from_##M)(flat, stops, piece, blocks, numbers, number,      \
                                                                      count, bound, positions));                        \
             free(blocks);                                                                                              \

@@ -25,7 +25,7 @@ TARGET void FN(pack_signs)(const float *v, int64_t n, int zero_is_minus, uint8_t
     }
 }
 
-TARGET void FN(split)(const float *v, int64_t n, uint8_t *packed, float *above, float *below, float *minuses) {
+TARGET void FN(split_signs)(const float *v, int64_t n, uint8_t *packed, float *above, float *below, float *minuses) {
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
         float ups[BLOCK], downs[BLOCK];
         uint8_t flags[BLOCK];

@@ -1,0 +1,28 @@
+"""How loops divide flat tensors: into blocks of 64 elements, and into chunks that a CPU's cache can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks"]
+
+BLOCK = 64
+"""Elements per block; every parameter starts on a block boundary."""
+
+CHUNK = 2048 * BLOCK
+"""Elements on which several operations follow one another on a CPU: 512 kB of float32, which stay in its cache."""
+
+
+def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
+    """The span `start .. stop` in parts that fit into a CPU's cache; in one part on other devices."""
+    step = CHUNK if device.type == "cpu" else max(1, stop - start)
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
+
+
+def bits_of(flat: Tensor) -> Tensor:
+    """The integers that floats are in memory. Without their sign bit they are ordered as the floats are, NaN last."""
+    return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])

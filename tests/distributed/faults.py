@@ -37,22 +37,29 @@ Fault = dict[str, Any]
 Problems = list[tuple[str, str]]
 
 RECIPES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
-    "plain": (functools.partial(torch.optim.SGD, lr=0.1), {"compression": DGC(0.05)}),
+    "plain": (functools.partial(torch.optim.SGD, lr=0.1), {"compression": DGC(0.05, overlap=True)}),
     "momentum": (
         functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        {"compression": DGC(0.05, momentum_masking=False)},
+        {"compression": DGC(0.05, momentum_masking=False, overlap=True)},
     ),
     "masked": (
         functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-        {"compression": DGC(0.05, values="fp16"), "sparse_as_dense": True},
+        {"compression": DGC(0.05, values="fp16", overlap=True), "sparse_as_dense": True},
     ),
     "adam": (
         functools.partial(torch.optim.Adam, lr=0.01),
-        {"compression": DGC(0.05, source="gradient"), "sparse_as_dense": True},
+        {"compression": DGC(0.05, source="gradient", overlap=True), "sparse_as_dense": True},
     ),
     "updates": (functools.partial(torch.optim.Adam, lr=0.01), {"compression": DGC(0.05), "sparse_as_dense": True}),
+    "in place": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"compression": DGC(0.05, momentum_masking=False, overlap=False)},
+    ),
 }
 """How to train."""
+
+KEEPS_THE_GRADIENT = ("updates", "in place")
+"""Where a step that the wire has lost leaves its gradient in memory, to be applied with the next."""
 
 BITS_ONLY = ("masked", "updates")
 """Masking drops momentum on purpose, and the books know nothing of updates: no sums are compared."""
@@ -145,7 +152,7 @@ class Rank:
         for name, param in self.model.named_parameters() if not void else ():
             if name in self.local and param.grad is not None:
                 # sparse gradients travel whole, and get their momentum after the exchange
-                factor = 0.9 if self.recipe == "momentum" and not param.grad.is_sparse else 0.0
+                factor = 0.9 if self.recipe in ("momentum", "in place") and not param.grad.is_sparse else 0.0
                 self.books["momentum"][name].mul_(factor).add_(self.local[name])
                 self.books["computed"][name] += self.books["momentum"][name]
                 self.books["applied"][name] += self.comm.size * param.grad.to_dense().double()
@@ -339,7 +346,7 @@ class Survivable:
         elif f"from rank {fault['rank']}" not in said and "have other bits than its rank 0" not in said:
             problems.append(("unnoticed", f"does not name rank {fault['rank']}: {said}"))
         after = team.digests()
-        if recipe == "updates":  # whose moments and residual have taken in the gradient, to be applied with the next
+        if recipe in KEEPS_THE_GRADIENT:
             before, after = ([(same, "") for same, _ in digests] for digests in (before, after))
         if after != before:
             problems.append(("lost state", "parameters or memory changed in a step with a damaged message"))
@@ -459,7 +466,8 @@ def end_badly(comm: Comm, plan: dict[str, Any], folder: Path) -> None:
     except Exception as error:
         now = me.digests()
         # what the fault itself has changed on its rank is not held against the exchange
-        touched = last is not None and (now[0] != last[0] or (not mine and now[1] != last[1]))
+        may_keep = mine or fault["recipe"] in KEEPS_THE_GRADIENT
+        touched = last is not None and (now[0] != last[0] or (not may_keep and now[1] != last[1]))
         names = [kind.__name__ for kind in type(error).__mro__]
         record(comm.rank, "ended", names=names, dgc=isinstance(error, DGCError), said=str(error), touched=touched)
         time.sleep(1)  # launchers end the other ranks when the first one has ended

@@ -67,7 +67,7 @@ SYSTEMS = (
 PHASES: dict[str, list[tuple[Any, str]]] = {
     "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "correct")],
-    "select": [(Selection, "finite_maxima"), (Selection, "largest_of")],
+    "select": [(Selection, "largest"), (Selection, "largest_of")],
     "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
     "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
     "settle": [(dgcopt.Context, "settle")],

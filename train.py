@@ -384,7 +384,8 @@ def main() -> None:
         run(trainer, config.resume, config.evaluate)
     except dgcopt.DGCError as error:
         rank = comm.rank if comm else 0
-        print(f"{parser.prog}: rank {rank}:", *str(error).removeprefix(f"rank {rank}:").split(), file=sys.stderr)
+        reason = " ".join(str(error).removeprefix(f"rank {rank}:").split())
+        sys.stderr.write(f"{parser.prog}: rank {rank}: {reason}\n")  # in one write: all ranks may say it at once
         sys.exit(1) if comm is None else comm.abort(1)  # which takes the other ranks along where exiting would not
 
 

@@ -28,7 +28,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #endif
 
 #include "loops/floats.h"
-#include "loops/blocks.h"
+#include "loops/sums.h"
 #include "loops/copying.h"
 #include "loops/memory.h"
 #include "loops/selection.h"

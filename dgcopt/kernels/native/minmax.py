@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..torch import Put
-from .blocks import HOW
 from .library import Int, Length, Pointer, at, check_flat, function, shared
+from .sums import HOW
 
 __all__ = ["minmax_codes", "minmax_ends", "put_minmax"]
 

@@ -8,8 +8,8 @@ from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Put
-from .blocks import HOW, blocks_of, check_place
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
+from .sums import HOW, blocks_of, check_place
 
 __all__ = ["majority", "pack_signs", "put_signs", "split_signs"]
 

@@ -8,8 +8,8 @@ from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import PER_BYTE, Put
-from .blocks import HOW, check_place
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
+from .sums import HOW, check_place
 
 __all__ = ["pack_trits", "put_trits", "unpack_trits"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Put, finite, put
+from .sums import Put, finite, put
 
 __all__ = ["minmax_codes", "minmax_ends", "put_minmax"]
 

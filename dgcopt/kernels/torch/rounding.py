@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Put, by_block, finite, put, sum_of_blocks
+from ..blocks import BLOCK
 from .packing import pack_small, unpack_small
 from .selection import block_maxima
+from .sums import Put, by_block, finite, put, sum_of_rows
 
 __all__ = [
     "block_squares",
@@ -62,7 +63,8 @@ def tensor_maxima(numbers: Tensor, place: Tensor, count: int) -> Tensor:
 
 def block_squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
     """The sum of (v / scale)^2 of each block, with `scales[place[b]]`, which if zero counts as one."""
-    return sum_of_blocks((finite(values) / by_block(torch.where(scales > 0, scales, 1), place)).square_())
+    relative = finite(values) / by_block(torch.where(scales > 0, scales, 1), place)
+    return sum_of_rows(relative.square_().view(-1, BLOCK))
 
 
 def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:

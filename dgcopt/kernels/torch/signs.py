@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Put, by_block, finite, put, sum_of_blocks
+from ..blocks import BLOCK
 from .packing import pack_small, unpack_small
+from .sums import Put, by_block, finite, put, sum_of_rows
 
 __all__ = ["majority", "pack_signs", "put_signs", "split_signs"]
 
@@ -23,7 +24,7 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     v = finite(values)
     minus, sizes = v < 0, v.abs()
     parts = (torch.where(minus, 0, sizes), torch.where(minus, sizes, 0), minus.float())
-    return pack_small(minus.to(torch.uint8), 1), torch.stack([sum_of_blocks(part) for part in parts])
+    return pack_small(minus.to(torch.uint8), 1), torch.stack([sum_of_rows(part.view(-1, BLOCK)) for part in parts])
 
 
 def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Put, by_block, put
+from .sums import Put, by_block, put
 
 __all__ = ["PER_BYTE", "pack_trits", "put_trits", "unpack_trits"]
 

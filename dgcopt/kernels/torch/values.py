@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import finite
+from .sums import finite, sum_of_rows
 
 __all__ = ["in_blocks", "nearest_levels", "of_levels", "of_steps", "round_steps", "sums_above"]
 
@@ -43,14 +43,10 @@ def of_levels(fields: Tensor, levels: Tensor, block: int) -> Tensor:
 
 
 def sums_above(values: Tensor, least: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Of the magnitudes in each block that are above its `least`: their sum, as in `sum_of_blocks`, and number."""
+    """Of the magnitudes in each block that are above its `least`: their sum, as in `sum_of_rows`, and number."""
     sizes = in_blocks(finite(values).abs(), block, fill=-1)
     above = (sizes > least.unsqueeze(1)) & (sizes >= 0)
-    sums = torch.where(above, sizes, 0)
-    while sums.shape[1] > 1:
-        first, second = sums.chunk(2, dim=1)
-        sums = first + second
-    return sums.squeeze(1), above.sum(1, dtype=torch.float32)
+    return sum_of_rows(torch.where(above, sizes, 0)), above.sum(1, dtype=torch.float32)
 
 
 def in_blocks(values: Tensor, block: int, fill: float) -> Tensor:

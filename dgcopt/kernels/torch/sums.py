@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..blocks import BLOCK
 
-__all__ = ["LARGEST", "Put", "by_block", "finite", "put", "sum_of_blocks", "tensor_sums"]
+__all__ = ["LARGEST", "Put", "by_block", "finite", "put", "sum_of_rows", "tensor_sums"]
 
 Put: TypeAlias = Literal["set", "add", "subtract"]
 """What decoded values do to a tensor that is there: take its place, or be added to it, or be taken away from it."""
@@ -22,9 +22,8 @@ def finite(values: Tensor) -> Tensor:
     return values.nan_to_num(nan=0, posinf=0, neginf=0).float().clamp_(-LARGEST, LARGEST)
 
 
-def sum_of_blocks(flat: Tensor) -> Tensor:
-    """The sum of each block: its second half is added to the first, until one number is left. Shape `[blocks]`."""
-    rows = flat.view(-1, BLOCK)
+def sum_of_rows(rows: Tensor) -> Tensor:
+    """The sum of each row, a power of two long: its second half is added to the first, until one number is left."""
     while rows.shape[1] > 1:
         first, second = rows.chunk(2, dim=1)
         rows = first + second

@@ -97,11 +97,16 @@ class Context:
 
         The result lies where the memory's next state may, so that `keep_residual` need not copy it.
         """
+        residual, ahead = self.residual()
+        return torch.add(grad, residual, alpha=decay, out=ahead)
+
+    def residual(self) -> tuple[Tensor, Tensor]:
+        """`add_residual` without its sum: what has not been sent, and where the sum may lie, yet to be written."""
         residual = self.hold("residual")
         ahead = self._spare.get("residual")
         if ahead is None or ahead.dtype != residual.dtype:
             ahead = self._spare["residual"] = torch.empty_like(residual)
-        return torch.add(grad, residual, alpha=decay, out=ahead)
+        return residual, ahead
 
     def keep_residual(self, left: Tensor) -> None:
         """What has not been sent this time. `left` must stay as it is until the exchange is over."""

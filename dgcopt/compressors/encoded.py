@@ -32,6 +32,10 @@ class Encoded(Compressor):
         """One rank's message, of a length that only depends on `ctx`; NaN and Inf in `values` may become anything."""
         raise NotImplementedError(f"{type(self).__name__} must define encode() and decode()")
 
+    def encode_sum(self, grad: Tensor, residual: Tensor, values: Tensor, ctx: Context) -> Tensor:
+        """`encode` of `grad` + `residual`, which it writes to `values`: in one pass where a kernel does so."""
+        return self.encode(torch.add(grad, residual, out=values), ctx)
+
     def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
         """The flat gradient that a message of `rank` stands for: the same bits on all ranks.
 
@@ -49,9 +53,11 @@ class Encoded(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         total = grad.to(at_least_float32(grad.dtype))  # may be overwritten
-        values = ctx.add_residual(grad) if self.error_feedback else total
-        message = self.encode(values, ctx)
-        if self.error_feedback:
+        if not self.error_feedback:
+            message = self.encode(total, ctx)
+        else:
+            residual, values = ctx.residual()
+            message = self.encode_sum(grad, residual, values, ctx)
             self.decode_into(values, "subtract", message, ctx, ctx.rank)
             ctx.keep_residual(values)
         messages = yield AllGather(message)

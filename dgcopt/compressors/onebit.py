@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..kernels import Put, put_signs, split_signs, tensor_sums
+from ..kernels import Put, put_signs, split_signs, split_sum, tensor_sums
 from .context import Context
 from .encoded import Encoded
 
@@ -37,7 +37,12 @@ class OneBit(Encoded):
     error_feedback: bool = True
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        signs, sums = split_signs(values)
+        return self._message(*split_signs(values), ctx)
+
+    def encode_sum(self, grad: Tensor, residual: Tensor, values: Tensor, ctx: Context) -> Tensor:
+        return self._message(*split_sum(grad, residual, values), ctx)
+
+    def _message(self, signs: Tensor, sums: Tensor, ctx: Context) -> Tensor:
         above, below, minuses = tensor_sums(sums, ctx.tensors.of_block, len(ctx.segments))
         means = (above / (ctx.tensors.numels - minuses).clamp(min=1), below / minuses.clamp(min=1))
         return encode_scaled(torch.stack(means), signs)

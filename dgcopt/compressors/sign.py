@@ -13,7 +13,7 @@ from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..collectives import AllGather, AllToAll
 from ..errors import ConfigError
-from ..kernels import Put, majority, pack_signs, put_signs, put_trits, split_signs, tensor_sums
+from ..kernels import Put, majority, pack_signs, put_signs, put_trits, split_signs, split_sum, tensor_sums
 from .base import Compressor, GradientExchange
 from .context import Context
 from .encoded import Encoded
@@ -117,7 +117,12 @@ class EFSignSGD(Encoded):
     error_feedback = True
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        signs, sums = split_signs(values)
+        return self._message(*split_signs(values), ctx)
+
+    def encode_sum(self, grad: Tensor, residual: Tensor, values: Tensor, ctx: Context) -> Tensor:
+        return self._message(*split_sum(grad, residual, values), ctx)
+
+    def _message(self, signs: Tensor, sums: Tensor, ctx: Context) -> Tensor:
         above, below, _ = tensor_sums(sums, ctx.tensors.of_block, len(ctx.segments))
         return encode_scaled((above + below) / ctx.tensors.numels, signs)
 

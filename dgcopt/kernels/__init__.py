@@ -67,6 +67,7 @@ __all__ = [
     "select",
     "select_chunks",
     "split_signs",
+    "split_sum",
     "subtract_at",
     "sums_above",
     "tensor_maxima",
@@ -104,6 +105,7 @@ round_steps = Kernel(torch.round_steps, (takes_float32, native.round_steps))
 sums_above = Kernel(torch.sums_above, (takes_float32, native.sums_above))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs))
+split_sum = Kernel(torch.split_sum, (takes_float32, native.split_sum))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))
 finite_maxima = Kernel(torch.finite_maxima, (takes_float32, native.finite_maxima))
 tensor_maxima = Kernel(torch.tensor_maxima, (takes_float32, native.tensor_maxima))

@@ -13,6 +13,9 @@ enum { SAMPLE = 1024, SOON = 6 };
 #define ELEMENTWISE _Pragma("GCC ivdep")
 #endif
 
+typedef float four __attribute__((vector_size(16)));
+typedef float eight __attribute__((vector_size(32)));
+
 #define INLINE static inline __attribute__((always_inline))
 
 /* How many of n are looked at before all others. */

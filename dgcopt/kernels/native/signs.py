@@ -11,7 +11,7 @@ from ..torch import Put
 from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
 from .sums import HOW, blocks_of, check_place
 
-__all__ = ["majority", "pack_signs", "put_signs", "split_signs"]
+__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -38,6 +38,22 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
         loop(at(values, start), stop - start, at(packed, start // 8), *by_block)
 
     shared(span, len(values))
+    return packed, sums
+
+
+def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.split_sum`."""
+    check_flat(len(out), x, y, dtype=torch.float32)
+    blocks = blocks_of(out)
+    packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
+    loop = function("split_sum", Pointer, Pointer, Length, *[Pointer] * 5)
+
+    def span(start: int, stop: int) -> None:
+        by_block = (at(row, start // BLOCK) for row in sums)
+        loop(at(x, start), at(y, start), stop - start, at(out, start), at(packed, start // 8), *by_block)
+
+    shared(span, len(out))
+    increment_version(out)
     return packed, sums
 
 

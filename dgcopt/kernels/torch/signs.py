@@ -9,7 +9,7 @@ from ..blocks import BLOCK
 from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put, sum_of_rows
 
-__all__ = ["majority", "pack_signs", "put_signs", "split_signs"]
+__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -25,6 +25,11 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     minus, sizes = v < 0, v.abs()
     parts = (torch.where(minus, 0, sizes), torch.where(minus, sizes, 0), minus.float())
     return pack_small(minus.to(torch.uint8), 1), torch.stack([sum_of_rows(part.view(-1, BLOCK)) for part in parts])
+
+
+def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """`split_signs` of x + y, which it writes to `out`."""
+    return split_signs(torch.add(x, y, out=out))
 
 
 def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:

@@ -48,6 +48,11 @@ def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
     packed, sums = native.split_signs(values)
     for mine, other in zip((packed, sums), specification.split_signs(values), strict=True):
         assert torch.equal(mine, other)
+    other_values, total, other_total = values.flip(0), torch.empty_like(values), torch.empty_like(values)
+    of_sum = native.split_sum(values, other_values, total)
+    for mine, other in zip(of_sum, specification.split_sum(values, other_values, other_total), strict=True):
+        assert torch.equal(mine, other)
+    assert_same_bits(total, other_total)
     above, below, minuses = native.tensor_sums(sums, place, tensors)
     for mine, other in zip((above, below, minuses), specification.tensor_sums(sums, place, tensors), strict=True):
         assert_same_bits(mine, other)
@@ -74,6 +79,9 @@ def test_what_they_mean():
     assert sums.tolist() == [[7, 0], [3, 1], [1, 1]]
     above, below, minuses = kernels.tensor_sums(sums, torch.tensor([1, 1]), 2)
     assert (above.tolist(), below.tolist(), minuses.tolist()) == ([0, 7], [0, 4], [0, 2])
+    total = torch.empty(128)
+    packed_of_sum, _ = kernels.split_sum(values, -2 * values, total)
+    assert total[:3].tolist() == [-2, 3, -5] and packed_of_sum.tolist() == [5, *[0] * 15]
     out = torch.full((128,), 100.0)
     kernels.put_signs(packed, above, below, torch.tensor([1, 1]), out, "subtract")
     assert out[:4].tolist() == [93, 104, 93, 93]

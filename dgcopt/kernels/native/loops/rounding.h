@@ -111,7 +111,7 @@ TARGET void FN(round_powers)(const float *v, int64_t start, int64_t n, int first
             exponents[i] = (uint8_t)(((uint32_t)size + up) >> 23);
             flags[i] = (uint8_t)(bits >> 31 & (size != 0));
         }
-        for (int at = 0; at < BLOCK; at += 8) signs[at / 8] = FN(byte_of)(flags + at);
+        FN(pack_flags)(flags, signs);
     }
 }
 

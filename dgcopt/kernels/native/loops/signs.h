@@ -9,37 +9,46 @@ INLINE TARGET void FN(signs_of)(const float *v, uint8_t *flags, int64_t n, const
 }
 
 TARGET void FN(pack_signs)(const float *v, int64_t n, int zero_is_minus, uint8_t *packed) {
-    uint8_t flags[BLOCK];
-    int64_t i = 0;
-    for (; i + BLOCK <= n; i += BLOCK) {
+    uint8_t flags[BLOCK], rest[BLOCK / 8];
+    for (; n >= BLOCK; n -= BLOCK, v += BLOCK, packed += BLOCK / 8) {
         if (zero_is_minus)
-            FN(signs_of)(v + i, flags, BLOCK, 1);
+            FN(signs_of)(v, flags, BLOCK, 1);
         else
-            FN(signs_of)(v + i, flags, BLOCK, 0);
-        for (int at = 0; at < BLOCK; at += 8) packed[(i + at) / 8] = FN(byte_of)(flags + at);
+            FN(signs_of)(v, flags, BLOCK, 0);
+        FN(pack_flags)(flags, packed);
     }
-    if (i < n) {
-        memset(flags, 0, BLOCK);
-        FN(signs_of)(v + i, flags, n - i, zero_is_minus);
-        for (int at = 0; at < n - i; at += 8) packed[(i + at) / 8] = FN(byte_of)(flags + at);
+    memset(flags, 0, BLOCK);
+    FN(signs_of)(v, flags, n, zero_is_minus);
+    FN(pack_flags)(flags, rest);
+    memcpy(packed, rest, (n + 7) / 8);
+}
+
+/* The signs of a block, the sums of what is above and of what is below zero, and how many are below. */
+INLINE TARGET void FN(split_block)(const float *v, uint8_t *packed, float *above, float *below, float *minuses) {
+    float ups[BLOCK], downs[BLOCK];
+    uint8_t flags[BLOCK];
+    uint64_t word;
+    for (int i = 0; i < BLOCK; i++) {
+        int32_t bits = FN(bits_of)(FN(of_bits)(FN(finite)(v[i])) + 0.0f), opposite = bits ^ INT32_MIN; /* no -0 */
+        ups[i] = FN(of_bits)(bits > 0 ? bits : 0);
+        downs[i] = FN(of_bits)(opposite > 0 ? opposite : 0);
+        flags[i] = (uint8_t)((uint32_t)bits >> 31);
     }
+    FN(pack_flags)(flags, packed);
+    memcpy(&word, packed, 8);
+    *above = FN(fold)(ups), *below = FN(fold)(downs), *minuses = (float)__builtin_popcountll(word);
 }
 
 TARGET void FN(split_signs)(const float *v, int64_t n, uint8_t *packed, float *above, float *below, float *minuses) {
-    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
-        float ups[BLOCK], downs[BLOCK];
-        uint8_t flags[BLOCK];
-        uint64_t word;
-        for (int i = 0; i < BLOCK; i++) {
-            int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
-            ups[i] = FN(of_bits)(size & ~(bits >> 31));
-            downs[i] = FN(of_bits)(size & bits >> 31);
-            flags[i] = (uint8_t)(bits >> 31 & (size != 0));
-        }
-        for (int at = 0; at < BLOCK; at += 8) packed[at / 8] = FN(byte_of)(flags + at);
-        memcpy(&word, packed, 8);
-        packed += BLOCK / 8;
-        above[b] = FN(fold)(ups), below[b] = FN(fold)(downs), minuses[b] = (float)__builtin_popcountll(word);
+    for (int64_t b = 0; b < n / BLOCK; b++)
+        FN(split_block)(v + b * BLOCK, packed + b * (BLOCK / 8), above + b, below + b, minuses + b);
+}
+
+TARGET void FN(split_sum)(const float *x, const float *y, int64_t n, float *v, uint8_t *packed, float *above,
+                          float *below, float *minuses) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, x += BLOCK, y += BLOCK) {
+        for (int i = 0; i < BLOCK; i++) v[i] = x[i] + y[i];
+        FN(split_block)(v, packed + b * (BLOCK / 8), above + b, below + b, minuses + b);
     }
 }
 

@@ -23,18 +23,26 @@ INLINE TARGET int32_t FN(finite)(float x) {
 
 /* The sum of 64 numbers; overwrites them. */
 INLINE TARGET float FN(fold)(float *t) {
+    eight eight_of, other_eight;
+    four four_of, other_four;
     for (int i = 0; i < 32; i++) t[i] += t[i + 32];
     for (int i = 0; i < 16; i++) t[i] += t[i + 16];
-    for (int i = 0; i < 8; i++) t[i] += t[i + 8];
-    for (int i = 0; i < 4; i++) t[i] += t[i + 4];
-    return (t[0] + t[2]) + (t[1] + t[3]);
+    memcpy(&eight_of, t, 32), memcpy(&other_eight, t + 8, 32);
+    eight_of += other_eight; /* compilers take loops as short as these apart */
+    memcpy(&four_of, &eight_of, 16), memcpy(&other_four, (char *)&eight_of + 16, 16);
+    four_of += other_four;
+    return (four_of[0] + four_of[2]) + (four_of[1] + four_of[3]);
 }
 
-/* Eight bytes, each 0 or 1, as the bits of one. */
-INLINE TARGET uint8_t FN(byte_of)(const uint8_t *flags) {
-    uint64_t word;
-    memcpy(&word, flags, 8);
-    return (uint8_t)(word * 0x0102040810204080 >> 56);
+/* 64 bytes, each 0 or 1, as the bits of eight. */
+INLINE TARGET void FN(pack_flags)(const uint8_t *flags, uint8_t *packed) {
+    uint64_t words[BLOCK / 8];
+    memcpy(words, flags, BLOCK);
+    for (int i = 0; i < BLOCK / 8; i++) {
+        uint64_t word = words[i];
+        word |= word >> 7, word |= word >> 14, word |= word >> 28; /* the bits above are those of other bytes */
+        packed[i] = (uint8_t)word;
+    }
 }
 
 /* What decoded values do: 0 take the place of what is there, 1 are added to it, 2 are taken away from it. */

@@ -186,7 +186,7 @@ class Dgcopt:
     @property
     def selected(self) -> int:
         """How many coordinates a message names."""
-        return sum(context.scratch["selection"].count for context in self.contexts if context.kind == "matrix")
+        return sum(self.compressor.selection(context).count for context in self.contexts if context.kind == "matrix")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..kernels import BLOCK, Chunks, select_chunks
 from .base import Source
 from .context import Context
-from .schedule import Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import count_of
 from .sparse import Indices, Sparse, Values, check_decay
 
@@ -21,7 +21,7 @@ __all__ = ["ChunkSelection", "ChunkedTopK"]
 
 
 @dataclass(eq=False)
-class ChunkedTopK(Sparse):
+class ChunkedTopK(ScheduledRatio, Sparse):
     """The largest coordinates of every chunk of a tensor, in few bits; what waits fades.
 
         v = decay * e + g;  send the k = ceil(ratio * c) largest |v| of each chunk of c = `chunk` coordinates;
@@ -61,22 +61,18 @@ class ChunkedTopK(Sparse):
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
         SparseCode(self.indices, self.values)
 
-    def set_steps_per_epoch(self, steps: int) -> None:
-        if self.warmup is not None:
-            self.warmup.steps_per_epoch = steps
-
     def selection(self, ctx: Context) -> ChunkSelection:
         """What finds the largest coordinates of every chunk."""
-        ratio = self.ratio if self.warmup is None else self.warmup.ratio_at(ctx.step, self.ratio)
-        if "selection" not in ctx.scratch or ctx.scratch["selection"].ratio != ratio:
+
+        def of_chunks(ratio: float) -> ChunkSelection:
             spans = [
                 (start, min(start + self.chunk, segment.stop))
                 for segment in ctx.segments
                 for start in range(segment.start, segment.stop, self.chunk)
             ]
-            device = ctx.segments[0].param.device
-            ctx.scratch["selection"] = ChunkSelection(spans, ratio, device)
-        return ctx.scratch["selection"]
+            return ChunkSelection(spans, ratio, ctx.segments[0].param.device)
+
+        return self.chooser(ctx, of_chunks)
 
     def select(self, v: Tensor, ctx: Context) -> Tensor:
         return self.selection(ctx).largest(v)
@@ -94,7 +90,6 @@ class ChunkSelection:
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], ratio: float, device: torch.device) -> None:
-        self.ratio = ratio
         self._chunks = Chunks(spans, [count_of(ratio, stop - start) for start, stop in spans], device)
 
     @property

@@ -16,13 +16,13 @@ from ..kernels import BLOCK
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .memory import ErrorFeedback, memory_for
-from .schedule import check_ratio
+from .schedule import ScheduledRatio, Warmup, check_ratio
 
 __all__ = ["CSC"]
 
 
 @dataclass(eq=False)
-class CSC(Compressor):
+class CSC(ScheduledRatio, Compressor):
     """Whole chunks of the gradient, those of the largest L1 norm over all ranks, by allreduce; the others wait.
 
         v = e + u;  L_c = sum over ranks of |v| in chunk c;  all ranks send the k = ceil(ratio * chunks) chunks of
@@ -40,6 +40,7 @@ class CSC(Compressor):
             several tensors. Smaller chooses better, and costs more norms and smaller copies: the paper's 32768 leave a
             small model with a handful of chunks, of which all but one or two wait.
         source: what travels, see `Compressor.source`.
+        warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
     Costs one allreduce of 4 bytes per chunk and one of 4 bytes per selected float32 parameter, in two rounds. Raises
     ConfigError for settings that are none of these.
@@ -48,6 +49,7 @@ class CSC(Compressor):
     ratio: float = 0.15
     chunk: int = 1024
     source: Source = "auto"
+    warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
         self.ratio = check_ratio(self.ratio)
@@ -96,7 +98,7 @@ class CSC(Compressor):
         """How many chunks the bucket has, how long they are, and how many are sent."""
         chunks = -(-ctx.numel // (self.chunk // BLOCK * BLOCK))
         length = -(-ctx.numel // (chunks * BLOCK)) * BLOCK
-        return chunks, length, math.ceil(self.ratio * chunks)
+        return chunks, length, math.ceil(self.ratio_at(ctx.step) * chunks)
 
     def payload_bytes(self, ctx: Context) -> int:
         chunks, length, count = self._cut(ctx)

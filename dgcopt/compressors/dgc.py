@@ -17,7 +17,7 @@ from ..kernels import clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
-from .schedule import Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
 from .sparse import Indices, Values, sum_of_messages
 
@@ -27,7 +27,7 @@ log = logging.getLogger("dgcopt")
 
 
 @dataclass(eq=False)
-class DGC(Compressor):
+class DGC(ScheduledRatio, Compressor):
     """Send only the largest accumulated gradients of every tensor; keep the rest for later.
 
     Per step and rank: clip g -> momentum correction u <- m u + g, v <- v + u (with Nesterov v <- v + g + m u) ->
@@ -134,14 +134,6 @@ class DGC(Compressor):
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
 
-    def set_steps_per_epoch(self, steps: int) -> None:
-        if self.warmup is not None:
-            self.warmup.steps_per_epoch = steps
-
-    def ratio_at(self, step: int) -> float:
-        """The ratio in force at optimizer step `step`, counted from 0."""
-        return self.ratio if self.warmup is None else self.warmup.ratio_at(step, self.ratio)
-
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
             if self.clip.per == "model":
@@ -177,7 +169,7 @@ class DGC(Compressor):
             ctx.once_settled(lambda: v.sub_(arriving))
             return self._mean((yield AllGather(message)), v, ctx)
 
-        selection = self._selection(ctx, ratio)
+        selection = self.selection(ctx)
         if ctx.certain:
             indices = selection.largest(v, memory.accumulate(local, v, u, runs))
             values = gather(v, indices)
@@ -197,11 +189,10 @@ class DGC(Compressor):
         messages = yield AllGather(message)
         return sum_of_messages(messages, self._code, selection.count, ctx)
 
-    def _selection(self, ctx: Context, ratio: float) -> Selection:
+    def selection(self, ctx: Context) -> Selection:
         """What finds the largest coordinates of this bucket."""
-        if "selection" not in ctx.scratch or ctx.scratch["selection"].ratio != ratio:
-            ctx.scratch["selection"] = Selection(ctx.segments, ratio, together=self.granularity == "bucket")
-        return ctx.scratch["selection"]
+        together = self.granularity == "bucket"
+        return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 
     def _mean(self, messages: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """The sum of the ranks' whole vectors, in rank order, divided by N."""
@@ -216,7 +207,7 @@ class DGC(Compressor):
             return ctx.numel * ctx.dtype.itemsize
         if ctx.kind == "vector":
             return dense_bytes(ctx.numel, self.vectors)
-        return self._code.nbytes(self._selection(ctx, ratio).count, ctx.numel)
+        return self._code.nbytes(self.selection(ctx).count, ctx.numel)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._memory.before_step()

@@ -13,7 +13,7 @@ from ..flat.gradient import SparseSum
 from ..kernels import gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
-from .schedule import check_ratio
+from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import count_of
 from .sparse import check_decay
 
@@ -21,7 +21,7 @@ __all__ = ["RandomK"]
 
 
 @dataclass(eq=False)
-class RandomK(Compressor):
+class RandomK(ScheduledRatio, Compressor):
     """Coordinates drawn at random, the same on all ranks: no index travels, and an allreduce adds the values up.
 
         v = decay * e + g;  send v at k = ceil(ratio * n) coordinates of each tensor;  e = v, zero where sent
@@ -40,6 +40,7 @@ class RandomK(Compressor):
         unbiased: multiply what is sent by the length of its span, nearly n / k, so that the result's expectation is
             the mean gradient. Its variance grows as much. Only without error feedback, which sends the rest itself.
         source: what travels, see `Compressor.source`.
+        warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
     Costs one allreduce of 4 bytes per selected coordinate of float32, whatever the number of ranks. Raises ConfigError
     for settings that are none of these.
@@ -51,6 +52,7 @@ class RandomK(Compressor):
     error_feedback: bool = True
     unbiased: bool = False
     source: Source = "auto"
+    warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
         self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
@@ -80,15 +82,17 @@ class RandomK(Compressor):
 
     def _spans(self, ctx: Context) -> tuple[Tensor, Tensor]:
         """Where the spans of all tensors start, and their lengths."""
-        if "spans" not in ctx.scratch:
+
+        def cut_at(ratio: float) -> tuple[Tensor, Tensor]:
             cuts = []
             for segment in ctx.segments:
-                k = count_of(self.ratio, segment.numel)
+                k = count_of(ratio, segment.numel)
                 cuts.append(segment.start + torch.arange(k + 1) * segment.numel // k)
             starts, lengths = torch.cat([cut[:-1] for cut in cuts]), torch.cat([cut.diff() for cut in cuts])
             device = ctx.segments[0].param.device
-            ctx.scratch["spans"] = starts.to(device), lengths.to(device)
-        return ctx.scratch["spans"]
+            return starts.to(device), lengths.to(device)
+
+        return self.chooser(ctx, cut_at)
 
     def payload_bytes(self, ctx: Context) -> int:
         return len(self._spans(ctx)[0]) * ctx.dtype.itemsize

@@ -1,11 +1,18 @@
 """The ratio over time: dense enough at first, sparse once the weights have settled."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import ConfigError
+from .context import Context
 
-__all__ = ["Warmup", "check_ratio"]
+__all__ = ["ScheduledRatio", "Warmup", "check_ratio"]
+
+Chosen = TypeVar("Chosen")
 
 
 def check_ratio(ratio: float, what: str = "ratio") -> float:
@@ -62,3 +69,26 @@ class Warmup:
         """The ratio at optimizer step `step`, counted from 0; `final` once the stages are over."""
         stage = step // self.stage_steps()
         return self.ratios[stage] if stage < len(self.ratios) else final
+
+
+class ScheduledRatio:
+    """What compressors have in common that send a `ratio` of something, for which a `warmup` may put others first."""
+
+    ratio: float
+    warmup: Warmup | None
+
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """See `Compressor.set_steps_per_epoch`."""
+        if self.warmup is not None:
+            self.warmup.steps_per_epoch = steps
+
+    def ratio_at(self, step: int) -> float:
+        """The ratio in force at optimizer step `step`, counted from 0."""
+        return self.ratio if self.warmup is None else self.warmup.ratio_at(step, self.ratio)
+
+    def chooser(self, ctx: Context, make: Callable[[float], Chosen]) -> Chosen:
+        """What chooses from this bucket: `make` makes it of the ratio in force, and anew when that changes."""
+        ratio = self.ratio_at(ctx.step)
+        if "chooser" not in ctx.scratch or ctx.scratch["chooser"][0] != ratio:
+            ctx.scratch["chooser"] = ratio, make(ratio)
+        return ctx.scratch["chooser"][1]

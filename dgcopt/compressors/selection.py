@@ -28,7 +28,6 @@ class Selection:
     """
 
     def __init__(self, segments: Sequence[Segment], ratio: float, together: bool = False) -> None:
-        self.ratio = ratio
         spans = [(segment.start, segment.stop) for segment in segments]
         pieces = [spans] if together else [[span] for span in spans]
         counts = [count_of(ratio, sum(stop - start for start, stop in group)) for group in pieces]

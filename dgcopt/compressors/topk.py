@@ -11,7 +11,7 @@ from ..coding import SparseCode
 from ..kernels import block_maxima
 from .base import Source
 from .context import Context
-from .schedule import check_ratio
+from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
 from .sparse import Indices, Sparse, Values, check_decay
 
@@ -19,7 +19,7 @@ __all__ = ["TopK"]
 
 
 @dataclass(eq=False)
-class TopK(Sparse):
+class TopK(ScheduledRatio, Sparse):
     """The largest coordinates of each tensor; the rest is added to the next gradient.
 
         v = decay * e + g;  send the k = ceil(ratio * n) largest |v| of each tensor;  e = v, zero where sent
@@ -34,6 +34,7 @@ class TopK(Sparse):
         error_feedback: False throws away what is not sent.
         granularity: whether the ratio holds for each "tensor" or for a "bucket" of them together.
         source: what travels, see `Compressor.source`.
+        warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
     Costs one allgather of 8 bytes per selected coordinate, 1.7 with int2 and rice. Raises ConfigError for settings
     that are none of these, PayloadError for a damaged message.
@@ -46,6 +47,7 @@ class TopK(Sparse):
     error_feedback: bool = True
     granularity: Literal["tensor", "bucket"] = "tensor"
     source: Source = "auto"
+    warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
         self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
@@ -53,9 +55,8 @@ class TopK(Sparse):
 
     def selection(self, ctx: Context) -> Selection:
         """What finds the largest coordinates of this bucket."""
-        if "selection" not in ctx.scratch:
-            ctx.scratch["selection"] = Selection(ctx.segments, self.ratio, together=self.granularity == "bucket")
-        return ctx.scratch["selection"]
+        together = self.granularity == "bucket"
+        return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 
     def select(self, v: Tensor, ctx: Context) -> Tensor:
         return self.selection(ctx).largest(v, block_maxima(v))

@@ -36,6 +36,11 @@ def top_k(ratio):
     return lambda step, v: [[largest(x, math.ceil(ratio * x.numel())) for x in mine] for mine in v]
 
 
+def in_turn(*rules):
+    """A rule for each step, the last one for all that follow."""
+    return lambda step, v: rules[min(step, len(rules) - 1)](step, v)
+
+
 def chunked_top_k(ratio, chunk):
     def mask(x):
         parts = [x.reshape(-1)[start : start + chunk] for start in range(0, x.numel(), chunk)]
@@ -61,8 +66,11 @@ def leaders_top_k(ratio):
     return choose
 
 
-def coarse_chunks(grads, ratio, count, length, momentum=0.0, nesterov=False):
-    """GradientFlow's CSC on a vector of all tensors, each padded to a multiple of 64: `count` chunks of `length`."""
+def coarse_chunks(grads, ratios, count, length, momentum=0.0, nesterov=False):
+    """GradientFlow's CSC on a vector of all tensors, each padded to a multiple of 64: `count` chunks of `length`.
+
+    `ratios` are those of each step.
+    """
     ranks = range(len(grads[0]))
     sizes = [g.numel() for g in grads[0][0]]
     padded = [-(-n // 64) * 64 for n in sizes]
@@ -79,7 +87,7 @@ def coarse_chunks(grads, ratio, count, length, momentum=0.0, nesterov=False):
 
     u, e = ([torch.zeros(count * length, dtype=torch.float64) for _ in ranks] for _ in range(2))
     applied = []
-    for given in grads:
+    for ratio, given in zip(ratios, grads, strict=True):
         for r in ranks:
             g = joined(given[r])
             u[r] = momentum * u[r] + g

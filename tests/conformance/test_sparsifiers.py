@@ -1,6 +1,8 @@
 """Sparsifiers equal independent, naive implementations of their rules."""
 
 import copy
+import math
+from fractions import Fraction
 
 import naive_sparsifiers as naive
 import pytest
@@ -79,6 +81,12 @@ def assert_conforms(ranks, grads, reference, memory="residual"):
 
 
 EXACT = {"values": "fp64"}
+WARM = {"warmup": dgcopt.Warmup((1.0, 0.3), steps=1)}
+
+
+def warm(rule):
+    """The ratios of four steps: `WARM` ends at 0.05."""
+    return naive.in_turn(rule(1.0), rule(0.3), rule(0.05))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -95,6 +103,9 @@ EXACT = {"values": "fp64"}
         (dgcopt.Threshold(1.0, 0.05, indices="rice", decay=0.9, **EXACT), naive.threshold(1, 0.05), {"decay": 0.9}),
         (dgcopt.CLTK(0.1), naive.leaders_top_k(0.1), {}),
         (dgcopt.CLTK(0.02, beta=0.3), naive.leaders_top_k(0.02), {"beta": 0.3}),
+        (dgcopt.TopK(0.05, **EXACT, **WARM), warm(naive.top_k), {}),
+        (dgcopt.ChunkedTopK(0.05, 128, **EXACT, **WARM), warm(lambda r: naive.chunked_top_k(r, 128)), {"decay": 0.95}),
+        (dgcopt.CLTK(0.05, **WARM), warm(naive.leaders_top_k), {}),
     ],
     ids=lambda value: repr(value) if isinstance(value, dgcopt.Compressor) else "",
 )
@@ -146,16 +157,17 @@ def spans(numel, k):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("decay", [1.0, 0.9])
-def test_random_k_sends_one_coordinate_of_each_span(size, decay):
-    ranks, grads, drawn = Ranks(dgcopt.RandomK(0.1, decay=decay), size), gradients(size), []
+@pytest.mark.parametrize(("warmup", "fractions"), [({}, [10] * STEPS), (WARM, [1, Fraction(10, 3), 10, 10])])
+def test_random_k_sends_one_coordinate_of_each_span(size, decay, warmup, fractions):
+    ranks, grads, drawn = Ranks(dgcopt.RandomK(0.1, decay=decay, **warmup), size), gradients(size), []
     results = []
-    for given in grads:
+    for fraction, given in zip(fractions, grads, strict=True):
         result, applied = ranks.exchange(given)
         ((positions, _),) = result.messages
         masks = []
         for segment in ranks.exchanges[0][1].segments:
             here = (positions - segment.start)[(positions >= segment.start) & (positions < segment.stop)].tolist()
-            k = -(-segment.numel // 10)
+            k = math.ceil(segment.numel / fraction)
             assert len(here) == k
             assert all(start <= j < stop for j, (start, stop) in zip(here, spans(segment.numel, k), strict=True))
             masks.append(torch.zeros(segment.numel, dtype=torch.bool).index_fill_(0, torch.tensor(here), True))
@@ -247,7 +259,14 @@ def test_coarse_chunks(size, momentum, nesterov):
     ranks = Ranks(
         dgcopt.CSC(0.3, 1280), size, make=lambda params: SGD(params, lr=0.1, momentum=momentum, nesterov=nesterov)
     )
-    assert_conforms(ranks, grads, naive.coarse_chunks(grads, 0.3, 8, 1216, momentum, nesterov))
+    assert_conforms(ranks, grads, naive.coarse_chunks(grads, [0.3] * STEPS, 8, 1216, momentum, nesterov))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_more_chunks_travel_in_a_warm_up(momentum):
+    grads = gradients(2)
+    ranks = Ranks(dgcopt.CSC(0.05, 1280, **WARM), 2, make=lambda params: SGD(params, lr=0.1, momentum=momentum))
+    assert_conforms(ranks, grads, naive.coarse_chunks(grads, [1.0, 0.3, 0.05, 0.05], 8, 1216, momentum))
 
 
 def test_equal_chunks_are_taken_in_order():

@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch import nn
 from torch.optim import SGD
-from worlds import Ranks, small_model
+from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.compressors import Compressor
@@ -55,15 +55,31 @@ def test_presets_are_the_configs(config, preset):
     assert preset(0.01, warmup=None, values="int8").values == "int8" and preset(0.01, warmup=None).ratio == 0.01
 
 
-def test_warmup_schedule():
-    compressor = dgcopt.DGC(0.001, warmup=dgcopt.Warmup(steps=3))
+WARM_UP = [dgcopt.DGC, dgcopt.TopK, dgcopt.ChunkedTopK, dgcopt.RandomK, dgcopt.CLTK, dgcopt.CSC]
+
+
+@pytest.mark.parametrize("kind", WARM_UP)
+def test_warmup_schedule(kind):
+    compressor = kind(0.001, warmup=dgcopt.Warmup(steps=3))
     ratios = [compressor.ratio_at(step) for step in range(14)]
     assert ratios == [0.25] * 3 + [0.0625] * 3 + [0.015625] * 3 + [0.004] * 3 + [0.001] * 2
-    by_epoch = dgcopt.DGC(0.001, warmup=dgcopt.Warmup(epochs=2))
+    by_epoch = kind(0.001, warmup=dgcopt.Warmup(epochs=2))
     with pytest.raises(ConfigError, match="set_steps_per_epoch"):
         by_epoch.ratio_at(0)
     by_epoch.set_steps_per_epoch(10)
     assert [by_epoch.ratio_at(step) for step in (0, 19, 20, 79, 80)] == [0.25, 0.25, 0.0625, 0.004, 0.001]
+    assert "epochs=2, steps_per_epoch=10" in repr(by_epoch), "ranks compare it"
+
+
+@pytest.mark.parametrize("kind", WARM_UP)
+def test_a_warm_up_sends_fewer_bytes_from_stage_to_stage(kind):
+    compressor = kind(0.01, warmup=dgcopt.Warmup((1.0, 0.1), steps=2))
+    bucket = bucket_of([nn.Parameter(torch.zeros(300, 700))], "matrix")
+    context = context_of(bucket, 0, 2)
+    sent = []
+    for context.step in range(6):
+        sent.append(compressor.payload_bytes(context))
+    assert sent[::2] == sent[1::2] and sent[0] > 4 * sent[2] and sent[2] > 4 * sent[4]
 
 
 def test_clip_threshold_of_the_paper():

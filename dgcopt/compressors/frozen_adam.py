@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
+from ..kernels import mix, unmix
 from .base import Compressor, GradientExchange
 from .context import Context
 from .own_step import steps_as
@@ -89,16 +90,19 @@ class FrozenAdam(Wrapper):
         state_of, beta1s = self._attached.state, self._beta1s()
         held = [(segment, state_of.get(segment.param), beta1s[segment.param]) for segment in ctx.segments]
         for segment, state, beta1 in held:
-            m = segment.view(grad).mul_((1 - beta1) * (ctx.size / ctx.divisor))
+            g, share = grad[segment.start : segment.stop], (1 - beta1) * (ctx.size / ctx.divisor)
             if state:
-                m.add_(state["exp_avg"], alpha=beta1)
+                mix(g, share, segment.flatten(state["exp_avg"]), beta1, out=g)
+            else:
+                g.mul_(share)
         result = yield from self.inner.exchange(grad, replace(ctx, op="average"))
         gradient = ctx.dense(result)
         for segment, state, beta1 in held:
-            m = segment.view(gradient)
+            m = gradient[segment.start : segment.stop]
             if state:
-                m.sub_(state["exp_avg"], alpha=beta1)
-            m.div_(1 - beta1)
+                unmix(m, 1 - beta1, segment.flatten(state["exp_avg"]), beta1)
+            else:
+                m.div_(1 - beta1)
         return gradient
 
     def payload_bytes(self, ctx: Context) -> int | None:

@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, selection, chunks, packing, rice, minmax, rounding, signs, trits, values; sums is what those have in
-common that quantise.
+copying, memory, mixing, selection, chunks, packing, rice, minmax, rounding, signs, trits, values; sums is what those
+have in common that quantise.
 """
 
 from . import native, torch
@@ -44,6 +44,7 @@ __all__ = [
     "majority",
     "minmax_codes",
     "minmax_ends",
+    "mix",
     "nearest_levels",
     "of_levels",
     "of_steps",
@@ -72,12 +73,15 @@ __all__ = [
     "sums_above",
     "tensor_maxima",
     "tensor_sums",
+    "unmix",
     "unpack_small",
     "unpack_trits",
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_cuda, in_triton(torch.accumulate)))
 decay = Kernel(torch.decay, (takes_float32, native.decay))
+mix = Kernel(torch.mix, (takes_float32, native.mix))
+unmix = Kernel(torch.unmix, (takes_float32, native.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
 candidate_blocks = Kernel(torch.candidate_blocks, (takes_floats, native.candidate_blocks))

@@ -6,6 +6,7 @@ from .copying import *
 from .library import *
 from .memory import *
 from .minmax import *
+from .mixing import *
 from .packing import *
 from .rice import *
 from .rounding import *

@@ -5,6 +5,7 @@ from .coordinates import *
 from .copying import *
 from .memory import *
 from .minmax import *
+from .mixing import *
 from .packing import *
 from .rice import *
 from .rounding import *

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..collectives import AllGather, AllToAll
-from ..kernels import BLOCK, LARGEST, Put, put_signs, split_signs, tensor_sums
+from ..kernels import BLOCK, LARGEST, put_signs, split_sum, split_sum_of_signs, tensor_sums
 from .base import Compressor, GradientExchange
 from .context import Context
 from .frozen_adam import FrozenAdam
@@ -42,7 +42,7 @@ class OneBitReduce(Compressor):
     """The mean of signs, rounded to signs again: the error of both roundings is fed back.
 
         worker:  v = g + e;  send C(v);  e = v - C(v)
-        server:  u = mean of the workers' C(v) + d;  send C(u);  d = u - C(u)
+        server:  u = sum of the workers' C(v) + d;  send C(u) / N;  d = u - C(u)
 
     C(v) is the sign of v times the mean |v| of its tensor, with which the error is never longer than v. In
     the paper it has the length of v instead, with which the error may grow where few coordinates are large.
@@ -56,39 +56,34 @@ class OneBitReduce(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         own, place = part_of(ctx, ctx.rank), ctx.tensors.of_block
-        held = ctx.hold("residual of the server")  # of the sum over ranks
-        v = ctx.add_residual(grad)
+        held, left = ctx.advance("residual of the server")  # of the sum over ranks
+        residual, v = ctx.residual()
         result = grad.to(v.dtype)  # may be overwritten
-        v[: own.start] += held[: own.start]
-        v[own.stop :] += held[own.stop :]
+        for elsewhere in (slice(0, own.start), slice(own.stop, ctx.numel)):
+            result[elsewhere] += held[elsewhere]
+            left[elsewhere] = 0
 
-        signs, scales = rounded(v, place, ctx.tensors.numels)
+        signs, sums = split_sum(result, residual, v)
+        scales = mean_magnitudes(sums, place, ctx.tensors.numels)
         put_signs(signs, scales, scales, place, v, "subtract")
         ctx.keep_residual(v)
         signs = torch.nn.functional.pad(signs, (0, ctx.size * packed_bytes(chunk_length(ctx), 1) - len(signs)))
         head = encode_scaled(scales, signs[:0]).expand(ctx.size, -1)
         arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
-        owned = Owned.of(ctx, own)
-        if "sum" not in ctx.scratch:
-            ctx.scratch["sum"] = torch.empty_like(v[own])
-        u = ctx.scratch["sum"]
-        for rank, message in enumerate(arrived):
-            decode_into(u, "add" if rank else "set", message, owned.place, ctx, rank)
-        u += held[own]
+        owned, u = Owned.of(ctx, own), left[own]
+        magnitudes, theirs = zip(*(decode(message, ctx, rank) for rank, message in enumerate(arrived)), strict=True)
+        signs, sums = split_sum_of_signs(held[own], theirs, torch.stack(magnitudes), owned.place, owned.lengths, u)
+        scales = mean_magnitudes(sums, owned.place, owned.numels * ctx.divisor)
+        put_signs(signs, scales * ctx.divisor, scales * ctx.divisor, owned.place, u, "subtract")
         u[owned.gaps] = 0
-        u /= ctx.divisor
-        signs, scales = rounded(u, owned.place, owned.numels)
-        put_signs(signs, scales, scales, owned.place, u, "subtract")
-        u *= ctx.divisor
-        u[owned.gaps] = 0
-        ctx.once_settled(lambda: held.zero_()[own].copy_(u))
         signs = torch.nn.functional.pad(signs, (0, packed_bytes(chunk_length(ctx), 1) - len(signs)))
 
         means = yield AllGather(encode_scaled(scales, signs))
         for rank, message in enumerate(means):
             part = part_of(ctx, rank)
-            decode_into(result[part], "set", message, place[part.start // BLOCK : part.stop // BLOCK], ctx, rank)
+            scales, signs = decode(message, ctx, rank)
+            put_signs(signs, scales, scales, place[part.start // BLOCK : part.stop // BLOCK], result[part], "set")
         return result
 
     def payload_bytes(self, ctx: Context) -> int:
@@ -108,10 +103,12 @@ def part_of(ctx: Context, rank: int) -> slice:
 
 @dataclass(frozen=True)
 class Owned:
-    """The part that this rank serves: the tensor of each block, elements of each tensor (1 at least), and its gaps."""
+    """The part that this rank serves: the tensor of each block, elements of each tensor (1 at least) and of each block,
+    and its gaps."""
 
     place: Tensor
     numels: Tensor
+    lengths: Tensor
     gaps: Tensor
 
     @classmethod
@@ -120,20 +117,19 @@ class Owned:
             ones = torch.ones(ctx.numel, device=ctx.tensors.numels.device)
             ctx.tensors.clear_gaps(ones)
             gaps = (ones[own] == 0).nonzero().squeeze(1)
+            lengths = ones[own].view(-1, BLOCK).sum(1).long()
             ones[: own.start], ones[own.stop :] = 0, 0
             place = ctx.tensors.of_block[own.start // BLOCK : own.stop // BLOCK]
-            ctx.scratch["owned"] = cls(place, ctx.tensors.sum(ones).clamp(min=1), gaps)
+            ctx.scratch["owned"] = cls(place, ctx.tensors.sum(ones).clamp(min=1), lengths, gaps)
         return ctx.scratch["owned"]
 
 
-def rounded(v: Tensor, place: Tensor, numels: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs, and the mean magnitude of each tensor as it travels."""
-    signs, sums = split_signs(v)
+def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:
+    """Of each tensor, as they travel."""
     above, below, _ = tensor_sums(sums, place, len(numels))
-    return signs, ((above + below) / numels).clamp_(max=LARGEST)
+    return ((above + below) / numels).clamp_(max=LARGEST)
 
 
-def decode_into(out: Tensor, how: Put, message: Tensor, place: Tensor, ctx: Context, rank: int) -> None:
-    """Let what `rank` says take effect on `out`, whose blocks belong to the tensors at `place`."""
-    scales, signs = decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank)
-    put_signs(signs, scales, scales, place, out, how)
+def decode(message: Tensor, ctx: Context, rank: int) -> tuple[Tensor, Tensor]:
+    """The scale of each tensor, and the signs of one part."""
+    return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank)

@@ -69,6 +69,7 @@ __all__ = [
     "select_chunks",
     "split_signs",
     "split_sum",
+    "split_sum_of_signs",
     "subtract_at",
     "sums_above",
     "tensor_maxima",
@@ -110,6 +111,7 @@ sums_above = Kernel(torch.sums_above, (takes_float32, native.sums_above))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs))
 split_sum = Kernel(torch.split_sum, (takes_float32, native.split_sum))
+split_sum_of_signs = Kernel(torch.split_sum_of_signs, (native.takes_signs, native.split_sum_of_signs))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))
 finite_maxima = Kernel(torch.finite_maxima, (takes_float32, native.finite_maxima))
 tensor_maxima = Kernel(torch.tensor_maxima, (takes_float32, native.tensor_maxima))

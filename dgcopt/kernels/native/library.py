@@ -119,13 +119,18 @@ def is_flat(tensor: Tensor) -> bool:
 
 def takes_flat(*arguments: Any) -> bool:
     """Whether loops can run over all tensors among the arguments."""
-    return all(is_flat(x) for x in arguments if isinstance(x, Tensor)) and _library() is not None
+    for x in arguments:
+        if isinstance(x, Tensor) and not is_flat(x):
+            return False
+    return _library() is not None
 
 
 def takes_float32(*arguments: Any) -> bool:
     """Whether loops can run over all tensors among the arguments, and floats among them are of float32."""
-    floats = (x for x in arguments if isinstance(x, Tensor) and x.is_floating_point())
-    return all(x.dtype == torch.float32 for x in floats) and takes_flat(*arguments)
+    for x in arguments:
+        if isinstance(x, Tensor) and ((x.is_floating_point() and x.dtype != torch.float32) or not is_flat(x)):
+            return False
+    return _library() is not None
 
 
 def takes_floats(*arguments: Any) -> bool:

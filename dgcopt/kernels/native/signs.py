@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Put
-from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
+from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared, takes_float32
 from .sums import HOW, blocks_of, check_place
 
-__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum"]
+__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs", "takes_signs"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -55,6 +57,45 @@ def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     shared(span, len(out))
     increment_version(out)
     return packed, sums
+
+
+def takes_signs(
+    base: Tensor, packed: Sequence[Tensor], scales: Tensor, place: Tensor, lengths: Tensor, out: Tensor
+) -> bool:
+    """Whether loops can run over all of these tensors."""
+    return takes_float32(base, *packed, scales, place, lengths, out)
+
+
+def split_sum_of_signs(
+    base: Tensor, packed: Sequence[Tensor], scales: Tensor, place: Tensor, lengths: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.split_sum_of_signs`."""
+    blocks = blocks_of(out)
+    check_flat(len(out), base, dtype=torch.float32)
+    check_flat(blocks, lengths, dtype=torch.int64)
+    check_place(place, len(out), scales.shape[1])
+    if blocks and not 0 <= int(lengths.amin()) <= int(lengths.amax()) <= BLOCK:
+        raise ValueError(f"blocks have {int(lengths.amin())} to {int(lengths.amax())} elements of {BLOCK}")
+    if scales.dtype != torch.float32 or len(scales) != len(packed):
+        raise ValueError(f"a row of float32 is needed for each rank, not {tuple(scales.shape)} of {scales.dtype}")
+    for theirs in packed:
+        check_bytes(theirs, len(out) // 8)
+    signs, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
+    loop = function(
+        "split_sum_of_signs", *[Pointer] * 2, Length, Pointer, Length, *[Pointer] * 2, Length, *[Pointer] * 5
+    )
+
+    def span(start: int, stop: int) -> None:
+        block = start // BLOCK
+        rows = torch.tensor([at(theirs, start // 8) for theirs in packed], dtype=torch.int64)
+        by_block = (at(row, block) for row in sums)
+        numbers = (rows.data_ptr(), len(packed), scales.data_ptr(), scales.shape[1])
+        by_place = (at(place, block), at(lengths, block))
+        loop(at(base, start), *numbers, *by_place, stop - start, at(out, start), at(signs, start // 8), *by_block)
+
+    shared(span, len(out))
+    increment_version(out)
+    return signs, sums
 
 
 def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:

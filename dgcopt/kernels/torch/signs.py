@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from ..blocks import BLOCK
 from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put, sum_of_rows
 
-__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum"]
+__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -30,6 +32,21 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
 def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """`split_signs` of x + y, which it writes to `out`."""
     return split_signs(torch.add(x, y, out=out))
+
+
+def split_sum_of_signs(
+    base: Tensor, packed: Sequence[Tensor], scales: Tensor, place: Tensor, lengths: Tensor, out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`split_signs` of what it writes to `out`: `base`, plus what several ranks' signs stand for, in their order.
+
+    In block b those of rank r stand for plus or minus `scales[r, place[b]]`. Only the first `lengths[b]` elements of a
+    block count; the others become zero.
+    """
+    out.copy_(base)
+    for signs, magnitudes in zip(packed, scales, strict=True):
+        put_signs(signs, magnitudes, magnitudes, place, out, "add")
+    out.view(-1, BLOCK)[torch.arange(BLOCK, device=out.device) >= lengths.unsqueeze(1)] = 0
+    return split_signs(out)
 
 
 def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:

@@ -64,6 +64,30 @@ def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
 
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    blocks=blocks,
+    tensors=st.integers(1, 5),
+    ranks=st.integers(0, 4),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_split_sum_of_signs(blocks, tensors, ranks, kind, shift, seed):
+    generator = torch.Generator().manual_seed(seed)
+    base, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
+    packed = [torch.randint(256, (8 * blocks + 3,), generator=generator, dtype=torch.uint8)[3:] for _ in range(ranks)]
+    scales = numbers(ranks * tensors, torch.float32, "normal", seed).view(ranks, tensors)
+    lengths = torch.randint(65, (blocks,), generator=generator)
+    ours, theirs = torch.empty_like(base), torch.empty_like(base)
+    message = native.split_sum_of_signs(base, packed, scales, place, lengths, ours)
+    expected = specification.split_sum_of_signs(base, packed, scales, place, lengths, theirs)
+    for mine, other in zip(message, expected, strict=True):
+        assert torch.equal(mine, other)
+    assert_same_bits(ours, theirs)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(voters=st.integers(1, 9), count=st.integers(0, 40), seed=st.integers(0, 2**20))
 def test_majority(voters, count, seed):
     votes = torch.randint(256, (voters, count), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
@@ -85,6 +109,11 @@ def test_what_they_mean():
     out = torch.full((128,), 100.0)
     kernels.put_signs(packed, above, below, torch.tensor([1, 1]), out, "subtract")
     assert out[:4].tolist() == [93, 104, 93, 93]
+    u, base, ranks = torch.empty(128), torch.full((128,), 0.5), [packed, packed_of_sum]
+    signs, _ = kernels.split_sum_of_signs(
+        base, ranks, torch.tensor([[1.0], [2.0]]), torch.tensor([0, 0]), torch.tensor([5, 0]), u
+    )
+    assert u[:6].tolist() == [-0.5, 1.5, -0.5, 3.5, 3.5, 0] and not u[6:].any() and signs.tolist() == [5, *[0] * 15]
     assert kernels.pack_signs(torch.tensor([0.0, -0.0, -1.0, 1.0]), zero_is_minus=True).tolist() == [7]
     assert kernels.majority(torch.tensor([[1], [3]], dtype=torch.uint8)).tolist() == [-1, 0, *[1] * 6]
 
@@ -96,6 +125,9 @@ def test_what_does_not_fit_is_refused():
         native.split_signs(torch.zeros(65))
     with pytest.raises(ValueError, match="bytes are needed"):
         native.put_signs(torch.zeros(7, dtype=torch.uint8), one, one, torch.tensor([0]), torch.zeros(64), "set")
+    with pytest.raises(ValueError, match="0 to 65 elements of 64"):
+        flat, place = torch.zeros(128), torch.tensor([0, 0])
+        native.split_sum_of_signs(flat, [], torch.zeros(0, 1), place, torch.tensor([0, 65]), flat)
     with pytest.raises(ValueError, match="places from 1 to 1"):
         native.put_signs(torch.zeros(8, dtype=torch.uint8), one, one, torch.tensor([1]), torch.zeros(64), "set")
     with pytest.raises(ValueError, match="flat tensor of 1 elements"):

@@ -52,18 +52,35 @@ TARGET void FN(split_sum)(const float *x, const float *y, int64_t n, float *v, u
     }
 }
 
+/* Let a block's signs take effect: above and below have the bits of what they stand for. */
+INLINE TARGET void FN(put_block)(const uint8_t *packed, int32_t above, int32_t below, float *out, const int how) {
+    for (int half = 0; half < 2; half++) {
+        uint32_t word;
+        memcpy(&word, packed + 4 * half, 4);
+        float *to = out + 32 * half;
+        for (int i = 0; i < 32; i++)
+            to[i] = FN(put)(to[i], FN(of_bits)(above ^ ((above ^ below) & -(int32_t)(word >> i & 1))), how);
+    }
+}
+
+TARGET void FN(split_sum_of_signs)(const float *base, const uint8_t *const *packed, int64_t ranks, const float *scales,
+                                   int64_t tensors, const int64_t *place, const int64_t *lengths, int64_t n, float *v,
+                                   uint8_t *signs, float *above, float *below, float *minuses) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, base += BLOCK) {
+        memcpy(v, base, BLOCK * sizeof(float));
+        for (int64_t rank = 0; rank < ranks; rank++) {
+            float scale = scales[rank * tensors + place[b]];
+            FN(put_block)(packed[rank] + b * (BLOCK / 8), FN(bits_of)(scale), FN(bits_of)(-scale), v, 1);
+        }
+        for (int64_t i = lengths[b]; i < BLOCK; i++) v[i] = 0;
+        FN(split_block)(v, signs + b * (BLOCK / 8), above + b, below + b, minuses + b);
+    }
+}
+
 INLINE TARGET void FN(put_signs_how)(const uint8_t *packed, const float *above, const float *below,
                                      const int64_t *place, int64_t n, float *out, const int how) {
-    for (int64_t b = 0; b < n / BLOCK; b++, out += BLOCK, packed += BLOCK / 8) {
-        int32_t plus = FN(bits_of)(above[place[b]]), change = plus ^ FN(bits_of)(-below[place[b]]);
-        for (int half = 0; half < 2; half++) {
-            uint32_t word;
-            memcpy(&word, packed + 4 * half, 4);
-            float *to = out + 32 * half;
-            for (int i = 0; i < 32; i++)
-                to[i] = FN(put)(to[i], FN(of_bits)(plus ^ (change & -(int32_t)(word >> i & 1))), how);
-        }
-    }
+    for (int64_t b = 0; b < n / BLOCK; b++, out += BLOCK, packed += BLOCK / 8)
+        FN(put_block)(packed, FN(bits_of)(above[place[b]]), FN(bits_of)(-below[place[b]]), out, how);
 }
 
 TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float *below, const int64_t *place,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from ..kernels import LARGEST, minmax_codes, minmax_ends, put_minmax
+from ..kernels import LARGEST, minmax_codes, minmax_ends, minmax_of_mean, put_minmax
 
 __all__ = ["MinMaxUInt8"]
 
@@ -43,11 +43,16 @@ class MinMaxUInt8:
     def encode(self, chunks: Tensor) -> Tensor:
         """Messages `[chunks, nbytes]`, uint8, of `[chunks, length]` values of any floating dtype."""
         messages = torch.empty(len(chunks), self.nbytes, dtype=torch.uint8, device=chunks.device)
-        for values, message in zip(chunks, messages, strict=True):
-            ends = minmax_ends(values)
-            message[:_HEADER] = ends.view(torch.uint8)
-            minmax_codes(values, ends, message[_HEADER:])
+        ends = minmax_ends(chunks)
+        messages[:, :_HEADER] = ends.view(torch.uint8)
+        minmax_codes(chunks, ends, messages[:, _HEADER:])
         return messages
+
+    def encode_mean(self, ends: Tensor, codes: Tensor, divisor: int) -> Tensor:
+        """`encode` of the sum of what `ranks` sent, as `parts` has it, over `divisor`. Shape `[1, nbytes]`."""
+        message = torch.empty(1, self.nbytes, dtype=torch.uint8, device=codes.device)
+        message[0, :_HEADER] = minmax_of_mean(codes, ends, divisor, message[0, _HEADER:]).view(torch.uint8)
+        return message
 
     def decode(self, messages: Tensor, ranks: Sequence[int]) -> Tensor:
         """The values `[chunks, length]`, float32, of messages that came from `ranks`.
@@ -55,12 +60,12 @@ class MinMaxUInt8:
         Raises PayloadError if length or range cannot be right. Waits for the device.
         """
         chunks = torch.empty(len(ranks), self.length, device=messages.device)
-        for (ends, codes), values in zip(self.parts(messages, ranks), chunks, strict=True):
+        for ends, codes, values in zip(*self.parts(messages, ranks), chunks, strict=True):
             put_minmax(codes, ends, values, "set")
         return chunks
 
-    def parts(self, messages: Tensor, ranks: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The ends and the codes of messages that came from `ranks`, as `dgcopt.kernels.put_minmax` takes them.
+    def parts(self, messages: Tensor, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The ends `[chunks, 2]` and the codes `[chunks, length]` of messages that came from `ranks`.
 
         Raises PayloadError if length or range cannot be right. Waits for the device.
         """
@@ -77,4 +82,4 @@ class MinMaxUInt8:
                     f"the message from rank {rank} holds a range that is not finite, too large or upside down: it was "
                     f"damaged on the way, or that rank runs another version"
                 )
-        return list(zip(ends, messages[:, _HEADER:], strict=True))
+        return ends, messages[:, _HEADER:]

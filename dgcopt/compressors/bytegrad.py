@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -51,25 +51,21 @@ class ByteGrad(Compressor):
         v = ctx.add_residual(grad) if self.error_feedback else result
         messages = code.encode(into_chunks(v, ctx))
         if self.error_feedback:
-            put_chunks(code.parts(messages, [ctx.rank] * ctx.size), v, "subtract", ctx)
+            put_chunks(*code.parts(messages, [ctx.rank] * ctx.size), v, "subtract", ctx)
 
         arrived = yield AllToAll(messages)
-        mean = torch.empty(code.length, device=v.device)
-        for rank, (ends, codes) in enumerate(code.parts(arrived, ranks)):
-            put_minmax(codes, ends, mean, "add" if rank else "set")
-        mean /= ctx.divisor
-        message = code.encode(mean.unsqueeze(0))
+        ends, codes = code.parts(arrived, ranks)
+        message = code.encode_mean(ends, codes, ctx.divisor)
         if self.error_feedback:
-            ((ends, codes),) = code.parts(message, [ctx.rank])
-            put_minmax(codes, ends, mean, "subtract")
-            mean *= ctx.divisor
+            mean = functools.reduce(torch.add, code.decode(arrived, ranks)).div_(ctx.divisor)
+            error = mean.sub_(code.decode(message, [ctx.rank])[0]).mul_(ctx.divisor)
             for chunk, place, span in pieces(ctx):
                 if chunk == ctx.rank:
-                    v[span] += mean[place : place + span.stop - span.start]
+                    v[span] += error[place : place + span.stop - span.start]
             ctx.keep_residual(v)
 
         means = yield AllGather(message[0])
-        put_chunks(code.parts(means, ranks), result, "set", ctx)
+        put_chunks(*code.parts(means, ranks), result, "set", ctx)
         return result
 
     def payload_bytes(self, ctx: Context) -> int:
@@ -115,11 +111,10 @@ def into_chunks(flat: Tensor, ctx: Context) -> Tensor:
     return whole.view(ctx.size, -1)
 
 
-def put_chunks(parts: Sequence[tuple[Tensor, Tensor]], flat: Tensor, how: Put, ctx: Context) -> None:
+def put_chunks(ends: Tensor, codes: Tensor, flat: Tensor, how: Put, ctx: Context) -> None:
     """Let what all chunks' ends and codes stand for take effect on the flat tensor; gaps stay."""
     for chunk, place, span in pieces(ctx):
-        ends, codes = parts[chunk]
-        put_minmax(codes[place : place + span.stop - span.start], ends, flat[span], how)
+        put_minmax(codes[chunk, place : place + span.stop - span.start], ends[chunk], flat[span], how)
 
 
 def out_of_chunks(chunks: Tensor, ctx: Context) -> Tensor:

@@ -44,6 +44,7 @@ __all__ = [
     "majority",
     "minmax_codes",
     "minmax_ends",
+    "minmax_of_mean",
     "mix",
     "nearest_levels",
     "of_levels",
@@ -99,8 +100,9 @@ rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))
 rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack))
 rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack))
 tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums))
-minmax_codes = Kernel(torch.minmax_codes, (takes_float32, native.minmax_codes))
-minmax_ends = Kernel(torch.minmax_ends, (takes_float32, native.minmax_ends))
+minmax_codes = Kernel(torch.minmax_codes, (native.takes_rows, native.minmax_codes))
+minmax_ends = Kernel(torch.minmax_ends, (native.takes_rows, native.minmax_ends))
+minmax_of_mean = Kernel(torch.minmax_of_mean, (native.takes_rows, native.minmax_of_mean))
 put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
 select_chunks = Kernel(torch.select_chunks, (takes_floats, native.select_chunks))
 nearest_levels = Kernel(torch.nearest_levels, (takes_float32, native.nearest_levels))

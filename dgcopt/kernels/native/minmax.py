@@ -1,4 +1,4 @@
-"""256 levels between the smallest and the largest value of a chunk, in C."""
+"""256 levels between the smallest and the largest value of a row, in C."""
 
 from __future__ import annotations
 
@@ -7,44 +7,60 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..torch import Put
-from .library import Int, Length, Pointer, at, check_flat, function, shared
+from .library import Float, Int, Length, Pointer, at, check_flat, function, instructions, shared
 from .sums import HOW
 
-__all__ = ["minmax_codes", "minmax_ends", "put_minmax"]
+__all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax", "takes_rows"]
 
 
-def minmax_ends(values: Tensor) -> Tensor:
+def takes_rows(*arguments: Tensor | int) -> bool:
+    """Whether loops can run over tensors, of bytes or float32, whose rows may lie apart."""
+    for x in arguments:
+        if isinstance(x, Tensor) and not (x.is_cpu and x.layout is torch.strided and x.stride(-1) == 1):
+            return False
+        if isinstance(x, Tensor) and x.dtype not in (torch.float32, torch.uint8):
+            return False
+    return bool(instructions())
+
+
+def minmax_ends(rows: Tensor) -> Tensor:
     """See `dgcopt.kernels.torch.minmax_ends`."""
-    check_flat(len(values), values, dtype=torch.float32)
-    if not len(values):
+    _check_rows(rows, len(rows), torch.float32)
+    count, length = rows.shape
+    if not length:
         raise ValueError("no values have neither a smallest nor a largest")
     parts: list[Tensor] = []
-    loop = function("minmax_ends", Pointer, Length, Pointer)
+    loop = function("minmax_ends", Pointer, Length, Length, Length, Pointer)
 
     def span(start: int, stop: int) -> None:
-        ends = torch.empty(2)
-        loop(at(values, start), stop - start, ends.data_ptr())
+        ends = torch.empty(count, 2)
+        loop(at(rows, start), count, rows.stride(0), stop - start, ends.data_ptr())
         parts.append(ends)
 
-    shared(span, len(values))
-    every = torch.stack(parts)
-    return torch.stack((every[:, 0].amin(), every[:, 1].amax()))
+    shared(span, length)
+    return _outermost(parts)
 
 
-def minmax_codes(values: Tensor, ends: Tensor, codes: Tensor) -> None:
+def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
     """See `dgcopt.kernels.torch.minmax_codes`."""
-    _check(values, ends, codes)
-    loop = function("minmax_codes", Pointer, Length, Pointer, Pointer)
+    count, length = rows.shape
+    _check_rows(rows, count, torch.float32)
+    _check_rows(codes, count, torch.uint8, length)
+    check_flat(2 * count, ends.view(-1), dtype=torch.float32)
+    loop = function("minmax_codes", Pointer, Length, Length, Length, Pointer, Pointer, Length)
 
     def span(start: int, stop: int) -> None:
-        loop(at(values, start), stop - start, ends.data_ptr(), at(codes, start))
+        of_rows = (at(rows, start), count, rows.stride(0), stop - start)
+        loop(*of_rows, ends.data_ptr(), at(codes, start), codes.stride(0))
 
-    shared(span, len(values))
+    shared(span, length)
 
 
 def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
     """See `dgcopt.kernels.torch.put_minmax`."""
-    _check(out, ends, codes)
+    check_flat(len(out), out, dtype=torch.float32)
+    check_flat(2, ends, dtype=torch.float32)
+    check_flat(len(out), codes, dtype=torch.uint8)
     loop = function("put_minmax", Pointer, Length, Pointer, Pointer, Int)
 
     def span(start: int, stop: int) -> None:
@@ -54,7 +70,43 @@ def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
     increment_version(out)
 
 
-def _check(values: Tensor, ends: Tensor, codes: Tensor) -> None:
-    check_flat(len(values), values, dtype=torch.float32)
-    check_flat(2, ends, dtype=torch.float32)
-    check_flat(len(values), codes, dtype=torch.uint8)
+def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.minmax_of_mean`."""
+    ranks, length = codes.shape
+    _check_rows(codes, ranks, torch.uint8)
+    check_flat(2 * ranks, ends.view(-1), dtype=torch.float32)
+    check_flat(length, out, dtype=torch.uint8)
+    if not ranks or not length:
+        raise ValueError("no values have neither a mean nor a smallest nor a largest")
+    parts: list[Tensor] = []
+    of_codes = (Pointer, Length, Length, Pointer, Float, Length)
+    find = function("minmax_ends_of_mean", *of_codes, Pointer)
+    write = function("minmax_codes_of_mean", *of_codes, Pointer, Pointer)
+
+    def mean(start: int, stop: int) -> tuple[int | float | None, ...]:
+        return at(codes, start), ranks, codes.stride(0), ends.data_ptr(), divisor, stop - start
+
+    def find_ends(start: int, stop: int) -> None:
+        parts.append(torch.empty(1, 2))
+        find(*mean(start, stop), parts[-1].data_ptr())
+
+    def write_codes(start: int, stop: int) -> None:
+        write(*mean(start, stop), of_mean.data_ptr(), at(out, start))
+
+    shared(find_ends, length)
+    of_mean = _outermost(parts)[0]
+    shared(write_codes, length)
+    return of_mean
+
+
+def _outermost(parts: list[Tensor]) -> Tensor:
+    """The ends of rows whose parts have these."""
+    every = torch.stack(parts)
+    return torch.stack((every[..., 0].amin(0), every[..., 1].amax(0)), 1)
+
+
+def _check_rows(rows: Tensor, count: int, dtype: torch.dtype, length: int | None = None) -> None:
+    """Raises ValueError before a loop could read or write what is not there."""
+    wanted = (count, rows.shape[-1] if length is None else length)
+    if rows.dim() != 2 or rows.shape != wanted or rows.dtype != dtype or rows.stride(-1) != 1:
+        raise ValueError(f"rows of {dtype}, {wanted}, are needed, not {tuple(rows.shape)} of {rows.dtype}")

@@ -1,4 +1,4 @@
-"""256 levels between the smallest and the largest value of a chunk."""
+"""256 levels between the smallest and the largest value of a row."""
 
 from __future__ import annotations
 
@@ -7,32 +7,46 @@ from torch import Tensor
 
 from .sums import Put, finite, put
 
-__all__ = ["minmax_codes", "minmax_ends", "put_minmax"]
+__all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax"]
 
 _TOP = 255
 _EPSILON = 1e-7
 
 
-def minmax_ends(values: Tensor) -> Tensor:
-    """The smallest and the largest of flat values, float32 `[2]`; NaN and Inf count as zero, -0 is written as 0."""
-    return torch.stack(finite(values).aminmax()) + 0.0
+def minmax_ends(rows: Tensor) -> Tensor:
+    """The smallest and the largest of each row of values, float32 `[rows, 2]`.
+
+    NaN and Inf count as zero, -0 is written as 0.
+    """
+    return torch.stack(finite(rows).aminmax(dim=1), 1) + 0.0
 
 
-def minmax_codes(values: Tensor, ends: Tensor, codes: Tensor) -> None:
-    """Write the level of each value, uint8, into `codes`; see `dgcopt.coding.minmax`."""
+def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
+    """Write the level of each value, uint8, into the rows of `codes`; see `dgcopt.coding.minmax`."""
     scale, upper = _levels(ends)
-    levels = (finite(values) * scale).round_().minimum(upper) - (upper - _TOP)
+    levels = (finite(rows) * scale).round_().minimum(upper) - (upper - _TOP)
     codes.copy_(levels.clamp_(0, _TOP))
 
 
 def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
-    """Let the values that `codes` stand for take effect on `out`."""
-    scale, upper = _levels(ends)
+    """Let the values that flat `codes` between two ends stand for take effect on `out`."""
+    (scale,), (upper,) = _levels(ends.unsqueeze(0))
     put((codes.float() + (upper - _TOP)) / scale, out, how)
 
 
+def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:
+    """The ends of the sum over `divisor` of what the rows of `codes` stand for, in order; `out` becomes its codes."""
+    mean = torch.empty(len(out), device=out.device)
+    for rank, (theirs, of) in enumerate(zip(codes, ends, strict=True)):
+        put_minmax(theirs, of, mean, "add" if rank else "set")
+    rows = mean.div_(divisor).unsqueeze(0)
+    ends = minmax_ends(rows)
+    minmax_codes(rows, ends, out.unsqueeze(0))
+    return ends[0]
+
+
 def _levels(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """By what values are multiplied, and the highest level."""
-    low, high = ends
+    """By what the values of each row are multiplied, and its highest level."""
+    low, high = ends.split(1, dim=1)
     scale = torch.full_like(high, _TOP) / (high - low + _EPSILON)  # a number over a tensor is rounded twice
     return scale, (high * scale).round()

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
 
+from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
@@ -15,39 +16,58 @@ from dgcopt.kernels import torch as specification
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    numel=st.one_of(st.integers(1, 300), st.just(140_001)),
+    rows=st.integers(0, 4),
+    numel=st.one_of(st.integers(1, 300), st.just(2000), st.just(140_001)),
     offset=st.sampled_from([0.0, 1.0, -3.7, 1e6, 1e30]),
     kind=st.sampled_from(KINDS),
     how=st.sampled_from(["set", "add", "subtract"]),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_minmax(numel, offset, kind, how, shift, seed):
-    values = (numbers(numel + shift, torch.float32, kind, seed) + offset)[shift:]
+def test_minmax(rows, numel, offset, kind, how, shift, seed):
+    flat = numbers(rows * (numel + shift), torch.float32, kind, seed) + offset
+    values = flat.view(rows, numel + shift)[:, shift:]
     ends = native.minmax_ends(values)
     assert_same_bits(ends, specification.minmax_ends(values))
-    ours, theirs = torch.empty(numel, dtype=torch.uint8), torch.empty(numel, dtype=torch.uint8)
+    ours, theirs = (torch.empty(rows, 8 + numel, dtype=torch.uint8)[:, 8:] for _ in range(2))
     native.minmax_codes(values, ends, ours)
     specification.minmax_codes(values, ends, theirs)
     assert torch.equal(ours, theirs)
-    mine, other = values.clone(), values.clone()
-    native.put_minmax(ours, ends, mine, how)
-    specification.put_minmax(theirs, ends, other, how)
-    assert_same_bits(mine, other)
+    for row, of_row, its_ends in zip(values, ours, ends, strict=True):
+        mine, other = row.clone(), row.clone()
+        native.put_minmax(of_row, its_ends, mine, how)
+        specification.put_minmax(of_row, its_ends, other, how)
+        assert_same_bits(mine, other)
+    if not rows:
+        return
+    for divisor in (1, 3):
+        mine, other = torch.empty(numel, dtype=torch.uint8), torch.empty(numel, dtype=torch.uint8)
+        assert_same_bits(
+            native.minmax_of_mean(ours, ends, divisor, mine), specification.minmax_of_mean(ours, ends, divisor, other)
+        )
+        assert torch.equal(mine, other)
 
 
 def test_what_they_mean():
-    values, codes = torch.tensor([0.0, 255.0, 100.25, -0.0]), torch.empty(4, dtype=torch.uint8)
-    ends = specification.minmax_ends(values)
-    specification.minmax_codes(values, ends, codes)
-    assert ends.tolist() == [0, 255] and codes.tolist() == [0, 255, 100, 0]
+    values, codes = torch.tensor([[0.0, 255, 100.25, -0.0], [0, 510, 0, 0]]), torch.empty(2, 4, dtype=torch.uint8)
+    ends, mean = kernels.minmax_ends(values), torch.empty(4, dtype=torch.uint8)
+    kernels.minmax_codes(values, ends, codes)
+    assert ends.tolist() == [[0, 255], [0, 510]] and codes.tolist() == [[0, 255, 100, 0], [0, 255, 0, 0]]
+    of_mean = kernels.minmax_of_mean(codes, ends, 3, mean)
+    assert of_mean.tolist() == [0, 255] and mean.tolist() == [0, 255, 33, 0]
 
 
 @built
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="flat tensor of 2"):
-        native.minmax_codes(torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.uint8))
+        native.minmax_codes(torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"\(1, 3\), are needed, not \(1, 2\)"):
+        native.minmax_codes(torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="neither a mean"):
+        native.minmax_of_mean(
+            torch.zeros(0, 3, dtype=torch.uint8), torch.zeros(0, 2), 1, torch.zeros(3, dtype=torch.uint8)
+        )
     with pytest.raises(ValueError, match="flat tensor of 3"):
         native.put_minmax(torch.zeros(2, dtype=torch.uint8), torch.zeros(2), torch.zeros(3), "set")
     with pytest.raises(ValueError, match="smallest"):
-        native.minmax_ends(torch.zeros(0))
+        native.minmax_ends(torch.zeros(1, 0))

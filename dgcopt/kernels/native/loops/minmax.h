@@ -1,23 +1,36 @@
-/* 256 levels between the smallest and the largest value of a chunk. */
+/* 256 levels between the smallest and the largest value of a row. */
 
 /* Floats as integers of the same order, and back. */
 INLINE TARGET int32_t FN(ordered)(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
-/* ends[0], ends[1]: the smallest and the largest of n > 0 values, 0 for -0. */
-TARGET void FN(minmax_ends)(const float *v, int64_t n, float *ends) {
-    int32_t low = INT32_MAX, high = INT32_MIN;
+/* The smallest and the largest of values so far, as such integers. */
+INLINE TARGET void FN(widen)(const float *v, int64_t n, int32_t *low, int32_t *high) {
+    int32_t least = *low, most = *high;
     for (int64_t i = 0; i < n; i++) {
         int32_t key = FN(ordered)(FN(finite)(v[i]));
-        low = key < low ? key : low;
-        high = key > high ? key : high;
+        least = key < least ? key : least;
+        most = key > most ? key : most;
     }
+    *low = least, *high = most;
+}
+
+/* As floats, 0 for -0. */
+INLINE TARGET void FN(write_ends)(int32_t low, int32_t high, float *ends) {
     ends[0] = FN(of_bits)(FN(ordered)(low)) + 0.0f;
     ends[1] = FN(of_bits)(FN(ordered)(high)) + 0.0f;
 }
 
+TARGET void FN(minmax_ends)(const float *v, int64_t rows, int64_t stride, int64_t n, float *ends) {
+    for (; rows > 0; rows--, v += stride, ends += 2) {
+        int32_t low = INT32_MAX, high = INT32_MIN;
+        FN(widen)(v, n, &low, &high);
+        FN(write_ends)(low, high, ends);
+    }
+}
+
 INLINE TARGET float FN(minmax_scale)(const float *ends) { return 255.0f / (ends[1] - ends[0] + 1e-7f); }
 
-TARGET void FN(minmax_codes)(const float *v, int64_t n, const float *ends, uint8_t *codes) {
+INLINE TARGET void FN(codes_of_row)(const float *v, int64_t n, const float *ends, uint8_t *codes) {
     float scale = FN(minmax_scale)(ends), upper = __builtin_rintf(ends[1] * scale), lower = upper - 255.0f;
     for (int64_t i = 0; i < n; i++) {
         float level = __builtin_rintf(FN(of_bits)(FN(finite)(v[i])) * scale);
@@ -25,6 +38,11 @@ TARGET void FN(minmax_codes)(const float *v, int64_t n, const float *ends, uint8
         level = level < 0.0f ? 0.0f : level > 255.0f ? 255.0f : level;
         codes[i] = (uint8_t)(int32_t)level;
     }
+}
+
+TARGET void FN(minmax_codes)(const float *v, int64_t rows, int64_t stride, int64_t n, const float *ends,
+                             uint8_t *codes, int64_t codes_stride) {
+    for (; rows > 0; rows--, v += stride, ends += 2, codes += codes_stride) FN(codes_of_row)(v, n, ends, codes);
 }
 
 INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const float *ends, float *out, const int how) {
@@ -36,4 +54,36 @@ TARGET void FN(put_minmax)(const uint8_t *codes, int64_t n, const float *ends, f
 #define CALL(how) FN(put_minmax_how)(codes, n, ends, out, how);
     EVERY_HOW(CALL)
 #undef CALL
+}
+
+/* PIECE elements of a mean that is not kept: it is found twice, once for its ends and once for its codes. */
+INLINE TARGET void FN(mean_of_rows)(const uint8_t *codes, int64_t ranks, int64_t stride, const float *ends,
+                                    float divisor, int64_t n, float *mean) {
+    FN(put_minmax_how)(codes, n, ends, mean, 0);
+    for (int64_t rank = 1; rank < ranks; rank++)
+        FN(put_minmax_how)(codes + rank * stride, n, ends + 2 * rank, mean, 1);
+    if (divisor != 1)
+        for (int64_t i = 0; i < n; i++) mean[i] /= divisor;
+}
+
+TARGET void FN(minmax_ends_of_mean)(const uint8_t *codes, int64_t ranks, int64_t stride, const float *ends,
+                                    float divisor, int64_t n, float *of_mean) {
+    int32_t low = INT32_MAX, high = INT32_MIN;
+    float mean[PIECE];
+    for (int64_t left; n > 0; n -= PIECE, codes += PIECE) {
+        left = n < PIECE ? n : PIECE;
+        FN(mean_of_rows)(codes, ranks, stride, ends, divisor, left, mean);
+        FN(widen)(mean, left, &low, &high);
+    }
+    FN(write_ends)(low, high, of_mean);
+}
+
+TARGET void FN(minmax_codes_of_mean)(const uint8_t *codes, int64_t ranks, int64_t stride, const float *ends,
+                                     float divisor, int64_t n, const float *of_mean, uint8_t *out) {
+    float mean[PIECE];
+    for (int64_t left; n > 0; n -= PIECE, codes += PIECE, out += PIECE) {
+        left = n < PIECE ? n : PIECE;
+        FN(mean_of_rows)(codes, ranks, stride, ends, divisor, left, mean);
+        FN(codes_of_row)(mean, left, of_mean, out);
+    }
 }

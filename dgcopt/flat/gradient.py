@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import BLOCK, copy_scaled
+from ..kernels import BLOCK, Parts, add_at, copy_scaled
 from .buckets import Bucket
 from .segments import Segment
 
@@ -89,6 +89,16 @@ class SparseSum:
             flat.index_add_(0, positions, values.to(flat.dtype))
         return flat
 
+    def add_to_parts(self, parts: Parts, factor: float) -> tuple[Tensor, Tensor]:
+        """Add `factor` times the sum to a flat gradient that lies apart.
+
+        Returns all positions, some of them twice, and what the gradient is there then.
+        """
+        if not self.messages:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+        positions, values = (torch.cat(column) for column in zip(*self.messages, strict=True))
+        return positions, add_at(parts, positions, values if factor == 1 else values * factor)
+
 
 class LocalGradient:
     """One rank's gradient of a bucket, read where it lies: in one piece, or where autograd left its parts.
@@ -145,6 +155,24 @@ class Flat:
 
 
 @dataclass(eq=False)
+class Touched:
+    """The gradients of a bucket as a sparse sum left them: `values` at `positions` of the flat one, else zero."""
+
+    bucket: GradientBucket
+    positions: Tensor
+    values: Tensor
+    grads: Sequence[Tensor | None]
+    versions: Sequence[int]
+
+    def unchanged(self) -> Iterator[tuple[int, Segment]]:
+        """Parameters whose gradient nobody has changed since, and their places in the bucket."""
+        for place, segment in enumerate(self.bucket.segments):
+            grad = segment.param.grad
+            if grad is not None and grad is self.grads[place] and grad._version == self.versions[place]:
+                yield place, segment
+
+
+@dataclass(eq=False)
 class GradientBucket(Bucket):
     """A bucket with its gradients, on their way into an exchange and out of it.
 
@@ -153,16 +181,19 @@ class GradientBucket(Bucket):
     one. There are two of these where gradients are set to zero and not to None: one of them holds what was averaged,
     and is added to, while the other is sent.
 
-    Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one.
+    Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one;
+    `touched`, what a sparse sum has left, until the step is over.
     """
 
     in_place: bool = False
 
     def __post_init__(self) -> None:
+        self._starts = torch.tensor([segment.start for segment in self.segments])
+        self._stops = torch.tensor([segment.stop for segment in self.segments])
         self._sent: Flat | None = None
         self._other: Flat | None = None
         self._local: LocalGradient | None = None
-        self._touched: list[tuple[Segment, Tensor, Tensor, int]] = []
+        self.touched: Touched | None = None
 
     @property
     def grad(self) -> Tensor:
@@ -222,7 +253,7 @@ class GradientBucket(Bucket):
         flat = result if factor == 1 else result * factor
         if flat.dtype != self.segments[0].param.dtype:
             flat = self.grad.copy_(flat)
-        self._touched = []
+        self.touched = None
         sent = self._sent is not None and _same_memory(self._sent.tensor, flat)
         parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
         for place, segment in enumerate(self.segments):
@@ -236,23 +267,21 @@ class GradientBucket(Bucket):
 
     def _scatter(self, result: SparseSum, used: Sequence[bool] | None, factor: float) -> None:
         """Write a sum over the gradients where autograd left them, so that it needs no memory of its own."""
-        starts = torch.tensor([s.start for s in self.segments], device=self.segments[0].param.device)
-        cuts = [[*torch.searchsorted(p, starts).tolist(), len(p)] for p, _ in result.messages]
-        self._touched = []
+        left: list[Tensor | None] = []
         for place, segment in enumerate(self.segments):
             if used is not None and not used[place]:
                 segment.param.grad = None
-                continue
-            flat = self._cleared(segment)
-            touched = []
-            for (positions, values), cut in zip(result.messages, cuts, strict=True):
-                span = slice(cut[place], cut[place + 1])
-                here = positions[span] - segment.start
-                flat.index_add_(0, here, (values[span] if factor == 1 else values[span] * factor).to(flat.dtype))
-                touched.append(here)
-            grad = segment.param.grad
-            assert grad is not None
-            self._touched.append((segment, torch.cat(touched), grad, grad._version))
+                left.append(None)
+            else:
+                left.append(self._cleared(segment))
+        changes = result.add_to_parts(self.parts(left), factor)
+        grads = [segment.param.grad for segment in self.segments]
+        versions = [0 if grad is None else grad._version for grad in grads]
+        self.touched = Touched(self, *changes, grads, versions)
+
+    def parts(self, tensors: Sequence[Tensor | None]) -> Parts:
+        """Flat tensors of the parameters, as parts of one."""
+        return Parts(tensors, self._starts, self._stops)
 
     def _cleared(self, segment: Segment) -> Tensor:
         """The parameter's gradient, made zero where it lies, or a new one where that cannot be; flat."""
@@ -265,18 +294,9 @@ class GradientBucket(Bucket):
         param.grad = Segment(segment.name, param, 0).view(flat)  # in whatever order the bucket has its elements
         return flat
 
-    def touched(self) -> Iterator[tuple[Segment, Tensor]]:
-        """Parameters whose gradient is as a sparse sum left it, and the only positions where it is not zero.
-
-        Positions are in `Segment.flatten`'s order, and may be named twice.
-        """
-        for segment, positions, grad, version in self._touched:
-            if segment.param.grad is grad and grad._version == version:
-                yield segment, positions
-
     def let_go(self) -> None:
         """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""
-        self._local, self._touched = None, []
+        self._local = self.touched = None
 
 
 def _is_plain(grad: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch import Tensor
 from ..kernels import BLOCK
 
 __all__ = ["PerTensor", "Segment"]
+
+IN_ROWS = torch.contiguous_format
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,24 +39,26 @@ class Segment:
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of `flat`, in its shape and, where it is channels-last, in its memory order."""
-        span, param = flat[self.start : self.stop], self.param
-        if self._order is torch.contiguous_format:
-            return span.view(param.shape)
-        return span.as_strided(param.shape, param.stride())
+        span, (order, strides) = flat[self.start : self.stop], self._lies
+        return span.view(self.param.shape) if order is IN_ROWS else span.as_strided(self.param.shape, strides)
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The inverse of `view`, for a tensor of the parameter's shape: an alias of it, unless it lies otherwise."""
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        return tensor.detach().contiguous(memory_format=self._order).as_strided((self.numel,), (1,))
+        order, _ = self._lies
+        if order is IN_ROWS:
+            return tensor.detach().reshape(-1)
+        return tensor.detach().contiguous(memory_format=order).as_strided((self.numel,), (1,))
 
-    @property
-    def _order(self) -> torch.memory_format:
+    @cached_property
+    def _lies(self) -> tuple[torch.memory_format, tuple[int, ...]]:
+        """The memory order that the parameter had when this was asked first, and so its memory has, and the strides."""
         param = self.param
         for order, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
             if param.dim() == dims and not param.is_contiguous() and param.is_contiguous(memory_format=order):
-                return order
-        return torch.contiguous_format
+                return order, param.stride()
+        return IN_ROWS, ()
 
 
 class PerTensor:

@@ -18,14 +18,12 @@ __all__ = ["Part", "Travelling", "parts_of"]
 class Part:
     """Parameters of one DDP bucket that travel together: `places` in that bucket.
 
-    `shift` is what each segment's positions are moved by to be those in DDP's buffer; None where DDP lays out some
-    parameter's elements in another order.
+    `takes_sums`: sparse sums are added where DDP has gradients, on a CPU, if it lays out elements as the bucket does.
     """
 
     bucket: GradientBucket
     places: list[int]
-    starts: Tensor
-    shift: Tensor | None
+    takes_sums: bool
 
     def fill(self, grads: Sequence[Tensor], factor: float) -> Tensor:
         """Copy gradients into their bucket, if they do not stay where DDP has them.
@@ -54,17 +52,15 @@ class Travelling:
     def write(self, result: Tensor | SparseSum, local: LocalGradient | None, used: list[bool], scale: float) -> None:
         """Make the gradients in DDP's memory the result times `scale`; zero for a parameter that no rank has used."""
         assert self.part is not None
-        bucket, shift = self.part.bucket, self.part.shift
-        if isinstance(result, SparseSum) and shift is None:
+        bucket = self.part.bucket
+        if isinstance(result, SparseSum) and not self.part.takes_sums:
             result = result.add_to(bucket.grad.zero_())
         if isinstance(result, SparseSum):
-            assert shift is not None
             for segment, grad in zip(bucket.segments, self.grads, strict=True):
                 if local is None or not local.is_clear(segment):
                     grad.zero_()
-            for positions, values in result.messages:
-                there = positions + shift[torch.searchsorted(self.part.starts, positions, right=True) - 1]
-                self.buffer.index_add_(0, there, (values * scale).to(self.buffer.dtype))
+            flat = [segment.flatten(grad) for segment, grad in zip(bucket.segments, self.grads, strict=True)]
+            result.add_to_parts(bucket.parts(flat), scale)
         else:
             for segment, grad in zip(bucket.segments, self.grads, strict=True):
                 grad.copy_(segment.view(result))
@@ -78,7 +74,6 @@ class Travelling:
 def parts_of(
     names: dict[Tensor, str],
     grads: Sequence[Tensor],
-    buffer: Tensor,
     kind_of: Callable[[str, Tensor], Hashable],
     in_place: Callable[[Hashable], bool],
     first: int,
@@ -87,7 +82,7 @@ def parts_of(
 
     Args:
         names: its parameters and their names.
-        grads: views of their gradients in its `buffer`.
+        grads: views of their gradients in DDP's memory.
         kind_of: which parameters may travel together; see `build_buckets`.
         in_place: for which kinds gradients stay where they are, on a CPU.
         first: the index of the first part among all that are exchanged.
@@ -98,12 +93,9 @@ def parts_of(
         bucket = replace(made, index=first + len(parts))
         bucket.in_place = bucket.is_cpu and in_place(bucket.kind)
         places = [order.index(segment.name) for segment in bucket.segments]
-        offsets = [grads[place].storage_offset() - buffer.storage_offset() for place in places]
-        is_flat = all(
+        takes_sums = bucket.is_cpu and all(
             segment.flatten(grads[place]).data_ptr() == grads[place].data_ptr()
             for segment, place in zip(bucket.segments, places, strict=True)
         )
-        starts = torch.tensor([segment.start for segment in bucket.segments], device=buffer.device)
-        shift = torch.tensor(offsets, device=buffer.device) - starts if is_flat else None
-        parts.append(Part(bucket, places, starts, shift))
+        parts.append(Part(bucket, places, takes_sums))
     return parts

@@ -261,7 +261,7 @@ class HookState:
             return not self.compressor.whole_model and self.compressor.in_place(kind)
 
         first = len(self._flights)
-        parts = parts_of(by_name, bucket.gradients(), bucket.buffer(), self.compressor.kind, stays, first)
+        parts = parts_of(by_name, bucket.gradients(), self.compressor.kind, stays, first)
         for part in parts:
             self._contexts[part] = context_of(part.bucket, comm, "average", self._store)
         self._store.forget(names)

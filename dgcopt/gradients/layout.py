@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective
 from ..flat.buckets import build_buckets
-from ..flat.gradient import GradientBucket
-from ..flat.segments import Segment
+from ..flat.gradient import GradientBucket, Touched
 
 __all__ = ["Layout", "lay_out"]
 
@@ -42,10 +41,11 @@ class Layout:
         same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
         return same and not any(param in self.place for param in sparse)
 
-    def touched(self) -> Iterator[tuple[Segment, Tensor]]:
-        """Parameters whose gradient is zero except at the positions beside them; see `GradientBucket.touched`."""
+    def touched(self) -> Iterator[Touched]:
+        """Gradients that are zero but at a few positions."""
         for bucket in self.buckets:
-            yield from bucket.touched()
+            if bucket.touched is not None:
+                yield bucket.touched
 
     def let_go(self) -> None:
         """The optimizer has stepped, or will not: keep no gradients alive beyond what the user does."""

@@ -9,13 +9,14 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ..flat.segments import Segment
+from ..flat.gradient import Touched
+from ..kernels import step_at
 
 __all__ = ["step_touched"]
 
 
 @torch.no_grad()
-def step_touched(optimizer: Optimizer, touched: Iterable[tuple[Segment, Tensor]]) -> list[Tensor]:
+def step_touched(optimizer: Optimizer, touched: Iterable[Touched]) -> list[Tensor]:
     """w <- w - lr g at the positions that were `touched`, as SGD would, without passing over all others.
 
     Only for SGD itself, where it has neither momentum nor weight decay to apply (DGC takes its momentum over), and
@@ -32,11 +33,14 @@ def step_touched(optimizer: Optimizer, touched: Iterable[tuple[Segment, Tensor]]
         for param in group["params"]
     }
     done = []
-    for segment, positions in touched:
-        param, grad = segment.param, segment.param.grad
-        weights = segment.flatten(param)
-        if param in rate and grad is not None and weights.data_ptr() == param.data_ptr():
-            old, step = weights.index_select(0, positions), segment.flatten(grad).index_select(0, positions)
-            weights.index_copy_(0, positions, old.add_(step, alpha=rate[param]))  # twice the same where named twice
-            done.append(param)
+    for left in touched:
+        count = len(left.bucket.segments)
+        weights: list[Tensor | None] = [None] * count
+        rates = [0.0] * count
+        for place, segment in left.unchanged():
+            flat = segment.flatten(segment.param)
+            if segment.param in rate and flat.data_ptr() == segment.param.data_ptr():
+                weights[place], rates[place] = flat, rate[segment.param]
+                done.append(segment.param)
+        step_at(left.bucket.parts(weights), rates, left.positions, left.values)
     return done

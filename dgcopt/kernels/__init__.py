@@ -11,7 +11,7 @@ from .blocks import BLOCK, CHUNK, bits_of, chunks
 from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Put, by_block, draws, finite, in_blocks, put
+from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Parts, Put, by_block, draws, finite, in_blocks, put
 
 __all__ = [
     "BLOCK",
@@ -22,8 +22,10 @@ __all__ = [
     "Groups",
     "Kernel",
     "Momentum",
+    "Parts",
     "Put",
     "accumulate",
+    "add_at",
     "ahead",
     "bits_of",
     "block_maxima",
@@ -71,6 +73,7 @@ __all__ = [
     "split_signs",
     "split_sum",
     "split_sum_of_signs",
+    "step_at",
     "subtract_at",
     "sums_above",
     "tensor_maxima",
@@ -91,6 +94,8 @@ block_maxima = Kernel(torch.block_maxima, (takes_floats, native.block_maxima))
 gather = Kernel(torch.gather, (takes_floats, native.gather))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
 copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
+add_at = Kernel(torch.add_at, (native.takes_parts, native.add_at))
+step_at = Kernel(torch.step_at, (native.takes_parts, native.step_at))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 positions_above = Kernel(torch.positions_above, (takes_float32, native.positions_above))
 select = Kernel(torch.select, (takes_floats, native.select))

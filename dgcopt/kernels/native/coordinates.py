@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .library import FLOATS, Float, Length, Pointer, check_flat, function
+from ..torch import Parts
+from .library import FLOATS, Float, Length, Pointer, check_flat, function, takes_float32
 
-__all__ = ["clear_at", "gather", "positions_above", "subtract_at"]
+__all__ = ["add_at", "clear_at", "gather", "positions_above", "step_at", "subtract_at", "takes_parts"]
+
+
+def takes_parts(*arguments: Any) -> bool:
+    """Whether loops can run over all tensors among the arguments and in their parts, and all floats are of float32."""
+    tensors: list[Any] = []
+    for x in arguments:
+        tensors += x.tensors if isinstance(x, Parts) else (x,)
+    return takes_float32(*tensors)
 
 
 def gather(flat: Tensor, positions: Tensor) -> Tensor:
@@ -38,6 +51,53 @@ def _at(name: str, flat: Tensor, positions: Tensor, *values: Tensor) -> None:
     places = (tensor.data_ptr() for tensor in values)
     if loop(flat.data_ptr(), len(flat), positions.data_ptr(), len(positions), *places):
         raise IndexError(f"positions must lie within the {len(flat)} elements that there are")
+
+
+def add_at(parts: Parts, positions: Tensor, values: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.add_at`."""
+    check_flat(len(positions), positions, dtype=torch.int64)
+    check_flat(len(positions), values, dtype=torch.float32)
+    sums = torch.empty(len(positions))
+    loop = function("add_at", *[Pointer] * 3, Length, Pointer, Pointer, Length, Pointer)
+    places = (positions.data_ptr(), values.data_ptr(), len(positions), sums.data_ptr())
+    if loop(_pointers(parts), *_spans(parts), *places):
+        raise IndexError("positions must lie within the parts that there are")
+    _are_changed(parts)
+    return sums
+
+
+def step_at(weights: Parts, rates: Sequence[float], positions: Tensor, grads: Tensor) -> None:
+    """See `dgcopt.kernels.torch.step_at`."""
+    check_flat(len(positions), positions, dtype=torch.int64)
+    check_flat(len(positions), grads, dtype=torch.float32)
+    scratch = grads.clone()
+    if len(rates) != len(weights.tensors):
+        raise ValueError(f"{len(weights.tensors)} parts need as many rates, not {len(rates)}")
+    loop = function("step_at", *[Pointer] * 4, Length, Pointer, Pointer, Length)
+    operands = (_pointers(weights), (Float * len(rates))(*rates), *_spans(weights))
+    if loop(*operands, positions.data_ptr(), scratch.data_ptr(), len(positions)):
+        raise IndexError("positions must lie within the parts that there are")
+    _are_changed(weights)
+
+
+def _pointers(parts: Parts) -> ctypes.Array[ctypes.c_void_p]:
+    """Where each part lies; None for a missing one."""
+    for part, start, stop in zip(parts.tensors, parts.starts.tolist(), parts.stops.tolist(), strict=True):
+        if part is not None:
+            check_flat(stop - start, part, dtype=torch.float32)
+    return (Pointer * len(parts.tensors))(*[None if part is None else part.data_ptr() for part in parts.tensors])
+
+
+def _spans(parts: Parts) -> tuple[int, int, int]:
+    """Where parts start and stop in the whole, and how many there are."""
+    check_flat(len(parts.tensors), parts.starts, parts.stops, dtype=torch.int64)
+    return parts.starts.data_ptr(), parts.stops.data_ptr(), len(parts.tensors)
+
+
+def _are_changed(parts: Parts) -> None:
+    for part in parts.tensors:
+        if part is not None:
+            increment_version(part)
 
 
 def positions_above(flat: Tensor, least: float, most: int) -> Tensor | None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import EXAMPLES, KINDS, assert_same_bits, built, halves_and_wholes, numbers, numels
 
-from dgcopt.kernels import native
+from dgcopt import kernels
+from dgcopt.kernels import Parts, native
 from dgcopt.kernels import torch as specification
 
 
@@ -74,3 +75,73 @@ def test_positions_outside_are_refused_and_nothing_is_changed():
     before = flat._version
     native.subtract_at(flat, torch.tensor([1, 2]), torch.ones(2))
     assert flat.sum() == 98 and flat._version > before
+
+
+def in_parts(sizes, gaps, kind, seed, missing=()):
+    """Parts that lie apart, of one flat tensor; each behind one element of something else."""
+    starts = torch.tensor([0, *(size + gap for size, gap in zip(sizes, gaps, strict=True))]).cumsum(0)[:-1]
+    tensors = [numbers(size + 1, torch.float32, kind, seed + place)[1:] for place, size in enumerate(sizes)]
+    left = [None if place in missing else tensor for place, tensor in enumerate(tensors)]
+    return Parts(left, starts, starts + torch.tensor(sizes))
+
+
+def some_positions(parts, count, seed):
+    """Ascending ones, and ascending ones again, as two messages name them; both may name the same."""
+    owned = torch.cat([torch.arange(a, b) for a, b in zip(parts.starts.tolist(), parts.stops.tolist(), strict=True)])
+    random = torch.Generator().manual_seed(seed)
+    return torch.cat([owned[torch.rand(len(owned), generator=random) < count] for _ in range(2)])
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    missing=st.sets(st.integers(0, 5)),
+    kind=st.sampled_from(KINDS),
+    density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    seed=st.integers(0, 2**20),
+)
+def test_parts_that_lie_apart(sizes, missing, kind, density, seed):
+    gaps = torch.randint(0, 3, (len(sizes),), generator=torch.Generator().manual_seed(seed)).tolist()
+    ours, theirs = (in_parts(sizes, gaps, kind, seed, missing) for _ in range(2))
+    positions = some_positions(ours, density, seed)
+    values = numbers(len(positions), torch.float32, kind, seed + 100)
+    rates = torch.rand(len(sizes), generator=torch.Generator().manual_seed(seed)).neg().tolist()
+    before = [None if part is None else part._version for part in ours.tensors]
+    sums = native.add_at(ours, positions, values)
+    assert_same_bits(sums, specification.add_at(theirs, positions, values))
+    native.step_at(ours, rates, positions, sums)
+    specification.step_at(theirs, rates, positions, sums)
+    for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+        assert_same_bits(mine, other)
+    assert all(part is None or part._version > was for part, was in zip(ours.tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("of", [specification, kernels], ids=["torch", "in use"])
+def test_what_parts_mean(of):
+    spans = (torch.tensor([0, 64, 128]), torch.tensor([2, 67, 129]))
+    parts = Parts([torch.zeros(2), None, torch.zeros(1)], *spans)
+    sums = of.add_at(parts, torch.tensor([1, 65, 128, 0, 1]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert [None if part is None else part.tolist() for part in parts.tensors] == [[4.0, 6.0], None, [3.0]]
+    assert sums.tolist() == [6.0, 0.0, 3.0, 4.0, 6.0]
+    weights = Parts([torch.ones(2), torch.ones(3), None], *spans)
+    of.step_at(weights, [-0.5, 2.0, 1.0], torch.tensor([1, 66, 128, 1]), torch.tensor([8.0, 4.0, 1.0, 8.0]))
+    assert weights.tensors[0].tolist() == [1.0, -3.0] and weights.tensors[1].tolist() == [1.0, 1.0, 9.0]
+    for position in (-1, 2, 63, 67, 129, 2**40):
+        with pytest.raises(IndexError, match="within the parts"):
+            of.add_at(parts, torch.tensor([0, position]), torch.ones(2))
+        with pytest.raises(IndexError, match="within the parts"):
+            of.step_at(weights, [1.0] * 3, torch.tensor([0, position]), torch.ones(2))
+    assert parts.tensors[0].tolist() == [4.0, 6.0] and weights.tensors[0].tolist() == [1.0, -3.0]
+
+
+@built
+def test_parts_that_do_not_fit_are_refused():
+    spans = (torch.tensor([0, 64]), torch.tensor([2, 67]))
+    short, whole = (Parts([torch.zeros(2), torch.zeros(size)], *spans) for size in (2, 3))
+    with pytest.raises(ValueError, match="flat tensor of 3"):
+        native.add_at(short, torch.tensor([1]), torch.ones(1))
+    with pytest.raises(ValueError, match="flat tensor of 1"):
+        native.add_at(whole, torch.tensor([1]), torch.ones(2))
+    with pytest.raises(ValueError, match="as many rates"):
+        native.step_at(whole, [1.0], torch.tensor([1]), torch.ones(1))

@@ -7,6 +7,25 @@ INLINE TARGET int FN(outside)(const int64_t *positions, int64_t count, int64_t n
     return count && most >= (uint64_t)n;
 }
 
+/* Parts of a flat tensor that lie apart: part p has the positions from starts[p] to stops[p]. From `part` on the one that
+   has a position; -1 if none has it. */
+INLINE TARGET int64_t FN(part_of)(const int64_t *starts, const int64_t *stops, int64_t parts, int64_t part,
+                                  int64_t position) {
+    if (position < starts[part]) part = 0;
+    while (part + 1 < parts && position >= starts[part + 1]) part++;
+    return starts[part] <= position && position < stops[part] ? part : -1;
+}
+
+INLINE TARGET int FN(outside_parts)(const int64_t *starts, const int64_t *stops, int64_t parts,
+                                    const int64_t *positions, int64_t count) {
+    for (int64_t i = 0, part = 0; i < count; i++) {
+        if (!parts) return 1;
+        part = FN(part_of)(starts, stops, parts, part, positions[i]);
+        if (part < 0) return 1;
+    }
+    return 0;
+}
+
 #define LATER 16 /* so many positions from here, memory is asked for */
 #define AT(M, type)                                                                                                    \
     TARGET int FN(gather_##M)(const type *flat, int64_t n, const int64_t *positions, int64_t count, type *values) {     \
@@ -42,6 +61,46 @@ AT(f32, float)
 AT(bf16, uint16_t)
 
 #undef AT
+
+#define SOON_IN(tensors)                                                                                               \
+    if (i + LATER < count && starts[part] <= positions[i + LATER] && positions[i + LATER] < stops[part])                \
+        __builtin_prefetch(tensors[part] + (positions[i + LATER] - starts[part]), 1);
+
+/* Parts that are missing are NULL. `sums`: what lies at each position when all has been added. */
+TARGET int FN(add_at)(float *const *tensors, const int64_t *starts, const int64_t *stops, int64_t parts,
+                      const int64_t *positions, const float *values, int64_t count, float *sums) {
+    if (FN(outside_parts)(starts, stops, parts, positions, count)) return 1;
+    for (int64_t i = 0, part = 0; i < count; i++) {
+        part = FN(part_of)(starts, stops, parts, part, positions[i]);
+        if (!tensors[part]) continue;
+        SOON_IN(tensors)
+        tensors[part][positions[i] - starts[part]] += values[i];
+    }
+    for (int64_t i = 0, part = 0; i < count; i++) {
+        part = FN(part_of)(starts, stops, parts, part, positions[i]);
+        sums[i] = tensors[part] ? tensors[part][positions[i] - starts[part]] : 0;
+    }
+    return 0;
+}
+
+/* All are read before any is written, as a position may be named twice; `values` are overwritten. */
+TARGET int FN(step_at)(float *const *weights, const float *rates, const int64_t *starts, const int64_t *stops,
+                       int64_t parts, const int64_t *positions, float *values, int64_t count) {
+    if (FN(outside_parts)(starts, stops, parts, positions, count)) return 1;
+    for (int64_t i = 0, part = 0; i < count; i++) {
+        part = FN(part_of)(starts, stops, parts, part, positions[i]);
+        if (!weights[part]) continue;
+        SOON_IN(weights)
+        values[i] = __builtin_fmaf(values[i], rates[part], weights[part][positions[i] - starts[part]]);
+    }
+    for (int64_t i = 0, part = 0; i < count; i++) {
+        part = FN(part_of)(starts, stops, parts, part, positions[i]);
+        if (weights[part]) weights[part][positions[i] - starts[part]] = values[i];
+    }
+    return 0;
+}
+
+#undef SOON_IN
 #undef LATER
 
 /* How many magnitudes are `least` or more and not NaN. */

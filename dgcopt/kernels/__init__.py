@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, mixing, selection, chunks, packing, rice, minmax, rounding, signs, trits, values; sums is what those
-have in common that quantise.
+copying, memory, mixing, selection, chunks, dct, packing, rice, minmax, rounding, signs, trits, values; sums is what
+those have in common that quantise.
 """
 
 from . import native, torch
@@ -35,6 +35,7 @@ __all__ = [
     "chunks",
     "clear_at",
     "copy_scaled",
+    "dct",
     "decay",
     "draws",
     "finite",
@@ -42,6 +43,7 @@ __all__ = [
     "gather",
     "in_blocks",
     "instructions",
+    "inverse_dct",
     "look",
     "majority",
     "minmax_codes",
@@ -96,6 +98,8 @@ subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
 copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
 add_at = Kernel(torch.add_at, (native.takes_parts, native.add_at))
 step_at = Kernel(torch.step_at, (native.takes_parts, native.step_at))
+dct = Kernel(torch.dct, (takes_float32, native.dct))
+inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 positions_above = Kernel(torch.positions_above, (takes_float32, native.positions_above))
 select = Kernel(torch.select, (takes_floats, native.select))

@@ -143,7 +143,9 @@ def decoupled_momentum(grads, ratio, decay, sign):
                         sent = back(back(sent).T).T
                         m[r][i][tile] -= sent
                         total[tile] += sent / len(ranks)
-            results.append((total.sign() if sign else total).view(given[0][i].shape))
+            if sign:  # but of what is zero but for rounding
+                total = total.sign() * (total.abs() > 1e-12)
+            results.append(total.view(given[0][i].shape))
         applied.append(results)
     return applied, [[x.view(g.shape) for x, g in zip(mine, grads[0][0], strict=True)] for mine in m]
 

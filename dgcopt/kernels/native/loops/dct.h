@@ -1,0 +1,219 @@
+/* The discrete cosine transform of tiles of a matrix, and its inverse, by Lee's recursion: see ../../torch/dct.py, whose
+   order of operations this is, and which explains the numbers `w`. 16 neighbours are transformed side by side. */
+
+#ifndef LANES
+#define LANES 16
+#endif
+typedef float FN(lanes) __attribute__((vector_size(4 * LANES)));
+#define V FN(lanes)
+
+INLINE TARGET void FN(product)(V *x, V *spare, int n, const float *matrix, int down, int across) {
+    for (int k = 0; k < n; k++) {
+        spare[k] = x[0] * matrix[k * down];
+        for (int j = 1; j < n; j++) spare[k] += x[j] * matrix[k * down + j * across];
+    }
+    memcpy(x, spare, n * sizeof *x);
+}
+
+/* Few numbers are transformed in registers. */
+#define ANALYSE(n, half, inner)                                                                                        \
+    INLINE TARGET void FN(analyse_##n)(V *x, const float *w) {                                                         \
+        V even[half], odd[half];                                                                                       \
+        for (int i = 0; i < half; i++) {                                                                               \
+            even[i] = x[i] + x[n - 1 - i];                                                                             \
+            odd[i] = (x[i] - x[n - 1 - i]) * w[i];                                                                     \
+        }                                                                                                              \
+        inner(even, w + half);                                                                                         \
+        inner(odd, w + half);                                                                                          \
+        for (int k = 0; k < half; k++) {                                                                               \
+            x[2 * k] = even[k];                                                                                        \
+            x[2 * k + 1] = k + 1 < half ? odd[k] + odd[k + 1] : odd[k];                                                \
+        }                                                                                                              \
+    }
+#define COMPOSE(n, half, inner)                                                                                        \
+    INLINE TARGET void FN(compose_##n)(V *x, const float *w) {                                                         \
+        V even[half], odd[half];                                                                                       \
+        for (int k = 0; k < half; k++) {                                                                               \
+            even[k] = x[2 * k];                                                                                        \
+            odd[k] = k ? x[2 * k + 1] + x[2 * k - 1] : x[1];                                                           \
+        }                                                                                                              \
+        inner(even, w + half);                                                                                         \
+        inner(odd, w + half);                                                                                          \
+        for (int i = 0; i < half; i++) {                                                                               \
+            V part = odd[i] * w[i];                                                                                    \
+            x[i] = even[i] + part;                                                                                     \
+            x[n - 1 - i] = even[i] - part;                                                                             \
+        }                                                                                                              \
+    }
+#define AS_IT_IS(x, w) (void)(w)
+
+ANALYSE(2, 1, AS_IT_IS)
+ANALYSE(4, 2, FN(analyse_2))
+ANALYSE(8, 4, FN(analyse_4))
+ANALYSE(16, 8, FN(analyse_8))
+COMPOSE(2, 1, AS_IT_IS)
+COMPOSE(4, 2, FN(compose_2))
+COMPOSE(8, 4, FN(compose_4))
+COMPOSE(16, 8, FN(compose_8))
+
+/* x[k] <- the sum over j of x[j] cos(pi k (2 j + 1) / 2n); overwrites `spare`. */
+static TARGET void FN(analyse)(V *x, V *spare, int n, const float *w) {
+    int half = n / 2;
+    if (n == 1) return;
+    if (n == 16) {
+        FN(analyse_16)(x, w);
+        return;
+    }
+    if (n % 2) {
+        FN(product)(x, spare, n, w, n, 1);
+        return;
+    }
+    for (int i = 0; i < half; i++) {
+        V first = x[i], last = x[n - 1 - i];
+        spare[i] = first + last;
+        spare[half + i] = (first - last) * w[i];
+    }
+    FN(analyse)(spare, x, half, w + half);
+    FN(analyse)(spare + half, x + half, half, w + half);
+    for (int k = 0; k < half; k++) {
+        x[2 * k] = spare[k];
+        x[2 * k + 1] = k + 1 < half ? spare[half + k] + spare[half + k + 1] : spare[half + k];
+    }
+}
+
+/* x[j] <- the sum over k of x[k] cos(pi k (2 j + 1) / 2n); overwrites `spare`. */
+static TARGET void FN(compose)(V *x, V *spare, int n, const float *w) {
+    int half = n / 2;
+    if (n == 1) return;
+    if (n == 16) {
+        FN(compose_16)(x, w);
+        return;
+    }
+    if (n % 2) {
+        FN(product)(x, spare, n, w, 1, n);
+        return;
+    }
+    for (int k = 0; k < half; k++) {
+        spare[k] = x[2 * k];
+        spare[half + k] = k ? x[2 * k + 1] + x[2 * k - 1] : x[1];
+    }
+    FN(compose)(spare, x, half, w + half);
+    FN(compose)(spare + half, x + half, half, w + half);
+    for (int i = 0; i < half; i++) {
+        V even = spare[i], odd = spare[half + i] * w[i];
+        x[i] = even + odd;
+        x[n - 1 - i] = even - odd;
+    }
+}
+
+/* Up to 16 numbers of each of `count` rows, which are `stride` apart, and zeros behind them. What is read next lies
+   `next` from there. */
+INLINE TARGET void FN(read_rows)(V *x, const float *from, int64_t stride, int64_t count, int64_t width, int64_t next) {
+    if (width >= LANES) {
+        for (int64_t i = 0; i < count; i++, from += stride) {
+            __builtin_prefetch(from + next);
+            memcpy(x + i, from, sizeof *x);
+        }
+        return;
+    }
+    memset(x, 0, count * sizeof *x);
+    for (int64_t i = 0; i < count; i++) memcpy(x + i, from + i * stride, width * sizeof(float));
+}
+
+/* And back. */
+INLINE TARGET void FN(write_rows)(const V *x, float *to, int64_t stride, int64_t count, int64_t width, int64_t next,
+                                  const int how) {
+    for (int64_t i = 0; i < count; i++, x++, to += stride) {
+        const float *values = (const float *)x;
+        if (next) __builtin_prefetch(to + next, 1);
+        if (width >= LANES)
+            for (int c = 0; c < LANES; c++) to[c] = FN(put)(to[c], values[c], how);
+        else
+            for (int c = 0; c < width; c++) to[c] = FN(put)(to[c], values[c], how);
+    }
+}
+
+/* The first `count` numbers of up to 16 rows of a tile, side by side; zeros for the others. */
+INLINE TARGET void FN(read_columns)(V *x, const float *from, int64_t count, int64_t rows) {
+    if (rows >= LANES) {
+        for (int64_t j = 0; j < count; j++, from++)
+            for (int c = 0; c < LANES; c++) ((float *)(x + j))[c] = from[c * BLOCK];
+        return;
+    }
+    memset(x, 0, count * sizeof *x);
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t c = 0; c < rows; c++) ((float *)(x + j))[c] = from[c * BLOCK + j];
+}
+
+/* One tile of a matrix whose rows are `columns` apart: first along its columns, then along its rows. */
+static TARGET void FN(dct_tile)(const float *from, float *out, int64_t columns, int64_t height, int64_t width,
+                                const float *of_height, const float *of_width) {
+    V x[BLOCK], spare[BLOCK];
+    float tile[BLOCK * BLOCK];
+    for (int64_t j = 0; j < width; j += LANES) {
+        FN(read_rows)(x, from + j, columns, height, width - j, width);
+        FN(analyse)(x, spare, (int)height, of_height + height);
+        for (int64_t k = 0; k < height; k++) x[k] *= of_height[k];
+        FN(write_rows)(x, tile + j, BLOCK, height, LANES, 0, 0);
+    }
+    for (int64_t k = 0; k < height; k += LANES) {
+        FN(read_columns)(x, tile + k * BLOCK, width, height - k);
+        FN(analyse)(x, spare, (int)width, of_width + width);
+        for (int64_t l = 0; l < width; l++) x[l] *= of_width[l];
+        FN(write_rows)(x, out + k, height, width, height - k, height * width, 0);
+    }
+}
+
+/* And back: first along the rows, then along the columns. */
+INLINE TARGET void FN(inverse_dct_tile)(const float *from, float *out, int64_t columns, int64_t height, int64_t width,
+                                        const float *of_height, const float *of_width, const int how) {
+    V x[BLOCK], spare[BLOCK];
+    float tile[BLOCK * BLOCK];
+    for (int64_t k = 0; k < height; k += LANES) {
+        FN(read_rows)(x, from + k, height, width, height - k, height * width);
+        for (int64_t l = 0; l < width; l++) x[l] *= of_width[l];
+        FN(compose)(x, spare, (int)width, of_width + width);
+        FN(write_rows)(x, tile + k, BLOCK, width, LANES, 0, 0);
+    }
+    for (int64_t j = 0; j < width; j += LANES) {
+        FN(read_columns)(x, tile + j * BLOCK, height, width - j);
+        for (int64_t k = 0; k < height; k++) x[k] *= of_height[k];
+        FN(compose)(x, spare, (int)height, of_height + height);
+        FN(write_rows)(x, out + j, columns, height, width - j, width, how);
+    }
+}
+
+/* Calls for every tile of a matrix, with its place, its size and the numbers for both. */
+#define EVERY_TILE(call)                                                                                               \
+    for (int64_t i = 0; i < rows; i += BLOCK)                                                                          \
+        for (int64_t j = 0; j < columns; j += BLOCK) {                                                                 \
+            int64_t height = rows - i < BLOCK ? rows - i : BLOCK, width = columns - j < BLOCK ? columns - j : BLOCK;     \
+            call(i * columns + j, i * columns + height * j, columns, height, width,                                    \
+                 height < BLOCK ? of_last_rows : of_block, width < BLOCK ? of_last_columns : of_block)                 \
+        }
+
+TARGET void FN(dct)(const float *matrix, int64_t rows, int64_t columns, const float *of_block,
+                    const float *of_last_rows, const float *of_last_columns, float *out) {
+#define CALL(place, start, ...) FN(dct_tile)(matrix + place, out + start, __VA_ARGS__);
+    EVERY_TILE(CALL)
+#undef CALL
+}
+
+TARGET void FN(inverse_dct)(const float *frequencies, float *matrix, int64_t rows, int64_t columns,
+                            const float *of_block, const float *of_last_rows, const float *of_last_columns, int how) {
+#define TILE(place, start, ...) FN(inverse_dct_tile)(frequencies + start, matrix + place, __VA_ARGS__, HOW);
+#define CALL(how)                                                                                                      \
+    {                                                                                                                  \
+        enum { HOW = how };                                                                                            \
+        EVERY_TILE(TILE)                                                                                               \
+    }
+    EVERY_HOW(CALL)
+#undef CALL
+#undef TILE
+}
+
+#undef V
+#undef ANALYSE
+#undef COMPOSE
+#undef AS_IT_IS
+#undef EVERY_TILE

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
-from ..kernels import LARGEST, finite, in_blocks, nearest_levels, of_levels, of_steps, round_steps, sums_above
+from ..kernels import LARGEST, SPAN, finite, in_blocks, means, nearest_levels, of_levels, of_steps, round_steps
 from .bits import pack_small, packed_bytes, read_as, unpack_small
 
 __all__ = [
@@ -36,7 +36,6 @@ VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.floa
 """The formats in which whole values travel."""
 
 _SCALE = torch.bfloat16  # the range of gradients exceeds that of fp16, and 8 bits of precision are enough for a scale
-_SPAN = 256  # between the largest and the smallest magnitude that a block tells apart
 
 
 class ValueCode(Protocol):
@@ -153,8 +152,8 @@ class Levels:
 
     def _fit(self, values: Tensor) -> Tensor:
         """`low`, and `ratio` where there is one, of every block."""
-        low, high = _FITS.get(self.width, _ends)(values, self.block)
-        low = low.maximum(high / _SPAN).to(_SCALE)
+        low, high = _ends(values, self.block) if self._levels > 2 else means(values, self.block, self._levels)
+        low = low.maximum(high / SPAN).to(_SCALE)
         if self._numbers == 1:
             return low.unsqueeze(1)
         ratio = torch.where(low > 0, high / low.float(), 1).clamp(min=1)
@@ -168,36 +167,10 @@ class Levels:
         return torch.stack(series, 1)
 
 
-def _mean(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    total, there = _all_of(values, block)
-    return total / there, total / there
-
-
-def _two_means(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The means below and above the split that lies halfway between them, nearly."""
-    total, there = _all_of(values, block)
-    low, high = _ends(values, block)
-    split = low.maximum(high / _SPAN).sqrt() * high.sqrt()
-    for _ in range(3):  # a fourth round takes 1-4% off the error
-        part, count = sums_above(values, split, block)
-        high = torch.where(count > 0, part / count, total / there)
-        low = torch.where(count < there, (total - part) / (there - count), high)
-        split = (low + high) / 2
-    return low, high
-
-
-def _all_of(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The sum of magnitudes, and how many there are."""
-    least = torch.full((-(-len(values) // block),), -1.0, device=values.device)
-    return sums_above(values, least, block)
-
-
 def _ends(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     sizes = in_blocks(finite(values).abs(), block, fill=-1)
     return torch.where(sizes < 0, math.inf, sizes).amin(1), sizes.amax(1)
 
-
-_FITS = {1: _mean, 2: _two_means}
 
 VALUE_CODES: dict[str, ValueCode] = {
     **{name: Floats(dtype) for name, dtype in VALUE_DTYPES.items()},

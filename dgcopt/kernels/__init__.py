@@ -11,13 +11,28 @@ from .blocks import BLOCK, CHUNK, bits_of, chunks
 from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .torch import LARGEST, PER_BYTE, Chunks, Groups, Momentum, Parts, Put, by_block, draws, finite, in_blocks, put
+from .torch import (
+    LARGEST,
+    PER_BYTE,
+    SPAN,
+    Chunks,
+    Groups,
+    Momentum,
+    Parts,
+    Put,
+    by_block,
+    draws,
+    finite,
+    in_blocks,
+    put,
+)
 
 __all__ = [
     "BLOCK",
     "CHUNK",
     "LARGEST",
     "PER_BYTE",
+    "SPAN",
     "Chunks",
     "Groups",
     "Kernel",
@@ -46,6 +61,7 @@ __all__ = [
     "inverse_dct",
     "look",
     "majority",
+    "means",
     "minmax_codes",
     "minmax_ends",
     "minmax_of_mean",
@@ -77,7 +93,6 @@ __all__ = [
     "split_sum_of_signs",
     "step_at",
     "subtract_at",
-    "sums_above",
     "tensor_maxima",
     "tensor_sums",
     "unmix",
@@ -118,7 +133,7 @@ nearest_levels = Kernel(torch.nearest_levels, (takes_float32, native.nearest_lev
 of_levels = Kernel(torch.of_levels, (takes_float32, native.of_levels))
 of_steps = Kernel(torch.of_steps, (takes_float32, native.of_steps))
 round_steps = Kernel(torch.round_steps, (takes_float32, native.round_steps))
-sums_above = Kernel(torch.sums_above, (takes_float32, native.sums_above))
+means = Kernel(torch.means, (takes_float32, native.means))
 pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
 split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs))
 split_sum = Kernel(torch.split_sum, (takes_float32, native.split_sum))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .library import Int, Length, Pointer, check_bytes, check_flat, function
 
-__all__ = ["nearest_levels", "of_levels", "of_steps", "round_steps", "sums_above"]
+__all__ = ["means", "nearest_levels", "of_levels", "of_steps", "round_steps"]
 
 
 def round_steps(values: Tensor, block: int, most: int) -> tuple[Tensor, Tensor]:
@@ -50,16 +50,15 @@ def of_levels(fields: Tensor, levels: Tensor, block: int) -> Tensor:
     return values
 
 
-def sums_above(values: Tensor, least: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """See `dgcopt.kernels.torch.sums_above`."""
+def means(values: Tensor, block: int, count: int) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.means`."""
     blocks = _blocks(values, block)
-    check_flat(blocks, least, dtype=torch.float32)
     if block & (block - 1) or block > 1024:
         raise ValueError(f"blocks have a power of two of elements, 1024 at most, not {block}")
-    sums, counts = torch.empty(blocks), torch.empty(blocks)
-    loop = function("sums_above", Pointer, Pointer, Length, Length, Pointer, Pointer)
-    loop(values.data_ptr(), least.data_ptr(), len(values), block, sums.data_ptr(), counts.data_ptr())
-    return sums, counts
+    low, high = torch.empty(blocks), torch.empty(blocks)
+    loop = function("means", Pointer, Length, Length, Int, Pointer, Pointer)
+    loop(values.data_ptr(), len(values), block, count, low.data_ptr(), high.data_ptr())
+    return low, high
 
 
 def _blocks(values: Tensor, block: int) -> int:

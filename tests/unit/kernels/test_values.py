@@ -50,11 +50,10 @@ def test_levels(numel, block, count, kind, shift, seed):
     fields = native.nearest_levels(values, levels, block)
     assert torch.equal(fields, specification.nearest_levels(values, levels, block))
     assert_same_bits(native.of_levels(fields, levels, block), specification.of_levels(fields, levels, block))
-    for least in (levels[:, 0].contiguous(), torch.full((len(levels),), -1.0), torch.full((len(levels),), -0.0)):
-        for mine, other in zip(
-            native.sums_above(values, least, block), specification.sums_above(values, least, block), strict=True
-        ):
-            assert_same_bits(mine, other)
+    for how_many in (1, 2):
+        mine, other = (of.means(values, block, how_many) for of in (native, specification))
+        assert_same_bits(mine[0], other[0])
+        assert_same_bits(mine[1], other[1])
 
 
 def test_what_they_mean():
@@ -63,8 +62,8 @@ def test_what_they_mean():
     assert steps.tolist() == [2] and multiples.tolist() == [0, -1, 2, 0]  # 1/2 goes to the even one
     assert specification.nearest_levels(values, levels, 64).tolist() == [0, 1, 2, 0]
     assert specification.of_levels(torch.tensor([0, 1, 2, 3]).byte(), levels, 64).tolist() == [1, -1, 4, -4]
-    total, count = specification.sums_above(values, torch.tensor([1.0]), 64)
-    assert (total.tolist(), count.tolist()) == ([6], [2])
+    assert [mean.tolist() for mean in specification.means(values, 64, 1)] == [[1.75], [1.75]]
+    assert [mean.tolist() for mean in specification.means(values, 64, 2)] == [[0.5], [3.0]]
 
 
 @built
@@ -74,4 +73,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="flat tensor of 1"):
         native.of_steps(torch.zeros(4, dtype=torch.int8), torch.zeros(2), 64)
     with pytest.raises(ValueError, match="power of two"):
-        native.sums_above(torch.zeros(4), torch.zeros(1), 100)
+        native.means(torch.zeros(4), 100, 2)

@@ -52,21 +52,42 @@ TARGET void FN(of_levels)(const uint8_t *fields, const float *levels, int64_t n,
     }
 }
 
+/* The sum of those of `block` magnitudes that are above `least`, and how many they are. */
+INLINE TARGET float FN(sum_above)(const int32_t *sizes, int64_t block, float least, int32_t *count) {
+    float parts[1024];
+    int32_t low = FN(bits_of)(least), found = 0; /* as integers, magnitudes have the order of floats */
+    for (int64_t i = 0; i < block; i++) {
+        int32_t above = sizes[i] > low ? -1 : 0;
+        parts[i] = FN(of_bits)(sizes[i] & above);
+        found -= above;
+    }
+    for (int64_t half = block / 2; half; half /= 2)
+        ELEMENTWISE for (int64_t i = 0; i < half; i++) parts[i] += parts[i + half];
+    *count = found;
+    return parts[0];
+}
+
 /* `block` is a power of two up to 1024. */
-TARGET void FN(sums_above)(const float *v, const float *least, int64_t n, int64_t block, float *sums, float *counts) {
+TARGET void FN(means)(const float *v, int64_t n, int64_t block, int count, float *low, float *high) {
     for (int64_t start = 0, b = 0; start < n; start += block, b++) {
-        int64_t width = start + block < n ? block : n - start;
-        float parts[1024];
-        /* as integers, magnitudes have the order of floats */
-        int32_t low = least[b] != least[b] ? INT32_MAX : least[b] == 0 ? 0 : FN(bits_of)(least[b]), count = 0;
-        for (int64_t i = 0; i < width; i++) {
-            int32_t size = FN(finite)(v[start + i]) & 0x7fffffff, above = size > low ? -1 : 0;
-            parts[i] = FN(of_bits)(size & above);
-            count -= above;
+        int64_t there = start + block < n ? block : n - start;
+        int32_t sizes[1024], smallest = INT32_MAX, largest = 0, above;
+        for (int64_t i = 0; i < there; i++) {
+            int32_t size = sizes[i] = FN(finite)(v[start + i]) & 0x7fffffff;
+            smallest = size < smallest ? size : smallest;
+            largest = size > largest ? size : largest;
         }
-        for (int64_t i = width; i < block; i++) parts[i] = 0;
-        for (int64_t half = block / 2; half; half /= 2)
-            ELEMENTWISE for (int64_t i = 0; i < half; i++) parts[i] += parts[i + half];
-        sums[b] = parts[0], counts[b] = (float)count;
+        for (int64_t i = there; i < block; i++) sizes[i] = 0; /* adds nothing, and is above nothing */
+        float total = FN(sum_above)(sizes, block, 0, &above), mean = total / (float)there;
+        float below = FN(of_bits)(smallest), top = FN(of_bits)(largest);
+        if (count == 1) below = top = mean;
+        float split = __builtin_sqrtf(below > top / 256 ? below : top / 256) * __builtin_sqrtf(top);
+        for (int round = 0; count > 1 && round < 3; round++) {
+            float part = FN(sum_above)(sizes, block, split, &above);
+            top = above ? part / (float)above : mean;
+            below = above < there ? (total - part) / (float)(there - above) : top;
+            split = (below + top) / 2;
+        }
+        low[b] = below, high[b] = top;
     }
 }

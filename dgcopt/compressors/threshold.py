@@ -12,11 +12,11 @@ from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
-from ..kernels import block_maxima, positions_above
+from ..kernels import positions_above
 from .base import GradientExchange, Source
 from .context import Context, at_least_float32
 from .schedule import check_ratio
-from .selection import Selection, count_of
+from .selection import count_of
 from .sparse import Indices, Sparse, Values, check_decay
 
 __all__ = ["Threshold"]
@@ -66,12 +66,7 @@ class Threshold(Sparse):
         return count_of(self.at_most, sum(segment.numel for segment in ctx.segments))
 
     def select(self, v: Tensor, ctx: Context) -> Tensor:
-        indices = positions_above(v, self.threshold, self.most(ctx))
-        if indices is not None:
-            return indices
-        if "largest" not in ctx.scratch:
-            ctx.scratch["largest"] = Selection(ctx.segments, self.at_most, together=True)
-        return ctx.scratch["largest"].largest(v, block_maxima(v))
+        return positions_above(v, self.threshold, self.most(ctx))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         code, (message, count) = self.code, self.message(grad, ctx)

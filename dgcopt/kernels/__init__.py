@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, mixing, selection, chunks, dct, packing, rice, minmax, rounding, signs, trits, values; sums is what
-those have in common that quantise.
+copying, memory, mixing, selection, threshold, chunks, dct, packing, rice, minmax, rounding, signs, trits, values; sums
+is what those have in common that quantise.
 """
 
 from . import native, torch

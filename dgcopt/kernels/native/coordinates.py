@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from ..torch import Parts
 from .library import FLOATS, Float, Length, Pointer, check_flat, function, takes_float32
 
-__all__ = ["add_at", "clear_at", "gather", "positions_above", "step_at", "subtract_at", "takes_parts"]
+__all__ = ["add_at", "clear_at", "gather", "step_at", "subtract_at", "takes_parts"]
 
 
 def takes_parts(*arguments: Any) -> bool:
@@ -98,16 +98,3 @@ def _are_changed(parts: Parts) -> None:
     for part in parts.tensors:
         if part is not None:
             increment_version(part)
-
-
-def positions_above(flat: Tensor, least: float, most: int) -> Tensor | None:
-    """See `dgcopt.kernels.torch.positions_above`."""
-    check_flat(len(flat), flat, dtype=torch.float32)
-    count = torch.empty((), dtype=torch.int64)
-    function("count_reaching", Pointer, Length, Float, Pointer)(flat.data_ptr(), len(flat), least, count.data_ptr())
-    if int(count) > most:
-        return None
-    positions = torch.empty(int(count), dtype=torch.int64)
-    loop = function("positions_above", Pointer, Length, Float, Pointer)
-    loop(flat.data_ptr(), len(flat), least, positions.data_ptr())
-    return positions

@@ -36,6 +36,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #include "loops/memory.h"
 #include "loops/mixing.h"
 #include "loops/selection.h"
+#include "loops/threshold.h"
 #include "loops/chunks.h"
 #include "loops/minmax.h"
 #include "loops/coordinates.h"

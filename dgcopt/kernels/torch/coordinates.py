@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Parts", "add_at", "clear_at", "gather", "positions_above", "step_at", "subtract_at"]
+__all__ = ["Parts", "add_at", "clear_at", "gather", "step_at", "subtract_at"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +76,3 @@ def _by_part(parts: Parts, positions: Tensor) -> Iterator[tuple[int, Tensor, Ten
     for part, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         which = order[first:last]
         yield part, positions[which] - starts[part], which
-
-
-def positions_above(flat: Tensor, least: float, most: int) -> Tensor | None:
-    """Where magnitudes are `least`, above 0, or more; NaN is not. Ascending; None if they are more than `most`."""
-    positions = (flat.abs() >= torch.tensor(least, dtype=flat.dtype)).nonzero().squeeze(1)
-    return None if len(positions) > most else positions

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,25 +35,6 @@ def test_few_positions(numel, dtype, kind, density, shift, seed):
     native.clear_at(ours, positions)
     specification.clear_at(theirs, positions)
     assert_same_bits(ours, theirs)
-
-
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    numel=numels,
-    kind=st.sampled_from(KINDS),
-    least=st.sampled_from([1e-45, 1e-3, 1.0, 2.0, 1e38, math.inf]),
-    shift=st.integers(0, 3),
-    seed=st.integers(0, 2**20),
-)
-def test_positions_reaching(numel, kind, least, shift, seed):
-    flat = numbers(numel + shift, torch.float32, kind, seed)[shift:]
-    found = native.positions_above(flat, least, numel)
-    for of in (native, specification):
-        again = of.positions_above(flat, least, len(found))
-        assert again is not None and torch.equal(found, again)
-        assert of.positions_above(flat, least, len(found) - 1) is None
-    assert found.tolist() == [i for i, x in enumerate(flat.tolist()) if abs(x) >= torch.tensor(least).item()]
 
 
 @built

@@ -7,11 +7,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..coding.bits import pack_small, packed_bytes, unpack_small
+from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..errors import ConfigError, PayloadError
 from ..flat.segments import PerTensor, Segment
-from ..kernels import BLOCK, Put, block_squares, finite_maxima, put_levels, round_levels, tensor_maxima, tensor_sums
+from ..kernels import BLOCK, Put, put_levels, round_levels, tensor_norms
 from .context import Context
 from .encoded import Encoded
 
@@ -71,19 +71,15 @@ class QSGD(Encoded):
         return ctx.scratch["blocks"]
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
-        place, count = blocks.of_block, len(blocks.numels)
-        norms = tensor_maxima(finite_maxima(values), place, count)
-        if self.norm == "l2":  # of what is left after division by the largest, whose squares cannot overflow
-            norms = norms * tensor_sums(block_squares(values, norms, place).unsqueeze(0), place, count)[0].sqrt()
-        fields = round_levels(values, norms, place, self.levels, ctx.key(self.seed))
-        return encode_scaled(norms, fields if width == 8 else pack_small(fields, width))
+        blocks = self._blocks(ctx)
+        largest, squares = tensor_norms(values, blocks.of_block, len(blocks.numels))
+        norms = largest if self.norm == "max" else squares.sqrt().float()
+        return encode_scaled(norms, round_levels(values, norms, blocks.of_block, self.levels, ctx.key(self.seed)))
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
         norms, packed = decode_scaled(message, len(blocks.numels), packed_bytes(ctx.numel, width), rank)
-        fields = packed if width == 8 else unpack_small(packed, ctx.numel, width)
-        highest = put_levels(fields, self._magnitude_bits, norms / self.levels, blocks.of_block, out, how)
+        highest = put_levels(packed, self._magnitude_bits, norms / self.levels, blocks.of_block, out, how)
         if highest > self.levels:
             raise PayloadError(f"the message from rank {rank} holds a level above the {self.levels} that there are")
 

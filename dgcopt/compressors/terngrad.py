@@ -10,7 +10,7 @@ from torch import Tensor
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..coding.trits import pack_trits, trit_bytes, unpack_trits
 from ..errors import ConfigError
-from ..kernels import Put, block_squares, finite_maxima, put_trits, round_trits, tensor_maxima, tensor_sums
+from ..kernels import Put, put_trits, round_trits, tensor_norms
 from .context import Context
 from .encoded import Encoded
 
@@ -45,10 +45,9 @@ class TernGrad(Encoded):
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
         place, numels = ctx.tensors.of_block, ctx.tensors.numels
-        scale = tensor_maxima(finite_maxima(values), place, len(numels))
+        scale, squares = tensor_norms(values, place, len(numels))
         if self.clip is not None:
-            total = tensor_sums(block_squares(values, scale, place).unsqueeze(0), place, len(numels))[0]
-            scale = scale.minimum(self.clip * (scale * (total / numels).sqrt()))
+            scale = scale.minimum(self.clip * (squares / numels).sqrt().float())
         return encode_scaled(scale, pack_trits(round_trits(values, scale, place, ctx.key(self.seed))))
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:

@@ -44,7 +44,6 @@ __all__ = [
     "ahead",
     "bits_of",
     "block_maxima",
-    "block_squares",
     "by_block",
     "candidate_blocks",
     "chunks",
@@ -54,7 +53,6 @@ __all__ = [
     "decay",
     "draws",
     "finite",
-    "finite_maxima",
     "gather",
     "in_blocks",
     "instructions",
@@ -93,7 +91,7 @@ __all__ = [
     "split_sum_of_signs",
     "step_at",
     "subtract_at",
-    "tensor_maxima",
+    "tensor_norms",
     "tensor_sums",
     "unmix",
     "unpack_small",
@@ -123,6 +121,7 @@ unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small))
 rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))
 rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack))
 rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack))
+tensor_norms = Kernel(torch.tensor_norms, (takes_float32, native.tensor_norms))
 tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums))
 minmax_codes = Kernel(torch.minmax_codes, (native.takes_rows, native.minmax_codes))
 minmax_ends = Kernel(torch.minmax_ends, (native.takes_rows, native.minmax_ends))
@@ -139,14 +138,11 @@ split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs))
 split_sum = Kernel(torch.split_sum, (takes_float32, native.split_sum))
 split_sum_of_signs = Kernel(torch.split_sum_of_signs, (native.takes_signs, native.split_sum_of_signs))
 put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))
-finite_maxima = Kernel(torch.finite_maxima, (takes_float32, native.finite_maxima))
-tensor_maxima = Kernel(torch.tensor_maxima, (takes_float32, native.tensor_maxima))
 put_levels = Kernel(torch.put_levels, (takes_float32, native.put_levels))
 put_powers = Kernel(torch.put_powers, (takes_float32, native.put_powers))
 round_levels = Kernel(torch.round_levels, (takes_float32, native.round_levels))
 round_powers = Kernel(torch.round_powers, (takes_float32, native.round_powers))
 round_trits = Kernel(torch.round_trits, (takes_float32, native.round_trits))
-block_squares = Kernel(torch.block_squares, (takes_float32, native.block_squares))
 majority = Kernel(torch.majority, (takes_flat, native.majority))
 pack_trits = Kernel(torch.pack_trits, (takes_flat, native.pack_trits))
 unpack_trits = Kernel(torch.unpack_trits, (takes_flat, native.unpack_trits))

@@ -15,6 +15,8 @@ enum { SAMPLE = 1024, SOON = 6, PIECE = 1024 };
 
 typedef float four __attribute__((vector_size(16)));
 typedef float eight __attribute__((vector_size(32)));
+typedef double two_doubles __attribute__((vector_size(16)));
+typedef double four_doubles __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
 

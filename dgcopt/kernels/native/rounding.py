@@ -12,51 +12,12 @@ from .library import Int, Length, Pointer, at, check_bytes, check_flat, function
 from .sums import HOW, blocks_of, check_place
 
 __all__ = [
-    "block_squares",
-    "finite_maxima",
     "put_levels",
     "put_powers",
     "round_levels",
     "round_powers",
     "round_trits",
-    "tensor_maxima",
 ]
-
-
-def finite_maxima(values: Tensor) -> Tensor:
-    """See `dgcopt.kernels.torch.finite_maxima`."""
-    sizes = torch.empty(blocks_of(values))
-    loop = function("finite_maxima", Pointer, Length, Pointer)
-
-    def span(start: int, stop: int) -> None:
-        loop(at(values, start), stop - start, at(sizes, start // BLOCK))
-
-    shared(span, len(values))
-    return sizes
-
-
-def tensor_maxima(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """See `dgcopt.kernels.torch.tensor_maxima`."""
-    check_flat(len(numbers), numbers, dtype=torch.float32)
-    check_place(place, len(numbers) * BLOCK, count)
-    most = torch.zeros(count)
-    loop = function("tensor_maxima", Pointer, Pointer, Length, Pointer)
-    loop(numbers.data_ptr(), place.data_ptr(), len(numbers), most.data_ptr())
-    return most
-
-
-def block_squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
-    """See `dgcopt.kernels.torch.block_squares`."""
-    sums = torch.empty(blocks_of(values))
-    _check_scales(values, scales, place)
-    loop = function("block_squares", Pointer, Pointer, Pointer, Length, Pointer)
-
-    def span(start: int, stop: int) -> None:
-        block = start // BLOCK
-        loop(at(values, start), scales.data_ptr(), at(place, block), stop - start, at(sums, block))
-
-    shared(span, len(values))
-    return sums
 
 
 def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
@@ -64,26 +25,30 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
     _check_scales(values, norms, place)
     if not 1 <= levels <= 127:
         raise ValueError(f"a byte holds 1 to 127 levels and a sign, not {levels}")
-    fields = torch.empty(len(values), dtype=torch.uint8)
-    loop = function("round_levels", Pointer, Pointer, Pointer, Length, Length, Int, Int, Int, Pointer)
+    width = 1 + levels.bit_length()
+    packed = torch.empty(len(values) // 8 * width, dtype=torch.uint8)
+    loop = function("round_levels", Pointer, Pointer, Pointer, Length, Length, Int, Int, Int, Int, Pointer)
 
     def span(start: int, stop: int) -> None:
         numbers = (at(values, start), norms.data_ptr(), at(place, start // BLOCK))
-        loop(*numbers, start, stop - start, levels, *halves(key), at(fields, start))
+        loop(*numbers, start, stop - start, levels, *halves(key), width, at(packed, start // 8 * width))
 
     shared(span, len(values))
-    return fields
+    return packed
 
 
-def put_levels(fields: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
     """See `dgcopt.kernels.torch.put_levels`."""
     _check_scales(out, scales, place)
-    check_bytes(fields, len(out))
+    if not 1 <= bits <= 7:
+        raise ValueError(f"a byte holds a level of 1 to 7 bits and a sign, not of {bits}")
+    width = 1 + bits
+    check_bytes(packed, len(out) // 8 * width)
     loop = function("put_levels", Pointer, Int, Pointer, Pointer, Length, Pointer, Int)
     highest = [0]
 
     def span(start: int, stop: int) -> None:
-        numbers = (at(fields, start), bits, scales.data_ptr(), at(place, start // BLOCK))
+        numbers = (at(packed, start // 8 * width), width, scales.data_ptr(), at(place, start // BLOCK))
         highest.append(loop(*numbers, stop - start, at(out, start), HOW[how]))
 
     shared(span, len(out))

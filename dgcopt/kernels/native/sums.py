@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..blocks import BLOCK
 from ..torch import Put
-from .library import Length, Pointer, check_flat, function
+from .library import Length, Pointer, at, check_flat, function, shared
 
-__all__ = ["HOW", "blocks_of", "check_place", "tensor_sums"]
+__all__ = ["HOW", "blocks_of", "check_place", "tensor_norms", "tensor_sums"]
 
 HOW: dict[Put, int] = {"set": 0, "add": 1, "subtract": 2}
 
@@ -23,6 +23,23 @@ def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
         check_flat(len(place), row, dtype=torch.float32)
         loop(row.data_ptr(), place.data_ptr(), len(place), of.data_ptr())
     return sums
+
+
+def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.tensor_norms`."""
+    blocks = blocks_of(values)
+    check_place(place, len(values), count)
+    maxima, squares = torch.empty(blocks), torch.empty(blocks, dtype=torch.float64)
+    loop = function("block_norms", Pointer, Length, Pointer, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        loop(at(values, start), stop - start, at(maxima, start // BLOCK), at(squares, start // BLOCK))
+
+    shared(span, len(values))
+    most, sums = torch.zeros(count), torch.zeros(count, dtype=torch.float64)
+    loop_over_blocks = function("tensor_norms", *[Pointer] * 3, Length, Pointer, Pointer)
+    loop_over_blocks(*(x.data_ptr() for x in (maxima, squares, place)), blocks, most.data_ptr(), sums.data_ptr())
+    return most, sums
 
 
 def blocks_of(values: Tensor) -> int:

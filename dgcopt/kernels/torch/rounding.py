@@ -9,22 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..blocks import BLOCK
 from .packing import pack_small, unpack_small
-from .selection import block_maxima
-from .sums import Put, by_block, finite, put, sum_of_rows
+from .sums import Put, by_block, finite, put
 
 __all__ = [
-    "block_squares",
     "draws",
-    "finite_maxima",
     "halves",
     "put_levels",
     "put_powers",
     "round_levels",
     "round_powers",
     "round_trits",
-    "tensor_maxima",
 ]
 
 _WEYL, _FIRST, _SECOND = 0x9E3779B9 - 2**32, 0x21F0AAAD, 0x735A2D97  # as int32
@@ -51,39 +46,27 @@ def halves(key: int) -> tuple[int, int]:
     return tuple((half + 2**31) % 2**32 - 2**31 for half in (key % 2**32, key >> 32))  # type: ignore[return-value]
 
 
-def finite_maxima(values: Tensor) -> Tensor:
-    """The largest magnitude of each block, float32 `[blocks]`; NaN and Inf count as zero."""
-    return block_maxima(finite(values))
-
-
-def tensor_maxima(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """The largest of blocks' numbers, none negative: float32 `[count]`, of block b in `place[b]`."""
-    return numbers.new_zeros(count).scatter_reduce_(0, place, numbers, "amax")
-
-
-def block_squares(values: Tensor, scales: Tensor, place: Tensor) -> Tensor:
-    """The sum of (v / scale)^2 of each block, with `scales[place[b]]`, which if zero counts as one."""
-    relative = finite(values) / by_block(torch.where(scales > 0, scales, 1), place)
-    return sum_of_rows(relative.square_().view(-1, BLOCK))
-
-
 def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
     """Each value as a multiple, `levels` at most, of `norms[place[b]] / levels`; with a bit on top if it is negative.
 
-    The multiple is rounded up with the probability of what it has behind the point. Returns uint8.
+    The multiple is rounded up with the probability of what it has behind the point. Returns fields packed as
+    `pack_small` does, or bytes if each takes all bits of one. No norm may be below the largest magnitude.
     """
-    v = finite(values)
-    position = v.abs() / by_block(torch.where(norms > 0, norms, 1), place) * levels
+    v, bits = finite(values), levels.bit_length()
+    scales = (torch.full_like(norms, levels) / norms).clamp_(max=torch.finfo(norms.dtype).max)  # if it is denormal
+    position = v.abs() * by_block(scales, place)
     level = position.floor()
     level += _chances(len(v), key, v.device) < position - level
-    return level.clamp_(max=levels).to(torch.uint8) | (v < 0).to(torch.uint8) << levels.bit_length()
+    fields = level.clamp_(max=levels).to(torch.uint8) | (v < 0).to(torch.uint8) << bits
+    return fields if bits == 7 else pack_small(fields, 1 + bits)
 
 
-def put_levels(fields: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
     """Let what `round_levels` wrote take effect on `out`: levels of `bits` bits, times `scales[place[b]]`, and a sign.
 
     Returns the highest level there is.
     """
+    fields = packed if bits == 7 else unpack_small(packed, len(out), 1 + bits)
     level, minus = fields & (1 << bits) - 1, (fields >> bits).bool()
     sizes = level * by_block(scales, place)
     put(torch.where(minus, -sizes, sizes), out, how)

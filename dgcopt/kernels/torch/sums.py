@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..blocks import BLOCK
 
-__all__ = ["LARGEST", "Put", "by_block", "finite", "put", "sum_of_rows", "tensor_sums"]
+__all__ = ["LARGEST", "Put", "by_block", "finite", "put", "sum_of_rows", "tensor_norms", "tensor_sums"]
 
 Put: TypeAlias = Literal["set", "add", "subtract"]
 """What decoded values do to a tensor that is there: take its place, or be added to it, or be taken away from it."""
@@ -33,6 +33,18 @@ def sum_of_rows(rows: Tensor) -> Tensor:
 def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """Sums of blocks' numbers, float32 `[kinds, blocks]`, in order: `[kinds, count]`, of block b in `place[b]`."""
     return numbers.new_zeros(len(numbers), count).index_add_(1, place, numbers)
+
+
+def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest magnitude, float32, and the sum of squares, float64, of each of `count` tensors.
+
+    Block b is of the tensor `place[b]`. Squares are added up within blocks, as in `sum_of_rows`, and then in order. NaN
+    and Inf count as zero.
+    """
+    rows = finite(values).view(-1, BLOCK)
+    squares = sum_of_rows(rows.double().square_())
+    most = rows.new_zeros(count).scatter_reduce_(0, place, rows.abs().amax(1), "amax")
+    return most, squares.new_zeros(count).index_add_(0, place, squares)
 
 
 def by_block(numbers: Tensor, place: Tensor) -> Tensor:

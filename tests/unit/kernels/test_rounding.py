@@ -59,16 +59,11 @@ def test_every_bit_is_one_half_of_the_time_and_says_nothing_of_its_neighbours_or
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(blocks=blocks, tensors=tensors, kind=st.sampled_from(KINDS), shift=st.integers(0, 3), seed=st.integers(0, 2**20))
-def test_sizes_of_blocks(blocks, tensors, kind, shift, seed):
+def test_norms(blocks, tensors, kind, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    sizes = native.finite_maxima(values)
-    assert_same_bits(sizes, specification.finite_maxima(values))
-    most = native.tensor_maxima(sizes, place, tensors)
-    assert_same_bits(most, specification.tensor_maxima(sizes, place, tensors))
-    for scales in (most, most / 3, torch.zeros(tensors)):
-        assert_same_bits(
-            native.block_squares(values, scales, place), specification.block_squares(values, scales, place)
-        )
+    (largest, squares), expected = (of.tensor_norms(values, place, tensors) for of in (native, specification))
+    assert_same_bits(largest, expected[0])
+    assert squares.dtype == torch.float64 and torch.equal(squares, expected[1])
 
 
 @built
@@ -86,12 +81,12 @@ def test_sizes_of_blocks(blocks, tensors, kind, shift, seed):
 )
 def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    norms = specification.tensor_maxima(specification.finite_maxima(values), place, tensors)
+    norms, _ = specification.tensor_norms(values, place, tensors)
     norms *= max(share, 1.0)  # a norm is at least as large as the largest
-    fields = native.round_levels(values, norms, place, levels, key)
-    assert torch.equal(fields, specification.round_levels(values, norms, place, levels, key))
+    packed = native.round_levels(values, norms, place, levels, key)
+    assert torch.equal(packed, specification.round_levels(values, norms, place, levels, key))
     ours, theirs = values.clone(), values.clone()
-    arguments = (fields, levels.bit_length(), norms * share, place)
+    arguments = (packed, levels.bit_length(), norms * share, place)
     most = native.put_levels(*arguments, ours, how)
     assert most == specification.put_levels(*arguments, theirs, how) <= levels
     assert_same_bits(ours, theirs)
@@ -110,7 +105,7 @@ def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
 )
 def test_trits(blocks, tensors, share, key, kind, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    scales = specification.tensor_maxima(specification.finite_maxima(values), place, tensors) * share
+    scales = specification.tensor_norms(values, place, tensors)[0] * share
     trits = native.round_trits(values, scales, place, key)
     assert torch.equal(trits, specification.round_trits(values, scales, place, key))
 
@@ -138,12 +133,10 @@ def test_powers(blocks, key, kind, how, shift, seed):
 def test_what_they_mean():
     values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
     values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
-    assert (
-        kernels.finite_maxima(values).tolist() == [8]
-        and kernels.block_squares(values, torch.tensor([2.0]), place)[0] == 37
-    )
-    fields = kernels.round_levels(values, torch.tensor([8.0]), place, 4, key=1)  # none has to be rounded
-    assert fields[:5].tolist() == [4, 8 + 4, 2, 8 + 1, 0]
+    largest, squares = kernels.tensor_norms(values, place, 2)
+    assert largest.tolist() == [8, 0] and squares.tolist() == [148, 0]
+    packed = kernels.round_levels(values, torch.tensor([8.0]), place, 4, key=1)  # none has to be rounded
+    assert packed[:3].tolist() == [4 + 16 * (8 + 4), 2 + 16 * (8 + 1), 0]
     exponents, signs = kernels.round_powers(values, key=1)
     assert exponents[:5].tolist() == [130, 130, 129, 128, 0] and signs.tolist() == [10, *[0] * 7]
     assert kernels.round_trits(values, torch.tensor([2.0]), place, key=1)[:5].tolist() == [1, -1, 1, -1, 0]
@@ -152,6 +145,8 @@ def test_what_they_mean():
 @built
 def test_what_does_not_fit_is_refused():
     values, scales, place = torch.zeros(64), torch.ones(1), torch.tensor([0])
+    with pytest.raises(ValueError, match="not of 8"):
+        native.put_levels(torch.zeros(72, dtype=torch.uint8), 8, scales, place, values, "set")
     with pytest.raises(ValueError, match="not 128"):
         native.round_levels(values, scales, place, 128, 0)
     with pytest.raises(ValueError, match="places from 1 to 1"):

@@ -4,7 +4,7 @@
 INLINE TARGET int32_t FN(ordered)(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
 /* The smallest and the largest of values so far, as such integers. */
-INLINE TARGET void FN(widen)(const float *v, int64_t n, int32_t *low, int32_t *high) {
+INLINE TARGET void FN(stretch)(const float *v, int64_t n, int32_t *low, int32_t *high) {
     int32_t least = *low, most = *high;
     for (int64_t i = 0; i < n; i++) {
         int32_t key = FN(ordered)(FN(finite)(v[i]));
@@ -23,7 +23,7 @@ INLINE TARGET void FN(write_ends)(int32_t low, int32_t high, float *ends) {
 TARGET void FN(minmax_ends)(const float *v, int64_t rows, int64_t stride, int64_t n, float *ends) {
     for (; rows > 0; rows--, v += stride, ends += 2) {
         int32_t low = INT32_MAX, high = INT32_MIN;
-        FN(widen)(v, n, &low, &high);
+        FN(stretch)(v, n, &low, &high);
         FN(write_ends)(low, high, ends);
     }
 }
@@ -73,7 +73,7 @@ TARGET void FN(minmax_ends_of_mean)(const uint8_t *codes, int64_t ranks, int64_t
     for (int64_t left; n > 0; n -= PIECE, codes += PIECE) {
         left = n < PIECE ? n : PIECE;
         FN(mean_of_rows)(codes, ranks, stride, ends, divisor, left, mean);
-        FN(widen)(mean, left, &low, &high);
+        FN(stretch)(mean, left, &low, &high);
     }
     FN(write_ends)(low, high, of_mean);
 }

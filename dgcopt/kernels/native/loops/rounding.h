@@ -1,87 +1,85 @@
 /* Values rounded at random, by numbers that follow from a key and a value's place. */
 
-/* 32 random bits for element i: Weyl's sequence, mixed by two rounds of multiplication (Wellons, "lowbias32"). */
-INLINE TARGET uint32_t FN(draw)(uint32_t i, uint32_t first, uint32_t second) {
-    uint32_t x = i * 0x9e3779b9u + first;
+#define WEYL 0x9e3779b9u
+
+/* 32 random bits for element i of a block: Weyl's sequence, which is at `weyl` where the block starts, mixed by two rounds
+   of multiplication (Wellons, "lowbias32"). */
+INLINE TARGET uint32_t FN(draw)(uint32_t i, uint32_t weyl, uint32_t second) {
+    uint32_t x = i * WEYL + weyl;
     x ^= x >> 16;
     x = x * 0x21f0aaadu + second;
     x ^= x >> 15;
     x *= 0x735a2d97u;
     return x ^ x >> 15;
 }
+INLINE TARGET uint32_t FN(weyl_of)(int64_t start, int first) { return (uint32_t)start * WEYL + (uint32_t)first; }
 
 /* In [0, 1), a multiple of 2^-24. */
-INLINE TARGET float FN(chance)(uint32_t i, uint32_t first, uint32_t second) {
-    return (float)(int32_t)(FN(draw)(i, first, second) >> 8) * 0x1p-24f;
+INLINE TARGET float FN(chance)(uint32_t i, uint32_t weyl, uint32_t second) {
+    return (float)(int32_t)(FN(draw)(i, weyl, second) >> 8) * 0x1p-24f;
 }
 
-TARGET void FN(finite_maxima)(const float *v, int64_t n, float *sizes) {
-    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
-        int32_t top = 0;
+INLINE TARGET void FN(round_levels_width)(const float *v, const float *norms, const int64_t *place, int64_t start,
+                                          int64_t n, int levels, int first, int second, uint8_t *packed,
+                                          const int width) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, packed += BLOCK / 8 * width) {
+        float scale = (float)levels / norms[place[b]];
+        uint32_t weyl = FN(weyl_of)(start + b * BLOCK, first);
+        uint8_t fields[BLOCK];
+        scale = scale < LARGEST_FLOAT ? scale : LARGEST_FLOAT;
         for (int i = 0; i < BLOCK; i++) {
-            int32_t size = FN(finite)(v[i]) & 0x7fffffff;
-            top = size > top ? size : top;
+            int32_t bits = FN(finite_without_minus_zero)(v[i]), size = bits & 0x7fffffff;
+            float position = FN(of_bits)(size) * scale;
+            int32_t level = (int32_t)position;
+            level += FN(chance)((uint32_t)i, weyl, (uint32_t)second) < position - (float)level;
+            level = level > levels ? levels : level;
+            fields[i] = (uint8_t)(level | (int32_t)((uint32_t)bits >> 31) << (width - 1));
         }
-        sizes[b] = FN(of_bits)(top);
+        FN(pack_block)(fields, packed, width);
     }
-}
-
-TARGET void FN(block_squares)(const float *v, const float *scales, const int64_t *place, int64_t n, float *sums) {
-    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
-        float scale = scales[place[b]] > 0 ? scales[place[b]] : 1, parts[BLOCK];
-        for (int i = 0; i < BLOCK; i++) {
-            float relative = FN(of_bits)(FN(finite)(v[i])) / scale;
-            parts[i] = relative * relative;
-        }
-        sums[b] = FN(fold)(parts);
-    }
-}
-
-TARGET void FN(tensor_maxima)(const float *numbers, const int64_t *place, int64_t blocks, float *most) {
-    for (int64_t b = 0; b < blocks; b++) most[place[b]] = numbers[b] > most[place[b]] ? numbers[b] : most[place[b]];
 }
 
 TARGET void FN(round_levels)(const float *v, const float *norms, const int64_t *place, int64_t start, int64_t n,
-                             int levels, int first, int second, uint8_t *fields) {
-    int shift = 32 - __builtin_clz((unsigned)levels);
-    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, fields += BLOCK) {
-        float norm = norms[place[b]] > 0 ? norms[place[b]] : 1;
-        uint32_t from = (uint32_t)(start + b * BLOCK);
-        for (int i = 0; i < BLOCK; i++) {
-            int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
-            float position = FN(of_bits)(size) / norm * (float)levels;
-            int32_t level = (int32_t)position;
-            level += FN(chance)(from + (uint32_t)i, (uint32_t)first, (uint32_t)second) < position - (float)level;
-            level = level > levels ? levels : level;
-            fields[i] = (uint8_t)(level | (bits < 0 && size != 0) << shift);
-        }
-    }
+                             int levels, int first, int second, int width, uint8_t *packed) {
+#define CALL(width) FN(round_levels_width)(v, norms, place, start, n, levels, first, second, packed, width);
+    EVERY_WIDTH(CALL)
+#undef CALL
 }
 
-INLINE TARGET uint8_t FN(put_levels_how)(const uint8_t *fields, int shift, const float *scales, const int64_t *place,
-                                         int64_t n, float *out, const int how) {
-    uint8_t most = 0;
-    for (int64_t b = 0; b < n / BLOCK; b++, fields += BLOCK, out += BLOCK) {
+INLINE TARGET uint8_t FN(put_levels_how)(const uint8_t *packed, const float *scales, const int64_t *place, int64_t n,
+                                         float *out, const int width, const int how) {
+    uint8_t most = 0, fields[BLOCK];
+    for (int64_t b = 0; b < n / BLOCK; b++, packed += BLOCK / 8 * width, out += BLOCK) {
         float scale = scales[place[b]];
+        FN(unpack_block)(packed, fields, width);
         for (int i = 0; i < BLOCK; i++) {
-            uint8_t level = fields[i] & ((1 << shift) - 1);
+            uint8_t level = fields[i] & ((1 << (width - 1)) - 1);
             most = level > most ? level : most;
         }
         for (int i = 0; i < BLOCK; i++) {
-            uint32_t field = fields[i], sign = field >> shift << 31;
-            float size = (float)(int32_t)(field & ((1u << shift) - 1)) * scale;
+            uint32_t field = fields[i], sign = field >> (width - 1) << 31;
+            float size = (float)(int32_t)(field & ((1u << (width - 1)) - 1)) * scale;
             out[i] = FN(put)(out[i], FN(of_bits)((int32_t)((uint32_t)FN(bits_of)(size) ^ sign)), how);
         }
     }
     return most;
 }
 
+INLINE TARGET uint8_t FN(put_levels_width)(const uint8_t *packed, const float *scales, const int64_t *place, int64_t n,
+                                           float *out, const int width, int how) {
+    uint8_t most = 0;
+#define CALL_HOW(how) most = FN(put_levels_how)(packed, scales, place, n, out, width, how);
+    EVERY_HOW(CALL_HOW)
+#undef CALL_HOW
+    return most;
+}
+
 /* Returns the highest level there is. */
-TARGET int FN(put_levels)(const uint8_t *fields, int shift, const float *scales, const int64_t *place, int64_t n,
+TARGET int FN(put_levels)(const uint8_t *packed, int width, const float *scales, const int64_t *place, int64_t n,
                           float *out, int how) {
     uint8_t most = 0;
-#define CALL(how) most = FN(put_levels_how)(fields, shift, scales, place, n, out, how);
-    EVERY_HOW(CALL)
+#define CALL(width) most = FN(put_levels_width)(packed, scales, place, n, out, width, how);
+    EVERY_WIDTH(CALL)
 #undef CALL
     return most;
 }
@@ -90,10 +88,10 @@ TARGET void FN(round_trits)(const float *v, const float *scales, const int64_t *
                             int first, int second, int8_t *trits) {
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, trits += BLOCK) {
         float scale = scales[place[b]];
-        uint32_t from = (uint32_t)(start + b * BLOCK);
+        uint32_t weyl = FN(weyl_of)(start + b * BLOCK, first);
         for (int i = 0; i < BLOCK; i++) {
             int32_t bits = FN(finite)(v[i]);
-            float chance = FN(chance)(from + (uint32_t)i, (uint32_t)first, (uint32_t)second);
+            float chance = FN(chance)((uint32_t)i, weyl, (uint32_t)second);
             int32_t kept = chance * scale < FN(of_bits)(bits & 0x7fffffff);
             trits[i] = (int8_t)(kept * (1 + 2 * (bits >> 31)));
         }
@@ -104,12 +102,12 @@ TARGET void FN(round_powers)(const float *v, int64_t start, int64_t n, int first
                              uint8_t *signs) {
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, exponents += BLOCK, signs += BLOCK / 8) {
         uint8_t flags[BLOCK];
-        uint32_t from = (uint32_t)(start + b * BLOCK);
+        uint32_t weyl = FN(weyl_of)(start + b * BLOCK, first);
         for (int i = 0; i < BLOCK; i++) {
-            int32_t bits = FN(finite)(v[i]), size = bits & 0x7fffffff;
-            uint32_t up = FN(draw)(from + (uint32_t)i, (uint32_t)first, (uint32_t)second) >> 9;
+            int32_t bits = FN(finite_without_minus_zero)(v[i]), size = bits & 0x7fffffff;
+            uint32_t up = FN(draw)((uint32_t)i, weyl, (uint32_t)second) >> 9;
             exponents[i] = (uint8_t)(((uint32_t)size + up) >> 23);
-            flags[i] = (uint8_t)(bits >> 31 & (size != 0));
+            flags[i] = (uint8_t)((uint32_t)bits >> 31);
         }
         FN(pack_flags)(flags, signs);
     }

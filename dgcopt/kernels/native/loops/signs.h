@@ -17,6 +17,7 @@ TARGET void FN(pack_signs)(const float *v, int64_t n, int zero_is_minus, uint8_t
             FN(signs_of)(v, flags, BLOCK, 0);
         FN(pack_flags)(flags, packed);
     }
+    if (!n) return;
     memset(flags, 0, BLOCK);
     FN(signs_of)(v, flags, n, zero_is_minus);
     FN(pack_flags)(flags, rest);
@@ -29,7 +30,7 @@ INLINE TARGET void FN(split_block)(const float *v, uint8_t *packed, float *above
     uint8_t flags[BLOCK];
     uint64_t word;
     for (int i = 0; i < BLOCK; i++) {
-        int32_t bits = FN(bits_of)(FN(of_bits)(FN(finite)(v[i])) + 0.0f), opposite = bits ^ INT32_MIN; /* no -0 */
+        int32_t bits = FN(finite_without_minus_zero)(v[i]), opposite = bits ^ INT32_MIN;
         ups[i] = FN(of_bits)(bits > 0 ? bits : 0);
         downs[i] = FN(of_bits)(opposite > 0 ? opposite : 0);
         flags[i] = (uint8_t)((uint32_t)bits >> 31);

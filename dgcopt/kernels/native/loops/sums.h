@@ -1,5 +1,6 @@
 /* What loops on blocks of 64 values share. */
 
+#define LARGEST_FLOAT 0x1.fffffep127f
 #define LARGEST_BITS 0x71800000 /* 2^100 */
 #define INFINITE_BITS 0x7f800000
 
@@ -21,6 +22,11 @@ INLINE TARGET int32_t FN(finite)(float x) {
     return size >= INFINITE_BITS ? 0 : within;
 }
 
+/* So that its sign bit tells what is below zero. */
+INLINE TARGET int32_t FN(finite_without_minus_zero)(float x) {
+    return FN(bits_of)(FN(of_bits)(FN(finite)(x)) + 0.0f);
+}
+
 /* The sum of 64 numbers; overwrites them. */
 INLINE TARGET float FN(fold)(float *t) {
     eight eight_of, other_eight;
@@ -32,6 +38,19 @@ INLINE TARGET float FN(fold)(float *t) {
     memcpy(&four_of, &eight_of, 16), memcpy(&other_four, (char *)&eight_of + 16, 16);
     four_of += other_four;
     return (four_of[0] + four_of[2]) + (four_of[1] + four_of[3]);
+}
+
+INLINE TARGET double FN(fold_doubles)(double *t) {
+    four_doubles four_of, other_four;
+    two_doubles two_of, other_two;
+    for (int i = 0; i < 32; i++) t[i] += t[i + 32];
+    for (int i = 0; i < 16; i++) t[i] += t[i + 16];
+    for (int i = 0; i < 8; i++) t[i] += t[i + 8];
+    memcpy(&four_of, t, 32), memcpy(&other_four, t + 4, 32);
+    four_of += other_four;
+    memcpy(&two_of, &four_of, 16), memcpy(&other_two, (char *)&four_of + 16, 16);
+    two_of += other_two;
+    return two_of[0] + two_of[1];
 }
 
 /* 64 bytes, each 0 or 1, as the bits of eight. */
@@ -63,5 +82,29 @@ TARGET void FN(tensor_sums)(const float *numbers, const int64_t *place, int64_t 
         float sum = sums[here];
         for (; b < blocks && place[b] == here; b++) sum += numbers[b];
         sums[here] = sum;
+    }
+}
+
+/* The largest magnitude of each block, and the sum of its squares. */
+TARGET void FN(block_norms)(const float *v, int64_t n, float *maxima, double *squares) {
+    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK) {
+        int32_t top = 0;
+        float sizes[BLOCK];
+        double parts[BLOCK];
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t size = FN(finite)(v[i]) & 0x7fffffff;
+            top = size > top ? size : top;
+            sizes[i] = FN(of_bits)(size);
+        }
+        for (int i = 0; i < BLOCK; i++) parts[i] = (double)sizes[i] * (double)sizes[i];
+        maxima[b] = FN(of_bits)(top), squares[b] = FN(fold_doubles)(parts);
+    }
+}
+
+TARGET void FN(tensor_norms)(const float *maxima, const double *squares, const int64_t *place, int64_t blocks,
+                             float *most, double *sums) {
+    for (int64_t b = 0; b < blocks; b++) {
+        most[place[b]] = maxima[b] > most[place[b]] ? maxima[b] : most[place[b]];
+        sums[place[b]] += squares[b];
     }
 }

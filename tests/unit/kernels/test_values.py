@@ -74,3 +74,11 @@ def test_what_does_not_fit_is_refused():
         native.of_steps(torch.zeros(4, dtype=torch.int8), torch.zeros(2), 64)
     with pytest.raises(ValueError, match="power of two"):
         native.means(torch.zeros(4), 100, 2)
+
+
+@built
+def test_equal_magnitudes_have_one_mean_on_whichever_side_of_the_split_they_come_to_lie():
+    for value in torch.linspace(1, 4, 100).tolist():
+        values = torch.tensor([value, -value, value, -value])
+        for of in (native, specification):
+            assert [mean.tolist() for mean in of.means(values, 64, 2)] == [values[:1].tolist()] * 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..kernels import BLOCK, Parts, add_at, copy_scaled
+from ..kernels import BLOCK, Parts, add_at, copy_scaled, peaks
 from .buckets import Bucket
 from .segments import Segment
 
@@ -20,7 +19,6 @@ __all__ = [
     "LocalGradient",
     "SparseSum",
     "is_finite",
-    "sum_of",
     "values_of",
 ]
 
@@ -34,20 +32,9 @@ def values_of(grad: Tensor) -> Tensor:
     return grad._values() if grad.is_sparse else grad
 
 
-def sum_of(grad: Tensor) -> Tensor:
-    """NaN or Inf if any element is; in float32 at least, where half precision would overflow."""
-    values = values_of(grad)
-    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
-
-
-def is_finite(grad: Tensor, total: Tensor | float | None = None) -> bool:
-    """Whether no element is NaN or Inf. Waits for the device.
-
-    The sum tells nearly always, at the cost of one pass, or of none if `total` is that sum already, or the largest
-    magnitude; finite numbers may have an infinite sum.
-    """
-    total = sum_of(grad) if total is None else total
-    return math.isfinite(total) or bool(values_of(grad).isfinite().all())
+def is_finite(grad: Tensor) -> bool:
+    """Whether no element is NaN or Inf. Waits for the device."""
+    return bool(peaks([values_of(grad)]).isfinite())
 
 
 class HiddenGradients:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..compressors import Compressor
-from ..flat.gradient import LARGE, GradientBucket, is_finite, sum_of
+from ..flat.gradient import LARGE, GradientBucket, is_finite, values_of
+from ..kernels import peaks
 
 __all__ = ["Arrivals", "EarlyLaunch"]
 
@@ -111,13 +112,15 @@ class Arrivals:
     def find_infinite(self, params: Iterable[Tensor], changed: Collection[Tensor]) -> Tensor | None:
         """The first parameter whose gradient holds NaN or Inf: what was copied has been looked at, the rest is now."""
         graded = [(param, param.grad) for param in params if param.grad is not None]
-        by_device: dict[torch.device, dict[int, Tensor]] = {}
+        seen = {param: peak for param, peak in self._peaks.items() if param not in changed}
+        unseen: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param, grad in graded:
-            known = param in self._peaks and param not in changed
-            total = self._peaks[param] if known else sum_of(grad)
-            by_device.setdefault(total.device, {})[id(total)] = total
-        numbers = [torch.cat([t.double().reshape(-1) for t in totals.values()]) for totals in by_device.values()]
-        if all(bool(each.isfinite().all()) for each in numbers):
+            if param not in seen:
+                unseen.setdefault((grad.device, grad.dtype), []).append(values_of(grad))
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for peak in (*{id(peak): peak for peak in seen.values()}.values(), *map(peaks, unseen.values())):
+            by_device.setdefault(peak.device, []).append(peak.double().reshape(-1))
+        if all(bool(torch.cat(found).isfinite().all()) for found in by_device.values()):
             return None
         return next((param for param, grad in graded if not is_finite(grad)), None)
 

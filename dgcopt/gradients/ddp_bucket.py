@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..flat.buckets import build_buckets
-from ..flat.gradient import GradientBucket, LocalGradient, SparseSum, sum_of
+from ..flat.gradient import GradientBucket, LocalGradient, SparseSum
+from ..kernels import peaks
 
 __all__ = ["Part", "Travelling", "parts_of"]
 
@@ -28,10 +28,10 @@ class Part:
     def fill(self, grads: Sequence[Tensor], factor: float) -> Tensor:
         """Copy gradients into their bucket, if they do not stay where DDP has them.
 
-        Returns a sum or the largest magnitude of each, either of which tells of NaN and Inf.
+        Returns the largest magnitude of each, which tells of NaN and Inf.
         """
         if self.bucket.in_place:
-            return torch.stack([sum_of(grad) for grad in grads])
+            return peaks(grads)
         return self.bucket.fill(range(len(grads)), grads, factor)
 
     def local(self, grads: Sequence[Tensor], factor: float) -> LocalGradient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,9 @@ from ..exchange.parameters import (
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, used_anywhere, vote
-from ..flat.gradient import is_finite, sum_of, values_of
+from ..flat.gradient import values_of
 from ..flat.store import Store
+from ..kernels import peaks
 from ..version import __version__
 from .attached import AttachedOptimizer, parameters_of
 from .ddp_bucket import Part, Travelling, parts_of
@@ -215,7 +217,8 @@ class HookState:
         if names not in self._layout:
             self._layout[names] = self._lay_out(bucket, names)
         if buffer.is_sparse:
-            return [Flight(f"sparse gradient {names[0]}", Travelling(None, buffer, [buffer], sum_of(buffer)[None]))]
+            tells = peaks([values_of(buffer)])
+            return [Flight(f"sparse gradient {names[0]}", Travelling(None, buffer, [buffer], tells))]
         grads, flights = bucket.gradients(), []
         for part in self._layout[names]:
             mine = [grads[place] for place in part.places]
@@ -329,14 +332,12 @@ class HookState:
             )
         self._saved = None
         tells = [number for flight in self._flights for number in flight.of.tells.tolist()]
-        grads = [grad for flight in self._flights for grad in flight.of.grads]
-        # finite numbers other than zero may add up to it
-        used = [s != 0 or bool(values_of(g).any()) for s, g in zip(tells, grads, strict=True)]
+        used = [peak != 0 for peak in tells]
         order = [name for names in self._layout for name in names]
         served = _served_without_data()
         ballot = Ballot(
             active=served is None,
-            finite=all(is_finite(grad, total) for total, grad in zip(tells, grads, strict=True)),
+            finite=all(map(math.isfinite, tells)),
             step=self.step,
             trained=checksum(order),
             launched=len(self._flights),

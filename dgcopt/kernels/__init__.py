@@ -70,6 +70,7 @@ __all__ = [
     "pack_signs",
     "pack_small",
     "pack_trits",
+    "peaks",
     "positions_above",
     "put",
     "put_levels",
@@ -113,6 +114,7 @@ add_at = Kernel(torch.add_at, (native.takes_parts, native.add_at))
 step_at = Kernel(torch.step_at, (native.takes_parts, native.step_at))
 dct = Kernel(torch.dct, (takes_float32, native.dct))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
+peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 positions_above = Kernel(torch.positions_above, (takes_float32, native.positions_above))
 select = Kernel(torch.select, (takes_floats, native.select))

@@ -1,4 +1,4 @@
-"""Copying gradients."""
+"""Copying gradients, and looking at them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..blocks import bits_of, chunks
 
-__all__ = ["copy_scaled"]
+__all__ = ["copy_scaled", "peaks"]
 
 
 def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> Tensor:
@@ -27,3 +27,13 @@ def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -
         out[len(g) :].zero_()
         peaks.append(torch.stack(tops).amax().view(g.dtype))
     return torch.stack(peaks).to(torch.promote_types(peaks[0].dtype, torch.float32))
+
+
+def peaks(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each tensor, in float32 at least: NaN if it holds one. Shape `[len(tensors)]`.
+
+    Tensors are of one dtype and device, and of any shape.
+    """
+    ends = [end for x in tensors for end in (x.aminmax() if x.numel() else (x.new_zeros(()), x.new_zeros(())))]
+    magnitudes = torch.stack(ends).abs().view(-1, 2)
+    return magnitudes.amax(1).to(torch.promote_types(magnitudes.dtype, torch.float32))

@@ -143,6 +143,40 @@ def test_copy_scaled(sizes, dtype, scale, kind, shift, seed):
 
 
 @built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    sizes=st.lists(numels, min_size=1, max_size=5),
+    dtype=halves_and_wholes,
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**20),
+)
+def test_peaks(sizes, dtype, kind, shift, threads, seed):
+    tensors = [numbers(size + shift, dtype, kind, seed + place)[shift:] for place, size in enumerate(sizes)]
+    images = torch.ones(2, 3, 5, 5, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    images[1, 2, 4, 4] = -7
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = native.peaks([*tensors, images])
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(found, specification.peaks([*tensors, images]))
+    expected = [x.float().abs().amax() if x.numel() else torch.zeros(()) for x in tensors]
+    assert_same_bits(found, torch.stack([*expected, torch.tensor(7.0)]))
+
+
+@built
+def test_peaks_are_not_looked_for_between_elements():
+    sliced = torch.ones(4, 4)[:, :2]
+    with pytest.raises(ValueError, match="in one piece"):
+        native.peaks([sliced])
+    assert kernels.peaks([sliced]).tolist() == [1.0]
+    assert kernels.peaks([torch.ones(3, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)]).tolist() == [1, 0]
+
+
+@built
 def test_copies_do_not_leave_their_place():
     g, out = torch.ones(100), torch.ones(90)
     with pytest.raises(ValueError, match="100 elements do not fit into 90"):

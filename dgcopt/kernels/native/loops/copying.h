@@ -1,4 +1,4 @@
-/* copy_scaled, for each type of gradient. */
+/* copy_scaled and peaks, for each type of gradient. */
 
 #define LOOP(G, gtype)                                                                                                 \
     TARGET int32_t FN(copy_scaled_##G)(const gtype *g, gtype *out, int64_t n, float scale) {                           \
@@ -10,6 +10,21 @@
             top = size > top ? size : top;                                                                             \
         }                                                                                                              \
         return top;                                                                                                    \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* Of what lies from `start` to `stop` where all tensors follow one another; `tops` are zero before. */            \
+    TARGET void FN(peaks_##G)(const gtype *const *tensors, const int64_t *lengths, int64_t count, int64_t start,       \
+                              int64_t stop, int32_t *tops) {                                                           \
+        for (int64_t t = 0; t < count; start -= lengths[t], stop -= lengths[t], t++) {                                 \
+            int64_t first = start > 0 ? start : 0, last = stop < lengths[t] ? stop : lengths[t];                       \
+            const gtype *g = tensors[t];                                                                               \
+            int32_t top = 0;                                                                                           \
+            for (int64_t i = first; i < last; i++) {                                                                   \
+                int32_t size = FN(magnitude_f32)(FN(read_##G)(g + i));                                                 \
+                top = size > top ? size : top;                                                                         \
+            }                                                                                                          \
+            tops[t] = top;                                                                                             \
+        }                                                                                                              \
     }
 
 LOOP(f32, float)

@@ -127,8 +127,9 @@ class _Ranks:
         for _ in range(case.size):
             params = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=case.device)) for shape in SHAPES]
             mine = copy.deepcopy(case.compressor)
-            mine.attach(case.make(params))
             named = [(f"p{place}", param) for place, param in enumerate(params)]
+            mine.see_parameters({param: name for name, param in named})
+            mine.attach(case.make(params))
             self.compressors.append(mine)
             self.buckets.append(build_buckets(named, mine.kind, 2**40, 2**40, None, GradientBucket))
         self.contexts = self._begin()

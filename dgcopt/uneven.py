@@ -53,7 +53,7 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
             serving.append(averaging)
         elif not isinstance(optimizer, Distributed):
             raise ConfigError("join takes optimizers that DistributedOptimizer, or an averaging algorithm, returned")
-        elif isinstance(optimizer.compressor, Adasum):
+        elif any(isinstance(part, Adasum) for part in optimizer.compressor.parts()):
             raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
         elif optimizer.engine is not None:
             serving.append(optimizer.engine)

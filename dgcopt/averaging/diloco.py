@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..checkpoint import STATE_KEY, kept_by
 from ..checks import check_positive, check_whole
-from ..compressors import ChunkedTopK, Compressor
+from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
 from ..compressors.context import at_least_float32
 from ..compressors.frozen_adam import FrozenAdam
 from ..compressors.schedule import Warmup
@@ -95,9 +96,11 @@ class DiLoCo(Averaging):
             raise ConfigError(f"alpha must be a number from 0 to 1, not {alpha!r}")
         if not callable(self.outer):
             raise ConfigError(f"outer must make an optimizer, such as partial(SGD, lr=0.7), not {outer!r}")
-        if isinstance(compression, FrozenAdam):
+        for part in compression.parts() if isinstance(compression, Compressor) else ():
+            if not isinstance(part, FrozenAdam):
+                continue
             raise ConfigError(
-                f"{type(compression).__name__} learns Adam's second moments from every step's gradient, and outer "
+                f"{type(part).__name__} learns Adam's second moments from every step's gradient, and outer "
                 f"gradients come every {every} steps: choose another compressor, such as DGC or PowerSGD"
             )
 
@@ -172,6 +175,8 @@ class OuterSync(Sync):
         self.rule = rule
         self.anchors: dict[Tensor, nn.Parameter] = {}
         self.sending: int | None = None
+        self._compression = NoCompression() if rule.compression is None else copy.deepcopy(accept(rule.compression))
+        self._compression.see_parameters(rounds.names)  # as a fragment has only some
         self._fragments: list[list[Tensor]] = _split(list(rounds.names), rule.fragments)
         self._anchored: set[Tensor] = set()  # parameters whose anchor is where local steps have started from
         self._outgoing: dict[str, Tensor] = {}  # the gradient that is on its way, if a checkpoint may come meanwhile
@@ -191,7 +196,7 @@ class OuterSync(Sync):
                 outer.rejoin(comm)
             else:
                 named = [(self.rounds.names[param], self.anchors[param]) for param in params]
-                DistributedOptimizer(outer, named, self.rule.compression, comm=comm)
+                DistributedOptimizer(outer, named, self._compression, comm=comm)
 
     def add_parameters(self, params: Iterable[Tensor]) -> None:
         for param in params:

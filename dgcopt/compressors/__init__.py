@@ -17,6 +17,7 @@ from .horovod import HorovodCompression, accept
 from .natural import Natural
 from .onebit import OneBit
 from .onebit_adam import OneBitAdam
+from .per_parameter import PerParameter
 from .powersgd import PowerSGD
 from .qadam import QAdam
 from .qsgd import QSGD
@@ -51,6 +52,7 @@ __all__ = [
     "Noop",
     "OneBit",
     "OneBitAdam",
+    "PerParameter",
     "PowerSGD",
     "QAdam",
     "RandomK",

@@ -9,7 +9,7 @@ A new compressor is a subclass with either
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Hashable, Iterable, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -79,19 +79,33 @@ class Compressor:
         chosen = self._decided if self.source == "auto" else self.source
         return "update" if chosen == "update" else "gradient"
 
+    def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
+        """What travels of parameters of a kind; `sends` is "update" if updates of any do."""
+        return self.sends
+
     @property
     def conserves(self) -> bool:
         """Whether nothing is lost: the sum applied and all memory whose kind starts with "residual" add up to the
         gradients."""
         return False
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether an exchange does no more than add gradients up, so that they can be divided before it as well.
+    def adds_up(self, kind: Hashable) -> bool:
+        """Whether an exchange does no more than add gradients of a kind up, so that they can be divided before it too.
 
         They are then, while they are copied anyway, and `Context.op` is "sum".
         """
         return False
+
+    def parts(self) -> Iterator[Compressor]:
+        """This one, and all that are inside it."""
+        yield self
+
+    def see_parameters(self, names: Mapping[Tensor, str], others: Iterable[str] = ()) -> None:
+        """See all of the optimizer's parameters and their names, trained or not: before `attach`, and when some come.
+
+        `others` are the names of the model's other ones, as far as they were given. Raises ConfigError for names that
+        settings do not fit.
+        """
 
     def __repr__(self) -> str:
         """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""

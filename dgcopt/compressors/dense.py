@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,8 +27,7 @@ class NoCompression(Compressor):
     def conserves(self) -> bool:
         return True
 
-    @property
-    def adds_up(self) -> bool:
+    def adds_up(self, kind: Hashable) -> bool:
         return True
 
     def compress(self, grad: Tensor, ctx: Context) -> Tensor:

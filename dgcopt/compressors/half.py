@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import ClassVar
 
 import torch
@@ -23,9 +24,8 @@ class _Half(Wrapper):
 
     dtype: ClassVar[torch.dtype]
 
-    @property
-    def adds_up(self) -> bool:
-        return self.inner.adds_up
+    def adds_up(self, kind: Hashable) -> bool:
+        return self.inner.adds_up(kind)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         def rounded(collective: Collective) -> Exchange:

@@ -36,11 +36,8 @@ class Hierarchical(Wrapper):
 
     def __init__(self, inner: Compressor | None = None) -> None:
         super().__init__(inner)
-        within = self.inner
-        while isinstance(within, Wrapper):
-            if isinstance(within, Hierarchical):
-                raise ConfigError("Hierarchical cannot go around another one: leave one of them away")
-            within = within.inner
+        if any(isinstance(part, Hierarchical) for part in self.inner.parts()):
+            raise ConfigError("Hierarchical cannot go around another one: leave one of them away")
 
     def _follow(self) -> None:
         super()._follow()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -48,6 +48,9 @@ class Wrapper(Compressor):
     def sends(self) -> Literal["gradient", "update"]:
         return self.inner.sends
 
+    def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
+        return self.inner.sends_of(kind)
+
     def __repr__(self) -> str:
         inner = "" if isinstance(self.inner, NoCompression) else repr(self.inner)
         return f"{type(self).__name__}({inner})"
@@ -55,6 +58,13 @@ class Wrapper(Compressor):
     @property
     def conserves(self) -> bool:
         return False  # unless a subclass knows that it changes nothing
+
+    def parts(self) -> Iterator[Compressor]:
+        yield self
+        yield from self.inner.parts()
+
+    def see_parameters(self, names: Mapping[Tensor, str], others: Iterable[str] = ()) -> None:
+        self.inner.see_parameters(names, others)
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         return self.inner.kind(name, param)

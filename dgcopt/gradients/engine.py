@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,12 +151,12 @@ class Engine:
             return
         if not is_last or not self.early.may(self.step, self.compressor, param.device):
             return
-        self._arrivals.take(param, *place, self._scale_taken)
+        self._arrivals.take(param, *place, self._scale_taken(place[0]))
         try:
             for bucket in self.layout.buckets[now.launched :]:
                 if not self._arrivals.has_filled(bucket):
                     break
-                self._arrivals.fill(bucket, self._scale_taken)
+                self._arrivals.fill(bucket, self._scale_taken(bucket))
                 self._launch(bucket)
         except Exception:
             self.abandon()
@@ -180,25 +180,23 @@ class Engine:
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _scale(self) -> float:
+    def _scale(self, bucket: GradientBucket) -> float:
         """What gradients are multiplied by before an exchange sees them."""
-        divisor = self.comm.size if self.settings.op == "average" and self.compressor.adds_up else 1
-        return self.attendance.scale(self.settings) / divisor
+        divided = self.settings.op == "average" and self._contexts[bucket].op == "sum"
+        return self.attendance.scale(self.settings) / (self.comm.size if divided else 1)
 
-    @property
-    def _scale_taken(self) -> float:
+    def _scale_taken(self, bucket: GradientBucket) -> float:
         """By which of that while they are copied into buckets: not if all are to be prepared there as they are."""
-        return 1.0 if self.compressor.whole_model and self.compressor.sends == "gradient" else self._scale
+        return 1.0 if self.compressor.whole_model and self.compressor.sends == "gradient" else self._scale(bucket)
 
     def _launch(self, bucket: GradientBucket, certain: bool = False) -> None:
         self._now.launched += 1
         context = self._contexts[bucket]
         context.step, context.certain = self.step, certain
         if bucket.in_place:
-            context.local = bucket.local(self.attendance.here, self._scale)
-        elif self._scale != self._scale_taken:
-            bucket.grad.mul_(self._scale / self._scale_taken)
+            context.local = bucket.local(self.attendance.here, self._scale(bucket))
+        elif self._scale(bucket) != self._scale_taken(bucket):
+            bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
         flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
         self._now.flights.append(flight)
         self.runner.traffic.launch(flight, exchange_of(bucket, self.compressor, context))
@@ -212,10 +210,10 @@ class Engine:
                 if not self.attendance.here:
                     bucket.fill([place], [None])
                 elif segment.param not in self._arrivals.taken or self._arrivals.has_changed(segment.param):
-                    self._arrivals.take(segment.param, bucket, place, self._scale_taken)
-            self._arrivals.fill(bucket, self._scale_taken)
-        if self.compressor.sends == "gradient":
-            self._prepare([bucket.grad for bucket in layout.buckets] if self.compressor.whole_model else [])
+                    self._arrivals.take(segment.param, bucket, place, self._scale_taken(bucket))
+            self._arrivals.fill(bucket, self._scale_taken(bucket))
+        if self.compressor.whole_model and self.compressor.sends == "gradient":
+            self._prepare([(bucket.grad, bucket) for bucket in layout.buckets])
         for bucket in layout.buckets[self._now.launched :]:
             self._launch(bucket, certain=used is None)  # else some memory is to stay as it is
         divisor = self.comm.size if self.settings.op == "average" else 1
@@ -232,12 +230,11 @@ class Engine:
             self._now.flights.append(flight)
             self.runner.traffic.launch(flight, gather_rows(grad * scale, divisor))
 
-    def _prepare(self, grads: list[Tensor]) -> None:
-        """Let a compressor that wants to see all gradients first change them."""
-        if self.compressor.whole_model:
-            for context in self._contexts.values():
-                context.step = self.step
-            self.compressor.prepare(grads, [self._contexts[bucket] for bucket in self.layout.buckets])
+    def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
+        """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
+        for context in self._contexts.values():
+            context.step = self.step
+        self.compressor.prepare([grad for grad, _ in grads], [self._contexts[bucket] for _, bucket in grads])
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
@@ -322,7 +319,15 @@ class Engine:
             there = yield from traffic.through(used_anywhere(here, "gradients that there are"))
             used = dict(zip(trained, there.tolist(), strict=True))
         if self.compressor.sends == "update" and self.attendance.here:
-            self._prepare([param.grad for param in trained if param.grad is not None])
+            if self.compressor.whole_model:
+                graded = [(param, param.grad) for param in trained if param.grad is not None]
+                for param, grad in graded:
+                    if grad.is_sparse:
+                        raise ConfigError(
+                            f"rank {self.comm.rank}: {self.compressor!r} clips gradients before updates are made of "
+                            f"them, and that of {self.names[param]!r} is sparse: leave the clip away"
+                        )
+                self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
             self.wrapped.make_update(self.settings.sparse_as_dense)
         self._launch_rest(used)
         yield from traffic.finish(self._now.flights, self.compressor.in_turn)
@@ -448,9 +453,9 @@ class Engine:
             )
         )
         self._sparse |= {param for _, param in self.layout.sparse}
-        divides = settings.op == "average" and not self.compressor.adds_up
-        op: Literal["average", "sum"] = "average" if divides else "sum"
         for bucket in self.layout.buckets:
+            divides = settings.op == "average" and not self.compressor.adds_up(bucket.kind)
+            op: Literal["average", "sum"] = "average" if divides else "sum"
             # a GPU copies gradients faster than it starts as many kernels as there are parameters
             bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
             self._contexts[bucket] = context_of(bucket, self.comm, op, self.store)

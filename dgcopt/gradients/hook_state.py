@@ -154,7 +154,9 @@ class HookState:
         check_trainable({param: (self._given or {}).get(param, name) for param, name in numbered.items()})
         if self._attached is not None:
             self._attached.detach()
-        self._given = self._given or numbered
+        if self._given is None:
+            self._given = numbered
+            self.compressor.see_parameters(numbered)
         self.compressor.attach(optimizer)
         if self._would_send_updates and updates_add_up(optimizer):
             log.info(
@@ -168,7 +170,9 @@ class HookState:
 
     def use(self, names: dict[Tensor, str] | None, comm: Comm | None, scaler: Any) -> None:
         """Take over what is given of parameters' names, the wire and the loop's GradScaler."""
-        self._given = names or self._given
+        if names:
+            self._given = names
+            self.compressor.see_parameters(names)
         self._comm = comm or self._comm
         self._scaler = scaler if scaler is not None else self._scaler
 
@@ -325,6 +329,8 @@ class HookState:
     @torch.no_grad()
     def _finish(self) -> Job:
         """Every bucket is here: finish all exchanges, and let DDP have their results."""
+        if self._given is None and self.step == 0:
+            self.compressor.see_parameters(self._names)
         for kind, name in self._store.waiting():
             raise ConfigError(
                 f"the restored state of ddp_hook holds {kind} of parameter {name!r}, which DDP does not train: "

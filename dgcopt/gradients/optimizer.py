@@ -135,6 +135,7 @@ def _wrap(
     comm: Comm,
 ) -> None:
     """Give the optimizer its new class, and what that needs."""
+    compressor.see_parameters(names, given.values())
     become(optimizer, Distributed, between_hooks)
     assert isinstance(optimizer, Distributed)
     optimizer._set_up(names, given, compressor, settings)
@@ -181,6 +182,7 @@ class Distributed(Stepping):
             name = names[place] if names is not None else number(group, place)
             self.parameter_names[param] = self._given_names.get(param, name)
         check_trainable(self.parameter_names)
+        self.compressor.see_parameters(self.parameter_names)
         if self.engine is not None:
             self._watch_parameters()
 

@@ -255,10 +255,10 @@ class Stepping(Optimizer):
         is_void, self._grads = self._grads is Grads.VOID, Grads.OWN
         takes_update = self.engine is not None and self.compressor.sends == "update"
         if is_void or takes_update:
-            if not is_void:
-                self.wrapped.take_update()
-            self._hidden.hide(self.parameter_names)  # where its own step was bound before it was wrapped
-            return True
+            # for a step of its own that was bound before it was wrapped, or that has others left to do
+            self._hidden.hide(self.parameter_names if is_void else self.wrapped.take_update())
+            if all(param.grad is None for param in self.parameter_names):
+                return True
         if isinstance(self, torch.optim.SparseAdam):  # it takes no other gradients, also where they came densely
             for param in self.parameter_names:
                 if param.grad is not None and not param.grad.is_sparse:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..compressors import Compressor
 from ..exchange.divergence import digest
 from ..exchange.parameters import describe, describe_groups
+from ..flat.gradient import HiddenGradients
 from ..version import __version__
 from .settings import Settings
 
@@ -67,22 +68,31 @@ class Wrapped:
 
     def replicated(self) -> dict[str, list[Tensor]]:
         """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""
-        found = {}
+        found, updated = {}, set(self.updated())
         for param, name in self.names.items():
-            state = self.optimizer.state.get(param, {}) if self.compressor.sends == "gradient" else {}
+            state = self.optimizer.state.get(param, {}) if param not in updated else {}
             kept = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
             found[name] = [param, *kept]
         return found
 
     # -- the update as what travels ----------------------------------------------------------------------------------
 
+    def updated(self) -> list[Tensor]:
+        """The parameters of which updates travel."""
+        if self.compressor.sends == "gradient":
+            return []
+        kind, sends_of = self.compressor.kind, self.compressor.sends_of
+        return [param for param, name in self.names.items() if sends_of(kind(name, param)) == "update"]
+
     @torch.no_grad()
     def make_update(self, sparse_as_dense: bool) -> None:
-        """Replace every gradient by what the optimizer would add to its parameter, and leave the parameters.
+        """Replace each gradient by what the optimizer would add to its parameter, if that is to travel.
 
-        But for decoupled weight decay, which is the same on all ranks and need not travel.
+        But for decoupled weight decay, which is the same on all ranks and need not travel. All parameters stay.
         """
-        held = [(param, param.detach().clone()) for param in self.names if param.grad is not None]
+        updated, hidden = self.updated(), HiddenGradients()
+        held = [(param, param.detach().clone()) for param in updated if param.grad is not None]
+        others = set(self.names).difference(updated)
         if sparse_as_dense and not isinstance(self.optimizer, torch.optim.SparseAdam):
             for param, _ in held:
                 param.grad = param.grad.to_dense() if param.grad is not None else None
@@ -90,8 +100,10 @@ class Wrapped:
         try:
             for group, _ in decays:
                 group["weight_decay"] = 0.0
+            hidden.hide(others)
             self.own_step()
         finally:
+            hidden.show()
             for group, decay in decays:
                 group["weight_decay"] = decay
         for param, before in held:
@@ -102,13 +114,16 @@ class Wrapped:
             param.copy_(before)
 
     @torch.no_grad()
-    def take_update(self) -> None:
-        """Add the combined update to the parameters, in place of the optimizer's own step."""
+    def take_update(self) -> list[Tensor]:
+        """Add the combined updates to their parameters, in place of the optimizer's own step; returns these."""
+        updated = self.updated()
+        among = set(updated)
         for group in self.optimizer.param_groups:
             kept = 1 - float(group["lr"]) * float(group["weight_decay"]) if _decays_apart(group) else 1.0
             for param in group["params"]:
-                if param.grad is not None:
+                if param in among and param.grad is not None:
                     param.data.mul_(kept).add_(param.grad)
+        return updated
 
 
 def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:

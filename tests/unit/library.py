@@ -57,6 +57,8 @@ SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.OneBitAdam(warmup_steps=2), ADAM),
     (dgcopt.FP16(dgcopt.TopK(0.1)), {}),
     (dgcopt.BF16(dgcopt.PowerSGD(start_step=0)), {}),
+    (dgcopt.PerParameter({"*[02]*": dgcopt.DGC(0.1), "*": dgcopt.NoCompression()}), {}),
+    (dgcopt.PerParameter({"*[02]*": dgcopt.BF16(), "*": dgcopt.PowerSGD(start_step=0)}, source="update"), ADAM),
     (dgcopt.Hierarchical(dgcopt.DGC(0.1)), {}),
     (dgcopt.Hierarchical(dgcopt.ByteGrad()), {}),
 ]

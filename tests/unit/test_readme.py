@@ -103,7 +103,7 @@ def test_the_training_loop():
 
 
 def test_a_compressor_in_twenty_lines(capsys):
-    compressor, used, checked, declared = code_of("docs/compressors.md")
+    _, compressor, used, checked, declared = code_of("docs/compressors.md")
     body = compressor[compressor.index("@dataclass") :].strip().splitlines()
     assert len([line for line in body if line.strip()]) <= 20
     names: dict = {}
@@ -119,6 +119,32 @@ def test_a_compressor_in_twenty_lines(capsys):
     exec(declared, names)
     report = names["check_compressor"](names["Declared"]())
     assert all(outcome == "ok" for _, outcome in report.lines), report
+
+
+def test_rules_by_name_as_the_page_shows_them():
+    code, *_ = code_of("docs/compressors.md")
+
+    class Net(nn.Sequential):
+        def __init__(self):
+            torch.manual_seed(0)
+            super().__init__(nn.Linear(30, 20), nn.Tanh())
+            self.head = nn.Linear(20, 10)
+
+    model = Net()
+    names = {"dgcopt": dgcopt, "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    exec(code, names)
+    dgcopt.shutdown()
+    ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1), Net, compression=names["compressor"])
+    for rank in range(2):
+        ranks.models[rank](torch.randn(4, 30)).square().sum().backward()
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    ranks.assert_replicas_equal()
+    moved = {
+        n: (p != q).sum() for (n, p), q in zip(ranks.models[0].named_parameters(), Net().parameters(), strict=True)
+    }
+    assert moved["0.bias"] == 20 and moved["head.bias"] == 10, "whole"
+    assert 0 < moved["0.weight"] <= 2 * 1 and 0 < moved["head.weight"] <= 2 * 2, "so many of each rank"
 
 
 def test_clipping_as_the_page_shows_it():

@@ -62,6 +62,11 @@ LIBRARY: dict[str, tuple[Compressor, Callable[..., torch.optim.Optimizer]]] = {
     "ByteGrad": (dgcopt.ByteGrad(), PLAIN),
     "ByteGrad, hierarchical": (dgcopt.Hierarchical(dgcopt.ByteGrad()), PLAIN),
     "DGC, hierarchical": (dgcopt.Hierarchical(DGC(0.1)), OPTIMIZERS["Nesterov"]),
+    "PerParameter": (dgcopt.PerParameter({"*.bias": dgcopt.NoCompression(), "*": DGC(0.1)}), OPTIMIZERS["Nesterov"]),
+    "PerParameter, gradients and updates": (
+        dgcopt.PerParameter({"*.bias": dgcopt.NoCompression(), "*": dgcopt.TopK(0.1)}),
+        OPTIMIZERS["Adam"],
+    ),
     "SignSGD": (dgcopt.SignSGD(), PLAIN),
     "Signum": (dgcopt.Signum(), PLAIN),
     "EFSignSGD": (dgcopt.EFSignSGD(), PLAIN),

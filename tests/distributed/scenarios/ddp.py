@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+import pickle
 import runpy
 import time
 from collections.abc import Callable, Iterator
@@ -200,6 +201,35 @@ def dgc_is_dgc_in_distributed_optimizer() -> None:
     clipped = in_optimizer(clipping)
     assert_close(Training(clipping).run().weights(), clipped)
     assert (clipped - in_optimizer(dgcopt.DGC(RATIO))).abs().max() > 1e-3, "the threshold was never met"
+
+
+@scenario
+def rules_by_name_are_those_in_distributed_optimizer() -> None:
+    for biases, weights in (
+        (dgcopt.NoCompression(), dgcopt.DGC(RATIO)),
+        (dgcopt.NoCompression(), dgcopt.DGC(RATIO, overlap=True)),
+        (dgcopt.DGC(0.2, vectors="sparse"), dgcopt.DGC(RATIO, clip=dgcopt.LocalClip(0.1, per="tensor"))),
+        (dgcopt.NoCompression(), dgcopt.DGC(RATIO, clip=dgcopt.LocalClip(1e9))),
+    ):
+        rules = dgcopt.PerParameter({"*.bias": biases, "2.*": dgcopt.TopK(0.2), "*": weights})
+        training = Training(rules, named=True).run(4)
+        again = Training()
+        again.model.load_state_dict(training.model.state_dict())
+        again.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+        again.state, hook = dgcopt.ddp_hook(
+            pickle.loads(pickle.dumps(training.state)), again.optimizer, again.model.named_parameters()
+        )
+        again.ddp.register_comm_hook(again.state, hook)
+        expected = in_optimizer(rules)
+        assert torch.equal(training.run(4, first=4).weights(), expected), rules
+        assert torch.equal(again.run(4, first=4).weights(), expected), "after what was kept went through a file"
+
+
+@scenario
+def rules_by_name_need_names() -> None:
+    rules = dgcopt.PerParameter({"*.bias": dgcopt.NoCompression(), "*": dgcopt.DGC(RATIO)})
+    with pytest.raises(dgcopt.ConfigError, match=r"'\*.bias' matches no parameter. Names are like parameter0"):
+        Training(rules, attach=False).step(0)
 
 
 @scenario

@@ -31,13 +31,16 @@ static TARGET int64_t FN(collect)(const int32_t *flat, int64_t n, int32_t least,
 
 /* Between which codes the k-th largest of n lies, most probably, by a sample. */
 static TARGET void FN(bounds)(const int32_t *flat, int64_t n, int64_t k, int32_t *low, int32_t *high) {
-    int64_t size = n / 16 < LARGER_SAMPLE ? n / 16 : LARGER_SAMPLE, middle = (int64_t)((double)k / (double)n * (double)size);
-    int64_t after = rank_in_sample(k, n, size), before = 2 * middle - after;
+    int64_t size = n / 16 < LARGER_SAMPLE ? n / 16 : LARGER_SAMPLE;
+    *low = 0, *high = INT32_MAX;
+    if (!size) return;
+    int64_t after = rank_in_sample(k, n, size);
+    int64_t before = 2 * (int64_t)((double)k / (double)n * (double)size) - after; /* as far on the other side */
     int32_t sample[LARGER_SAMPLE];
     for (int64_t i = 0; i < size; i++) sample[i] = flat[i * n / size] & INT32_MAX;
-    *low = after <= size ? FN(kth_by_parting)(sample, size, after) : 0;
+    if (after <= size) *low = FN(kth_by_parting)(sample, size, after);
     if (*low > INFINITE_BITS) *low = INFINITE_BITS;
-    *high = before > 0 ? FN(kth_by_parting)(sample, size, before) : INT32_MAX;
+    if (before > 0) *high = FN(kth_by_parting)(sample, size, before);
 }
 
 /* The k-th largest of the codes, 1 <= k <= n; `scratch` has room for as many. Those of `high` and more are counted. */

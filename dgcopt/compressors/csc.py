@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..kernels import BLOCK
+from ..kernels import BLOCK, add_and_norms
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .memory import ErrorFeedback, memory_for
@@ -71,23 +71,23 @@ class CSC(ScheduledRatio, Compressor):
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         memory = self._memory
         memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, memory.runs(ctx.segments))
-        v = ctx.add_residual(grad)
+        e, v = ctx.residual()
+        norms_of_blocks = add_and_norms(grad, e, 1.0, v)
         chunks, length, count = self._cut(ctx)
-        whole = ctx.numel // length
-        rows, last = v[: whole * length].view(whole, length), v[whole * length :]  # the last may be shorter
-        norms = v.new_zeros(chunks)
-        torch.linalg.vector_norm(rows, 1, dim=1, out=norms[:whole])
-        norms[whole : whole + 1] = torch.linalg.vector_norm(last, 1)
+        missing = chunks * length // BLOCK - len(norms_of_blocks)  # in the last chunk, which may be shorter
+        norms = torch.nn.functional.pad(norms_of_blocks, (0, missing)).view(chunks, -1).sum(1)
 
         norms = yield AllReduce(norms, op="sum")
-        chosen = norms.sort(descending=True, stable=True).indices[:count]
+        chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values
+        whole = ctx.numel // length
+        rows, last = v[: whole * length].view(whole, length), v[whole * length :]
+        full = int((chosen < whole).sum())
         sent = v.new_zeros(count, length)
-        places = (chosen < whole).nonzero().squeeze(1)
-        sent[places] = rows[chosen[places]]
-        sent[chosen == whole, : len(last)] = last
+        torch.index_select(rows, 0, chosen[:full], out=sent[:full])
+        sent[full:, : len(last)] = last
         sent = sent.to(ctx.dtype)
-        rows[chosen[places]] -= sent[places]
-        last -= sent[chosen == whole, : len(last)].sum(0)
+        rows.index_add_(0, chosen[:full], sent[:full].to(v.dtype), alpha=-1)
+        last -= sent[full:, : len(last)].sum(0)
         ctx.keep_residual(v)
         arrived = yield AllReduce(sent, op=ctx.op)
         if "result" not in ctx.scratch:

@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, mixing, selection, threshold, chunks, dct, packing, rice, minmax, rounding, signs, trits, values; sums
-is what those have in common that quantise.
+copying, memory, mixing, residual, selection, threshold, chunks, dct, packing, rice, minmax, rounding, signs, trits,
+values; sums is what those have in common that quantise.
 """
 
 from . import native, torch
@@ -40,6 +40,8 @@ __all__ = [
     "Parts",
     "Put",
     "accumulate",
+    "add_and_maxima",
+    "add_and_norms",
     "add_at",
     "ahead",
     "bits_of",
@@ -112,6 +114,8 @@ subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
 copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
 add_at = Kernel(torch.add_at, (native.takes_parts, native.add_at))
 step_at = Kernel(torch.step_at, (native.takes_parts, native.step_at))
+add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima))
+add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms))
 dct = Kernel(torch.dct, (takes_float32, native.dct))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))

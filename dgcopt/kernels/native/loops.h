@@ -37,6 +37,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #include "loops/copying.h"
 #include "loops/memory.h"
 #include "loops/mixing.h"
+#include "loops/residual.h"
 #include "loops/selection.h"
 #include "loops/threshold.h"
 #include "loops/chunks.h"

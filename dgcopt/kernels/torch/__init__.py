@@ -8,6 +8,7 @@ from .memory import *
 from .minmax import *
 from .mixing import *
 from .packing import *
+from .residual import *
 from .rice import *
 from .rounding import *
 from .selection import *

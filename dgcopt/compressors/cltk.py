@@ -11,7 +11,7 @@ from ..coding import decode_rice, encode_rice, rice_bytes, rice_excess
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
-from ..kernels import block_maxima, gather, subtract_at
+from ..kernels import add_and_maxima, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .schedule import ScheduledRatio, Warmup, check_ratio
@@ -64,11 +64,12 @@ class CLTK(ScheduledRatio, Compressor):
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        e, v = ctx.hold("residual"), ctx.add_residual(grad)
+        e, v = ctx.residual()
+        maxima = add_and_maxima(grad, e, 1.0, v)
         leader, count = ctx.step % ctx.size, self.selection(ctx).count
         choice = torch.zeros(rice_bytes(count, ctx.numel), dtype=torch.uint8, device=v.device)
         if ctx.rank == leader:
-            choice = self._choose(v, ctx)
+            choice = self._choose(v, maxima, ctx)
         choice = yield Broadcast(choice, root=leader)
         indices = decode_rice(choice, count, ctx.numel, leader)
 
@@ -80,9 +81,9 @@ class CLTK(ScheduledRatio, Compressor):
         total.add(indices, (yield AllReduce(sent, op=ctx.op))[: len(indices)])
         return total
 
-    def _choose(self, v: Tensor, ctx: Context) -> Tensor:
+    def _choose(self, v: Tensor, maxima: Tensor, ctx: Context) -> Tensor:
         """The leader's message: where its own v is largest."""
-        indices = self.selection(ctx).largest(v, block_maxima(v))
+        indices = self.selection(ctx).largest(v, maxima)
         count, excess = len(indices), rice_excess(indices, ctx.numel)
         if excess:
             indices = indices[v[indices].abs().topk(count - excess, sorted=False).indices.sort().values]

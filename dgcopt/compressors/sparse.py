@@ -43,6 +43,11 @@ class Sparse(Compressor):
         """Positions in the flat `v` that are sent: int64, ascending, as many on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} must define select()")
 
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """v, and the positions in it that are sent: for subclasses that look for them while they add the residual."""
+        v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
+        return v, self.select(v, ctx)
+
     @property
     def code(self) -> SparseCode:
         """How coordinates travel."""
@@ -50,8 +55,7 @@ class Sparse(Compressor):
 
     def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, int]:
         """This rank's message and of how many coordinates; what it leaves out is kept."""
-        v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
-        indices = self.select(v, ctx)
+        v, indices = self.choose(grad, ctx)
         message, sent, arriving = self.code.encode(indices, gather(v, indices), len(v))
         if self.error_feedback:
             subtract_at(v, sent, arriving)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..coding import SparseCode
-from ..kernels import block_maxima
+from ..kernels import add_and_maxima, block_maxima
 from .base import Source
 from .context import Context
 from .schedule import ScheduledRatio, Warmup, check_ratio
@@ -58,8 +58,13 @@ class TopK(ScheduledRatio, Sparse):
         together = self.granularity == "bucket"
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 
-    def select(self, v: Tensor, ctx: Context) -> Tensor:
-        return self.selection(ctx).largest(v, block_maxima(v))
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        if self.error_feedback:
+            e, v = ctx.residual()
+            maxima = add_and_maxima(grad, e, self.decay, v)
+        else:
+            v, maxima = grad, block_maxima(grad)
+        return v, self.selection(ctx).largest(v, maxima)
 
     def payload_bytes(self, ctx: Context) -> int:
         return self.code.nbytes(self.selection(ctx).count, ctx.numel)

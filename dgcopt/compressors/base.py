@@ -6,7 +6,8 @@ A new compressor is a subclass with either
 - `exchange(grad, ctx)`, a generator that yields collectives, is sent their results and returns the averaged gradient.
 """
 
-from __future__ import annotations
+# with annotations postponed here, or by another base class, config files could not tell the settings' types of
+# subclasses that are dataclasses: jsonargparse looks them up in the subclass's own module
 
 import logging
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ class Compressor:
         """
         return False
 
-    def parts(self) -> Iterator[Compressor]:
+    def parts(self) -> Iterator["Compressor"]:
         """This one, and all that are inside it."""
         yield self
 

@@ -1,7 +1,5 @@
 """The ratio over time: dense enough at first, sparse once the weights have settled."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

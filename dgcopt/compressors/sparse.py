@@ -1,7 +1,5 @@
 """What compressors have in common that send some coordinates and keep the others for later."""
 
-from __future__ import annotations
-
 from typing import Literal, TypeAlias
 
 from torch import Tensor

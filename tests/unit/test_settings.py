@@ -1,5 +1,6 @@
 """Settings: what is refused, and in which words."""
 
+import inspect
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.optim import SGD
 from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
+from dgcopt.__main__ import library
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError, MismatchError
 
@@ -80,6 +82,27 @@ def test_a_warm_up_sends_fewer_bytes_from_stage_to_stage(kind):
     for context.step in range(6):
         sent.append(compressor.payload_bytes(context))
     assert sent[::2] == sent[1::2] and sent[0] > 4 * sent[2] and sent[2] > 4 * sent[4]
+
+
+SETTINGS = [(kind, name) for kind in library() for name in list(inspect.signature(kind.__init__).parameters)[1:]]
+
+
+@pytest.mark.parametrize(("kind", "setting"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
+def test_config_files_know_the_type_of_every_setting(kind, setting, capsys):
+    """Else a warm-up would stay the dictionary that it is in the file, and a number a word."""
+    parser = pytest.importorskip("dgcopt.config").Parser()
+    parser.add_argument("--compressor", type=Compressor)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", f"--compressor.{setting}=no such thing"])
+    assert setting in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", WARM_UP)
+def test_a_warm_up_from_a_config_file_is_one(kind):
+    parser = pytest.importorskip("dgcopt.config").Parser()
+    parser.add_argument("--compressor", type=Compressor)
+    config = parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", "--compressor.warmup.ratios=[0.5]"])
+    assert parser.instantiate(config).compressor.warmup == dgcopt.Warmup((0.5,))
 
 
 def test_clip_threshold_of_the_paper():

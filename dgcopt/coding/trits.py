@@ -7,8 +7,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..errors import PayloadError
+from ..kernels import Put
 
-__all__ = ["pack_trits", "trit_bytes", "unpack_trits"]
+__all__ = ["put_trits", "trit_bytes"]
 
 
 def trit_bytes(count: int) -> int:
@@ -16,17 +17,13 @@ def trit_bytes(count: int) -> int:
     return -(-count // kernels.PER_BYTE)
 
 
-def pack_trits(trits: Tensor) -> Tensor:
-    """One-dimensional `trits` of any dtype, each -1, 0 or 1, as uint8 of length `trit_bytes`."""
-    return kernels.pack_trits(trits.to(torch.int8))
+def put_trits(packed: Tensor, count: int, scales: Tensor, place: Tensor, out: Tensor, how: Put, rank: int) -> None:
+    """Let the first of `count` trits from `rank`, those of block b times `scales[place[b]]`, take effect on `out`.
 
-
-def unpack_trits(packed: Tensor, count: int, rank: int) -> Tensor:
-    """The `count` trits, int8, that `pack_trits` wrote on `rank`. PayloadError if bytes cannot be right."""
+    Raises PayloadError if there are not so many bytes, or some cannot be right.
+    """
     right = packed.dtype == torch.uint8 and packed.shape == (trit_bytes(count),)
-    trits = kernels.unpack_trits(packed, count) if right else None
-    if trits is None:
+    if not right or not kernels.put_trits(packed, scales, place, out, how):
         raise PayloadError(
             f"the message from rank {rank} does not hold {count} trits, five in each byte: it was damaged on the way"
         )
-    return trits

@@ -10,12 +10,12 @@ from torch.optim import SGD, Optimizer
 
 from ..coding.bits import aligned, packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..coding.trits import pack_trits, trit_bytes, unpack_trits
+from ..coding.trits import put_trits, trit_bytes
 from ..collectives import AllGather, AllToAll
 from ..errors import ConfigError
-from ..kernels import Put, majority, pack_signs, put_signs, put_trits, split_signs, split_sum, tensor_sums
+from ..kernels import BLOCK, Put, majority, mix_signs, pack_signs, put_signs, split_signs, split_sum, tensor_sums
 from .base import Compressor, GradientExchange
-from .context import Context
+from .context import Context, at_least_float32
 from .encoded import Encoded
 
 __all__ = ["EFSignSGD", "SignSGD", "Signum"]
@@ -39,7 +39,7 @@ class SignSGD(Compressor):
     """
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        return (yield from majority_vote(grad, ctx))
+        return (yield from majority_vote(pack_signs(grad, zero_is_minus(ctx)), grad, ctx))
 
     def payload_bytes(self, ctx: Context) -> int:
         part = part_of(ctx)
@@ -75,24 +75,27 @@ class Signum(SignSGD):
             )
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        m = ctx.remember("momentum", grad)
-        m.mul_(self.beta).add_(grad, alpha=1 - self.beta)
-        return (yield from majority_vote(m, ctx))
+        before, m = ctx.advance("momentum", dtype=at_least_float32(grad.dtype))
+        signs = mix_signs(before, self.beta, grad, 1 - self.beta, m, zero_is_minus(ctx))
+        return (yield from majority_vote(signs, grad, ctx))
 
 
-def majority_vote(values: Tensor, ctx: Context) -> GradientExchange:
-    """The sign of the sum of the ranks' signs."""
-    part, zero_is_minus = part_of(ctx), (ctx.rank + ctx.step) % 2 == 1
-    ballots = pack_signs(values, zero_is_minus)
+def zero_is_minus(ctx: Context) -> bool:
+    """How zeros vote: by turns."""
+    return (ctx.rank + ctx.step) % 2 == 1
+
+
+def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExchange:
+    """The sign of the sum of the ranks' signs, written to `result`."""
+    part = part_of(ctx)
     missing = packed_bytes(ctx.size * part, 1) - len(ballots)
-    votes = yield AllToAll(torch.nn.functional.pad(ballots, (0, missing)).view(ctx.size, -1))
-    counted = yield AllGather(pack_trits(majority(votes)))
-    signs = [unpack_trits(theirs, part, rank) for rank, theirs in enumerate(counted)]
-    each = torch.full_like(ctx.tensors.numels, ctx.size / ctx.divisor)
-    result = torch.empty(ctx.numel, dtype=ctx.dtype, device=values.device)
-    put_trits(
-        (signs[0] if len(signs) == 1 else torch.cat(signs))[: ctx.numel], each, ctx.tensors.of_block, result, "set"
-    )
+    whole = torch.nn.functional.pad(ballots, (0, missing)) if missing else ballots
+    votes = yield AllToAll(whole.view(ctx.size, -1))
+    counted = yield AllGather(majority(votes))
+    each, place = torch.tensor([ctx.size / ctx.divisor], device=result.device), torch.zeros_like(ctx.tensors.of_block)
+    for rank, theirs in enumerate(counted):
+        span = result[rank * part : (rank + 1) * part]
+        put_trits(theirs, part, each, place[: -(-len(span) // BLOCK)], span, "set", rank)
     return result
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..coding.trits import pack_trits, trit_bytes, unpack_trits
+from ..coding.trits import put_trits, trit_bytes
 from ..errors import ConfigError
-from ..kernels import Put, put_trits, round_trits, tensor_norms
+from ..kernels import Put, round_trits, tensor_norms
 from .context import Context
 from .encoded import Encoded
 
@@ -48,11 +48,11 @@ class TernGrad(Encoded):
         scale, squares = tensor_norms(values, place, len(numels))
         if self.clip is not None:
             scale = scale.minimum(self.clip * (squares / numels).sqrt().float())
-        return encode_scaled(scale, pack_trits(round_trits(values, scale, place, ctx.key(self.seed))))
+        return encode_scaled(scale, round_trits(values, scale, place, ctx.key(self.seed)))
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         scale, fields = decode_scaled(message, len(ctx.segments), trit_bytes(ctx.numel), rank)
-        put_trits(unpack_trits(fields, ctx.numel, rank), scale, ctx.tensors.of_block, out, how)
+        put_trits(fields, ctx.numel, scale, ctx.tensors.of_block, out, how, rank)
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(len(ctx.segments), trit_bytes(ctx.numel))

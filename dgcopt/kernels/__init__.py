@@ -66,12 +66,12 @@ __all__ = [
     "minmax_ends",
     "minmax_of_mean",
     "mix",
+    "mix_signs",
     "nearest_levels",
     "of_levels",
     "of_steps",
     "pack_signs",
     "pack_small",
-    "pack_trits",
     "peaks",
     "positions_above",
     "put",
@@ -98,12 +98,12 @@ __all__ = [
     "tensor_sums",
     "unmix",
     "unpack_small",
-    "unpack_trits",
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_cuda, in_triton(torch.accumulate)))
 decay = Kernel(torch.decay, (takes_float32, native.decay))
 mix = Kernel(torch.mix, (takes_float32, native.mix))
+mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs))
 unmix = Kernel(torch.unmix, (takes_float32, native.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
@@ -150,6 +150,4 @@ round_levels = Kernel(torch.round_levels, (takes_float32, native.round_levels))
 round_powers = Kernel(torch.round_powers, (takes_float32, native.round_powers))
 round_trits = Kernel(torch.round_trits, (takes_float32, native.round_trits))
 majority = Kernel(torch.majority, (takes_flat, native.majority))
-pack_trits = Kernel(torch.pack_trits, (takes_flat, native.pack_trits))
-unpack_trits = Kernel(torch.unpack_trits, (takes_flat, native.unpack_trits))
 put_trits = Kernel(torch.put_trits, (takes_float32, native.put_trits))

@@ -12,12 +12,13 @@ from torch import Tensor
 
 import dgcopt
 from dgcopt.coding.minmax import MinMaxUInt8
-from dgcopt.coding.trits import pack_trits, trit_bytes, unpack_trits
+from dgcopt.coding.trits import put_trits, trit_bytes
 from dgcopt.compressors import Compressor, Context, Encoded
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.kernels import BLOCK, draws
+from dgcopt.kernels.torch import pack_trits
 
 SIZES = (1, 7, 64, 65, 1000)
 RANKS = (1, 2, 3, 5)
@@ -335,14 +336,16 @@ class TestTrits:
         trits = torch.arange(count) // torch.tensor([1, 3, 9, 27, 81]).repeat(-(-count // 5))[:count] % 3 - 1
         packed = pack_trits(trits)
         assert packed.dtype == torch.uint8 and len(packed) == trit_bytes(count) == -(-count // 5)
-        assert torch.equal(unpack_trits(packed, count, 0).long(), trits)
+        back, place = torch.empty(count), torch.zeros(-(-count // BLOCK), dtype=torch.int64)
+        put_trits(packed, count, torch.ones(1), place, back, "set", 0)
+        assert torch.equal(back.long(), trits)
 
     def test_a_byte_that_cannot_be(self) -> None:
         packed = pack_trits(torch.ones(10))
         assert packed.tolist() == [242, 242]
         packed[1] = 243
         with pytest.raises(PayloadError, match="rank 3"):
-            unpack_trits(packed, 10, 3)
+            put_trits(packed, 10, torch.ones(1), torch.tensor([0]), torch.empty(10), "set", 3)
 
 
 ENCODED = [dgcopt.EFSignSGD(), dgcopt.OneBit(), dgcopt.TernGrad(), dgcopt.QSGD(5), dgcopt.QSGD(100), dgcopt.Natural()]

@@ -16,7 +16,6 @@ __all__ = [
     "put_powers",
     "round_levels",
     "round_powers",
-    "round_trits",
 ]
 
 
@@ -54,20 +53,6 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
     shared(span, len(out))
     increment_version(out)
     return max(highest)
-
-
-def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
-    """See `dgcopt.kernels.torch.round_trits`."""
-    _check_scales(values, scales, place)
-    trits = torch.empty(len(values), dtype=torch.int8)
-    loop = function("round_trits", Pointer, Pointer, Pointer, Length, Length, Int, Int, Pointer)
-
-    def span(start: int, stop: int) -> None:
-        numbers = (at(values, start), scales.data_ptr(), at(place, start // BLOCK))
-        loop(*numbers, start, stop - start, *halves(key), at(trits, start))
-
-    shared(span, len(values))
-    return trits
 
 
 def round_powers(values: Tensor, key: int) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Put
-from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared, takes_float32
+from .library import Float, Int, Length, Pointer, at, check_bytes, check_flat, function, shared, takes_float32
 from .sums import HOW, blocks_of, check_place
 
-__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs", "takes_signs"]
+__all__ = ["mix_signs", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs", "takes_signs"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
@@ -26,6 +26,21 @@ def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
         loop(at(values, start), stop - start, int(zero_is_minus), at(packed, start // 8))
 
     shared(span, len(values))
+    return packed
+
+
+def mix_signs(x: Tensor, keep: float, y: Tensor, add: float, out: Tensor, zero_is_minus: bool = False) -> Tensor:
+    """See `dgcopt.kernels.torch.mix_signs`."""
+    check_flat(len(out), x, y, out, dtype=torch.float32)
+    packed = torch.empty(-(-len(out) // 8), dtype=torch.uint8)
+    loop = function("mix_signs", Pointer, Float, Pointer, Float, Length, Pointer, Int, Pointer)
+
+    def span(start: int, stop: int) -> None:
+        mixed = (at(x, start), keep, at(y, start), add, stop - start, at(out, start))
+        loop(*mixed, int(zero_is_minus), at(packed, start // 8))
+
+    shared(span, len(out))
+    increment_version(out)
     return packed
 
 
@@ -113,18 +128,3 @@ def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: 
 
     shared(span, len(out))
     increment_version(out)
-
-
-def majority(votes: Tensor) -> Tensor:
-    """See `dgcopt.kernels.torch.majority`."""
-    if votes.dim() != 2 or votes.dtype != torch.uint8:
-        raise ValueError(f"a row of bytes is needed for each voter, not {tuple(votes.shape)} of {votes.dtype}")
-    voters, count = votes.shape
-    says = torch.empty(8 * count, dtype=torch.int8)
-    loop = function("majority", Pointer, Length, Length, Length, Pointer)
-
-    def span(start: int, stop: int) -> None:
-        loop(at(votes, start // 8), voters, count, -(-(stop - start) // 8), at(says, start))
-
-    shared(span, len(says))
-    return says

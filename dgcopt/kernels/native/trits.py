@@ -7,57 +7,59 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
-from ..torch import PER_BYTE, Put
-from .library import Int, Length, Pointer, at, check_bytes, check_flat, function, shared
+from ..torch import PER_BYTE, Put, halves
+from .library import Int, Length, Pointer, check_bytes, check_flat, function, shared
 from .sums import HOW, check_place
 
-__all__ = ["pack_trits", "put_trits", "unpack_trits"]
+__all__ = ["majority", "put_trits", "round_trits"]
 
 
-def pack_trits(trits: Tensor) -> Tensor:
-    """See `dgcopt.kernels.torch.pack_trits`."""
-    check_flat(len(trits), trits, dtype=torch.int8)
-    length = -(-len(trits) // PER_BYTE)
-    if len(trits) % PER_BYTE:
-        whole = torch.full((PER_BYTE * length,), -1, dtype=torch.int8)
-        whole[: len(trits)] = trits
-        trits = whole
-    packed = torch.empty(length, dtype=torch.uint8)
-    loop = function("pack_trits", Pointer, Length, Length, Pointer)
+def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
+    """See `dgcopt.kernels.torch.round_trits`."""
+    _check_scales(values, scales, place)
+    packed = torch.empty(-(-len(values) // PER_BYTE), dtype=torch.uint8)
+    loop = function("round_trits", *[Pointer] * 3, *[Length] * 2, Int, Int, *[Length] * 2, Pointer)
+    numbers = (values.data_ptr(), scales.data_ptr(), place.data_ptr(), len(values), len(packed), *halves(key))
 
     def span(start: int, stop: int) -> None:
-        loop(at(trits, start), stop - start, length, at(packed, start))
+        loop(*numbers, start, stop - start, packed.data_ptr())
 
-    shared(span, length)
+    shared(span, len(packed))
     return packed
 
 
-def unpack_trits(packed: Tensor, count: int) -> Tensor | None:
-    """See `dgcopt.kernels.torch.unpack_trits`."""
-    length = -(-count // PER_BYTE)
-    check_bytes(packed, length)
-    trits = torch.empty(PER_BYTE * length, dtype=torch.int8)
-    loop = function("unpack_trits", Pointer, Length, Length, Pointer)
+def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> bool:
+    """See `dgcopt.kernels.torch.put_trits`."""
+    _check_scales(out, scales, place)
+    check_bytes(packed, -(-len(out) // PER_BYTE))
+    loop = function("put_trits", *[Pointer] * 3, *[Length] * 4, Pointer, Int)
+    numbers = (packed.data_ptr(), scales.data_ptr(), place.data_ptr(), len(out), len(packed))
     wrong: list[int] = []
 
     def span(start: int, stop: int) -> None:
-        wrong.append(loop(at(packed, start), stop - start, length, at(trits, start)))
+        wrong.append(loop(*numbers, start, stop - start, out.data_ptr(), HOW[how]))
 
-    shared(span, length)
-    return None if any(wrong) else trits[:count]
+    shared(span, len(packed))
+    increment_version(out)
+    return not any(wrong)
 
 
-def put_trits(trits: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
-    """See `dgcopt.kernels.torch.put_trits`."""
-    check_flat(len(out), trits, dtype=torch.int8)
-    check_flat(len(out), out, dtype=torch.float32)
-    check_flat(len(scales), scales, dtype=torch.float32)
-    check_place(place, len(out), len(scales))
-    loop = function("put_trits", Pointer, Pointer, Pointer, Length, Pointer, Int)
+def majority(votes: Tensor) -> Tensor:
+    """See `dgcopt.kernels.torch.majority`."""
+    if votes.dim() != 2 or votes.dtype != torch.uint8:
+        raise ValueError(f"a row of bytes is needed for each voter, not {tuple(votes.shape)} of {votes.dtype}")
+    voters, count = votes.shape
+    packed = torch.empty(-(-8 * count // PER_BYTE), dtype=torch.uint8)
+    loop = function("majority", Pointer, *[Length] * 5, Pointer)
 
     def span(start: int, stop: int) -> None:
-        numbers = (at(trits, start), scales.data_ptr(), at(place, start // BLOCK))
-        loop(*numbers, stop - start, at(out, start), HOW[how])
+        loop(votes.data_ptr(), voters, count, len(packed), start, stop - start, packed.data_ptr())
 
-    shared(span, len(out))
-    increment_version(out)
+    shared(span, len(packed))
+    return packed
+
+
+def _check_scales(values: Tensor, scales: Tensor, place: Tensor) -> None:
+    check_flat(len(values), values, dtype=torch.float32)
+    check_flat(len(scales), scales, dtype=torch.float32)
+    check_place(place, -(-len(values) // BLOCK) * BLOCK, len(scales))

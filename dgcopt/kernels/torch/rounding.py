@@ -13,13 +13,13 @@ from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put
 
 __all__ = [
+    "chances",
     "draws",
     "halves",
     "put_levels",
     "put_powers",
     "round_levels",
     "round_powers",
-    "round_trits",
 ]
 
 _WEYL, _FIRST, _SECOND = 0x9E3779B9 - 2**32, 0x21F0AAAD, 0x735A2D97  # as int32
@@ -56,7 +56,7 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
     scales = (torch.full_like(norms, levels) / norms).clamp_(max=torch.finfo(norms.dtype).max)  # if it is denormal
     position = v.abs() * by_block(scales, place)
     level = position.floor()
-    level += _chances(len(v), key, v.device) < position - level
+    level += chances(len(v), key, v.device) < position - level
     fields = level.clamp_(max=levels).to(torch.uint8) | (v < 0).to(torch.uint8) << bits
     return fields if bits == 7 else pack_small(fields, 1 + bits)
 
@@ -71,13 +71,6 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
     sizes = level * by_block(scales, place)
     put(torch.where(minus, -sizes, sizes), out, how)
     return int(level.max()) if len(level) else 0
-
-
-def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
-    """The sign of each value with probability |v| / `scales[place[b]]`, else zero: int8."""
-    v = finite(values)
-    kept = _chances(len(v), key, v.device) * by_block(scales, place) < v.abs()
-    return (v.sign() * kept).to(torch.int8)
 
 
 def round_powers(values: Tensor, key: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +91,7 @@ def put_powers(exponents: Tensor, signs: Tensor, out: Tensor, how: Put) -> int:
     return int(exponents.max()) if len(exponents) else 0
 
 
-def _chances(count: int, key: int, device: torch.device) -> Tensor:
+def chances(count: int, key: int, device: torch.device) -> Tensor:
     """In [0, 1), multiples of 2^-24."""
     return _shifted(draws(count, key, device), 8).float().mul_(2.0**-24)
 

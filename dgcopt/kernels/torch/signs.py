@@ -8,16 +8,23 @@ import torch
 from torch import Tensor
 
 from ..blocks import BLOCK
+from .mixing import mix
 from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put, sum_of_rows
 
-__all__ = ["majority", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs"]
+__all__ = ["mix_signs", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs"]
 
 
 def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
     """The signs of flat values as uint8, eight in a byte. NaN counts as above zero, and zero too unless told."""
     minus = values < 0
     return pack_small((minus | (values == 0) if zero_is_minus else minus).to(torch.uint8), 1)
+
+
+def mix_signs(x: Tensor, keep: float, y: Tensor, add: float, out: Tensor, zero_is_minus: bool = False) -> Tensor:
+    """`pack_signs` of what `mix` writes to `out`."""
+    mix(x, keep, y, add, out)
+    return pack_signs(out, zero_is_minus)
 
 
 def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,12 +60,3 @@ def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: 
     """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`."""
     minus = unpack_small(packed, len(out), 1).bool()
     put(torch.where(minus, -by_block(below, place), by_block(above, place)), out, how)
-
-
-def majority(votes: Tensor) -> Tensor:
-    """Of packed signs, a row for each voter, what most of them say: 1, -1, or 0 for a tie, int8 `[8 * bytes]`."""
-    count = 8 * votes.shape[1]
-    minuses = torch.zeros(count, dtype=torch.int32, device=votes.device)
-    for vote in votes:
-        minuses += unpack_small(vote, count, 1)
-    return (len(votes) - 2 * minuses).sign().to(torch.int8)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .sums import Put, by_block, put
+from .packing import unpack_small
+from .rounding import chances
+from .sums import Put, by_block, finite, put
 
-__all__ = ["PER_BYTE", "pack_trits", "put_trits", "unpack_trits"]
+__all__ = ["PER_BYTE", "majority", "pack_trits", "put_trits", "round_trits", "unpack_trits"]
 
 PER_BYTE = 5
 
@@ -35,6 +37,28 @@ def unpack_trits(packed: Tensor, count: int) -> Tensor | None:
     return torch.cat(digits[::-1])[:count].to(torch.int8) - 1
 
 
-def put_trits(trits: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
-    """Let each trit of block b, times `scales[place[b]]`, take effect on `out`."""
-    put(trits * by_block(scales, place), out, how)
+def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tensor:
+    """The sign of each value with probability |v| / `scales[place[b]]`, else zero: as `pack_trits` has it."""
+    v = finite(values)
+    kept = chances(len(v), key, v.device) * by_block(scales, place) < v.abs()
+    return pack_trits((v.sign() * kept).to(torch.int8))
+
+
+def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> bool:
+    """Let the first trits of `packed`, those of block b times `scales[place[b]]`, take effect on `out`.
+
+    Returns False if a byte cannot be right; `out` may hold anything then.
+    """
+    trits = unpack_trits(packed, len(out))
+    if trits is not None:
+        put(trits * by_block(scales, place)[: len(out)], out, how)
+    return trits is not None
+
+
+def majority(votes: Tensor) -> Tensor:
+    """Of packed signs, a row for each voter, what most of them say: 1, -1, or 0 for a tie, as `pack_trits` has it."""
+    count = 8 * votes.shape[1]
+    minuses = torch.zeros(count, dtype=torch.int32, device=votes.device)
+    for vote in votes:
+        minuses += unpack_small(vote, count, 1)
+    return pack_trits((len(votes) - 2 * minuses).sign().to(torch.int8))

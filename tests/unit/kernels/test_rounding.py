@@ -96,24 +96,6 @@ def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     blocks=blocks,
-    tensors=tensors,
-    share=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
-    key=keys,
-    kind=st.sampled_from(KINDS),
-    shift=st.integers(0, 3),
-    seed=st.integers(0, 2**20),
-)
-def test_trits(blocks, tensors, share, key, kind, shift, seed):
-    values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    scales = specification.tensor_norms(values, place, tensors)[0] * share
-    trits = native.round_trits(values, scales, place, key)
-    assert torch.equal(trits, specification.round_trits(values, scales, place, key))
-
-
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    blocks=blocks,
     key=keys,
     kind=st.sampled_from(KINDS),
     how=hows,
@@ -139,7 +121,6 @@ def test_what_they_mean():
     assert packed[:3].tolist() == [4 + 16 * (8 + 4), 2 + 16 * (8 + 1), 0]
     exponents, signs = kernels.round_powers(values, key=1)
     assert exponents[:5].tolist() == [130, 130, 129, 128, 0] and signs.tolist() == [10, *[0] * 7]
-    assert kernels.round_trits(values, torch.tensor([2.0]), place, key=1)[:5].tolist() == [1, -1, 1, -1, 0]
 
 
 @built
@@ -150,6 +131,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="not 128"):
         native.round_levels(values, scales, place, 128, 0)
     with pytest.raises(ValueError, match="places from 1 to 1"):
-        native.round_trits(values, scales, place + 1, 0)
+        native.round_levels(values, scales, place + 1, 7, 0)
     with pytest.raises(ValueError, match="bytes are needed"):
         native.put_powers(torch.zeros(63, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), values, "set")

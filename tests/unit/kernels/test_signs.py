@@ -88,10 +88,19 @@ def test_split_sum_of_signs(blocks, tensors, ranks, kind, shift, seed):
 
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(voters=st.integers(1, 9), count=st.integers(0, 40), seed=st.integers(0, 2**20))
-def test_majority(voters, count, seed):
-    votes = torch.randint(256, (voters, count), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    assert torch.equal(native.majority(votes), specification.majority(votes))
+@given(
+    numel=st.integers(0, 300),
+    zero_is_minus=st.booleans(),
+    kind=st.sampled_from(KINDS),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_mix_signs(numel, zero_is_minus, kind, shift, seed):
+    x, y = (numbers(numel + shift, torch.float32, kind, seed + of)[shift:] for of in range(2))
+    ours, theirs = torch.empty_like(x), torch.empty_like(x)
+    packed = native.mix_signs(x, 0.9, y, 1 - 0.9, ours, zero_is_minus)
+    assert torch.equal(packed, specification.mix_signs(x, 0.9, y, 1 - 0.9, theirs, zero_is_minus))
+    assert_same_bits(ours, theirs)
 
 
 def test_what_they_mean():
@@ -115,7 +124,8 @@ def test_what_they_mean():
     )
     assert u[:6].tolist() == [-0.5, 1.5, -0.5, 3.5, 3.5, 0] and not u[6:].any() and signs.tolist() == [5, *[0] * 15]
     assert kernels.pack_signs(torch.tensor([0.0, -0.0, -1.0, 1.0]), zero_is_minus=True).tolist() == [7]
-    assert kernels.majority(torch.tensor([[1], [3]], dtype=torch.uint8)).tolist() == [-1, 0, *[1] * 6]
+    assert kernels.mix_signs(values[:3], 0.5, values[:3], -2.0, total[:3]).tolist() == [5]
+    assert total[:3].tolist() == [-3, 4.5, -7.5]
 
 
 @built

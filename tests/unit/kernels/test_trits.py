@@ -2,55 +2,111 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, assert_same_bits, built, numbers, places
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, places
 
+from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
-
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(numel=st.integers(0, 700), shift=st.integers(0, 3), seed=st.integers(0, 2**20))
-def test_pack_trits(numel, shift, seed):
-    generator = torch.Generator().manual_seed(seed)
-    trits = torch.randint(-1, 2, (numel + shift,), generator=generator, dtype=torch.int8)[shift:]
-    packed = native.pack_trits(trits)
-    assert torch.equal(packed, specification.pack_trits(trits))
-    arrived = native.unpack_trits(packed, numel)
-    assert arrived is not None and torch.equal(arrived, trits)
-    damaged = packed ^ torch.randint(256, packed.shape, generator=generator).byte()
-    ours, theirs = native.unpack_trits(damaged, numel), specification.unpack_trits(damaged, numel)
-    assert (ours is None) == (theirs is None) and (ours is None or theirs is None or torch.equal(ours, theirs))
+blocks = st.sampled_from([0, 1, 3, 17, 100, 2200])
+keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
 
 
 def test_every_byte():
-    for of in (native, specification) if native.instructions() else (specification,):
-        for byte in range(256):
-            trits = of.unpack_trits(torch.tensor([byte], dtype=torch.uint8), 5)
-            if byte >= 243:
-                assert trits is None
-            else:
-                assert trits is not None and sum(3 ** (4 - i) * (t + 1) for i, t in enumerate(trits.tolist())) == byte
+    for byte in range(256):
+        trits = specification.unpack_trits(torch.tensor([byte], dtype=torch.uint8), 5)
+        if byte >= 243:
+            assert trits is None
+        else:
+            assert trits is not None and sum(3 ** (4 - i) * (t + 1) for i, t in enumerate(trits.tolist())) == byte
+            assert specification.pack_trits(trits).tolist() == [byte]
 
 
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    blocks=st.sampled_from([0, 1, 3, 17, 2200]),
+    blocks=blocks,
     tensors=st.integers(1, 5),
-    how=st.sampled_from(["set", "add", "subtract"]),
+    share=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    key=keys,
+    kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_put_trits(blocks, tensors, how, shift, seed):
+def test_round_trits(blocks, tensors, share, key, kind, shift, seed):
+    values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
+    scales = specification.tensor_norms(values, place, tensors)[0] * share
+    packed = native.round_trits(values, scales, place, key)
+    assert torch.equal(packed, specification.round_trits(values, scales, place, key))
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numel=st.one_of(st.integers(0, 700), st.sampled_from([6400, 140_001])),
+    tensors=st.integers(1, 5),
+    more=st.integers(0, 9),
+    how=st.sampled_from(["set", "add", "subtract"]),
+    damaged=st.booleans(),
+    shift=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_put_trits(numel, tensors, more, how, damaged, shift, seed):
     generator = torch.Generator().manual_seed(seed)
-    trits = torch.randint(-1, 2, (64 * blocks + shift,), generator=generator, dtype=torch.int8)[shift:]
-    scales, place = numbers(tensors, torch.float32, "normal", seed), places(blocks, tensors, seed)
-    ours = numbers(64 * blocks, torch.float32, "of all sizes", seed)
+    length = -(-numel // 5) + more
+    packed = torch.randint(256 if damaged else 243, (length + shift,), generator=generator, dtype=torch.uint8)[shift:]
+    scales, place = numbers(tensors, torch.float32, "normal", seed), places(-(-numel // 64), tensors, seed)
+    ours = numbers(numel, torch.float32, "of all sizes", seed)
     theirs = ours.clone()
-    native.put_trits(trits, scales, place, ours, how)
-    specification.put_trits(trits, scales, place, theirs, how)
-    assert_same_bits(ours, theirs)
+    right = native.put_trits(packed, scales, place, ours, how)
+    assert right == specification.put_trits(packed, scales, place, theirs, how) == bool((packed < 243).all())
+    if right:
+        assert_same_bits(ours, theirs)
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    voters=st.integers(1, 9),
+    count=st.one_of(st.integers(0, 40), st.sampled_from([641, 1400])),
+    alike=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_majority(voters, count, alike, seed):
+    votes = torch.randint(256, (voters, count), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    if alike:
+        votes[:] = votes[:1].clone()
+    assert torch.equal(native.majority(votes), specification.majority(votes))
+
+
+@built
+def test_majority_of_very_many():
+    votes = torch.randint(256, (1030, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    assert torch.equal(native.majority(votes), specification.majority(votes))
+
+
+def test_what_they_mean():
+    values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
+    values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
+    packed = kernels.round_trits(values, torch.tensor([2.0]), place, key=1)  # none has to be rounded
+    trits = specification.unpack_trits(packed, 64)
+    assert trits is not None and trits[:5].tolist() == [1, -1, 1, -1, 0]
+    out = torch.full((6,), 10.0)
+    assert kernels.put_trits(packed, torch.tensor([3.0]), place, out, "add") and out.tolist() == [13, 7, 13, 7, 10, 10]
+    said = specification.unpack_trits(kernels.majority(torch.tensor([[1], [3]], dtype=torch.uint8)), 8)
+    assert said is not None and said.tolist() == [-1, 0, *[1] * 6]
+
+
+@built
+def test_what_does_not_fit_is_refused():
+    scales, place, packed = torch.ones(1), torch.tensor([0]), torch.zeros(13, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="places from 1 to 1"):
+        native.round_trits(torch.zeros(64), scales, place + 1, 0)
+    with pytest.raises(ValueError, match="bytes are needed"):
+        native.put_trits(packed[:12], scales, place, torch.zeros(64), "set")
+    with pytest.raises(ValueError, match="a row of bytes"):
+        native.majority(packed)

@@ -84,20 +84,6 @@ TARGET int FN(put_levels)(const uint8_t *packed, int width, const float *scales,
     return most;
 }
 
-TARGET void FN(round_trits)(const float *v, const float *scales, const int64_t *place, int64_t start, int64_t n,
-                            int first, int second, int8_t *trits) {
-    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, trits += BLOCK) {
-        float scale = scales[place[b]];
-        uint32_t weyl = FN(weyl_of)(start + b * BLOCK, first);
-        for (int i = 0; i < BLOCK; i++) {
-            int32_t bits = FN(finite)(v[i]);
-            float chance = FN(chance)((uint32_t)i, weyl, (uint32_t)second);
-            int32_t kept = chance * scale < FN(of_bits)(bits & 0x7fffffff);
-            trits[i] = (int8_t)(kept * (1 + 2 * (bits >> 31)));
-        }
-    }
-}
-
 TARGET void FN(round_powers)(const float *v, int64_t start, int64_t n, int first, int second, uint8_t *exponents,
                              uint8_t *signs) {
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, exponents += BLOCK, signs += BLOCK / 8) {

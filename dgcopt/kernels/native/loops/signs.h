@@ -24,6 +24,15 @@ TARGET void FN(pack_signs)(const float *v, int64_t n, int zero_is_minus, uint8_t
     memcpy(packed, rest, (n + 7) / 8);
 }
 
+TARGET void FN(mix_signs)(const float *x, float keep, const float *y, float add, int64_t n, float *out,
+                          int zero_is_minus, uint8_t *packed) {
+    for (int64_t left; n > 0; n -= BLOCK, x += BLOCK, y += BLOCK, out += BLOCK, packed += BLOCK / 8) {
+        left = n < BLOCK ? n : BLOCK;
+        FN(mix)(x, keep, y, add, left, out);
+        FN(pack_signs)(out, left, zero_is_minus, packed);
+    }
+}
+
 /* The signs of a block, the sums of what is above and of what is below zero, and how many are below. */
 INLINE TARGET void FN(split_block)(const float *v, uint8_t *packed, float *above, float *below, float *minuses) {
     float ups[BLOCK], downs[BLOCK];
@@ -89,28 +98,4 @@ TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float
 #define CALL(how) FN(put_signs_how)(packed, above, below, place, n, out, how);
     EVERY_HOW(CALL)
 #undef CALL
-}
-
-TARGET void FN(majority)(const uint8_t *votes, int64_t voters, int64_t stride, int64_t bytes, int8_t *says) {
-    for (int64_t at = 0; at < bytes; at += 4) {
-        int64_t width = bytes - at < 4 ? bytes - at : 4;
-        int32_t minuses[32] = {0};
-        int8_t sums[32];
-        for (int64_t voter = 0; voter < voters; voter++) {
-            uint32_t word = 0;
-            if (width == 4)
-                memcpy(&word, votes + voter * stride + at, 4);
-            else
-                memcpy(&word, votes + voter * stride + at, width);
-            for (int i = 0; i < 32; i++) minuses[i] += (int32_t)(word >> i & 1);
-        }
-        for (int i = 0; i < 32; i++) {
-            int32_t sum = (int32_t)voters - 2 * minuses[i];
-            sums[i] = (int8_t)((sum > 0) - (sum < 0));
-        }
-        if (width == 4)
-            memcpy(says + 8 * at, sums, 32);
-        else
-            memcpy(says + 8 * at, sums, 8 * width);
-    }
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..coding import SparseCode
 from ..errors import ConfigError
-from ..kernels import BLOCK, Chunks, select_chunks
+from ..kernels import BLOCK, Chunks, add_and_select_chunks, select_chunks
 from .base import Source
 from .context import Context
 from .schedule import ScheduledRatio, Warmup, check_ratio
@@ -74,8 +74,11 @@ class ChunkedTopK(ScheduledRatio, Sparse):
 
         return self.chooser(ctx, of_chunks)
 
-    def select(self, v: Tensor, ctx: Context) -> Tensor:
-        return self.selection(ctx).largest(v)
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        if not self.error_feedback:
+            return grad, self.selection(ctx).largest(grad)
+        e, v = ctx.residual()
+        return v, self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
 
     def payload_bytes(self, ctx: Context) -> int:
         return self.code.nbytes(self.selection(ctx).count, ctx.numel)
@@ -100,3 +103,7 @@ class ChunkSelection:
     def largest(self, flat: Tensor) -> Tensor:
         """Positions of the largest magnitudes of `flat`, int64, ascending. NaN counts as largest."""
         return select_chunks(flat, self._chunks)
+
+    def largest_of_sum(self, g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
+        """The same of g + decay * e, which is written to `out`."""
+        return add_and_select_chunks(g, e, decay, out, self._chunks)

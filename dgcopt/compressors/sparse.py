@@ -24,8 +24,8 @@ Indices: TypeAlias = Literal["int32", "rice"]
 class Sparse(Compressor):
     """Each rank's own choice of coordinates, by one allgather; what is not sent, or lost by rounding, is kept.
 
-    A subclass defines `select` and the settings below. The residual is multiplied by `decay` before the gradient is
-    added to it.
+    A subclass defines `select`, or `choose`, and the settings below. The residual is multiplied by `decay` before the
+    gradient is added to it.
     """
 
     values: Values = "fp32"

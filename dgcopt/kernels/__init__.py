@@ -42,6 +42,7 @@ __all__ = [
     "accumulate",
     "add_and_maxima",
     "add_and_norms",
+    "add_and_select_chunks",
     "add_at",
     "ahead",
     "bits_of",
@@ -133,6 +134,7 @@ minmax_codes = Kernel(torch.minmax_codes, (native.takes_rows, native.minmax_code
 minmax_ends = Kernel(torch.minmax_ends, (native.takes_rows, native.minmax_ends))
 minmax_of_mean = Kernel(torch.minmax_of_mean, (native.takes_rows, native.minmax_of_mean))
 put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
+add_and_select_chunks = Kernel(torch.add_and_select_chunks, (takes_float32, native.add_and_select_chunks))
 select_chunks = Kernel(torch.select_chunks, (takes_floats, native.select_chunks))
 nearest_levels = Kernel(torch.nearest_levels, (takes_float32, native.nearest_levels))
 of_levels = Kernel(torch.of_levels, (takes_float32, native.of_levels))

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..torch import Chunks
-from .library import FLOATS, Length, Pointer, check_flat, function
+from .library import FLOATS, Float, Length, Pointer, at, check_flat, function
 
-__all__ = ["select_chunks"]
+__all__ = ["add_and_select_chunks", "select_chunks"]
 
 
 def select_chunks(flat: Tensor, chunks: Chunks) -> Tensor:
     """See `dgcopt.kernels.torch.select_chunks`."""
     check_flat(len(flat), flat)
+    return _select(flat, None, None, 0.0, chunks)
+
+
+def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> Tensor:
+    """See `dgcopt.kernels.torch.add_and_select_chunks`."""
+    check_flat(len(out), g, e, out, dtype=torch.float32)
+    if len(chunks.spans) == 0 or chunks.spans[0][0] != 0:
+        raise ValueError("chunks must begin with the first element")
+    increment_version(out)
+    return _select(out, g, e, decay, chunks)
+
+
+def _select(flat: Tensor, g: Tensor | None, e: Tensor | None, decay: float, chunks: Chunks) -> Tensor:
     starts, stops, counts = chunks.table
     if len(stops) and int(stops.amax()) > len(flat):
         raise ValueError(f"chunks reach beyond the {len(flat)} elements that there are")
     positions = torch.empty(chunks.count, dtype=torch.int64)
-    loop = function(f"select_chunks_{FLOATS[flat.dtype]}", *[Pointer] * 4, Length, Pointer)
-    if loop(*(x.data_ptr() for x in (flat, starts, stops, counts)), len(counts), positions.data_ptr()):
+    loop = function(
+        f"select_chunks_{FLOATS[flat.dtype]}", *[Pointer] * 3, Float, Length, *[Pointer] * 3, Length, Pointer
+    )
+    added = (at(flat, 0), at(g, 0), at(e, 0), decay, len(flat))
+    if loop(*added, *(x.data_ptr() for x in (starts, stops, counts)), len(counts), positions.data_ptr()):
         raise MemoryError("there is no memory left to select in")
     return positions

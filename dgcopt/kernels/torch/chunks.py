@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..blocks import BLOCK, bits_of
 
-__all__ = ["Chunks", "select_chunks"]
+__all__ = ["Chunks", "add_and_select_chunks", "select_chunks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,3 +72,8 @@ def select_chunks(flat: Tensor, chunks: Chunks) -> Tensor:
         positions = blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
         chosen.append(positions[torch.arange(most, device=flat.device) < count])
     return torch.cat(chosen).sort().values
+
+
+def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> Tensor:
+    """Write g + decay * e to `out`, of the dtype of e, all of which lies in chunks or gaps; and select from that."""
+    return select_chunks(torch.add(g, e, alpha=decay, out=out), chunks)

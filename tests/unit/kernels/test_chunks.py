@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, built, halves_and_wholes, numbers
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, halves_and_wholes, numbers
 
 from dgcopt.kernels import Chunks, native
 from dgcopt.kernels import torch as specification
@@ -28,9 +28,10 @@ def test_select_chunks(sizes, dtype, kind, ratio, seed):
     for size in sizes:
         spans.append((start, start + size))
         start += -(-size // 64) * 64
-    flat = torch.zeros(start, dtype=dtype)
+    flat, added = torch.zeros(2, start, dtype=dtype)
     for place, (first, last) in enumerate(spans):
         flat[first:last] = numbers(last - first, dtype, kind, seed + place)
+        added[first:last] = numbers(last - first, dtype, kind, seed + 100 + place)
     counts = [math.ceil(ratio * size) for size in sizes]
     chunks = Chunks(spans, counts, flat.device)
     chosen = native.select_chunks(flat, chunks)
@@ -41,9 +42,20 @@ def test_select_chunks(sizes, dtype, kind, ratio, seed):
     for (first, last), count in zip(spans, counts, strict=True):
         expected += sorted(sorted(range(first, last), key=lambda position: -magnitudes[position])[:count])
     assert chosen.tolist() == expected
+    sums = torch.full((2, start), 7.0)
+    ours, theirs = (
+        of.add_and_select_chunks(flat.float(), added.float(), 0.9, out, chunks)
+        for of, out in zip((native, specification), sums, strict=True)
+    )
+    assert_same_bits(*sums)
+    assert torch.equal(ours, theirs)
 
 
 @built
 def test_a_chunk_beyond_the_end_is_refused():
     with pytest.raises(ValueError, match="beyond"):
         native.select_chunks(torch.zeros(64), Chunks([(0, 65)], [1], torch.device("cpu")))
+    with pytest.raises(ValueError, match="begin with the first"):
+        native.add_and_select_chunks(
+            *torch.zeros(2, 128), 1.0, torch.zeros(128), Chunks([(64, 128)], [1], torch.device("cpu"))
+        )

@@ -1,78 +1,102 @@
 /* The largest magnitudes of every chunk, exactly. After selection.h. */
 
-#define FEW 128
+#define FEW 256
 
-/* As kth_largest; of few codes the one that fewer than k exceed, and k at least reach. */
+/* As kth_largest; of few codes bit by bit, from the highest. */
 INLINE TARGET int32_t FN(kth_of_few)(const int32_t *codes, int64_t n, int64_t k) {
-    for (int64_t i = 0; i < n; i++) {
-        int32_t above = 0, reach = 0;
-        for (int64_t j = 0; j < n; j++) above += codes[j] > codes[i], reach += codes[j] >= codes[i];
-        if (above < k && k <= reach) return codes[i];
+    int32_t kth = 0;
+    for (int bit = 30; bit >= 0; bit--) {
+        int32_t tried = kth | 1 << bit, reach = 0;
+        for (int64_t i = 0; i < n; i++) reach += codes[i] >= tried;
+        if (reach >= k) kth = tried;
     }
-    return 0;
+    return kth;
 }
 
-#define SELECT_CHUNKS(M, type, MAGNITUDE)                                                                              \
-    TARGET int FN(select_chunks_##M)(const type *flat, const int64_t *starts, const int64_t *stops,                    \
-                                     const int64_t *counts, int64_t chunks, int64_t *positions) {                      \
+static TARGET int32_t FN(kth_of)(const int32_t *codes, int64_t n, int64_t k, int32_t *scratch) {
+    if (n <= FEW) return FN(kth_of_few)(codes, n, k);
+    memcpy(scratch, codes, n * sizeof(int32_t));
+    return FN(kth_largest)(scratch, n, k);
+}
+
+#define CHUNKS(M, type, MAGNITUDE)                                                                                     \
+    /* A lower bound of the `count` largest magnitudes: each of so many columns of the chunk holds one of that size. */ \
+    static TARGET int32_t FN(bound_of_chunk_##M)(const type *chunk, int64_t n, int64_t count, int32_t *tops) {         \
+        int64_t columns = BLOCK;                                                                                       \
+        while (columns < 2 * count) columns *= 2;                                                                      \
+        if (2 * columns > n) return 0;                                                                                 \
+        memset(tops, 0, columns * sizeof(int32_t));                                                                    \
+        for (int64_t first = 0; first < columns; first += BLOCK)                                                       \
+            for (int64_t i = first; i + BLOCK <= n; i += columns)                                                      \
+                for (int j = 0; j < BLOCK; j++) {                                                                      \
+                    int32_t code = MAGNITUDE(chunk[i + j]);                                                            \
+                    tops[first + j] = code > tops[first + j] ? code : tops[first + j];                                 \
+                }                                                                                                      \
+        return FN(kth_of)(tops, columns, count, tops + columns);                                                       \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* The elements of `least` and more, and their codes; returns how many. */                                         \
+    static TARGET int64_t FN(reaching_##M)(const type *chunk, int64_t n, int32_t least, int32_t *where,                \
+                                           int32_t *codes) {                                                           \
+        int64_t found = 0;                                                                                             \
+        for (int64_t start = 0; start < n; start += BLOCK) {                                                           \
+            int left = n - start < BLOCK ? (int)(n - start) : BLOCK;                                                   \
+            uint8_t reach[BLOCK] = {0};                                                                                \
+            uint64_t all = 0;                                                                                          \
+            if (left == BLOCK)                                                                                         \
+                for (int i = 0; i < BLOCK; i++) reach[i] = MAGNITUDE(chunk[start + i]) >= least;                       \
+            else                                                                                                       \
+                for (int i = 0; i < left; i++) reach[i] = MAGNITUDE(chunk[start + i]) >= least;                        \
+            for (int i = 0; i < BLOCK / 8; i++) {                                                                      \
+                uint64_t eight;                                                                                        \
+                memcpy(&eight, reach + 8 * i, 8);                                                                      \
+                all |= (eight * 0x0102040810204080 >> 56) << 8 * i; /* their lowest bits side by side */               \
+            }                                                                                                          \
+            for (; all; all &= all - 1, found++) {                                                                     \
+                where[found] = (int32_t)start + __builtin_ctzll(all);                                                  \
+                codes[found] = MAGNITUDE(chunk[where[found]]);                                                         \
+            }                                                                                                          \
+        }                                                                                                              \
+        return found;                                                                                                  \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* Positions within a chunk, from its `start`; `memory` has room for four numbers per element. */                  \
+    static TARGET void FN(select_chunk_##M)(const type *chunk, int64_t start, int64_t n, int64_t count,                \
+                                            int32_t *memory, int64_t *positions) {                                     \
+        int32_t *codes = memory, *where = memory + n, *scratch = memory + 2 * n;                                       \
+        int32_t least = FN(bound_of_chunk_##M)(chunk, n, count, scratch);                                              \
+        int64_t found = FN(reaching_##M)(chunk, n, least, where, codes), ties = count, taken = 0;                      \
+        int32_t cut = FN(kth_of)(codes, found, count, scratch);                                                        \
+        for (int64_t i = 0; i < found; i++) ties -= codes[i] > cut;                                                    \
+        for (int64_t i = 0; i < found && taken < count; i++) {                                                         \
+            int take = codes[i] > cut || (codes[i] == cut && ties-- > 0);                                              \
+            positions[taken] = start + where[i];                                                                       \
+            taken += take;                                                                                             \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* Of `flat`; if g is given, that is made g + decay e first. Returns 1 if there is no memory left. */              \
+    TARGET int FN(select_chunks_##M)(type *flat, const float *g, const float *e, float decay, int64_t n,               \
+                                     const int64_t *starts, const int64_t *stops, const int64_t *counts,               \
+                                     int64_t chunks, int64_t *positions) {                                             \
         int64_t most = 1;                                                                                              \
         for (int64_t c = 0; c < chunks; c++) most = stops[c] - starts[c] > most ? stops[c] - starts[c] : most;          \
-        int32_t *memory = malloc((4 * most + 2) * sizeof(int32_t));                                                    \
+        int32_t *memory = malloc(4 * most * sizeof(int32_t));                                                          \
         if (!memory) return 1;                                                                                         \
-        int32_t *tops = memory, *scratch = tops + most, *codes = scratch + most, *where = codes + most + 1;            \
-        for (int64_t c = 0; c < chunks; c++, positions += counts[c - 1]) {                                             \
-            const type *chunk = flat + starts[c];                                                                      \
-            int64_t n = stops[c] - starts[c], count = counts[c], width = BLOCK, found = 0;                             \
-            while (width > 8 && n < 2 * width * count) width /= 2;                                                     \
-            int64_t parts = (n + width - 1) / width;                                                                   \
-            for (int64_t p = 0; p < parts; p++) {                                                                      \
-                int64_t end = (p + 1) * width < n ? (p + 1) * width : n;                                               \
-                int32_t top = 0;                                                                                       \
-                for (int64_t i = p * width; i < end; i++) {                                                            \
-                    int32_t code = MAGNITUDE(chunk[i]);                                                                \
-                    top = code > top ? code : top;                                                                     \
-                }                                                                                                      \
-                tops[p] = top;                                                                                         \
-            }                                                                                                          \
-            int32_t least = 0; /* each of `count` parts holds a magnitude of this size */                              \
-            if (count < parts && parts <= FEW)                                                                         \
-                least = FN(kth_of_few)(tops, parts, count);                                                            \
-            else if (count < parts) {                                                                                  \
-                memcpy(scratch, tops, parts * sizeof(int32_t));                                                        \
-                least = FN(kth_largest)(scratch, parts, count);                                                        \
-            }                                                                                                          \
-            for (int64_t p = 0; p < parts; p++) {                                                                      \
-                if (tops[p] < least) continue;                                                                         \
-                int64_t end = (p + 1) * width < n ? (p + 1) * width : n;                                               \
-                for (int64_t i = p * width; i < end; i++) {                                                            \
-                    int32_t code = MAGNITUDE(chunk[i]);                                                                \
-                    codes[found] = code, where[found] = (int32_t)i;                                                    \
-                    found += code >= least;                                                                            \
-                }                                                                                                      \
-            }                                                                                                          \
-            int32_t cut;                                                                                               \
-            if (found <= FEW)                                                                                          \
-                cut = FN(kth_of_few)(codes, found, count);                                                             \
-            else {                                                                                                     \
-                memcpy(scratch, codes, found * sizeof(int32_t));                                                       \
-                cut = FN(kth_largest)(scratch, found, count);                                                          \
-            }                                                                                                          \
-            int64_t ties = count, taken = 0;                                                                           \
-            for (int64_t i = 0; i < found; i++) ties -= codes[i] > cut;                                                \
-            for (int64_t i = 0; i < found && taken < count; i++) {                                                     \
-                int take = codes[i] > cut || (codes[i] == cut && ties-- > 0);                                          \
-                positions[taken] = starts[c] + where[i];                                                               \
-                taken += take;                                                                                         \
-            }                                                                                                          \
+        for (int64_t c = 0; c < chunks; positions += counts[c++]) {                                                    \
+            int64_t end = c + 1 < chunks ? starts[c + 1] : n; /* and the gap behind it */                              \
+            if (g) ELEMENTWISE for (int64_t i = starts[c]; i < end; i++)                                               \
+                ((float *)flat)[i] = __builtin_fmaf(e[i], decay, g[i]);                                                \
+            FN(select_chunk_##M)(flat + starts[c], starts[c], stops[c] - starts[c], counts[c], memory, positions);     \
         }                                                                                                              \
         free(memory);                                                                                                  \
         return 0;                                                                                                      \
     }
 
-SELECT_CHUNKS(f32, int32_t, MAGNITUDE_F32)
-SELECT_CHUNKS(bf16, uint16_t, MAGNITUDE_BF16)
+CHUNKS(f32, int32_t, MAGNITUDE_F32)
+CHUNKS(bf16, uint16_t, MAGNITUDE_BF16)
 
-#undef SELECT_CHUNKS
+#undef CHUNKS
 #undef FEW
 #undef MAGNITUDE_F32
 #undef MAGNITUDE_BF16

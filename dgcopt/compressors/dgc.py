@@ -153,7 +153,7 @@ class DGC(ScheduledRatio, Compressor):
             return (yield AllReduce(grad, op=ctx.op))
 
         ratio = self.ratio_at(ctx.step)
-        local = LocalGradient.of_flat(grad, ctx.segments) if ctx.local is None else ctx.local
+        local = LocalGradient(grad) if ctx.local is None else ctx.local
         dtype = torch.bfloat16 if self.residual == "bf16" else None
         u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
         v = ctx.hold("residual", dtype=dtype)

@@ -45,6 +45,16 @@ class Run:
     stop: int
     rule: Momentum | None
 
+    @property
+    def span(self) -> slice:
+        """Where it lies."""
+        return slice(self.start, self.stop)
+
+    @property
+    def blocks(self) -> slice:
+        """In blocks."""
+        return slice(self.start // BLOCK, -(-self.stop // BLOCK))
+
 
 class ErrorFeedback:
     """v <- v + g: what is not sent now is sent later."""
@@ -58,26 +68,22 @@ class ErrorFeedback:
 
     def accumulate(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
         """Make v and u the new ones in one pass, and the gradient zero; returns the block maxima of v."""
-        return self._pass(accumulate, grad, v, u, runs, clear=True)
+        maxima = self._pass(accumulate, grad, v, u, runs)
+        grad.is_clear = True
+        return maxima
 
     def look(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
         """The block maxima that `accumulate` will give; all stays as it is."""
-        return self._pass(look, grad, v, u, runs, clear=False)
+        return self._pass(look, grad, v, u, runs)
 
     def _pass(
-        self,
-        kernel: Callable[..., None],
-        grad: LocalGradient,
-        v: Tensor,
-        u: Tensor | None,
-        runs: Sequence[Run],
-        clear: bool,
+        self, kernel: Callable[..., None], grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]
     ) -> Tensor:
         maxima = torch.empty(len(v) // BLOCK, dtype=v.dtype, device=v.device)
         for run in runs:
-            for span, g in grad.within(run.start, run.stop, clear=clear):
-                blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
-                kernel(v[span], None if u is None else u[span], g, maxima[blocks], run.rule, grad.scale)
+            span, blocks = run.span, run.blocks
+            g = grad.within(run.start, run.stop)
+            kernel(v[span], None if u is None else u[span], g, maxima[blocks], run.rule, grad.scale)
         return maxima
 
     def ahead(
@@ -87,13 +93,13 @@ class ErrorFeedback:
         if blocks is None:
             blocks = torch.arange(len(v) // BLOCK, device=v.device)
         rows = torch.empty(len(blocks), BLOCK, dtype=v.dtype, device=v.device)
-        parts = [(span, g, run.rule) for run in runs for span, g in grad.within(run.start, run.stop)]
-        ends = torch.tensor([[span.start, span.stop + BLOCK - 1] for span, _, _ in parts], device=v.device) // BLOCK
+        ends = torch.tensor([[run.blocks.start, run.blocks.stop] for run in runs], device=v.device)
         cuts = torch.searchsorted(blocks, ends).tolist()
-        for (span, g, rule), (first, last) in zip(parts, cuts, strict=True):
+        for run, (first, last) in zip(runs, cuts, strict=True):
             if first < last:
-                mine = blocks[first:last] - span.start // BLOCK
-                ahead(v[span], None if u is None else u[span], g, mine, rows[first:last], rule, grad.scale)
+                span, mine = run.span, blocks[first:last] - run.blocks.start
+                g = grad.within(run.start, run.stop)
+                ahead(v[span], None if u is None else u[span], g, mine, rows[first:last], run.rule, grad.scale)
         return rows
 
     def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:

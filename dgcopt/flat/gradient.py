@@ -91,37 +91,30 @@ class LocalGradient:
     """One rank's gradient of a bucket, read where it lies: in one piece, or where autograd left its parts.
 
     Args:
-        parts: each parameter's gradient as `Segment.flatten` gives it; None counts as zero.
+        whole: each parameter's gradient as `Segment.flatten` gives it, or all of them in one piece; None is zero.
         scale: what it is multiplied by.
+
+    Attributes: `is_clear`, whether whoever took it has made it zero.
     """
 
-    def __init__(self, segments: Sequence[Segment], parts: Sequence[Tensor | None], scale: float = 1.0) -> None:
-        self._parts = [(s.start, s.stop, part) for s, part in zip(segments, parts, strict=True)]
+    def __init__(self, whole: Tensor | Parts, scale: float = 1.0) -> None:
+        self.whole = whole
         self.scale = scale
-        self._clear: set[int] = set()
+        self.is_clear = False
 
-    @staticmethod
-    def of_flat(flat: Tensor, segments: Sequence[Segment]) -> LocalGradient:
-        """The same for a gradient that is in one piece already."""
-        gradient = LocalGradient(segments, [None] * len(segments))
-        gradient._parts = [(0, len(flat), flat)]
-        return gradient
+    def within(self, start: int, stop: int) -> Tensor | Parts:
+        """The gradient from `start` to `stop`, between which its parts lie whole; yet to be multiplied by `scale`."""
+        if not isinstance(self.whole, Parts):
+            return self.whole[start:stop]
+        starts, stops = self.whole.starts, self.whole.stops
+        first, last = (int(torch.searchsorted(starts, at)) for at in (start, stop))
+        if last - first == len(starts):
+            return self.whole
+        return Parts(self.whole.tensors[first:last], starts[first:last] - start, stops[first:last] - start)
 
-    def within(self, start: int, stop: int, clear: bool = False) -> Iterator[tuple[slice, Tensor | None]]:
-        """The gradient from `start` to `stop`, yet to be multiplied by `scale`: where each part lies, and the part.
-
-        None is zero. With `clear` whoever takes a part makes it zero.
-        """
-        for first, last, part in self._parts:
-            span = slice(max(start, first), min(stop, last))
-            if span.start < span.stop:
-                yield span, None if part is None else part[span.start - first : span.stop - first]
-                if clear and part is not None and start <= first and last <= stop:
-                    self._clear.add(first)
-
-    def is_clear(self, segment: Segment) -> bool:
-        """Whether a parameter's gradient was made zero by who took it `within` a span."""
-        return segment.start in self._clear
+    def has_cleared(self, place: int) -> bool:
+        """Whether the gradient of a parameter, by its place in the bucket, was there and has been made zero."""
+        return self.is_clear and isinstance(self.whole, Parts) and self.whole.tensors[place] is not None
 
 
 class Flat:
@@ -227,7 +220,7 @@ class GradientBucket(Bucket):
         """The gradient where autograd left it; zero unless `active`."""
         grads = [segment.param.grad if active else None for segment in self.segments]
         flat = [None if g is None else s.flatten(g) for s, g in zip(self.segments, grads, strict=True)]
-        self._local = LocalGradient(self.segments, flat, scale)
+        self._local = LocalGradient(self.parts(flat), scale)
         return self._local
 
     def hand_out(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
@@ -260,7 +253,7 @@ class GradientBucket(Bucket):
                 segment.param.grad = None
                 left.append(None)
             else:
-                left.append(self._cleared(segment))
+                left.append(self._cleared(place))
         changes = result.add_to_parts(self.parts(left), factor)
         grads = [segment.param.grad for segment in self.segments]
         versions = [0 if grad is None else grad._version for grad in grads]
@@ -270,13 +263,14 @@ class GradientBucket(Bucket):
         """Flat tensors of the parameters, as parts of one."""
         return Parts(tensors, self._starts, self._stops)
 
-    def _cleared(self, segment: Segment) -> Tensor:
+    def _cleared(self, place: int) -> Tensor:
         """The parameter's gradient, made zero where it lies, or a new one where that cannot be; flat."""
+        segment = self.segments[place]
         param, grad = segment.param, segment.param.grad
         if grad is not None and grad.layout == torch.strided and grad.grad_fn is None and grad.dtype == param.dtype:
             flat = segment.flatten(grad)
             if flat.data_ptr() == grad.data_ptr():
-                return flat if self._local is not None and self._local.is_clear(segment) else flat.zero_()
+                return flat if self._local is not None and self._local.has_cleared(place) else flat.zero_()
         flat = param.new_zeros(segment.numel, requires_grad=False)
         param.grad = Segment(segment.name, param, 0).view(flat)  # in whatever order the bucket has its elements
         return flat

@@ -36,8 +36,8 @@ class Part:
 
     def local(self, grads: Sequence[Tensor], factor: float) -> LocalGradient:
         """The gradients where DDP has them."""
-        segments = self.bucket.segments
-        return LocalGradient(segments, [s.flatten(grad) for s, grad in zip(segments, grads, strict=True)], factor)
+        flat = [segment.flatten(grad) for segment, grad in zip(self.bucket.segments, grads, strict=True)]
+        return LocalGradient(self.bucket.parts(flat), factor)
 
 
 @dataclass(eq=False)
@@ -56,8 +56,8 @@ class Travelling:
         if isinstance(result, SparseSum) and not self.part.takes_sums:
             result = result.add_to(bucket.grad.zero_())
         if isinstance(result, SparseSum):
-            for segment, grad in zip(bucket.segments, self.grads, strict=True):
-                if local is None or not local.is_clear(segment):
+            for place, grad in enumerate(self.grads):
+                if local is None or not local.has_cleared(place):
                     grad.zero_()
             flat = [segment.flatten(grad) for segment, grad in zip(bucket.segments, self.grads, strict=True)]
             result.add_to_parts(bucket.parts(flat), scale)

@@ -11,6 +11,7 @@ from .blocks import BLOCK, CHUNK, bits_of, chunks
 from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
+from .parts import Parts
 from .torch import (
     LARGEST,
     PER_BYTE,
@@ -18,7 +19,6 @@ from .torch import (
     Chunks,
     Groups,
     Momentum,
-    Parts,
     Put,
     by_block,
     draws,
@@ -113,8 +113,8 @@ block_maxima = Kernel(torch.block_maxima, (takes_floats, native.block_maxima))
 gather = Kernel(torch.gather, (takes_floats, native.gather))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
 copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
-add_at = Kernel(torch.add_at, (native.takes_parts, native.add_at))
-step_at = Kernel(torch.step_at, (native.takes_parts, native.step_at))
+add_at = Kernel(torch.add_at, (takes_float32, native.add_at))
+step_at = Kernel(torch.step_at, (takes_float32, native.step_at))
 add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima))
 add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms))
 dct = Kernel(torch.dct, (takes_float32, native.dct))

@@ -12,6 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .parts import Parts
+
 __all__ = ["in_triton", "takes_cuda"]
 
 P = ParamSpec("P")
@@ -26,7 +28,8 @@ def _has_triton() -> bool:
 def takes_cuda(*arguments: Any) -> bool:
     """Whether all tensors among the arguments lie flat on a CUDA device, and floats are of float32 or bfloat16."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
-    return all(_is_flat(x) for x in tensors) and bool(tensors) and _has_triton()
+    in_one_piece = not any(isinstance(x, Parts) for x in arguments)
+    return all(_is_flat(x) for x in tensors) and bool(tensors) and in_one_piece and _has_triton()
 
 
 def _is_flat(x: Tensor) -> bool:

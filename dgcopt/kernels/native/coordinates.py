@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..torch import Parts
-from .library import FLOATS, Float, Length, Pointer, check_flat, function, takes_float32
+from ..parts import Parts
+from .library import FLOATS, Float, Length, Pointer, check_flat, function, pointers
 
-__all__ = ["add_at", "clear_at", "gather", "step_at", "subtract_at", "takes_parts"]
-
-
-def takes_parts(*arguments: Any) -> bool:
-    """Whether loops can run over all tensors among the arguments and in their parts, and all floats are of float32."""
-    tensors: list[Any] = []
-    for x in arguments:
-        tensors += x.tensors if isinstance(x, Parts) else (x,)
-    return takes_float32(*tensors)
+__all__ = ["add_at", "clear_at", "gather", "step_at", "subtract_at"]
 
 
 def gather(flat: Tensor, positions: Tensor) -> Tensor:
@@ -60,7 +50,7 @@ def add_at(parts: Parts, positions: Tensor, values: Tensor) -> Tensor:
     sums = torch.empty(len(positions))
     loop = function("add_at", *[Pointer] * 3, Length, Pointer, Pointer, Length, Pointer)
     places = (positions.data_ptr(), values.data_ptr(), len(positions), sums.data_ptr())
-    if loop(_pointers(parts), *_spans(parts), *places):
+    if loop(pointers(parts, torch.float32), *_spans(parts), *places):
         raise IndexError("positions must lie within the parts that there are")
     _are_changed(parts)
     return sums
@@ -74,18 +64,10 @@ def step_at(weights: Parts, rates: Sequence[float], positions: Tensor, grads: Te
     if len(rates) != len(weights.tensors):
         raise ValueError(f"{len(weights.tensors)} parts need as many rates, not {len(rates)}")
     loop = function("step_at", *[Pointer] * 4, Length, Pointer, Pointer, Length)
-    operands = (_pointers(weights), (Float * len(rates))(*rates), *_spans(weights))
+    operands = (pointers(weights, torch.float32), (Float * len(rates))(*rates), *_spans(weights))
     if loop(*operands, positions.data_ptr(), scratch.data_ptr(), len(positions)):
         raise IndexError("positions must lie within the parts that there are")
     _are_changed(weights)
-
-
-def _pointers(parts: Parts) -> ctypes.Array[ctypes.c_void_p]:
-    """Where each part lies; None for a missing one."""
-    for part, start, stop in zip(parts.tensors, parts.starts.tolist(), parts.stops.tolist(), strict=True):
-        if part is not None:
-            check_flat(stop - start, part, dtype=torch.float32)
-    return (Pointer * len(parts.tensors))(*[None if part is None else part.data_ptr() for part in parts.tensors])
 
 
 def _spans(parts: Parts) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ..blocks import BLOCK
+from ..parts import Parts, tensors_in
 
 __all__ = [
     "FLOATS",
@@ -35,6 +36,7 @@ __all__ = [
     "function",
     "instructions",
     "is_flat",
+    "pointers",
     "shared",
     "takes_flat",
     "takes_float32",
@@ -119,24 +121,24 @@ def is_flat(tensor: Tensor) -> bool:
 
 def takes_flat(*arguments: Any) -> bool:
     """Whether loops can run over all tensors among the arguments."""
-    for x in arguments:
-        if isinstance(x, Tensor) and not is_flat(x):
+    for x in tensors_in(arguments):
+        if not is_flat(x):
             return False
     return _library() is not None
 
 
 def takes_float32(*arguments: Any) -> bool:
     """Whether loops can run over all tensors among the arguments, and floats among them are of float32."""
-    for x in arguments:
-        if isinstance(x, Tensor) and ((x.is_floating_point() and x.dtype != torch.float32) or not is_flat(x)):
+    for x in tensors_in(arguments):
+        if (x.is_floating_point() and x.dtype != torch.float32) or not is_flat(x):
             return False
     return _library() is not None
 
 
 def takes_floats(*arguments: Any) -> bool:
     """Whether loops can run over all tensors among the arguments, and know the dtypes of those that hold floats."""
-    for x in arguments:
-        if isinstance(x, Tensor) and ((x.is_floating_point() and x.dtype not in FLOATS) or not is_flat(x)):
+    for x in tensors_in(arguments):
+        if (x.is_floating_point() and x.dtype not in FLOATS) or not is_flat(x):
             return False
     return _library() is not None
 
@@ -154,6 +156,15 @@ def check_flat(numel: int, *tensors: Tensor, dtype: torch.dtype | None = None) -
             raise ValueError(f"a flat tensor of {numel} elements is needed, not {tuple(tensor.shape)}")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"a tensor of {dtype} is needed, not of {tensor.dtype}")
+
+
+def pointers(parts: Parts, dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
+    """Where each part lies; None for a missing one. Raises ValueError for what does not fit its place."""
+    check_flat(len(parts.tensors), parts.starts, parts.stops, dtype=torch.int64)
+    for start, stop, part in parts.spans:
+        if part is not None:
+            check_flat(stop - start, part, dtype=dtype)
+    return (Pointer * len(parts.tensors))(*[None if part is None else part.data_ptr() for part in parts.tensors])
 
 
 def at(tensor: Tensor | None, start: int) -> int | None:

@@ -35,6 +35,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #include "loops/floats.h"
 #include "loops/sums.h"
 #include "loops/copying.h"
+#include "loops/parts.h"
 #include "loops/memory.h"
 #include "loops/mixing.h"
 #include "loops/residual.h"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
+from ..parts import Parts, tensors_in
 from ..torch import Momentum
-from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, shared
+from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, pointers, shared
 
 __all__ = ["accumulate", "ahead", "decay", "look"]
 
@@ -16,33 +19,39 @@ _MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK = 1, 2, 4, 8, 16
 
 
 def accumulate(
-    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+    v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
     """See `dgcopt.kernels.torch.accumulate`."""
     _pass(v, u, g, maxima, rule, scale, _COMMIT)
-    for changed in (v, u if rule is not None and rule.momentum else None, g):
-        if changed is not None:
-            increment_version(changed)  # as torch's own operations do: autograd looks for it
+    for changed in tensors_in((v, u if rule is not None and rule.momentum else None, g)):
+        increment_version(changed)  # as torch's own operations do: autograd looks for it
 
 
 def look(
-    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+    v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
     """See `dgcopt.kernels.torch.look`."""
     _pass(v, u, g, maxima, rule, scale, _LOOK)
 
 
 def _pass(
-    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float, does: int
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | Parts | None,
+    maxima: Tensor,
+    rule: Momentum | None,
+    scale: float,
+    does: int,
 ) -> None:
     if maxima.dtype != v.dtype or maxima.numel() != -(-v.numel() // BLOCK) or not is_flat(maxima):
         raise ValueError(f"{v.numel()} elements have {-(-v.numel() // BLOCK)} block maxima, not {maxima.numel()}")
-    momentum, m, keep, mode = _checked(v, u, g, rule)
-    loop = function(f"accumulate_{_of(g, v)}", *[Pointer] * 4, Length, Float, Float, Float, Int)
+    momentum, m, keep, mode = _checked(v, u, rule)
+    parts, places = _parts(g, v.numel())
+    loop = function(f"accumulate_{_of(parts, v)}", *[Pointer] * 5, Length, Pointer, *[Length] * 2, *[Float] * 3, Int)
 
     def span(start: int, stop: int) -> None:
-        places = (at(v, start), at(momentum, start), at(g, start), at(maxima, start // BLOCK))
-        loop(*places, stop - start, m, keep, scale, mode | does)
+        operands = (at(v, 0), at(momentum, 0), *places, at(maxima, 0))
+        loop(*operands, start, stop, m, keep, scale, mode | does)
 
     shared(span, v.numel())
 
@@ -50,26 +59,26 @@ def _pass(
 def ahead(
     v: Tensor,
     u: Tensor | None,
-    g: Tensor | None,
+    g: Tensor | Parts | None,
     blocks: Tensor,
     rows: Tensor,
     rule: Momentum | None,
     scale: float = 1.0,
 ) -> None:
     """See `dgcopt.kernels.torch.ahead`."""
-    momentum, m, keep, mode = _checked(v, u, g, rule)
+    momentum, m, keep, mode = _checked(v, u, rule)
     check_flat(blocks.numel(), blocks, dtype=torch.int64)
     if rows.dtype != v.dtype or rows.shape != (blocks.numel(), BLOCK) or not is_flat(rows):
         raise ValueError(
             f"{blocks.numel()} blocks need as many rows of {BLOCK}, not {tuple(rows.shape)} of {rows.dtype}"
         )
-    loop = function(f"ahead_{_of(g, v)}", *[Pointer] * 3, Length, Pointer, Length, Pointer, Float, Float, Float, Int)
+    parts, places = _parts(g, v.numel())
+    loop = function(f"ahead_{_of(parts, v)}", *[Pointer] * 5, Length, Pointer, Length, Pointer, *[Float] * 3, Int)
     flat = rows.view(-1)
 
     def span(start: int, stop: int) -> None:
-        first = start // BLOCK
-        chosen = (at(blocks, first), (stop - start) // BLOCK, at(flat, start))
-        if loop(at(v, 0), at(momentum, 0), at(g, 0), v.numel(), *chosen, m, keep, scale, mode):
+        chosen = (at(blocks, start // BLOCK), (stop - start) // BLOCK, at(flat, start))
+        if loop(at(v, 0), at(momentum, 0), *places, *chosen, m, keep, scale, mode):
             raise ValueError(f"blocks must lie within the {v.numel()} elements that there are")
 
     shared(span, flat.numel())
@@ -89,10 +98,8 @@ def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) 
     increment_version(b)
 
 
-def _checked(v: Tensor, u: Tensor | None, g: Tensor | None, rule: Momentum | None) -> tuple[Tensor, float, float, int]:
+def _checked(v: Tensor, u: Tensor | None, rule: Momentum | None) -> tuple[Tensor, float, float, int]:
     """What the loops need to know of momentum: where it is, or anything in its place; its numbers and its mode."""
-    if g is not None:
-        check_flat(v.numel(), g)
     if rule is None or rule.momentum == 0:
         check_flat(v.numel(), v)
         return v, 0.0, 1.0, 0
@@ -102,5 +109,21 @@ def _checked(v: Tensor, u: Tensor | None, g: Tensor | None, rule: Momentum | Non
     return u, rule.momentum, 1 - rule.dampening, mode
 
 
-def _of(g: Tensor | None, v: Tensor) -> str:
-    return f"{'f32' if g is None else FLOATS[g.dtype]}_{FLOATS[v.dtype]}"
+def _parts(g: Tensor | Parts | None, numel: int) -> tuple[Parts, tuple[Any, int, int, int]]:
+    """The gradient in parts, and where the loops find those; raises ValueError for what does not fit."""
+    if not isinstance(g, Parts):
+        g = Parts([g], torch.tensor([0]), torch.tensor([numel]))
+    end = 0
+    for start, stop, _ in g.spans:
+        if not end <= start <= stop <= numel or start % BLOCK:
+            raise ValueError(f"a part from {start} to {stop} does not fit: after {end}, up to {numel}, by {BLOCK}")
+        end = stop
+    return g, (pointers(g, _dtype(g)), g.starts.data_ptr(), g.stops.data_ptr(), len(g.tensors))
+
+
+def _dtype(parts: Parts) -> torch.dtype:
+    return next((part.dtype for part in parts.tensors if part is not None), torch.float32)
+
+
+def _of(parts: Parts, v: Tensor) -> str:
+    return f"{FLOATS[_dtype(parts)]}_{FLOATS[v.dtype]}"

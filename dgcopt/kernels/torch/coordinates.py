@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Parts", "add_at", "clear_at", "gather", "step_at", "subtract_at"]
+from ..parts import Parts
 
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """A flat tensor of which the parts lie apart; None where there is none.
-
-    Attributes: `tensors`, all flat; `starts` and `stops`, int64 on the CPU, ascending: their places in the whole.
-    """
-
-    tensors: Sequence[Tensor | None]
-    starts: Tensor
-    stops: Tensor
+__all__ = ["add_at", "clear_at", "gather", "step_at", "subtract_at"]
 
 
 def gather(flat: Tensor, positions: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..blocks import BLOCK, chunks
+from ..parts import Parts
 from .selection import block_maxima
 
 __all__ = ["Momentum", "accumulate", "ahead", "decay", "look"]
@@ -30,33 +32,38 @@ class Momentum:
 
 
 def accumulate(
-    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+    v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
     """u <- u', v <- v + what g adds to it, g <- 0; and the block maxima of v.
 
-    All are flat and begin on a block boundary. `maxima` has an element per block of 64, of the dtype of v. g is taken
-    in float32 at least and multiplied by `scale` first; None counts as zero. Without a rule, or with momentum 0, g
-    itself is added, and u stays.
+    All are flat and begin on a block boundary, and so do parts of g; what lies between those stays, and blocks of which
+    a part has none have no maxima. `maxima` has an element per block of 64, of the dtype of v. g is taken in float32 at
+    least and multiplied by `scale` first; None counts as zero. Without a rule, or with momentum 0, g itself is added,
+    and u stays.
     """
-    for span in chunks(0, len(v), v.device):
-        torch.add(v[span], _added(v, u, g, span, rule, scale, commit=True), out=v[span])
-        _write_maxima(v[span], maxima, span)
-        if g is not None:
-            g[span].zero_()
+    for whole, blocks, part in _pieces(g, len(v)):
+        mine, momentum, tops = v[whole], None if u is None else u[whole], maxima[blocks]
+        for span in chunks(0, len(mine), v.device):
+            torch.add(mine[span], _added(mine, momentum, part, span, rule, scale, commit=True), out=mine[span])
+            _write_maxima(mine[span], tops, span)
+            if part is not None:
+                part[span].zero_()
 
 
 def look(
-    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+    v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
     """The block maxima that `accumulate` would give; nothing else is written."""
-    for span in chunks(0, len(v), v.device):
-        _write_maxima((v[span] + _added(v, u, g, span, rule, scale)).to(v.dtype), maxima, span)
+    for whole, blocks, part in _pieces(g, len(v)):
+        mine, momentum, tops = v[whole], None if u is None else u[whole], maxima[blocks]
+        for span in chunks(0, len(mine), v.device):
+            _write_maxima((mine[span] + _added(mine, momentum, part, span, rule, scale)).to(v.dtype), tops, span)
 
 
 def ahead(
     v: Tensor,
     u: Tensor | None,
-    g: Tensor | None,
+    g: Tensor | Parts | None,
     blocks: Tensor,
     rows: Tensor,
     rule: Momentum | None,
@@ -64,17 +71,31 @@ def ahead(
 ) -> None:
     """`rows`, `[len(blocks), 64]` of the dtype of v: what `accumulate` would make of some blocks of v.
 
-    `blocks` are int64 numbers of blocks. What lies behind the end of v is zero.
+    `blocks` are int64 numbers of blocks, ascending where g lies apart. What lies behind the end of v, or of a part, is
+    zero.
     """
     rows.zero_()
-    for span in chunks(0, len(blocks), v.device):
-        places = blocks[span, None] * BLOCK + torch.arange(BLOCK, device=v.device)
-        there = places < len(v)
-        owned = places[there]
-        here = [None if flat is None else flat.index_select(0, owned) for flat in (v, u, g)]
-        assert here[0] is not None
-        added = _added(here[0], here[1], here[2], slice(0, len(owned)), rule, scale)
-        rows[span][there] = (here[0] + added).to(v.dtype)
+    for whole, numbers, part in _pieces(g, len(v)):
+        first, last = 0, len(blocks)
+        if whole.stop - whole.start < len(v):
+            ends = torch.tensor([numbers.start, numbers.stop], device=v.device)
+            first, last = torch.searchsorted(blocks, ends).tolist()
+        mine, momentum = v[whole], None if u is None else u[whole]
+        for span in chunks(first, last, v.device):
+            places = (blocks[span, None] - numbers.start) * BLOCK + torch.arange(BLOCK, device=v.device)
+            there = places < len(mine)
+            owned = places[there]
+            here = [None if flat is None else flat.index_select(0, owned) for flat in (mine, momentum, part)]
+            assert here[0] is not None
+            added = _added(here[0], here[1], here[2], slice(0, len(owned)), rule, scale)
+            rows[span][there] = (here[0] + added).to(v.dtype)
+
+
+def _pieces(g: Tensor | Parts | None, numel: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Where each part of g lies, in elements and in blocks, and the part."""
+    spans = g.spans if isinstance(g, Parts) else [(0, numel, g)]
+    for start, stop, part in spans:
+        yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK)), part
 
 
 def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:

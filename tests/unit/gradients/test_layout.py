@@ -14,6 +14,7 @@ from dgcopt.collectives import AllReduce
 from dgcopt.compressors.memory import ErrorFeedback
 from dgcopt.flat.gradient import LocalGradient
 from dgcopt.flat.segments import Segment
+from dgcopt.kernels import Parts
 
 
 def held_bytes(optimizer: Optimizer) -> int:
@@ -484,11 +485,14 @@ def test_a_gradient_that_is_missing_is_not_taken_for_cleared() -> None:
     """What is left of an older one must not be added to."""
     segments = [Segment("a", torch.empty(3), 0), Segment("b", torch.empty(5), 64)]
     grad, v = torch.ones(3), torch.zeros(128)
-    local, memory = LocalGradient(segments, [grad, None], scale=2.0), ErrorFeedback()
+    local, memory = (
+        LocalGradient(Parts([grad, None], torch.tensor([0, 64]), torch.tensor([3, 69])), scale=2.0),
+        ErrorFeedback(),
+    )
     maxima = memory.accumulate(local, v, None, memory.runs(segments))
     assert v[:3].tolist() == [2.0] * 3 and not v[3:].any() and maxima.tolist() == [2.0, 0.0]
     assert not grad.any()
-    assert local.is_clear(segments[0]) and not local.is_clear(segments[1])
+    assert local.has_cleared(0) and not local.has_cleared(1)
 
 
 def test_flatten_inverts_view() -> None:

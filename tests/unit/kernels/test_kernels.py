@@ -79,6 +79,62 @@ def test_accumulate_look_and_ahead(numel, memory, gradient, rule, scale, has_gra
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
+    sizes=st.lists(st.one_of(st.integers(1, 300), st.just(140_001)), min_size=1, max_size=4),
+    missing=st.sets(st.integers(0, 3)),
+    memory=halves_and_wholes,
+    gradient=halves_and_wholes,
+    rule=momenta,
+    kind=st.sampled_from(KINDS),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**20),
+)
+def test_a_gradient_whose_parts_lie_apart(sizes, missing, memory, gradient, rule, kind, threads, seed):
+    starts = torch.tensor([0, *(-(-size // 64) * 64 for size in sizes)]).cumsum(0)
+    numel = int(starts[-1])
+    spans = (starts[:-1], starts[:-1] + torch.tensor(sizes))
+
+    def operands() -> tuple[Tensor, Tensor, kernels.Parts, Tensor]:
+        v, u = (numbers(numel, memory, kind, seed + place) for place in range(2))
+        parts = [
+            None if p in missing else numbers(n + 1, gradient, kind, seed + 2 + p)[1:] for p, n in enumerate(sizes)
+        ]
+        return v, u, kernels.Parts(parts, *spans), torch.zeros(numel // 64, dtype=memory)
+
+    ours, theirs, apart = operands(), operands(), operands()
+    blocks = torch.arange(numel // 64)[torch.rand(numel // 64, generator=torch.Generator().manual_seed(seed)) < 0.5]
+    rows = [torch.full((len(blocks), 64), 7.0, dtype=memory) for _ in range(2)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        native.ahead(*ours[:3], blocks, rows[0], rule, 0.37)
+        native.look(*ours, rule, 0.37)
+        looked = ours[3].clone()
+        native.accumulate(*ours, rule, 0.37)
+    finally:
+        torch.set_num_threads(before)
+    specification.ahead(*theirs[:3], blocks, rows[1], rule, 0.37)
+    specification.look(*theirs, rule, 0.37)
+    assert_same_bits(looked, theirs[3])
+    specification.accumulate(*theirs, rule, 0.37)
+    v, u, grads, maxima = apart
+    for start, stop, g in grads.spans:
+        native.accumulate(v[start:stop], u[start:stop], g, maxima[start // 64 : -(-stop // 64)], rule, 0.37)
+    for other in (theirs, apart):
+        for at in (0, 1, 3):
+            assert_same_bits(ours[at], other[at])
+        for mine, part in zip(ours[2].tensors, other[2].tensors, strict=True):
+            assert (mine is None) == (part is None) and (mine is None or not (mine.any() or part.any()))
+    assert_same_bits(looked, maxima)
+    assert_same_bits(*rows)
+    whole = v.clone()
+    for stop, after in zip(spans[1].tolist(), starts[1:].tolist(), strict=True):
+        whole[stop:after] = 0  # as behind every part
+    assert_same_bits(rows[0], whole.view(-1, 64)[blocks])
+
+
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
     numel=numels,
     rule=momenta,
     rate=st.sampled_from([(1e-4, 0.1), (0.0, 0.1), (0.3, 1e-8)]),
@@ -291,6 +347,10 @@ def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
         native.accumulate(v, None, v.clone(), torch.zeros(1), None)
     with pytest.raises(ValueError, match="blocks must lie within"):
         native.ahead(v, None, None, torch.tensor([2]), torch.zeros(1, 64), None)
+    for starts, stops in (([0, 32], [32, 60]), ([0, 64], [65, 100]), ([0, 64], [64, 129])):
+        parts = kernels.Parts([None, None], torch.tensor(starts), torch.tensor(stops))
+        with pytest.raises(ValueError, match="does not fit"):
+            native.look(v, None, parts, maxima, None)
     with pytest.raises(ValueError, match="as many rows"):
         native.ahead(v, None, None, torch.tensor([1]), torch.zeros(2, 64), None)
     with pytest.raises(ValueError, match="beyond"):

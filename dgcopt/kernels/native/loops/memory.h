@@ -34,34 +34,49 @@
                                                              scale, mode);                                             \
     }                                                                                                                  \
                                                                                                                        \
-    TARGET void FN(accumulate_##G##_##M)(mtype *v, mtype *u, gtype *g, maxtype *maxima, int64_t n, float m, float keep, \
-                                         float scale, int mode) {                                                      \
-        switch (mode) { /* so that no loop asks */                                                                     \
-            EACH(PASS, COMMIT, G, M)                                                                                   \
-            EACH(PASS, LOOK, G, M)                                                                                     \
+    /* What lies from `first` to `last`, in parts of g; those that are missing are NULL. */                            \
+    TARGET void FN(accumulate_##G##_##M)(mtype *v, mtype *u, gtype *const *parts, const int64_t *starts,               \
+                                         const int64_t *stops, int64_t count, maxtype *maxima, int64_t first,          \
+                                         int64_t last, float m, float keep, float scale, int mode) {                   \
+        for (int64_t p = 0; p < count; p++) {                                                                          \
+            int64_t i = starts[p] > first ? starts[p] : first, n = (stops[p] < last ? stops[p] : last) - i;            \
+            if (n <= 0) continue;                                                                                      \
+            gtype *g = parts[p] ? parts[p] + (i - starts[p]) : NULL;                                                   \
+            switch (mode) { /* so that no loop asks */                                                                 \
+                EACH(PASS, COMMIT, G, M)                                                                               \
+                EACH(PASS, LOOK, G, M)                                                                                 \
+            }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    INLINE TARGET void FN(rows_##G##_##M)(const mtype *v, mtype *u, gtype *g, int64_t n, const int64_t *blocks,         \
+    INLINE TARGET void FN(rows_##G##_##M)(const mtype *v, mtype *u, gtype *const *parts, const int64_t *starts,        \
+                                          const int64_t *stops, int64_t parts_there, const int64_t *blocks,            \
                                           int64_t count, mtype *rows, float m, float keep, float scale,                \
                                           const int mode) {                                                            \
         gtype zeros[BLOCK] = {0};                                                                                      \
-        for (int64_t row = 0; row < count; row++, rows += BLOCK) {                                                     \
-            int64_t i = blocks[row] * BLOCK, left = n - i;                                                             \
+        for (int64_t row = 0, p = 0; row < count; row++, rows += BLOCK) {                                              \
+            int64_t i = blocks[row] * BLOCK;                                                                           \
+            p = FN(part_of)(starts, stops, parts_there, p, i);                                                         \
+            int64_t left = stops[p] - i;                                                                               \
+            gtype *g = parts[p] ? parts[p] + (i - starts[p]) : zeros;                                                  \
             if (left >= BLOCK) {                                                                                       \
-                FN(block_##G##_##M)(v + i, rows, u + i, g ? g + i : zeros, BLOCK, m, keep, scale, mode);               \
+                FN(block_##G##_##M)(v + i, rows, u + i, g, BLOCK, m, keep, scale, mode);                               \
             } else {                                                                                                   \
                 memset(rows + left, 0, (BLOCK - left) * sizeof(mtype));                                                \
-                FN(block_##G##_##M)(v + i, rows, u + i, g ? g + i : zeros, left, m, keep, scale, mode);                \
+                FN(block_##G##_##M)(v + i, rows, u + i, g, left, m, keep, scale, mode);                                \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
     /* Returns 1 if there is no such block. */                                                                         \
-    TARGET int FN(ahead_##G##_##M)(const mtype *v, mtype *u, gtype *g, int64_t n, const int64_t *blocks, int64_t count, \
+    TARGET int FN(ahead_##G##_##M)(const mtype *v, mtype *u, gtype *const *parts, const int64_t *starts,               \
+                                   const int64_t *stops, int64_t parts_there, const int64_t *blocks, int64_t count,    \
                                    mtype *rows, float m, float keep, float scale, int mode) {                          \
-        for (int64_t row = 0; row < count; row++)                                                                      \
-            if (blocks[row] < 0 || blocks[row] * BLOCK >= n) return 1;                                                 \
+        for (int64_t row = 0, p = 0; row < count; row++) {                                                             \
+            if (!parts_there || blocks[row] < 0 || blocks[row] > INT64_MAX / BLOCK) return 1;                          \
+            p = FN(part_of)(starts, stops, parts_there, p, blocks[row] * BLOCK);                                       \
+            if (p < 0) return 1;                                                                                       \
+        }                                                                                                              \
         switch (mode) { EACH(ROWS, 0, G, M) }                                                                          \
         return 0;                                                                                                      \
     }
@@ -70,9 +85,9 @@
     DO((does), G, M) DO((does) | MOMENTUM, G, M) DO((does) | MOMENTUM | DAMPENED, G, M)                                \
     DO((does) | MOMENTUM | NESTEROV, G, M) DO((does) | MOMENTUM | DAMPENED | NESTEROV, G, M)
 #define PASS(mode, G, M)                                                                                               \
-    case mode: FN(blocks_##G##_##M)(v, u, g, maxima, n, m, keep, scale, mode); break;
+    case mode: FN(blocks_##G##_##M)(v + i, u + i, g, maxima + i / BLOCK, n, m, keep, scale, mode); break;
 #define ROWS(mode, G, M)                                                                                               \
-    case mode: FN(rows_##G##_##M)(v, u, g, n, blocks, count, rows, m, keep, scale, mode); break;
+    case mode: FN(rows_##G##_##M)(v, u, parts, starts, stops, parts_there, blocks, count, rows, m, keep, scale, mode); break;
 
 LOOPS(f32, float, f32, float, int32_t)
 LOOPS(f32, float, bf16, uint16_t, uint16_t)

@@ -117,9 +117,9 @@ class Context:
             residual = self.hold("residual")
             self.once_settled(lambda: residual.copy_(left))
 
-    def key(self, seed: int) -> int:
-        """64 bits of this step, bucket and rank, from which `dgcopt.kernels.draws` makes random numbers."""
-        words = f"{seed} {self.step} {self.index} {self.rank}"
+    def key(self, seed: int, own: bool = True) -> int:
+        """64 bits, from which `dgcopt.kernels.draws` makes random numbers: of this step, bucket and, if `own`, rank."""
+        words = f"{seed} {self.step} {self.index} {self.rank if own else 'all'}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
 
     def generator(self, seed: int, own: bool = False) -> torch.Generator:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..collectives import AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
-from ..kernels import gather, subtract_at
+from ..kernels import draw_from_spans, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .schedule import ScheduledRatio, Warmup, check_ratio
@@ -68,8 +68,7 @@ class RandomK(ScheduledRatio, Compressor):
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
         starts, lengths = self._spans(ctx)
-        draws = torch.randint(2**62, (len(starts),), generator=ctx.generator(self.seed)).to(v.device)
-        positions = starts + draws % lengths
+        positions = draw_from_spans(starts, lengths, ctx.key(self.seed, own=False))
         sent = gather(v, positions).to(ctx.dtype)
         if self.error_feedback:
             subtract_at(v, positions, sent.to(v.dtype))

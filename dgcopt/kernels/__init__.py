@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, mixing, residual, selection, threshold, chunks, dct, packing, rice, minmax, rounding, signs, trits,
-values; sums is what those have in common that quantise.
+copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, packing, rice, minmax, rounding, signs,
+trits, values; sums is what those have in common that quantise.
 """
 
 from . import native, torch
@@ -54,6 +54,7 @@ __all__ = [
     "copy_scaled",
     "dct",
     "decay",
+    "draw_from_spans",
     "draws",
     "finite",
     "gather",
@@ -118,6 +119,7 @@ step_at = Kernel(torch.step_at, (takes_float32, native.step_at))
 add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima))
 add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms))
 dct = Kernel(torch.dct, (takes_float32, native.dct))
+draw_from_spans = Kernel(torch.draw_from_spans, (takes_flat, native.draw_from_spans))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))

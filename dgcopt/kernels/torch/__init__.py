@@ -4,6 +4,7 @@ from .chunks import *
 from .coordinates import *
 from .copying import *
 from .dct import *
+from .drawing import *
 from .memory import *
 from .minmax import *
 from .mixing import *

@@ -87,23 +87,25 @@ class FrozenAdam(Wrapper):
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
             return (yield AllReduce(grad, op=ctx.op))
-        state_of, beta1s = self._attached.state, self._beta1s()
-        held = [(segment, state_of.get(segment.param), beta1s[segment.param]) for segment in ctx.segments]
-        for segment, state, beta1 in held:
-            g, share = grad[segment.start : segment.stop], (1 - beta1) * (ctx.size / ctx.divisor)
-            if state:
-                mix(g, share, segment.flatten(state["exp_avg"]), beta1, out=g)
-            else:
-                g.mul_(share)
+        held = self._momenta(ctx)
+        for beta1, (starts, momenta) in held.items():
+            mix(grad, (1 - beta1) * (ctx.size / ctx.divisor), starts, momenta, beta1)
         result = yield from self.inner.exchange(grad, replace(ctx, op="average"))
         gradient = ctx.dense(result)
-        for segment, state, beta1 in held:
-            m = gradient[segment.start : segment.stop]
-            if state:
-                unmix(m, 1 - beta1, segment.flatten(state["exp_avg"]), beta1)
-            else:
-                m.div_(1 - beta1)
+        for beta1, (starts, momenta) in held.items():
+            unmix(gradient, 1 - beta1, starts, momenta, beta1)
         return gradient
+
+    def _momenta(self, ctx: Context) -> dict[float, tuple[list[int], list[Tensor]]]:
+        """For each b1, where its parameters start in the bucket, and their m, flat; zero where there is none yet."""
+        state_of, beta1s = self._attached.state, self._beta1s()
+        found: dict[float, tuple[list[int], list[Tensor]]] = {}
+        for segment in ctx.segments:
+            state = state_of.get(segment.param)
+            starts, momenta = found.setdefault(beta1s[segment.param], ([], []))
+            starts.append(segment.start)
+            momenta.append(segment.flatten(state["exp_avg"] if state else torch.zeros_like(segment.param)))
+        return found
 
     def payload_bytes(self, ctx: Context) -> int | None:
         if not self._travels_as_momentum(ctx):

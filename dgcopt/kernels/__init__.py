@@ -104,9 +104,9 @@ __all__ = [
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_cuda, in_triton(torch.accumulate)))
 decay = Kernel(torch.decay, (takes_float32, native.decay))
-mix = Kernel(torch.mix, (takes_float32, native.mix))
+mix = Kernel(torch.mix, (native.takes_parts, native.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs))
-unmix = Kernel(torch.unmix, (takes_float32, native.unmix))
+unmix = Kernel(torch.unmix, (native.takes_parts, native.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
 candidate_blocks = Kernel(torch.candidate_blocks, (takes_floats, native.candidate_blocks))

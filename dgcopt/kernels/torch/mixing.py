@@ -1,18 +1,21 @@
-"""Weighted sums of two flat tensors, as momentum is one."""
+"""Weighted sums of flat tensors, as momentum is one."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 __all__ = ["mix", "unmix"]
 
 
-def mix(x: Tensor, keep: float, y: Tensor, add: float, out: Tensor) -> None:
-    """Write keep * x + add * y to `out`, which may be x."""
-    torch.mul(x, keep, out=out).add_(y, alpha=add)
+def mix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
+    """Put keep * x + add * y in the place of x: the values of `flat` from each start on; y are those of its part."""
+    for start, part in zip(starts, parts, strict=True):
+        flat[start : start + len(part)].mul_(keep).add_(part, alpha=add)
 
 
-def unmix(mixed: Tensor, keep: float, y: Tensor, add: float) -> None:
+def unmix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
     """Put x in the place of keep * x + add * y."""
-    mixed.sub_(y, alpha=add).div_(keep)
+    for start, part in zip(starts, parts, strict=True):
+        flat[start : start + len(part)].sub_(part, alpha=add).div_(keep)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..blocks import BLOCK
-from .mixing import mix
 from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put, sum_of_rows
 
@@ -22,8 +21,8 @@ def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
 
 
 def mix_signs(x: Tensor, keep: float, y: Tensor, add: float, out: Tensor, zero_is_minus: bool = False) -> Tensor:
-    """`pack_signs` of what `mix` writes to `out`."""
-    mix(x, keep, y, add, out)
+    """`pack_signs` of keep * x + add * y, which it writes to `out`."""
+    torch.mul(x, keep, out=out).add_(y, alpha=add)
     return pack_signs(out, zero_is_minus)
 
 

@@ -28,7 +28,7 @@ TARGET void FN(mix_signs)(const float *x, float keep, const float *y, float add,
                           int zero_is_minus, uint8_t *packed) {
     for (int64_t left; n > 0; n -= BLOCK, x += BLOCK, y += BLOCK, out += BLOCK, packed += BLOCK / 8) {
         left = n < BLOCK ? n : BLOCK;
-        FN(mix)(x, keep, y, add, left, out);
+        FN(mix_span)(x, keep, y, add, left, out);
         FN(pack_signs)(out, left, zero_is_minus, packed);
     }
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..collectives import AllReduce, Collective
 from ..errors import ConfigError
 from ..flat.segments import Segment
+from ..kernels import put_product
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 
@@ -118,16 +119,15 @@ class PowerSGD(Compressor):
             means += arrived[: len(vectors)]
             factors, vectors = arrived[len(vectors) :], []
 
-        result = torch.empty_like(v)
+        result, left = grad.to(v.dtype), v if self.error_feedback else None
         for stack, basis, factor in zip(stacks, bases, factors, strict=True):
-            stack.write(*(basis, factor) if side == "Q" else (factor, basis), result)
+            stack.write(*(basis, factor) if side == "Q" else (factor, basis), result, left)
             if self.warm_start:
                 for segment, value in zip(stack.segments, factor, strict=True):
                     ctx.share(f"PowerSGD {side}", segment, value)
         for span, mean in zip(whole, means, strict=True):
             result[span] = mean
         if self.error_feedback:
-            v -= result
             for span in whole:
                 v[span] = 0
             ctx.keep_residual(v)
@@ -143,21 +143,25 @@ class PowerSGD(Compressor):
     def _start(self, side: Side, ctx: Context) -> list[Tensor]:
         """What `side` is computed from: the other factor as it was left, or random."""
         other: Side = "Q" if side == "P" else "P"
-        if self.warm_start:
-            held = ctx.shared.get(f"PowerSGD {other}", {})
-            generator = torch.Generator().manual_seed(first_seed(self.seed, ctx.index))
-        else:
-            held, generator = {}, ctx.generator(self.seed)
+        held = ctx.shared.get(f"PowerSGD {other}", {}) if self.warm_start else {}
+        generator: torch.Generator | None = None
         dtype, factors = at_least_float32(ctx.dtype), []
         for stack in self._plan(ctx)[0]:
             shape = torch.Size((stack.rows if other == "P" else stack.columns, stack.rank))
             known = [held.get(segment.name) for segment in stack.segments]
             if any(factor is None or factor.shape != shape for factor in known):
+                generator = generator or self._generator(ctx)
                 drawn = torch.randn(len(known), *shape, generator=generator, dtype=dtype)
                 known = [k if k is not None and k.shape == shape else d for k, d in zip(known, drawn, strict=True)]
             device = stack.segments[0].param.device
             factors.append(torch.stack([factor.to(device, dtype) for factor in known if factor is not None]))
         return factors
+
+    def _generator(self, ctx: Context) -> torch.Generator:
+        """What draws factors that are not there: as torch's hook does, or for each step anew."""
+        if self.warm_start:
+            return torch.Generator().manual_seed(first_seed(self.seed, ctx.index))
+        return ctx.generator(self.seed)
 
     def _plan(self, ctx: Context) -> tuple[list[_Stack], list[slice]]:
         """What of a bucket is approximated, and what travels whole."""
@@ -223,13 +227,11 @@ class _Stack:
         views = self._views(flat)
         return views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
 
-    def write(self, left: Tensor, right: Tensor, flat: Tensor) -> None:
-        """Their new values are the products `left` `right`^T."""
-        views = self._views(flat)
-        if len(views) == 1:
-            torch.mm(left[0], right[0].T, out=views[0])
-        else:
-            torch._foreach_copy_(views, list(torch.bmm(left, right.mT)))
+    def write(self, left: Tensor, right: Tensor, flat: Tensor, less: Tensor | None) -> None:
+        """Their new values are the products `left` `right`^T; what is left of them in `less` loses as much."""
+        for place, segment in enumerate(self.segments):
+            span = slice(segment.start, segment.stop)
+            put_product(left[place], right[place], flat[span], None if less is None else less[span])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[s.start : s.stop].view(self.rows, self.columns) for s in self.segments]
@@ -245,10 +247,15 @@ class _Square(_Stack):
         values = torch.cat([flat[span] for span in self.spans])
         return torch.nn.functional.pad(values, (0, self.rows**2 - len(values))).view(1, self.rows, self.rows)
 
-    def write(self, left: Tensor, right: Tensor, flat: Tensor) -> None:
-        parts = [flat[span] for span in self.spans]
-        values = torch.mm(left[0], right[0].T).view(-1)[: sum(map(len, parts))]
-        torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
+    def write(self, left: Tensor, right: Tensor, flat: Tensor, less: Tensor | None) -> None:
+        values, start = flat.new_empty(self.rows**2), 0
+        put_product(left[0], right[0], values, None)
+        for span in self.spans:
+            part = values[start : start + span.stop - span.start]
+            flat[span] = part
+            if less is not None:
+                less[span] -= part
+            start += len(part)
 
 
 def mean_of(tensors: list[Tensor]) -> Generator[Collective, Tensor, list[Tensor]]:

@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
-copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, packing, rice, minmax, rounding, signs,
-trits, values; sums is what those have in common that quantise.
+copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, products, packing, rice, minmax,
+rounding, signs, trits, values; sums is what those have in common that quantise.
 """
 
 from . import native, torch
@@ -80,6 +80,7 @@ __all__ = [
     "put_levels",
     "put_minmax",
     "put_powers",
+    "put_product",
     "put_signs",
     "put_trits",
     "rice_measure",
@@ -120,6 +121,7 @@ add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_max
 add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms))
 dct = Kernel(torch.dct, (takes_float32, native.dct))
 draw_from_spans = Kernel(torch.draw_from_spans, (takes_flat, native.draw_from_spans))
+put_product = Kernel(torch.put_product, (takes_float32, native.put_product))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))

@@ -10,6 +10,7 @@ from .memory import *
 from .minmax import *
 from .mixing import *
 from .packing import *
+from .products import *
 from .residual import *
 from .rice import *
 from .rounding import *

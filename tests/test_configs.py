@@ -112,8 +112,11 @@ def test_training_beside_a_thread_is_not_for_simulated_ranks(script: ModuleType)
         train(script, "digits", CONFIGS / "averaging/async.yaml")
 
 
-def test_chunks_are_fine_enough_for_a_small_network(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_chunks_are_fine_enough_for_a_small_network(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Four workers, at four times the learning rate of one: with one chunk in five on its way it did not learn."""
     monkeypatch.setitem(SMALL["digits"], "model.init_args.width", 32)
-    before, after = train(script, "digits", CONFIGS / "compressors/csc.yaml", seed=1, ranks=4)
+    before, after = train(script, "digits", CONFIGS / "compressors/csc.yaml", seed=seed, ranks=4)
     assert after < 0.5 * before

@@ -41,7 +41,7 @@ class Natural(Encoded):
     seed: int = 0
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        return torch.cat(round_powers(values, ctx.key(self.seed)))
+        return round_powers(values, ctx.key(self.seed))
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         if message.dtype != torch.uint8 or message.shape != (self.payload_bytes(ctx),):
@@ -49,7 +49,7 @@ class Natural(Encoded):
                 f"the message from rank {rank} has {message.numel()} bytes where {ctx.numel} values take "
                 f"{self.payload_bytes(ctx)}"
             )
-        if put_powers(message[: ctx.numel], message[ctx.numel :], out, how) == _INFINITE:
+        if put_powers(message, out, how) == _INFINITE:
             raise PayloadError(f"the message from rank {rank} holds an infinite value: it was damaged on the way")
 
     def payload_bytes(self, ctx: Context) -> int:

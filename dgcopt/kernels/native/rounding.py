@@ -55,30 +55,36 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
     return max(highest)
 
 
-def round_powers(values: Tensor, key: int) -> tuple[Tensor, Tensor]:
+def round_powers(values: Tensor, key: int) -> Tensor:
     """See `dgcopt.kernels.torch.round_powers`."""
     blocks = blocks_of(values)
-    exponents = torch.empty(len(values), dtype=torch.uint8)
-    signs = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8)
+    message = torch.empty(blocks * (BLOCK + BLOCK // 8), dtype=torch.uint8)
     loop = function("round_powers", Pointer, Length, Length, Int, Int, Pointer, Pointer)
 
     def span(start: int, stop: int) -> None:
-        loop(at(values, start), start, stop - start, *halves(key), at(exponents, start), at(signs, start // 8))
+        loop(
+            at(values, start),
+            start,
+            stop - start,
+            *halves(key),
+            at(message, start),
+            at(message, len(values) + start // 8),
+        )
 
     shared(span, len(values))
-    return exponents, signs
+    return message
 
 
-def put_powers(exponents: Tensor, signs: Tensor, out: Tensor, how: Put) -> int:
+def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
     """See `dgcopt.kernels.torch.put_powers`."""
     blocks_of(out)
-    check_bytes(exponents, len(out))
-    check_bytes(signs, len(out) // 8)
+    check_bytes(message, len(out) + len(out) // 8)
     loop = function("put_powers", Pointer, Pointer, Length, Pointer, Int)
     highest = [0]
 
     def span(start: int, stop: int) -> None:
-        highest.append(loop(at(exponents, start), at(signs, start // 8), stop - start, at(out, start), HOW[how]))
+        signs = at(message, len(out) + start // 8)
+        highest.append(loop(at(message, start), signs, stop - start, at(out, start), HOW[how]))
 
     shared(span, len(out))
     increment_version(out)

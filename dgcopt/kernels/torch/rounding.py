@@ -73,19 +73,20 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
     return int(level.max()) if len(level) else 0
 
 
-def round_powers(values: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Each value as one of the two powers of two beside it: its exponent in float32, uint8, and packed signs.
+def round_powers(values: Tensor, key: int) -> Tensor:
+    """Each value as one of the two powers of two beside it: bytes, its exponents in float32 and then packed signs.
 
     A random number below 2^23 that is added to the bits of |v| carries into the exponent as often as it should.
     """
     v = finite(values)
     up = _shifted(draws(len(v), key, v.device), 32 - _MANTISSA)
     exponents = v.abs().view(torch.int32) + up >> _MANTISSA
-    return exponents.to(torch.uint8), pack_small((v < 0).to(torch.uint8), 1)
+    return torch.cat((exponents.to(torch.uint8), pack_small((v < 0).to(torch.uint8), 1)))
 
 
-def put_powers(exponents: Tensor, signs: Tensor, out: Tensor, how: Put) -> int:
+def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
     """Let what `round_powers` wrote take effect on `out`. Returns the highest exponent there is."""
+    exponents, signs = message[: len(out)], message[len(out) :]
     sizes = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
     put(torch.where(unpack_small(signs, len(out), 1).bool(), -sizes, sizes), out, how)
     return int(exponents.max()) if len(exponents) else 0

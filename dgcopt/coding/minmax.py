@@ -75,9 +75,8 @@ class MinMaxUInt8:
                 f"take {len(ranks) * self.nbytes}"
             )
         ends = messages[:, :_HEADER].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        right = (ends.abs() <= LARGEST).all(1) & (ends[:, 0] <= ends[:, 1])
-        for rank, is_right in zip(ranks, right.tolist(), strict=True):
-            if not is_right:
+        for rank, (low, high) in zip(ranks, ends.tolist(), strict=True):
+            if not -LARGEST <= low <= high <= LARGEST:
                 raise PayloadError(
                     f"the message from rank {rank} holds a range that is not finite, too large or upside down: it was "
                     f"damaged on the way, or that rank runs another version"

@@ -62,14 +62,8 @@ def round_powers(values: Tensor, key: int) -> Tensor:
     loop = function("round_powers", Pointer, Length, Length, Int, Int, Pointer, Pointer)
 
     def span(start: int, stop: int) -> None:
-        loop(
-            at(values, start),
-            start,
-            stop - start,
-            *halves(key),
-            at(message, start),
-            at(message, len(values) + start // 8),
-        )
+        signs = at(message, len(values) + start // 8)
+        loop(at(values, start), start, stop - start, *halves(key), at(message, start), signs)
 
     shared(span, len(values))
     return message

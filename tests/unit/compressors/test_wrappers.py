@@ -13,7 +13,7 @@ from worlds import bucket_of
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm.simulated import SimulatedComm, _comms, simulate
-from dgcopt.compressors import Compressor, Context, GradientExchange
+from dgcopt.compressors import Compressor, Context, GradientExchange, Wrapper
 from dgcopt.flat.gradient import SparseSum
 
 SIZES = (1, 7, 64, 65, 300)
@@ -274,3 +274,13 @@ class TestTraining:
         for comm, optimizer in zip(comms, optimizers, strict=True):
             messages = 3 if comm.local_rank == 0 else 2
             assert optimizer.telemetry.payload_bytes - besides == messages * dense
+
+
+@pytest.mark.parametrize("kind", [Wrapper, dgcopt.PerParameter])
+def test_what_every_compressor_is_asked_is_asked_of_those_inside(kind: type[Compressor]) -> None:
+    """Also what will be added: an answer of the base class would be nobody's."""
+    followed = {"overlap", "whole_model", "in_turn", "overlaps"}  # copied from those inside
+    own = {"carrier", "compress", "decompress"}  # of who does not define an exchange
+    known = {"adds_up"} if kind is Wrapper else set()  # where nothing is done to messages, as only a subclass knows
+    asked = {name for name in vars(Compressor) if not name.startswith("_")}
+    assert asked - followed - own - known <= vars(kind).keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -368,6 +369,61 @@ def test_one_source_for_all(source: Any, size: int) -> None:
     together = dgcopt.PerParameter(rules, source)
     assert_as_alone(given, lambda p: AdamW(p, lr=0.01), size, together)
     assert repr(together).endswith(f", source={source!r})") and rules["*"].source == "auto", "they are copies"
+
+
+EACH_ITS_OWN: dict[str, Compressor] = {
+    "*.bias": dgcopt.NoCompression(),
+    "fc.*": dgcopt.DGC(0.3),
+    "*": dgcopt.TopK(0.1),
+}
+
+
+def assert_each_as_in(train: Callable[[Compressor], dict[str, Tensor]]) -> None:
+    ours = train(dgcopt.PerParameter(EACH_ITS_OWN))
+    alone = {pattern: train(rule) for pattern, rule in EACH_ITS_OWN.items()}
+    for name, pattern in patterns(EACH_ITS_OWN).items():
+        assert torch.equal(ours[name], alone[pattern][name]), name
+
+
+@pytest.mark.parametrize("make", [momentum, lambda p: AdamW(p, lr=0.01)])
+def test_a_rank_that_has_run_out_of_data_goes_along(make: Make) -> None:
+    def train(compressor: Compressor) -> dict[str, Tensor]:
+        world = World(2, make, compressor)
+        with contextlib.ExitStack() as last:
+            last.enter_context(dgcopt.join(world.optimizers[1]))
+            with dgcopt.join(world.optimizers[0]):
+                world.train(3)
+            for step in range(3, 5):
+                world.optimizers[1].zero_grad()
+                params = world.params[1]
+                sum((p * noise(step, 1, n, shape=SHAPES[n])).sum() for n, p in params.items()).backward()  # type: ignore[union-attr]
+                world.optimizers[1].step()
+        assert all(torch.equal(world.params[0][name], param) for name, param in world.params[1].items())
+        return world.params[1]  # type: ignore[return-value]
+
+    assert_each_as_in(train)
+
+
+@pytest.mark.parametrize("make", [momentum, lambda p: AdamW(p, lr=0.01)])
+def test_scaled_losses(make: Make) -> None:
+    """One overflows: its step is taken by nobody, for no rule."""
+
+    def train(compressor: Compressor) -> dict[str, Tensor]:
+        world = World(2, make, compressor)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+        for step in range(4):
+            for rank, (params, optimizer) in enumerate(_pairs(world)):
+                optimizer.zero_grad()
+                loss = sum((p * noise(step, rank, n, shape=SHAPES[n])).sum() for n, p in params.items())
+                scalers[rank].scale(loss * (torch.inf if (step, rank) == (2, 1) else 1.0)).backward()
+            for scaler, optimizer in zip(scalers, world.optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+        assert [optimizer.telemetry.skipped for optimizer in world.optimizers] == [1, 1]
+        assert all(torch.equal(world.params[0][name], param) for name, param in world.params[1].items())
+        return world.params[0]  # type: ignore[return-value]
+
+    assert_each_as_in(train)
 
 
 # -- what needs all gradients, and which are all -----------------------------------------------------------------------

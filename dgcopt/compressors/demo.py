@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError
-from ..kernels import BLOCK, Put, clear_at, dct, inverse_dct
+from ..kernels import Matrices, clear_at, dct, inverse_dct
 from .base import Compressor, GradientExchange
 from .chunked import ChunkSelection
 from .context import Context, at_least_float32
@@ -29,8 +28,9 @@ class DeMo(Compressor):
         m <- decay * m + g;  q = the k = ceil(ratio * c) largest of the c coefficients of each tile of DCT(m);
         m <- m - IDCT(q);  result = sign(IDCT(mean over ranks of q))
 
-    A tensor of two or more dimensions is a matrix of its first dimension and all others; tiles are 64 by 64 elements
-    of it, smaller ones at its edges, and 64 neighbours of a vector. DCT is the orthonormal DCT-II along both sides.
+    A tensor of two or more dimensions is a matrix of its first dimension and all others, as they lie in memory; tiles
+    are 64 by 64 elements of it, smaller ones at its edges, and 64 neighbours of a vector. DCT is the orthonormal DCT-II
+    along both sides.
 
     It differs from the authors' code in four places: m holds gradients without lr, so that a schedule does not change
     the weight of what waits; the mean is over all ranks, not over those that chose a coefficient; tiles do not shrink
@@ -75,64 +75,38 @@ class DeMo(Compressor):
         super().attach(optimizer)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        code, selection = SparseCode(self.indices, self.values), self._selection(ctx)
+        code, (matrices, selection) = SparseCode(self.indices, self.values), self._plan(ctx)
         old, m = ctx.advance("momentum", dtype=at_least_float32(grad.dtype))
         torch.add(grad, old, alpha=self.decay, out=m)
         if "frequencies" not in ctx.scratch:
             ctx.scratch["frequencies"] = torch.zeros_like(m)
-        frequencies = dct_of(m, ctx, out=ctx.scratch["frequencies"])
+        frequencies = ctx.scratch["frequencies"]
+        dct(m, matrices, out=frequencies)
         indices = selection.largest(frequencies)
         message, sent, arriving = code.encode(indices, frequencies[indices], ctx.numel)
-        put_inverse(frequencies.zero_().index_copy_(0, sent, arriving), ctx, m, "subtract")
+        inverse_dct(frequencies.zero_().index_copy_(0, sent, arriving), matrices, m, "subtract")
         clear_at(frequencies, sent)
 
         messages = yield AllGather(message)
         mean = sum_of_messages(messages, code, selection.count, ctx).add_to(frequencies)
         result = grad.to(m.dtype)
-        put_inverse(mean, ctx, result, "set")
+        inverse_dct(mean, matrices, result, "set")
         if self.sign:
             result.sign_()
         return result if not self.sign or ctx.divisor == ctx.size else result.mul_(ctx.size / ctx.divisor)
 
-    def _selection(self, ctx: Context) -> ChunkSelection:
-        """What finds the largest coefficients of every tile."""
-        if "selection" not in ctx.scratch:
-            spans = []
+    def _plan(self, ctx: Context) -> tuple[Matrices, ChunkSelection]:
+        """Where the matrices lie, and what finds the largest coefficients of every tile."""
+        if "plan" not in ctx.scratch:
+            shapes = []
             for segment in ctx.segments:
-                start = segment.start
-                for tile in tiles(matrix_of(segment.param.detach())):
-                    spans.append((start, start + tile.numel()))
-                    start += tile.numel()
-            ctx.scratch["selection"] = ChunkSelection(spans, self.ratio, ctx.segments[0].param.device)
-        return ctx.scratch["selection"]
+                rows = len(segment.param) if segment.param.dim() > 1 else 1
+                if segment.numel:
+                    shapes.append((segment.start, rows, segment.numel // rows))
+            matrices = Matrices(shapes)
+            device = ctx.segments[0].param.device
+            ctx.scratch["plan"] = matrices, ChunkSelection(list(matrices.tiles()), self.ratio, device)
+        return ctx.scratch["plan"]
 
     def payload_bytes(self, ctx: Context) -> int:
-        return SparseCode(self.indices, self.values).nbytes(self._selection(ctx).count, ctx.numel)
-
-
-def dct_of(flat: Tensor, ctx: Context, out: Tensor) -> Tensor:
-    """The coefficients of every parameter, tile after tile where the parameter was; gaps stay. Returns `out`."""
-    for segment in ctx.segments:
-        dct(matrix_of(segment.view(flat)), out[segment.start : segment.stop])
-    return out
-
-
-def put_inverse(frequencies: Tensor, ctx: Context, flat: Tensor, how: Put) -> None:
-    """Let the parameters whose coefficients these are take effect on the flat ones; gaps stay."""
-    for segment in ctx.segments:
-        tensor = segment.view(flat)
-        matrix = matrix_of(tensor)
-        inverse_dct(frequencies[segment.start : segment.stop], matrix, how)
-        if matrix.data_ptr() != tensor.data_ptr():  # it lies in another order
-            tensor.copy_(matrix.view(tensor.shape))
-
-
-def tiles(matrix: Tensor) -> Iterator[Tensor]:
-    """Of 64 by 64, row by row; only the last one's number of elements need not be a multiple of 64."""
-    for strip in matrix.split(BLOCK):
-        yield from strip.split(BLOCK, dim=1)
-
-
-def matrix_of(tensor: Tensor) -> Tensor:
-    """A tensor as a matrix of its first dimension and all others; a vector as one row."""
-    return tensor.reshape(len(tensor) if tensor.dim() > 1 else 1, -1)
+        return SparseCode(self.indices, self.values).nbytes(self._plan(ctx)[1].count, ctx.numel)

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
-from ..torch import Put, waves
-from .library import Int, Length, Pointer, check_flat, function, is_flat
+from ..torch import Matrices, Put, waves
+from .library import Int, Length, Pointer, check_flat, function
 from .sums import HOW
 
 __all__ = ["dct", "inverse_dct"]
 
 
-def dct(matrix: Tensor, out: Tensor) -> None:
+def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
     """See `dgcopt.kernels.torch.dct`."""
-    numbers = _checked(matrix, out)
-    loop = function("dct", Pointer, Length, Length, *[Pointer] * 4)
-    loop(matrix.data_ptr(), *matrix.shape, *numbers, out.data_ptr())
+    numbers = _checked(flat, matrices, out)
+    loop = function("dct", *[Pointer] * 2, Length, *[Pointer] * 3)
+    loop(flat.data_ptr(), matrices.table.data_ptr(), len(matrices.shapes), *numbers, out.data_ptr())
     increment_version(out)
 
 
-def inverse_dct(frequencies: Tensor, matrix: Tensor, how: Put) -> None:
+def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put) -> None:
     """See `dgcopt.kernels.torch.inverse_dct`."""
-    numbers = _checked(matrix, frequencies)
-    loop = function("inverse_dct", Pointer, Pointer, Length, Length, *[Pointer] * 3, Int)
-    loop(frequencies.data_ptr(), matrix.data_ptr(), *matrix.shape, *numbers, HOW[how])
-    increment_version(matrix)
+    numbers = _checked(flat, matrices, frequencies)
+    loop = function("inverse_dct", *[Pointer] * 2, Length, *[Pointer] * 3, Int)
+    loop(
+        *(frequencies.data_ptr(), matrices.table.data_ptr(), len(matrices.shapes), *numbers),
+        *(flat.data_ptr(), HOW[how]),
+    )
+    increment_version(flat)
 
 
-def _checked(matrix: Tensor, frequencies: Tensor) -> list[int]:
-    """Where the numbers are that tiles are multiplied by: for a side of 64, and at the lower and at the right edge."""
-    if matrix.dim() != 2 or matrix.dtype != torch.float32 or not is_flat(matrix):
-        raise ValueError(f"a matrix of float32 is needed, not {tuple(matrix.shape)} of {matrix.dtype}")
-    check_flat(matrix.numel(), frequencies, dtype=torch.float32)
-    sides = (BLOCK, *(side % BLOCK or BLOCK for side in matrix.shape))
-    return [waves(side, matrix.dtype, matrix.device).data_ptr() for side in sides]
+def _checked(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> tuple[int, int]:
+    """Where the numbers are that tiles of 64, 1, 2 ... 63 elements are multiplied by, and where each of them starts."""
+    check_flat(len(flat), flat, frequencies, dtype=torch.float32)
+    if any(start < 0 or start + rows * columns > len(flat) for start, rows, columns in matrices.shapes):
+        raise ValueError(f"matrices reach beyond the {len(flat)} elements that there are")
+    numbers, starts = _numbers()
+    return numbers.data_ptr(), starts.data_ptr()
+
+
+@functools.cache
+def _numbers() -> tuple[Tensor, Tensor]:
+    of_each = [waves(side or BLOCK, torch.float32, torch.device("cpu")) for side in range(BLOCK)]
+    lengths = torch.tensor([len(numbers) for numbers in of_each])
+    return torch.cat(of_each), lengths.cumsum(0) - lengths

@@ -9,52 +9,78 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..blocks import BLOCK
+from ..blocks import BLOCK, CHUNK
 from .sums import Put, put
 
-__all__ = ["dct", "inverse_dct", "waves"]
+__all__ = ["Matrices", "dct", "inverse_dct", "waves"]
 
 
-def dct(matrix: Tensor, out: Tensor) -> None:
-    """The orthonormal DCT-II along both sides of every tile of 64 by 64, into the flat `out`.
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """Where matrices lie in a flat tensor: start, rows and columns of each, none empty."""
+
+    shapes: Sequence[tuple[int, int, int]]
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Where each tile's frequencies start and stop, by `dct`: only a matrix's last tile may end within a block."""
+        for start, rows, columns in self.shapes:
+            for top in range(0, rows, BLOCK):
+                height = min(BLOCK, rows - top)
+                first = start + top * columns
+                for left in range(0, columns, BLOCK):
+                    yield first + height * left, first + height * min(left + BLOCK, columns)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """The shapes, int64 on the CPU, `[matrices, 3]`."""
+        return torch.tensor(self.shapes, dtype=torch.int64).view(-1, 3)
+
+
+def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
+    """The orthonormal DCT-II along both sides of every tile of 64 by 64, into `out`, where the matrix was in `flat`.
 
     Tiles follow one another row by row, each column by column; those at the right and lower edges may be smaller.
     """
-    for tiles, frequencies in _regions(matrix, out):
+    for tiles, frequencies in _regions(flat, matrices, out):
         found = _forward(_forward(tiles.movedim(1, 0)).movedim(3, 0))  # width, height, tiles down and across
         frequencies.copy_(found.permute(2, 3, 0, 1))
 
 
-def inverse_dct(frequencies: Tensor, matrix: Tensor, how: Put) -> None:
-    """Let the matrix whose `dct` these frequencies are take effect on `matrix`."""
-    for tiles, of_tiles in _regions(matrix, frequencies):
+def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put) -> None:
+    """Let the matrices whose `dct` these frequencies are take effect on `flat`."""
+    for tiles, of_tiles in _regions(flat, matrices, frequencies):
         found = _inverse(_inverse(of_tiles.permute(2, 3, 0, 1)).movedim(1, 0))  # height, width, tiles down and across
         put(found.permute(2, 0, 3, 1), tiles, how)
 
 
-def _regions(matrix: Tensor, frequencies: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _regions(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Tiles of one size, `[tiles down, height, across, width]`, and their frequencies, `[down, across, width, height]`.
 
-    First the whole tiles, then those at the right edge, those at the lower edge, and that in the corner.
+    Of each matrix first whole tiles, then those at the right edge, those at the lower edge, and that in the corner; on
+    a CPU so few at a time that they stay in its cache.
     """
-    rows, columns = matrix.shape
-    for first, last, height in _cuts(rows):
-        strips = frequencies[first * columns : last * columns].view(-1, height * columns)
-        for left, right, width in _cuts(columns):
-            tiles = matrix[first:last, left:right].unflatten(1, (-1, width)).unflatten(0, (-1, height))
-            yield tiles, strips[:, height * left : height * right].unflatten(1, (-1, width, height))
+    for start, rows, columns in matrices.shapes:
+        matrix = flat[start : start + rows * columns].view(rows, columns)
+        step = max(1, CHUNK // (BLOCK * columns)) * BLOCK if flat.device.type == "cpu" else rows
+        for top, bottom, height in _cuts(rows, step):
+            strips = frequencies[start + top * columns : start + bottom * columns].view(-1, height * columns)
+            for left, right, width in _cuts(columns, columns):
+                tiles = matrix[top:bottom, left:right].unflatten(1, (-1, width)).unflatten(0, (-1, height))
+                yield tiles, strips[:, height * left : height * right].unflatten(1, (-1, width, height))
 
 
-def _cuts(n: int) -> Iterator[tuple[int, int, int]]:
-    """From where to where n elements are cut, and into what: as many 64s as there are; and what is left over."""
+def _cuts(n: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """From where to where n elements are cut, and into what: 64s, at most `step` at once; and what is left over."""
     whole = n // BLOCK * BLOCK
-    if whole:
-        yield 0, whole, BLOCK
+    for first in range(0, whole, max(step, BLOCK)):
+        yield first, min(first + max(step, BLOCK), whole), BLOCK
     if n > whole:
         yield whole, n, n - whole
 
@@ -93,15 +119,19 @@ def _forward(x: Tensor) -> Tensor:
 
 
 def _analysed(x: Tensor, numbers: Tensor) -> Tensor:
-    """The sums over j of x[j] cos(pi k (2 j + 1) / 2n) for every k."""
-    n, half = len(x), len(x) // 2
-    if n % 2:
-        return _product(numbers.view(n, n, 1, 1, 1), x) if n > 1 else x
-    first, last = x[:half], x[half:].flip(0)
-    even = _analysed(first + last, numbers[half:])
-    odd = _analysed((first - last) * numbers[:half], numbers[half:])
-    odd = torch.cat((odd[:-1] + odd[1:], odd[-1:]))
-    return torch.stack((even, odd), 1).flatten(0, 1)
+    """The sums over j of x[j] cos(pi k (2 j + 1) / 2n) for every k: all halves, quarters ... at once."""
+    parts = x.unsqueeze(0)
+    while parts.shape[1] % 2 == 0:
+        half = parts.shape[1] // 2
+        first, last = parts[:, :half], parts[:, half:].flip(1)
+        parts = torch.stack((first + last, (first - last) * numbers[:half]), 1).flatten(0, 1)
+        numbers = numbers[half:]
+    parts = _product(numbers, parts, 0)
+    while len(parts) > 1:
+        even, odd = parts.unflatten(0, (-1, 2)).unbind(1)
+        odd = torch.cat((odd[:, :-1] + odd[:, 1:], odd[:, -1:]), 1)
+        parts = torch.stack((even, odd), 2).flatten(1, 2)
+    return parts.squeeze(0)
 
 
 def _inverse(x: Tensor) -> Tensor:
@@ -111,19 +141,29 @@ def _inverse(x: Tensor) -> Tensor:
 
 
 def _composed(x: Tensor, numbers: Tensor) -> Tensor:
-    """The sums over k of x[k] cos(pi k (2 j + 1) / 2n) for every j."""
-    n, half = len(x), len(x) // 2
-    if n % 2:
-        return _product(numbers.view(n, n, 1, 1, 1).transpose(0, 1), x) if n > 1 else x
-    odd = x[1::2]
-    even = _composed(x[::2], numbers[half:])
-    odd = _composed(torch.cat((odd[:1], odd[1:] + odd[:-1])), numbers[half:]) * numbers[:half]
-    return torch.cat((even + odd, (even - odd).flip(0)))
+    """The sums over k of x[k] cos(pi k (2 j + 1) / 2n) for every j: all halves, quarters ... at once."""
+    parts, factors = x.unsqueeze(0), []
+    while parts.shape[1] % 2 == 0:
+        half, odd = parts.shape[1] // 2, parts[:, 1::2]
+        odd = torch.cat((odd[:, :1], odd[:, 1:] + odd[:, :-1]), 1)
+        parts = torch.stack((parts[:, ::2], odd), 1).flatten(0, 1)
+        factors.append(numbers[:half])
+        numbers = numbers[half:]
+    parts = _product(numbers, parts, 1)
+    for factor in reversed(factors):
+        even, odd = parts.unflatten(0, (-1, 2)).unbind(1)
+        odd = odd * factor
+        parts = torch.cat((even + odd, (even - odd).flip(1)), 1)
+    return parts.squeeze(0)
 
 
-def _product(matrix: Tensor, x: Tensor) -> Tensor:
-    """`matrix`, `[n, n, 1, 1, 1]`, times x along its first dimension: sums in order."""
-    total = matrix[:, 0] * x[0]
-    for j in range(1, len(x)):
-        total = total + matrix[:, j] * x[j]
+def _product(numbers: Tensor, parts: Tensor, dim: int) -> Tensor:
+    """Each part, of odd length n, times the matrix of `numbers`, summed in order along its dimension 1 - `dim`."""
+    n = parts.shape[1]
+    if n == 1:
+        return parts
+    columns = numbers.view(n, n, 1, 1, 1).unbind(1 - dim)
+    total = columns[0] * parts[:, :1]
+    for j in range(1, n):
+        total = total + columns[j] * parts[:, j : j + 1]
     return total

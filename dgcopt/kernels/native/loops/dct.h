@@ -183,25 +183,28 @@ INLINE TARGET void FN(inverse_dct_tile)(const float *from, float *out, int64_t c
     }
 }
 
-/* Calls for every tile of a matrix, with its place, its size and the numbers for both. */
+/* Calls for every tile of all matrices, each of them given by where it starts, its rows and its columns. `w` has the
+   numbers for a side of n elements from `of[n % 64]` on. */
 #define EVERY_TILE(call)                                                                                               \
-    for (int64_t i = 0; i < rows; i += BLOCK)                                                                          \
-        for (int64_t j = 0; j < columns; j += BLOCK) {                                                                 \
-            int64_t height = rows - i < BLOCK ? rows - i : BLOCK, width = columns - j < BLOCK ? columns - j : BLOCK;     \
-            call(i * columns + j, i * columns + height * j, columns, height, width,                                    \
-                 height < BLOCK ? of_last_rows : of_block, width < BLOCK ? of_last_columns : of_block)                 \
-        }
+    for (; count--; matrices += 3)                                                                                     \
+        for (int64_t rows = matrices[1], columns = matrices[2], i = 0; i < rows; i += BLOCK)                           \
+            for (int64_t j = 0; j < columns; j += BLOCK) {                                                             \
+                int64_t height = rows - i < BLOCK ? rows - i : BLOCK, width = columns - j < BLOCK ? columns - j : BLOCK; \
+                int64_t start = matrices[0] + i * columns;                                                             \
+                call(start + j, start + height * j, columns, height, width, w + of[height % BLOCK],                    \
+                     w + of[width % BLOCK])                                                                            \
+            }
 
-TARGET void FN(dct)(const float *matrix, int64_t rows, int64_t columns, const float *of_block,
-                    const float *of_last_rows, const float *of_last_columns, float *out) {
-#define CALL(place, start, ...) FN(dct_tile)(matrix + place, out + start, __VA_ARGS__);
+TARGET void FN(dct)(const float *flat, const int64_t *matrices, int64_t count, const float *w, const int64_t *of,
+                    float *out) {
+#define CALL(place, start, ...) FN(dct_tile)(flat + (place), out + (start), __VA_ARGS__);
     EVERY_TILE(CALL)
 #undef CALL
 }
 
-TARGET void FN(inverse_dct)(const float *frequencies, float *matrix, int64_t rows, int64_t columns,
-                            const float *of_block, const float *of_last_rows, const float *of_last_columns, int how) {
-#define TILE(place, start, ...) FN(inverse_dct_tile)(frequencies + start, matrix + place, __VA_ARGS__, HOW);
+TARGET void FN(inverse_dct)(const float *frequencies, const int64_t *matrices, int64_t count, const float *w,
+                            const int64_t *of, float *flat, int how) {
+#define TILE(place, start, ...) FN(inverse_dct_tile)(frequencies + (start), flat + (place), __VA_ARGS__, HOW);
 #define CALL(how)                                                                                                      \
     {                                                                                                                  \
         enum { HOW = how };                                                                                            \

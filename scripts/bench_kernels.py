@@ -179,8 +179,7 @@ class Dgcopt:
         if bucket.in_place:
             context.local = bucket.local(True, 1.0)
             return self.compressor.exchange(torch.empty(0), context)
-        for place, segment in enumerate(bucket.segments):
-            bucket.fill([place], [segment.param.grad])
+        bucket.fill(range(len(bucket.segments)), [segment.param.grad for segment in bucket.segments])
         return self.compressor.exchange(bucket.grad, context)
 
     @property

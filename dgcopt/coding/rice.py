@@ -9,6 +9,7 @@ bits each beyond it, so a few must be left out: `rice_excess` says how many.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -24,6 +25,7 @@ _HEADER = 4  # bytes, which hold the number of indices
 _SIGMAS = 4  # random positions exceed the message once in 30,000 times
 
 
+@functools.lru_cache
 def remainder_bits(count: int, numel: int) -> int:
     """b = round(log2(ln 2 / density)), and at least 0.
 
@@ -47,6 +49,7 @@ def _unary_bits(count: int, numel: int) -> int:
     return count + (min(most, math.ceil(count * longer / (1 - longer) + margin)) if longer < 1 else most)
 
 
+@functools.lru_cache
 def rice_bytes(count: int, numel: int) -> int:
     """Length of the message for `count` indices below `numel`, a multiple of 8; 0 for none."""
     if count == 0:

@@ -58,7 +58,7 @@ class Arrivals:
         if announced > 1 and self._seen_in.get(param) != self._current_pass():
             self._seen_in[param] = self._pass
             self.passes[param] = self.passes.get(param, 0) + 1
-        usual = self._usual.get(param, 1)
+        usual = self._usual.get(param, 1) if self._usual else 1
         if additions > max(announced, usual):
             self._usual[param] = usual = additions
         return additions >= max(announced, usual)

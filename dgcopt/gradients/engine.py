@@ -122,7 +122,6 @@ class Engine:
         """Whether gradients of a step have come in that `synchronize` has not finished."""
         return bool(self._arrivals.additions)
 
-    @torch.no_grad()
     def arrived(self, param: Tensor) -> None:
         """Take note of a backward pass that has added to a gradient, and launch what is complete.
 
@@ -131,12 +130,13 @@ class Engine:
         announced = self.settings.backward_passes_per_step
         if not self.in_flight:
             if self.runner.busy:
-                self.runner.progress()  # the end of a `join` that other ranks have left since
+                with torch.no_grad():
+                    self.runner.progress()  # the end of a `join` that other ranks have left since
             self._moved_on = False
             self._now.outdated = not self.layout.fits(self._trained(), self._sparse)
         is_last = self._arrivals.arrived(param, announced)
-        passes = self._arrivals.passes.get(param, 0)
-        if passes > announced > 1:
+        passes = self._arrivals.passes[param] if announced > 1 else 0
+        if passes > announced:
             raise RuntimeError(
                 f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed "
                 f"{passes} times before step(), but backward_passes_per_step is {announced}. Raise it "
@@ -151,16 +151,21 @@ class Engine:
             return
         if not is_last or not self.early.may(self.step, self.compressor, param.device):
             return
-        self._arrivals.take(param, *place, self._scale_taken(place[0]))
-        try:
-            for bucket in self.layout.buckets[now.launched :]:
-                if not self._arrivals.has_filled(bucket):
-                    break
-                self._arrivals.fill(bucket, self._scale_taken(bucket))
-                self._launch(bucket)
-        except Exception:
-            self.abandon()
-            raise
+        with torch.no_grad():
+            self._arrivals.take(param, *place, self._scale_taken(place[0]))
+            try:
+                self._launch_filled()
+            except Exception:
+                self.abandon()
+                raise
+
+    def _launch_filled(self) -> None:
+        """Launch the next buckets as long as all their gradients are there."""
+        for bucket in self.layout.buckets[self._now.launched :]:
+            if not self._arrivals.has_filled(bucket):
+                break
+            self._arrivals.fill(bucket, self._scale_taken(bucket))
+            self._launch(bucket)
 
     def discard(self) -> None:
         """Forget this step's gradients, which the user has set to zero; what was sent is taken back at the next."""

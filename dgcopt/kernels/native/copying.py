@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .library import FLOATS, Float, Length, Pointer, at, check_flat, function, instructions, shared, takes_floats
+from .library import FLOATS, Float, Length, Pointer, check_flat, function, instructions, shared, takes_floats
 
 __all__ = ["copy_scaled", "peaks", "takes_copies", "takes_dense"]
 
@@ -21,25 +22,21 @@ def takes_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) 
 def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> Tensor:
     """See `dgcopt.kernels.torch.copy_scaled`."""
     dtype = grads[0].dtype
-    loop = function(f"copy_scaled_{FLOATS[dtype]}", Pointer, Pointer, Length, Float)
-    peaks = []  # as integers, in the order of which magnitudes are
     for g, out in zip(grads, outs, strict=True):
-        numel = len(g)
-        check_flat(numel, g, dtype=dtype)
+        check_flat(len(g), g, dtype=dtype)
         check_flat(len(out), out, dtype=dtype)
-        if len(out) < numel:
-            raise ValueError(f"{numel} elements do not fit into {len(out)}")
-        tops: list[int] = []
-
-        def span(start: int, stop: int, g: Tensor = g, out: Tensor = out, tops: list[int] = tops) -> None:
-            tops.append(loop(at(g, start), at(out, start), stop - start, scale))
-
-        shared(span, numel)
-        peaks.append(max(tops))
-        if len(out) > numel:
-            out[numel:].zero_()
+        if len(out) < len(g):
+            raise ValueError(f"{len(g)} elements do not fit into {len(out)}")
+    loop = function(f"copy_scaled_{FLOATS[dtype]}", *[Pointer] * 4, *[Length] * 3, Float, Pointer)
+    count, numels = len(grads), [g.numel() for g in grads]
+    places = (_array(Pointer, [g.data_ptr() for g in grads]), _array(Pointer, [out.data_ptr() for out in outs]))
+    lengths = (_array(Length, numels), _array(Length, [out.numel() for out in outs]))
+    tops = _shared_tops(
+        count, sum(numels), lambda start, stop, found: loop(*places, *lengths, count, start, stop, scale, found)
+    )
+    for out in outs:
         increment_version(out)  # as torch's own operations do: autograd looks for it
-    return torch.tensor(peaks, dtype=torch.int32).view(torch.float32)
+    return tops
 
 
 def takes_dense(tensors: Sequence[Tensor]) -> bool:
@@ -59,15 +56,24 @@ def peaks(tensors: Sequence[Tensor]) -> Tensor:
     """See `dgcopt.kernels.torch.peaks`."""
     if not takes_dense(tensors):
         raise ValueError("tensors of one dtype are needed, each in one piece")
-    numels, count = [x.numel() for x in tensors], len(tensors)
+    count, numels = len(tensors), [x.numel() for x in tensors]
     loop = function(f"peaks_{FLOATS[tensors[0].dtype]}", *[Pointer] * 2, *[Length] * 3, Pointer)
-    places, lengths = (Pointer * count)(*[x.data_ptr() for x in tensors]), (Length * count)(*numels)
-    tops = []  # as integers, in the order of which magnitudes are
+    operands = (_array(Pointer, [x.data_ptr() for x in tensors]), _array(Length, numels), count)
+    return _shared_tops(count, sum(numels), lambda start, stop, found: loop(*operands, start, stop, found))
+
+
+def _array(kind: type[Any], numbers: list[int]) -> Any:
+    return (kind * len(numbers))(*numbers)
+
+
+def _shared_tops(count: int, numel: int, loop: Callable[[int, int, int], object]) -> Tensor:
+    """The largest of what the threads find for each of `count` tensors, as integers, in whose order magnitudes are."""
+    tops: list[Tensor] = []
 
     def span(start: int, stop: int) -> None:
         found = torch.zeros(count, dtype=torch.int32)
-        loop(places, lengths, count, start, stop, found.data_ptr())
+        loop(start, stop, found.data_ptr())
         tops.append(found)
 
-    shared(span, sum(numels))
+    shared(span, numel)
     return (tops[0] if len(tops) == 1 else torch.stack(tops).amax(0)).view(torch.float32)

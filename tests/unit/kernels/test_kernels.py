@@ -184,12 +184,18 @@ def test_threads_change_no_bits(threads):
     scale=st.sampled_from([1.0, 0.5, 1 / 3]),
     kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
+    threads=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**20),
 )
-def test_copy_scaled(sizes, dtype, scale, kind, shift, seed):
+def test_copy_scaled(sizes, dtype, scale, kind, shift, threads, seed):
     grads = [numbers(size + shift, dtype, kind, seed + place)[shift:] for place, size in enumerate(sizes)]
     ours, theirs = ([torch.ones(len(g) + 5, dtype=dtype) for g in grads] for _ in range(2))
-    peaks = native.copy_scaled(grads, ours, scale)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        peaks = native.copy_scaled(grads, ours, scale)
+    finally:
+        torch.set_num_threads(before)
     assert_same_bits(peaks, specification.copy_scaled(grads, theirs, scale))
     for g, mine, other, peak in zip(grads, ours, theirs, peaks, strict=True):
         assert_same_bits(mine, other)

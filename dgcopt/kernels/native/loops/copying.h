@@ -1,7 +1,7 @@
 /* copy_scaled and peaks, for each type of gradient. */
 
 #define LOOP(G, gtype)                                                                                                 \
-    TARGET int32_t FN(copy_scaled_##G)(const gtype *g, gtype *out, int64_t n, float scale) {                           \
+    INLINE TARGET int32_t FN(copy_##G)(const gtype *g, gtype *out, int64_t n, float scale) {                           \
         int32_t top = 0;                                                                                               \
         ELEMENTWISE for (int64_t i = 0; i < n; i++) {                                                                  \
             float x = FN(read_##G)(g + i);                                                                             \
@@ -10,6 +10,18 @@
             top = size > top ? size : top;                                                                             \
         }                                                                                                              \
         return top;                                                                                                    \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* What lies from `start` to `stop` where all tensors follow one another, and zero behind each; `tops` are zero. */\
+    TARGET void FN(copy_scaled_##G)(const gtype *const *tensors, gtype *const *outs, const int64_t *lengths,           \
+                                    const int64_t *rooms, int64_t count, int64_t start, int64_t stop, float scale,     \
+                                    int32_t *tops) {                                                                   \
+        const int fills = start == 0; /* one thread does */                                                            \
+        for (int64_t t = 0; t < count; start -= lengths[t], stop -= lengths[t], t++) {                                 \
+            int64_t first = start > 0 ? start : 0, last = stop < lengths[t] ? stop : lengths[t];                       \
+            if (first < last) tops[t] = FN(copy_##G)(tensors[t] + first, outs[t] + first, last - first, scale);        \
+            if (fills) memset(outs[t] + lengths[t], 0, (rooms[t] - lengths[t]) * sizeof(gtype));                       \
+        }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
     /* Of what lies from `start` to `stop` where all tensors follow one another; `tops` are zero before. */            \

@@ -78,7 +78,8 @@ class Threshold(Sparse):
         total = SparseSum()
         if not any(lengths):
             return total
-        messages = yield AllGather(torch.nn.functional.pad(message, (0, max(lengths) - len(message))))
+        missing = max(lengths) - len(message)
+        messages = yield AllGather(torch.nn.functional.pad(message, (0, missing)) if missing else message)
         for rank, (count, length) in enumerate(zip(counts, lengths, strict=True)):
             positions, values = code.decode(messages[rank, :length], count, ctx.numel, rank)
             total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)

@@ -234,7 +234,7 @@ class Rounds:
         """
         trained = checksum(self.names[param] for param in self.replica.trained)
         ballot = Ballot(moved, finite, self.local_step, trained, len(flights))
-        verdict = yield from self.runner.traffic.through(vote(ballot, "vote"))
+        verdict = yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote"))
         if verdict.void or not verdict.alike:
             yield from self.runner.traffic.call_off(flights)
             if verdict.void:

@@ -1,8 +1,10 @@
 """The vote of a step: what every rank must know of the others before anyone uses what was exchanged.
 
 Buckets are sent while backward runs, in the hope that all goes well. Before any result is used, every rank tells the
-others in 12 bytes whether its gradients are finite, whether they are still those that it sent, and where it stands.
-The votes travel in a group of their own, so they do not wait for buckets.
+others whether its gradients are finite, whether they are still those that it sent, and where it stands: by an allreduce
+of 44 bytes, whatever their number. Only if that says that some rank stands apart, in that its gradients are not finite,
+it has no data, or is at another step or trains other parameters, do all tell their ballots, 12 bytes each, so that who
+it is can be named. The votes travel in a group of their own, so they do not wait for buckets.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, Collective, Exchange
+from ..collectives import AllGather, AllReduce, Collective, Exchange
 from ..errors import MismatchError
 
 __all__ = ["Ballot", "Verdict", "checksum", "used_anywhere", "vote"]
@@ -50,6 +52,16 @@ class Ballot:
     complete: bool = True
     final: bool = True
     by_active: bool = False
+
+    def summary(self) -> Tensor:
+        """What an allreduce of maxima makes one verdict of: int32 `[11]`.
+
+        Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
+        """
+        step, trained = _signed(self.step), _signed(self.trained)
+        incomplete = self.active and not self.complete
+        flags = (not self.active or not self.finite, self.stale, not self.prepared, incomplete, not self.final)
+        return torch.tensor([step, ~step, trained, ~trained, self.launched, *flags, self.by_active], dtype=torch.int32)
 
     def pack(self) -> Tensor:
         """As bytes, uint8 of a fixed length."""
@@ -98,10 +110,31 @@ def checksum(names: Iterable[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
 
 
-def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:
-    """Tell all ranks and hear what they conclude. Raises MismatchError, on all, if they are not at the same step."""
-    rows = yield AllGather(ballot.pack(), group="control", label=label)
-    ballots = [Ballot.unpack(row) for row in rows]
+def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor, Verdict]:
+    """Tell all `size` ranks and hear what they conclude.
+
+    Raises MismatchError, on all, if they are not at the same step.
+    """
+    maxima = yield AllReduce(ballot.summary(), op="max", group="control", label=label)
+    highest, lowest, trained, trained_too, launched, *flags = maxima.tolist()
+    apart, stale, unprepared, incomplete, preliminary, by_active = map(bool, flags)
+    if not apart and highest == ~lowest and trained == ~trained_too:
+        return Verdict(
+            active_ranks=size,
+            void=[],
+            stale=stale,
+            prepared=not unprepared,
+            complete=not incomplete,
+            final=not preliminary,
+            alike=True,
+            launched=launched,
+            by_active=by_active,
+        )
+    rows = yield AllGather(ballot.pack(), group="control", label=f"{label} in detail")
+    return _verdict_on([Ballot.unpack(row) for row in rows])
+
+
+def _verdict_on(ballots: list[Ballot]) -> Verdict:
     steps = {ballot.step for ballot in ballots}
     if len(steps) > 1:
         listed = ", ".join(f"rank {rank} is at step {ballot.step}" for rank, ballot in enumerate(ballots[:16]))
@@ -120,6 +153,11 @@ def vote(ballot: Ballot, label: str) -> Generator[Collective, Tensor, Verdict]:
         launched=max(ballot.launched for ballot in ballots),
         by_active=any(ballot.by_active for ballot in ballots),
     )
+
+
+def _signed(word: int) -> int:
+    """The lowest 32 bits, as the int32 that has them."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
 def used_anywhere(used: list[bool], label: str) -> Exchange:

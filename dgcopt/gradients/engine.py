@@ -369,7 +369,7 @@ class Engine:
             complete=all(param.grad is not None for param in trained),
             final=final,
         )
-        return (yield from self.runner.traffic.through(vote(ballot, "vote")))
+        return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
 
     def _take_back(self, verdict: Verdict) -> Job:
         """End the collectives that were started, the same ones on all ranks, and undo what they meant."""

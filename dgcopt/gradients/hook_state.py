@@ -351,7 +351,7 @@ class HookState:
             by_active=served is not None and not served._divide_by_initial_world_size,
         )
         traffic = self._traffic
-        verdict = yield from traffic.through(vote(ballot, "vote"))
+        verdict = yield from traffic.through(vote(ballot, self.comm.size, "vote"))
         if not verdict.alike:
             yield from traffic.through(compare(order, self.comm.rank, "DDP's buckets"))
         if verdict.void:

@@ -79,7 +79,7 @@ class TestDecentralized:
         assert_resumes(Decentralized(peers, every, nodes > 1), 6, nodes)
 
     def test_bytes(self) -> None:
-        vote = 3 * 12
+        vote = 2 * 44 * 3 // 4
         for peers, hierarchical, messages, control in (
             ("shift_one", False, [1.0] * 4, 0),
             ("all", False, [1.5] * 4, vote),

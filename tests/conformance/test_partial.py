@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "momentum": functools.partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "Adam": functools.partial(Adam, lr=0.1, eps=1.0),  # or all coordinates would move alike at first
 }
-VOTE = 12
-"""Bytes of a ballot."""
+VOTE = 44
+"""Bytes of a vote on which all agree."""
 
 
 def seeded(*key: int) -> torch.Generator:
@@ -231,7 +231,7 @@ def test_bytes_are_those_of_the_chosen(choose: Any, budgets: dict, size: int) ->
         payload, sent = telemetry.payload_bytes, telemetry.sent_bytes
         ranks.step(step)
         assert telemetry.payload_bytes - payload == VOTE + 4 * values[step]
-        exact = VOTE * (size - 1) + 2 * 4 * values[step] * (size - 1) / size
+        exact = 2 * (VOTE + 4 * values[step]) * (size - 1) / size
         assert exact - 3 <= telemetry.sent_bytes - sent <= exact  # each bucket's is rounded down
 
 

@@ -282,4 +282,4 @@ def test_noop_costs_the_vote_and_says_so() -> None:
     telemetry, before = ranks.optimizers[0].telemetry, ranks.optimizers[0].telemetry.sent_bytes
     for _ in range(3):
         ranks.step()
-    assert telemetry.sent_bytes - before == 3 * 12
+    assert telemetry.sent_bytes - before == 3 * 44

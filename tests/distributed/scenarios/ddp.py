@@ -710,7 +710,7 @@ def bytes_are_counted() -> None:
     before = training.state.telemetry.sent_bytes
     training.step(2)
     parts = sum(-(-p.numel() // 64) * 64 for p in training.model.parameters())
-    assert training.state.telemetry.sent_bytes - before == 4 * parts + 12  # half of it twice, and the vote
+    assert training.state.telemetry.sent_bytes - before == 4 * parts + 44  # half of it twice, and the vote
     assert training.state.telemetry.steps == 3
 
 

@@ -91,7 +91,7 @@ def bytes_are_counted(comm: Comm) -> None:
     n = comm.size
     # order: 4 int64, broadcast; sparse: 4 int32, reduced; hash of what ranks start from; digests of 4 parameters
     agreement = [4 * 8 * (n - 1) // n, 2 * 4 * 4 * (n - 1) // n, 32 * (n - 1), 4 * 16 * (n - 1)]
-    vote = 12 * (n - 1)
+    vote = 2 * 44 * (n - 1) // n
     whole = (1024 + 64 + 192 + 64) * 4  # float32, every tensor on blocks of 64 elements
     vectors = 2 * 2 * 64 * 4 // 2 * 2 * (n - 1) // n
     cases = {

@@ -632,7 +632,7 @@ def test_parameters_that_cannot_be_averaged_are_refused():
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
-VOTE = 12
+VOTE = 44
 """Bytes: flags, a checksum of names, and the step."""
 
 
@@ -646,7 +646,7 @@ def test_telemetry_counts_what_is_sent(overlap: bool):
     elements = sum(-(-param.numel() // BLOCK) * BLOCK for param in world.models[0].parameters())
     trained = sum(param.numel() for param in world.models[0].parameters())
     exchange = AllReduce(torch.empty(elements, dtype=torch.float64))
-    vote = AllGather(torch.empty(VOTE, dtype=torch.uint8))
+    vote = AllReduce(torch.empty(VOTE, dtype=torch.uint8))
     telemetry = world.train(range(1)).optimizers[0].averaging.telemetry
     start = telemetry.payload_bytes, telemetry.sent_bytes
     assert start[0] == 32 + 16 * 6  # a hash of the settings, and one of each parameter

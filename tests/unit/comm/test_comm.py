@@ -322,6 +322,6 @@ def test_the_byte_ledger_equals_the_collectives_own_account():
     telemetry = ranks.optimizers[0].telemetry
     k = sum(-(-p.numel() // 10) for p in ranks.models[0].parameters())
     padded = -(-k * 4 // 8) * 8  # indices and values, each padded to a multiple of 8
-    vote = 12
-    assert telemetry.sent_bytes - sent == 3 * (2 * padded + vote)
+    vote = 2 * 44 * 3 // 4
+    assert telemetry.sent_bytes - sent == 3 * 2 * padded + vote
     assert telemetry.dense_bytes == 2 * (2 * 4 * sum(p.numel() for p in ranks.models[0].parameters()) * 3 // 4)

@@ -1,4 +1,4 @@
-"""The vote of a step: ballots survive their 12 bytes, and ranks conclude what their ballots say."""
+"""The vote of a step: ballots survive their 12 bytes, and ranks conclude what their ballots say, in few bytes."""
 
 import dataclasses
 
@@ -28,7 +28,11 @@ def run(exchanges):
 
 def verdict_on(*changes: dict):
     cast = [dataclasses.replace(BALLOT, **change) for change in changes]
-    verdicts = run([vote(ballot, "vote") for ballot in cast])
+    return verdict_of(cast)
+
+
+def verdict_of(cast):
+    verdicts = run([vote(ballot, len(cast), "vote") for ballot in cast])
     assert all(verdict == verdicts[0] for verdict in verdicts)
     return verdicts[0]
 
@@ -52,6 +56,45 @@ def test_one_rank_decides_for_all():
     assert not verdict_on({}, {"final": False}, {}).final
     assert not verdict_on({}, {"trained": 1}, {}).alike
     assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9
+
+
+def at_one_step(ballot):
+    return dataclasses.replace(ballot, step=7)
+
+
+@given(st.lists(ballots.map(at_one_step), min_size=1, max_size=4))
+def test_one_verdict_in_brief_and_in_detail(cast):
+    """What the allreduce concludes is what all the ballots say."""
+    verdict = verdict_of(cast)
+    assert verdict.active_ranks == sum(ballot.active for ballot in cast)
+    assert verdict.void == [rank for rank, ballot in enumerate(cast) if not ballot.finite]
+    assert verdict.stale == any(ballot.stale for ballot in cast)
+    assert verdict.prepared == all(ballot.prepared for ballot in cast)
+    assert verdict.complete == all(ballot.complete for ballot in cast if ballot.active)
+    assert verdict.final == all(ballot.final for ballot in cast)
+    assert verdict.alike == (len({ballot.trained for ballot in cast}) == 1)
+    assert verdict.launched == max(ballot.launched for ballot in cast)
+    assert verdict.by_active == any(ballot.by_active for ballot in cast)
+
+
+@given(st.integers(0, 2**33), st.integers(0, 2**33))
+def test_any_two_steps(one, other):
+    """Whatever the numbers, ranks notice that they differ; beyond 32 bits only the lowest count."""
+    if (one - other) % 2**32:
+        with pytest.raises(dgcopt.MismatchError):
+            verdict_on({"step": one}, {"step": other})
+    else:
+        verdict_on({"step": one}, {"step": other})
+
+
+def test_bytes_do_not_grow_with_the_ranks():
+    for size in (2, 16, 128):
+        sent = []
+        comms = dgcopt.simulated_world(size)
+        for comm in comms:
+            comm.start = lambda told, start=comm.start, size=size: (sent.append(told.sent(size)), start(told))[1]
+        dgcopt.simulate([vote(BALLOT, size, "vote") for _ in comms], comms)
+        assert len(sent) == size and max(sent) < 100
 
 
 def test_other_steps():

@@ -22,7 +22,7 @@ import dgcopt
 from dgcopt import ConfigError, DivergenceError, LocalSGD, MismatchError, SlowMo
 from dgcopt.averaging import Averaging, Rounds, Sync
 from dgcopt.checkpoint import reshare
-from dgcopt.collectives import AllGather, AllReduce, Broadcast
+from dgcopt.collectives import AllReduce, Broadcast
 from dgcopt.kernels import BLOCK
 
 Make = Callable[[Iterable[Tensor]], Optimizer]

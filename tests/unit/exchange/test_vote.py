@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dgcopt
+from dgcopt.collectives import watched
 from dgcopt.exchange.agreement import compare
 from dgcopt.exchange.vote import Ballot, used_anywhere, vote
 
@@ -89,12 +90,9 @@ def test_any_two_steps(one, other):
 
 def test_bytes_do_not_grow_with_the_ranks():
     for size in (2, 16, 128):
-        sent = []
-        comms = dgcopt.simulated_world(size)
-        for comm in comms:
-            comm.start = lambda told, start=comm.start, size=size: (sent.append(told.sent(size)), start(told))[1]
-        dgcopt.simulate([vote(BALLOT, size, "vote") for _ in comms], comms)
-        assert len(sent) == size and max(sent) < 100
+        told = []
+        dgcopt.simulate([watched(vote(BALLOT, size, "vote"), told.append) for _ in range(size)])
+        assert len(told) == size and max(collective.sent(size) for collective in told) < 100
 
 
 def test_other_steps():

@@ -46,21 +46,24 @@ class SparseCode:
         """Length of a message of `count` of `numel` coordinates."""
         return aligned(self._index_bytes(count, numel)) + aligned(self._values.nbytes(count))
 
-    def encode(self, indices: Tensor, values: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    def encode(
+        self, indices: Tensor, values: Tensor, numel: int, count: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Pack indices (int64, strictly ascending, below `numel`) and as many values into one message.
 
-        Where indices cluster so much that not all fit, those of the smallest values are left out.
+        It has the length of one of `count`, if that is given: "rice" then allows for fewer. Where indices cluster so
+        much that not all fit, those of the smallest values are left out.
 
         Returns the message (uint8), the indices that travel, and the values as the receivers will read them, in the
         dtype of `values`: what the sender's residual loses there.
         """
-        count = len(indices)
+        count = len(indices) if count is None else count
         message = torch.zeros(self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
         index_part = message[: self._index_bytes(count, numel)]
         if self.indices == "rice":
-            excess = rice_excess(indices, numel)
+            excess = rice_excess(indices, numel, count)
             if excess:
-                kept = values.abs().topk(count - excess, sorted=False).indices.sort().values
+                kept = values.abs().topk(len(indices) - excess, sorted=False).indices.sort().values
                 indices, values = indices[kept], values[kept]
             index_part.copy_(encode_rice(indices, count, numel))
         else:

@@ -58,22 +58,24 @@ def rice_bytes(count: int, numel: int) -> int:
     return aligned(_HEADER + remainders + -(-_unary_bits(count, numel) // 8))
 
 
-def rice_excess(indices: Tensor, numel: int) -> int:
+def rice_excess(indices: Tensor, numel: int, count: int | None = None) -> int:
     """How many of `indices`, whichever they are, have to be left out for the others to fit; 0 as a rule.
+
+    The message is one for `count`, or as many as there are.
 
     Leaving one out saves its b bits, and joins two gaps whose unary parts never grow together. Raises ValueError if
     `indices` (int64) do not ascend strictly within [0, numel). Waits for the device.
     """
-    count = len(indices)
-    if count == 0:
+    if len(indices) == 0:
         return 0
+    count = len(indices) if count is None else count
     b = remainder_bits(count, numel)
     smallest, quotients = rice_measure(indices, b)
     if smallest < 0 or int(indices[-1]) >= numel:
         raise ValueError(f"indices have to ascend strictly from 0 or more to less than {numel}")
-    room = rice_bytes(count, numel) - _HEADER - packed_bytes(count, b)
-    missing = -(-(count + quotients) // 8) - room
-    return min(count, 8 * -(-missing // b)) if missing > 0 else 0  # eight remainders are b bytes
+    room = rice_bytes(count, numel) - _HEADER - packed_bytes(len(indices), b)
+    missing = -(-(len(indices) + quotients) // 8) - room
+    return min(len(indices), 8 * -(-missing // b)) if missing > 0 else 0  # eight remainders are b bytes
 
 
 def encode_rice(indices: Tensor, count: int, numel: int) -> Tensor:

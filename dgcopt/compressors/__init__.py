@@ -22,6 +22,7 @@ from .powersgd import PowerSGD
 from .qadam import QAdam
 from .qsgd import QSGD
 from .randomk import RandomK
+from .reduction import Owner
 from .sign import EFSignSGD, SignSGD, Signum
 from .sparse import Sparse
 from .terngrad import TernGrad
@@ -52,6 +53,7 @@ __all__ = [
     "Noop",
     "OneBit",
     "OneBitAdam",
+    "Owner",
     "PerParameter",
     "PowerSGD",
     "QAdam",

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..kernels import BLOCK, Chunks, add_and_select_chunks, select_chunks
 from .base import Source
 from .context import Context
+from .reduction import Reduce, check_reduce
 from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import count_of
 from .sparse import Indices, Sparse, Values, check_decay
@@ -39,6 +40,8 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         values, indices: how they travel; "fp32" and "int32" for less work and 4 times the bytes.
         decay: how much of what waits is kept from step to step; 1 loses nothing.
         error_feedback: False throws away what is not sent.
+        reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
+            with the number of ranks, see `dgcopt.compressors.Owner`: for eight or more.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
@@ -54,12 +57,15 @@ class ChunkedTopK(ScheduledRatio, Sparse):
     error_feedback: bool = True
     source: Source = "auto"
     warmup: Warmup | None = None
+    reduce: Reduce = "gather"
+    keep: float = 1.0
 
     def __post_init__(self) -> None:
         self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
         if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1 or self.chunk % BLOCK:
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
         SparseCode(self.indices, self.values)
+        check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> ChunkSelection:
         """What finds the largest coordinates of every chunk."""
@@ -80,8 +86,8 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         e, v = ctx.residual()
         return v, self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
 
-    def payload_bytes(self, ctx: Context) -> int:
-        return self.code.nbytes(self.selection(ctx).count, ctx.numel)
+    def payload_bytes(self, ctx: Context) -> int | None:
+        return self.reduction(self.selection(ctx).count).nbytes(ctx)
 
 
 class ChunkSelection:

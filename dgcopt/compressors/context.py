@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
+from ..flat.shard import Shard, Sharding
 from ..kernels import BLOCK
 
 __all__ = ["Context", "at_least_float32"]
@@ -33,6 +34,7 @@ class Context:
         memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
             through checkpoints and new buckets, as the last step left them. Change them through `remember` or
             `advance`, whose result replaces them once the whole step has succeeded on every rank.
+        shards: memory of which this rank holds only the coordinates that it owns; see `shard`.
         shared: small tensors of any shape that are the same on all ranks, by kind and parameter name; they persist
             as `memory` does. Change them through `share`.
         scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
@@ -55,6 +57,7 @@ class Context:
     nodes: int = 1
     local_rank: int = 0
     local_size: int = 1
+    shards: dict[str, Shard] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
     local: LocalGradient | None = None
     certain: bool = False
@@ -75,6 +78,11 @@ class Context:
         return self.segments[0].param.dtype
 
     @property
+    def device(self) -> torch.device:
+        """The parameters'."""
+        return self.segments[0].param.device
+
+    @property
     def numel(self) -> int:
         """Length of the flat gradient, gaps included."""
         return -(-self.segments[-1].stop // BLOCK) * BLOCK
@@ -90,7 +98,7 @@ class Context:
         """What an exchange returned as a flat tensor of the parameters' dtype."""
         if isinstance(result, Tensor):
             return result.to(self.dtype)
-        return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.segments[0].param.device))
+        return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
 
     def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
         """Error feedback: `grad` plus `decay` times what has not been sent; `grad` stays.
@@ -168,7 +176,7 @@ class Context:
         held = self.memory.get(kind)
         wanted = at_least_float32(self.dtype) if dtype is None else dtype
         if held is None:
-            held = self.memory[kind] = torch.zeros(self.numel, dtype=wanted, device=self.segments[0].param.device)
+            held = self.memory[kind] = torch.zeros(self.numel, dtype=wanted, device=self.device)
             for segment in self.segments:
                 value = None if start is None else start(segment)
                 if value is not None:
@@ -177,24 +185,42 @@ class Context:
             held = self.memory[kind] = held.to(wanted)
         return held
 
+    def shard(self, kind: str, sharding: Sharding) -> Shard:
+        """The memory called `kind`, of which this rank has its share; zero at first, float32 at least.
+
+        What a checkpoint of other ranks left it of other shares is added to "residual", which there has to be, as it is
+        and as it will be.
+        """
+        if kind not in self.shards:
+            whole = self.hold(kind)
+            self.shards[kind] = Shard.taken_from(whole, sharding, self.rank)
+            del self.memory[kind]
+            if whole.any():
+                for residual in (self.memory["residual"], self._next.get("residual")):
+                    if residual is not None:
+                        residual.add_(whole)
+        return self.shards[kind]
+
     def once_settled(self, change: Callable[[], object]) -> None:
         """Run `change` when the step has succeeded, which changes memory in place."""
         self._later.append(change)
 
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
-        kept, unused = [], set()
+        kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
+        unused = set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
             if not was_used:
                 unused.add(segment)
                 span = slice(segment.start, segment.stop)
-                kept += [(kind, span, memory[span].clone()) for kind, memory in self.memory.items()]
+                kept += [(self.memory, kind, span, held[span].clone()) for kind, held in self.memory.items()]
+                kept += [(self.shards, kind, span, held[span]) for kind, held in self.shards.items()]
         for kind, new in self._next.items():
             self.memory[kind], self._spare[kind] = new, self.memory[kind]
         for change in self._later:
             change()
-        for kind, span, values in kept:
-            self.memory[kind][span] = values
+        for memory, kind, span, values in kept:
+            memory[kind][span] = values
         for kind, segment, value in self._shares:
             if segment not in unused:
                 self.shared.setdefault(kind, {})[segment.name] = value

@@ -15,8 +15,9 @@ from ..kernels import Matrices, clear_at, dct, inverse_dct
 from .base import Compressor, GradientExchange
 from .chunked import ChunkSelection
 from .context import Context, at_least_float32
+from .reduction import sum_of_messages
 from .schedule import check_ratio
-from .sparse import Indices, Values, check_decay, sum_of_messages
+from .sparse import Indices, Values, check_decay
 
 __all__ = ["DeMo"]
 

@@ -17,9 +17,10 @@ from ..kernels import clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
+from .reduction import Reduce, Reduction, check_reduce, reduction
 from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
-from .sparse import Indices, Values, sum_of_messages
+from .sparse import Indices, Values
 
 __all__ = ["DGC"]
 
@@ -55,6 +56,8 @@ class DGC(ScheduledRatio, Compressor):
             so that tensors with larger gradients send more.
         residual: "full" keeps v and u in the parameters' precision, and in float32 at least; "bf16" in half the memory,
             where increments below 0.4% of what has been held back are lost.
+        reduce, keep: "gather" brings everyone's choice to everyone, as in the paper; with "owner" what a rank receives
+            does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for eight or more.
         overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
             of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
             then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.
@@ -79,6 +82,8 @@ class DGC(ScheduledRatio, Compressor):
     residual: Literal["full", "bf16"] = "full"
     overlap: bool | Literal["auto"] = "auto"
     source: Source = "auto"
+    reduce: Reduce = "gather"
+    keep: float = 1.0
 
     @classmethod
     def faithful(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
@@ -105,6 +110,7 @@ class DGC(ScheduledRatio, Compressor):
             raise ConfigError(f'overlap must be True or False, or "auto", not {self.overlap!r}')
         if self.residual not in ("full", "bf16"):
             raise ConfigError(f'residual must be "full" or "bf16", not {self.residual!r}')
+        check_reduce(self.reduce, self.keep)
         self._memory: ErrorFeedback = ErrorFeedback()
         self._set_whole_model()
 
@@ -178,7 +184,8 @@ class DGC(ScheduledRatio, Compressor):
             ctx.peak = maxima.amax()
             indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
-        message, sent, arriving = self._code.encode(indices, values.to(at_least_float32(v.dtype)), len(v))
+        chosen = self.reduction(selection.count)
+        message, sent, arriving = chosen.encode(indices, values.to(at_least_float32(v.dtype)), ctx)
 
         def forget_what_was_sent() -> None:
             subtract_at(v, sent, arriving)
@@ -186,8 +193,11 @@ class DGC(ScheduledRatio, Compressor):
                 clear_at(u, sent)
 
         ctx.once_settled(forget_what_was_sent)
-        messages = yield AllGather(message)
-        return sum_of_messages(messages, self._code, selection.count, ctx)
+        return (yield from chosen.exchange(message, ctx))
+
+    def reduction(self, count: int) -> Reduction:
+        """How the ranks' choices become one sum, of `count` coordinates each."""
+        return reduction(self.reduce, self._code, count, self.keep)
 
     def selection(self, ctx: Context) -> Selection:
         """What finds the largest coordinates of this bucket."""
@@ -201,13 +211,13 @@ class DGC(ScheduledRatio, Compressor):
             total += decode_dense(message, len(v), self.vectors, rank).to(total.dtype) / ctx.divisor
         return total
 
-    def payload_bytes(self, ctx: Context) -> int:
+    def payload_bytes(self, ctx: Context) -> int | None:
         ratio = self.ratio_at(ctx.step)
         if ratio == 1 or (ctx.kind == "vector" and self.vectors == "dense"):
             return ctx.numel * ctx.dtype.itemsize
         if ctx.kind == "vector":
             return dense_bytes(ctx.numel, self.vectors)
-        return self._code.nbytes(self.selection(ctx).count, ctx.numel)
+        return self.reduction(self.selection(ctx).count).nbytes(ctx)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._memory.before_step()

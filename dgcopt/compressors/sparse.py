@@ -5,14 +5,13 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from ..coding import SparseCode
-from ..collectives import AllGather
 from ..errors import ConfigError
-from ..flat.gradient import SparseSum
 from ..kernels import gather, subtract_at
 from .base import Compressor, GradientExchange
-from .context import Context, at_least_float32
+from .context import Context
+from .reduction import Reduce, Reduction, reduction
 
-__all__ = ["Indices", "Sparse", "Values", "check_decay", "sum_of_messages"]
+__all__ = ["Indices", "Sparse", "Values", "check_decay"]
 
 Values: TypeAlias = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
 """How values travel: whole floats, or so many bits and a scale per block of 256 or 512; see `dgcopt.coding`."""
@@ -22,7 +21,7 @@ Indices: TypeAlias = Literal["int32", "rice"]
 
 
 class Sparse(Compressor):
-    """Each rank's own choice of coordinates, by one allgather; what is not sent, or lost by rounding, is kept.
+    """Each rank's own choice of coordinates, added up; what is not sent, or lost by rounding, is kept.
 
     A subclass defines `select`, or `choose`, and the settings below. The residual is multiplied by `decay` before the
     gradient is added to it.
@@ -32,6 +31,8 @@ class Sparse(Compressor):
     indices: Indices = "int32"
     decay: float = 1.0
     error_feedback: bool = True
+    reduce: Reduce = "gather"
+    keep: float = 1.0
 
     @property
     def conserves(self) -> bool:
@@ -51,28 +52,23 @@ class Sparse(Compressor):
         """How coordinates travel."""
         return SparseCode(self.indices, self.values)
 
-    def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, int]:
-        """This rank's message and of how many coordinates; what it leaves out is kept."""
+    def reduction(self, count: int) -> Reduction:
+        """How the ranks' choices become one sum, of `count` coordinates each at most."""
+        return reduction(self.reduce, self.code, count, self.keep, self.decay if self.error_feedback else 0.0)
+
+    def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Reduction]:
+        """This rank's message, and how it becomes a part of the sum; what it leaves out is kept."""
         v, indices = self.choose(grad, ctx)
-        message, sent, arriving = self.code.encode(indices, gather(v, indices), len(v))
+        reduction = self.reduction(len(indices))
+        message, sent, arriving = reduction.encode(indices, gather(v, indices), ctx)
         if self.error_feedback:
             subtract_at(v, sent, arriving)
             ctx.keep_residual(v)
-        return message, len(indices)
+        return message, reduction
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        message, count = self.message(grad, ctx)
-        messages = yield AllGather(message)
-        return sum_of_messages(messages, self.code, count, ctx)
-
-
-def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:
-    """The ranks' coordinates, in rank order, divided by N. Raises PayloadError for a message that cannot be right."""
-    total = SparseSum()
-    for rank, message in enumerate(messages):
-        positions, values = code.decode(message, count, ctx.numel, rank)
-        total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)
-    return total
+        message, reduction = self.message(grad, ctx)
+        return (yield from reduction.exchange(message, ctx))
 
 
 def check_decay(decay: float) -> float:

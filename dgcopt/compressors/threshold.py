@@ -69,11 +69,12 @@ class Threshold(Sparse):
         return positions_above(v, self.threshold, self.most(ctx))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        code, (message, count) = self.code, self.message(grad, ctx)
-        counts = (yield AllGather(torch.tensor([count], device=message.device))).view(-1).tolist()
+        message, mine = self.message(grad, ctx)
+        counts = (yield AllGather(torch.tensor([mine.count], device=message.device))).view(-1).tolist()
         for rank, count in enumerate(counts):
             if not 0 <= count <= self.most(ctx):
                 raise PayloadError(f"rank {rank} says that it sends {count} values where 0 to {self.most(ctx)} may be")
+        code = self.code
         lengths = [code.nbytes(count, ctx.numel) for count in counts]
         total = SparseSum()
         if not any(lengths):

@@ -11,6 +11,7 @@ from ..coding import SparseCode
 from ..kernels import add_and_maxima, block_maxima
 from .base import Source
 from .context import Context
+from .reduction import Reduce, check_reduce
 from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
 from .sparse import Indices, Sparse, Values, check_decay
@@ -32,6 +33,8 @@ class TopK(ScheduledRatio, Sparse):
         values, indices: how they travel; "int2" and "rice" for fewest bytes.
         decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
         error_feedback: False throws away what is not sent.
+        reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
+            with the number of ranks, see `dgcopt.compressors.Owner`: for eight or more.
         granularity: whether the ratio holds for each "tensor" or for a "bucket" of them together.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
@@ -48,10 +51,13 @@ class TopK(ScheduledRatio, Sparse):
     granularity: Literal["tensor", "bucket"] = "tensor"
     source: Source = "auto"
     warmup: Warmup | None = None
+    reduce: Reduce = "gather"
+    keep: float = 1.0
 
     def __post_init__(self) -> None:
         self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
         SparseCode(self.indices, self.values)
+        check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> Selection:
         """What finds the largest coordinates of this bucket."""
@@ -66,5 +72,5 @@ class TopK(ScheduledRatio, Sparse):
             v, maxima = grad, block_maxima(grad)
         return v, self.selection(ctx).largest(v, maxima)
 
-    def payload_bytes(self, ctx: Context) -> int:
-        return self.code.nbytes(self.selection(ctx).count, ctx.numel)
+    def payload_bytes(self, ctx: Context) -> int | None:
+        return self.reduction(self.selection(ctx).count).nbytes(ctx)

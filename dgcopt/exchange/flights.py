@@ -155,7 +155,7 @@ def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store:
     """What an exchange of a new bucket may know, which adopts its memory; whoever launches it says at which step."""
     return Context(
         *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, store.adopt(bucket), store.shared),
-        *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size),
+        *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size, store.shards(bucket)),
     )
 
 

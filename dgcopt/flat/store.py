@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from .buckets import Bucket
+from .shard import Shard
 
 __all__ = ["Memory", "Store"]
 
@@ -30,6 +31,7 @@ class Store:
         self.shared: Memory = {}
         self._waiting: Memory = {}
         self._flat: dict[Bucket, dict[str, Tensor]] = {}
+        self._shards: dict[Bucket, dict[str, Shard]] = {}
 
     def adopt(self, bucket: Bucket) -> dict[str, Tensor]:
         """The flat tensors of a new bucket, by kind; what waits for its parameters moves in, the rest is zero."""
@@ -42,11 +44,17 @@ class Store:
                     segment.view(flat).copy_(tensor)
         return flats
 
+    def shards(self, bucket: Bucket) -> dict[str, Shard]:
+        """What a bucket holds of which this rank has a share only, by kind: empty at first, to be filled."""
+        return self._shards.setdefault(bucket, {})
+
     def release(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Buckets, all or some, are no more: what they hold waits for others."""
         for bucket in list(self._flat if buckets is None else buckets):
-            for kind, flat in self._flat.pop(bucket, {}).items():
+            for kind, flat in self._held(bucket):
                 self.put(kind, bucket, flat)
+            self._flat.pop(bucket, None)
+            self._shards.pop(bucket, None)
 
     def put(self, kind: str, bucket: Bucket, flat: Tensor) -> None:
         """Let a flat tensor wait by parameter name."""
@@ -69,10 +77,16 @@ class Store:
     def memory(self) -> Memory:
         """A copy of all that is kept, but what is shared."""
         memory = copied(self._waiting)
-        for bucket, flats in self._flat.items():
-            for kind, flat in flats.items():
+        for bucket in self._flat:
+            for kind, flat in self._held(bucket):
                 _write(memory.setdefault(kind, {}), bucket, flat)
         return memory
+
+    def _held(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        """The flat tensors of a bucket, those of which this rank has a share among them."""
+        yield from self._flat.get(bucket, {}).items()
+        for kind, shard in self._shards.get(bucket, {}).items():
+            yield kind, shard.whole()
 
     def state(self) -> dict[str, Any]:
         """A copy of all that is kept, for a checkpoint; `restore` takes it."""
@@ -92,13 +106,15 @@ class Store:
                     f"the state holds {kind} of shape {tuple(tensor.shape)} for parameter {name!r}, which "
                     + (f"has shape {tuple(shapes[name])}" if name in shapes else "this optimizer does not have")
                 )
-        self._flat = {}
+        self._flat, self._shards = {}, {}
         self._waiting, self.shared = copied(state["memory"]), copied(state.get("shared", {}))
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0.0 for algorithms that hold nothing back."""
-        parts = [*self._waiting.get("residual", {}).values()]
-        parts += [flats["residual"] for flats in self._flat.values() if "residual" in flats]
+        held = [(kind, tensor) for kind, by_name in self._waiting.items() for tensor in by_name.values()]
+        held += [(kind, flat) for flats in self._flat.values() for kind, flat in flats.items()]
+        held += [(kind, shard.held) for shards in self._shards.values() for kind, shard in shards.items()]
+        parts = [tensor for kind, tensor in held if kind.startswith("residual")]
         norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 

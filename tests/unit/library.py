@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
@@ -21,17 +22,21 @@ SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.DGC(0.1, warmup=dgcopt.Warmup((1.0, 0.5), steps=1), overlap=False), {}),
     (dgcopt.DGC(0.1, clip=dgcopt.LocalClip(1.0, per="tensor")), {}),
     (dgcopt.DGC(0.1, source="update"), ADAM),
+    (dgcopt.DGC(0.1, values="int2", vectors="sparse", overlap=True, reduce="owner"), {}),
     (dgcopt.TopK(0.1), {}),
     (dgcopt.TopK(0.02, "int2", "rice", decay=0.9, granularity="bucket"), {}),
     (dgcopt.TopK(0.1, error_feedback=False), {}),
     (dgcopt.TopK(0.1, "int2", "rice", warmup=dgcopt.Warmup((1.0, 0.5), steps=1)), {}),
     (dgcopt.TopK(0.1), ADAM),
+    (dgcopt.TopK(0.1, reduce="owner"), {}),
+    (dgcopt.TopK(0.1, "int8", reduce="owner", keep=math.inf), {}),
     (dgcopt.RandomK(0.1), {}),
     (dgcopt.RandomK(0.1, warmup=dgcopt.Warmup((1.0, 0.5), steps=1)), {}),
     (dgcopt.RandomK(0.1, error_feedback=False, unbiased=True), {}),
     (dgcopt.Threshold(0.5, 0.2), {}),
     (dgcopt.ChunkedTopK(), {}),
     (dgcopt.ChunkedTopK(0.1, 128, "fp32", "int32", 1.0), {}),
+    (dgcopt.ChunkedTopK(reduce="owner", keep=2), {}),
     (dgcopt.CLTK(0.1), {}),
     (dgcopt.CLTK(0.1, warmup=dgcopt.Warmup((1.0, 0.5), steps=1)), {}),
     (dgcopt.CLTK(0.1, beta=0.3), ADAM),
@@ -60,6 +65,7 @@ SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.PerParameter({"*[02]*": dgcopt.DGC(0.1), "*": dgcopt.NoCompression()}), {}),
     (dgcopt.PerParameter({"*[02]*": dgcopt.BF16(), "*": dgcopt.PowerSGD(start_step=0)}, source="update"), ADAM),
     (dgcopt.Hierarchical(dgcopt.DGC(0.1)), {}),
+    (dgcopt.Hierarchical(dgcopt.DGC(0.1, reduce="owner")), {}),
     (dgcopt.Hierarchical(dgcopt.ByteGrad()), {}),
 ]
 """With what `check_compressor` needs to know besides."""

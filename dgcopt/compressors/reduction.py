@@ -1,0 +1,199 @@
+"""How coordinates that every rank has chosen for itself become one sum: all to all ranks, or by owners."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..coding import SparseCode
+from ..collectives import AllGather, AllReduce, AllToAll
+from ..errors import ConfigError
+from ..flat.gradient import SparseSum
+from ..flat.shard import Sharding
+from ..kernels import Groups, block_maxima, gather, select, subtract_at
+from .base import GradientExchange
+from .context import Context, at_least_float32
+
+__all__ = ["Gather", "Owner", "Reduce", "Reduction", "check_reduce", "reduction", "sum_of_messages"]
+
+Reduce: TypeAlias = Literal["gather", "owner"]
+"""Whether every rank hears all that others have chosen, or only the largest sums of it from the ranks that own them."""
+
+SUMS = "residual_sums"
+"""The memory of owners: what they have been sent and have not forwarded."""
+
+_SIGMAS = 2  # of the coordinates that fall to one owner at random, less than 1% find no room then
+
+
+class Reduction(Protocol):
+    """What becomes of the coordinates that each rank has chosen.
+
+    Attributes: `count`, how many a rank may choose.
+    """
+
+    @property
+    def count(self) -> int: ...
+
+    def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """What this rank sends of its choice (int64, ascending): the message, the indices that are in it, and their
+        values as they arrive, which its residual loses."""
+
+    def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
+        """The sum over ranks, divided as `ctx.op` says. Raises PayloadError for a message that cannot be right."""
+
+    def nbytes(self, ctx: Context) -> int | None:
+        """Bytes that this rank hands to collectives; None if data decide."""
+
+
+def reduction(way: Reduce, code: SparseCode, count: int, keep: float = 1.0, decay: float = 1.0) -> Reduction:
+    """What a setting means for `count` coordinates of each rank, at most; the others are `Owner`'s."""
+    return Gather(code, count) if way == "gather" else Owner(code, count, keep, decay)
+
+
+def check_reduce(way: Reduce, keep: float) -> None:
+    """Raises ConfigError for settings that do not exist."""
+    if way not in ("gather", "owner"):
+        raise ConfigError(f'reduce must be "gather" or "owner", not {way!r}')
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
+        raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Everyone's message to everyone, by one allgather: what a rank receives and decodes grows with their number."""
+
+    code: SparseCode
+    count: int
+
+    def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        return self.code.encode(indices, values, ctx.numel)
+
+    def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
+        return sum_of_messages((yield AllGather(message)), self.code, self.count, ctx)
+
+    def nbytes(self, ctx: Context) -> int:
+        return self.code.nbytes(self.count, ctx.numel)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Each coordinate has an owner, which adds up what ranks send of it, and forwards only the largest sums.
+
+        s = decay * s + what ranks have sent me, in rank order
+        forward the keep * count / N largest |s|;  s = s minus what arrives
+
+    So a rank sends and receives about twice its own choice, however many ranks there are, and what all apply is as
+    sparse as that. What does not fit into a message to an owner, the smallest first, stays with its sender; what an
+    owner does not forward stays with it, apart from its own residual, in which its own choice would drown. This is the
+    scheme of Ok-Topk (Li & Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022) with owners drawn by a hash, fixed
+    lengths, and nothing lost.
+
+    Args:
+        code: how coordinates travel. Positions always travel as Rice-coded gaps, as their number varies.
+        count: how many coordinates each rank selects.
+        keep: how many sums are forwarded by all owners together, as a multiple of `count`; infinity forwards all that
+            has arrived in this step, and costs one more allreduce of 8 bytes.
+        decay: of what waits with owners; 0 throws it away.
+    """
+
+    code: SparseCode
+    count: int
+    keep: float = 1.0
+    decay: float = 1.0
+
+    def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        sharding, code, capacity = _sharding(ctx), self._code, self._capacity(ctx.size)
+        owners = sharding.owners(indices)
+        messages, sent, arriving = [], [], []
+        for owner in range(ctx.size):
+            mine = (owners == owner).nonzero().squeeze(1)
+            if len(mine) > capacity:
+                mine = mine[values[mine].abs().topk(capacity, sorted=False).indices.sort().values]
+            places = sharding.places(indices[mine])
+            message, places, there = code.encode(places, values[mine], sharding.length, capacity)
+            messages.append(message)
+            sent.append(sharding.positions(places, owner))
+            arriving.append(there)
+        positions, order = torch.cat(sent).sort()
+        return torch.stack(messages), positions, torch.cat(arriving)[order]
+
+    def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
+        sharding, code = _sharding(ctx), self._code
+        sums = self._waiting(sharding, ctx)
+        arrived = []
+        for rank, row in enumerate((yield AllToAll(message))):
+            places, values = code.decode(row, self._capacity(ctx.size), sharding.length, rank)
+            sums.index_add_(0, places, values.to(sums.dtype))
+            arrived.append(places)
+        if math.isinf(self.keep):
+            places = torch.cat(arrived).unique()
+            count = int((yield AllReduce(torch.tensor([len(places)], device=sums.device), op="max")))
+        else:
+            count = self._forwarded(ctx.size, sharding.length)
+            places = select(sums, block_maxima(sums), Groups([[(0, len(sums))]], [count], sums.device))
+            places = places[gather(sums, places) != 0]
+        message, sent, arriving = code.encode(places, gather(sums, places), sharding.length, count)
+        subtract_at(sums, sent, arriving)
+        return (yield from self._forward(message, count, sharding, ctx))
+
+    def _waiting(self, sharding: Sharding, ctx: Context) -> Tensor:
+        """What this rank has been sent in earlier steps, to be changed; it is kept once the step has succeeded."""
+        if not self.decay:
+            return torch.zeros(sharding.length, dtype=at_least_float32(ctx.dtype), device=ctx.device)
+        shard = ctx.shard(SUMS, sharding)
+        sums = torch.mul(shard.held, self.decay, out=ctx.scratch.pop(SUMS, None))
+
+        def keep() -> None:
+            ctx.scratch[SUMS], shard.held = shard.held, sums
+
+        ctx.once_settled(keep)
+        return sums
+
+    def _forward(self, message: Tensor, count: int, sharding: Sharding, ctx: Context) -> GradientExchange:
+        """What all owners forward, on all ranks."""
+        positions, sums = [], []
+        for owner, row in enumerate((yield AllGather(message))):
+            places, values = self._code.decode(row, count, sharding.length, owner)
+            positions.append(sharding.positions(places, owner))
+            sums.append(values)
+        ascending, order = torch.cat(positions).sort()
+        total = SparseSum()
+        total.add(ascending, torch.cat(sums)[order].to(at_least_float32(ctx.dtype)) / ctx.divisor)
+        return total
+
+    @property
+    def _code(self) -> SparseCode:
+        return SparseCode("rice", self.code.values)
+
+    def _capacity(self, size: int) -> int:
+        """For how many coordinates a message to one owner has room."""
+        mean = self.count / size
+        return min(self.count, math.ceil(mean + _SIGMAS * math.sqrt(mean * (1 - 1 / size))))
+
+    def _forwarded(self, size: int, length: int) -> int:
+        """How many sums each owner forwards."""
+        return min(length, math.ceil(self.keep * self.count / size))
+
+    def nbytes(self, ctx: Context) -> int | None:
+        if math.isinf(self.keep):
+            return None
+        length = _sharding(ctx).length
+        sent = ctx.size * self._code.nbytes(self._capacity(ctx.size), length)
+        return sent + self._code.nbytes(self._forwarded(ctx.size, length), length)
+
+
+def _sharding(ctx: Context) -> Sharding:
+    return Sharding(ctx.numel, ctx.size)
+
+
+def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:
+    """The ranks' coordinates, in rank order, divided by N. Raises PayloadError for a message that cannot be right."""
+    total = SparseSum()
+    for rank, message in enumerate(messages):
+        positions, values = code.decode(message, count, ctx.numel, rank)
+        total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)
+    return total

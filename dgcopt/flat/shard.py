@@ -1,0 +1,89 @@
+"""One rank's share of a flat tensor: one of every `size` neighbours, so that no region, row or column crowds a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import BLOCK
+
+__all__ = ["Shard", "Sharding"]
+
+_MIX = 2654435761  # 2^32 over the golden ratio: neighbouring rows get unrelated remainders (Knuth, TAOCP 3, 6.4)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who of `size` ranks owns which of `numel` coordinates.
+
+    Each row of `size` neighbours has one coordinate for every rank. Who has which is rotated from row to row by a hash
+    of the row, as elements of one column of a matrix would else have one owner where `size` divides its width. A
+    coordinate's place within its owner's share is its row: so places ascend as positions do.
+    """
+
+    numel: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Places in each rank's share, a multiple of 64; of the last ones some lie beyond `numel`."""
+        return -(-self.numel // (self.size * BLOCK)) * BLOCK
+
+    def owners(self, positions: Tensor) -> Tensor:
+        """The rank that owns each position."""
+        return (positions + self._turn(positions // self.size)) % self.size
+
+    def places(self, positions: Tensor) -> Tensor:
+        """Where each position lies in its owner's share."""
+        return positions // self.size
+
+    def positions(self, places: Tensor, owner: int) -> Tensor:
+        """The positions of places in one rank's share."""
+        return places * self.size + (owner - self._turn(places)) % self.size
+
+    def _turn(self, rows: Tensor) -> Tensor:
+        return (rows * _MIX & 0xFFFFFFFF) >> 16
+
+
+class Shard:
+    """What one rank holds of a flat tensor: the coordinates that it owns; all others are zero.
+
+    It is read and written by slices of the flat tensor, of which it has some coordinates.
+
+    Attributes: `sharding`; `owner`, the rank; `held`, its coordinates by place, `[sharding.length]`.
+    """
+
+    def __init__(self, sharding: Sharding, owner: int, held: Tensor) -> None:
+        self.sharding = sharding
+        self.owner = owner
+        self.held = held
+
+    @staticmethod
+    def taken_from(flat: Tensor, sharding: Sharding, owner: int) -> Shard:
+        """A rank's coordinates of a flat tensor, in which they become zero."""
+        shard = Shard(sharding, owner, flat.new_zeros(sharding.length))
+        span = slice(0, sharding.numel)
+        shard[span] = flat[shard._positions(span)]
+        flat[shard._positions(span)] = 0
+        return shard
+
+    def whole(self) -> Tensor:
+        """The flat tensor."""
+        flat = self.held.new_zeros(self.sharding.numel)
+        span = slice(0, self.sharding.numel)
+        flat[self._positions(span)] = self[span]
+        return flat
+
+    def __getitem__(self, span: slice) -> Tensor:
+        return self.held[self.sharding.places(self._positions(span))]
+
+    def __setitem__(self, span: slice, values: Tensor) -> None:
+        self.held[self.sharding.places(self._positions(span))] = values
+
+    def _positions(self, span: slice) -> Tensor:
+        """Which positions of a span are owned."""
+        rows = torch.arange(span.start // self.sharding.size, -(-span.stop // self.sharding.size))
+        positions = self.sharding.positions(rows.to(self.held.device), self.owner)
+        return positions[(positions >= span.start) & (positions < span.stop)]

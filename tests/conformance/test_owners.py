@@ -1,0 +1,265 @@
+"""Sums by owners equal a naive rule in plain Python; nothing is lost, and bytes do not grow with the ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import dgcopt
+from dgcopt.checkpoint import reshare
+from dgcopt.collectives import watched
+from dgcopt.compressors import Context
+from dgcopt.flat.buckets import Bucket, build_buckets
+from dgcopt.flat.gradient import GradientBucket
+from dgcopt.flat.shard import Shard, Sharding
+from dgcopt.flat.store import Store
+
+SHAPES = [(130,), (40, 33), (5,), (64,), (3, 7, 2, 2)]
+
+
+class Ranks:
+    """Simulated ranks with one bucket, and all that they were given and have applied."""
+
+    def __init__(self, compressor: dgcopt.Compressor, size: int, shapes: list[tuple[int, ...]] = SHAPES) -> None:
+        self.compressor, self.size, self.step, self.shapes = compressor, size, 0, shapes
+        self.stores = [Store() for _ in range(size)]
+        self.given = self.applied = torch.zeros(0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Lay buckets out anew."""
+        named = [(f"p{i}", torch.nn.Parameter(torch.zeros(s, dtype=torch.float64))) for i, s in enumerate(self.shapes)]
+        self.buckets: list[Bucket] = []
+        self.contexts: list[Context] = []
+        for rank, store in enumerate(self.stores):
+            store.release()
+            (bucket,) = build_buckets(named, lambda name, param: None, 2**40, 2**40, None, GradientBucket)
+            place: Any = (rank, self.size, "sum", self.step, None, bucket.segments, store.adopt(bucket), store.shared)
+            self.contexts.append(Context(*place, shards=store.shards(bucket)))
+            self.buckets.append(bucket)
+        if not self.given.numel():
+            self.given, self.applied = torch.zeros(bucket.numel).double(), torch.zeros(bucket.numel).double()
+
+    def gradients(self, seed: int) -> list[Tensor]:
+        flats = []
+        for rank, bucket in enumerate(self.buckets):
+            generator = torch.Generator().manual_seed(1000 * seed + rank)
+            flat = bucket.empty()
+            for segment in bucket.segments:
+                drawn = torch.randn(segment.numel, generator=generator, dtype=torch.float64)
+                flat[segment.start : segment.stop] = drawn**3
+            flats.append(flat)
+        return flats
+
+    def exchange(self, grads: list[Tensor], used: list[bool] | None = None, void: bool = False) -> Tensor:
+        """One step; returns what all ranks apply."""
+        exchanges = []
+        for context, grad in zip(self.contexts, grads, strict=True):
+            context.step = self.step
+            exchanges.append(self.compressor.exchange(grad.clone(), context))
+        flats = [
+            result.add_to(bucket.empty())
+            for result, bucket in zip(dgcopt.simulate(exchanges), self.buckets, strict=True)
+        ]
+        assert all(torch.equal(flat, flats[0]) for flat in flats), "ranks apply other bits"
+        if void:
+            for context in self.contexts:
+                context.roll_back()
+            return flats[0]
+        for context in self.contexts:
+            context.settle(used)
+        self.step += 1
+        for segment, there in zip(self.buckets[0].segments, used or [True] * len(self.shapes), strict=True):
+            span = slice(segment.start, segment.stop)
+            self.applied[span] += flats[0][span] * there
+            self.given[span] += sum(grad[span] for grad in grads) * there
+        return flats[0]
+
+    def memory(self) -> list[dict[str, dict[str, Tensor]]]:
+        return [store.memory() for store in self.stores]
+
+    def assert_nothing_is_lost(self) -> None:
+        """What was applied, and what any rank holds back, add up to what was given."""
+        left = torch.zeros_like(self.given)
+        for memory in self.memory():
+            for kind in memory:
+                for segment in self.buckets[0].segments if kind.startswith("residual") else ():
+                    left[segment.start : segment.stop] += memory[kind].get(segment.name, torch.zeros(1)).reshape(-1)
+        torch.testing.assert_close(self.applied + left, self.given, rtol=1e-9, atol=1e-9)
+
+
+def largest(numbers: dict[int, float], count: int) -> list[int]:
+    return sorted(sorted(numbers, key=lambda p: (-abs(numbers[p]), p))[:count])
+
+
+def naive(ratio: float, keep: float, decay: float, steps: list[list[Tensor]], bucket: Bucket) -> list[Tensor]:
+    """What is applied in each step, coordinate by coordinate."""
+    size = len(steps[0])
+    residuals = [torch.zeros(bucket.numel).double() for _ in range(size)]
+    sums: list[dict[int, float]] = [{} for _ in range(size)]
+    counts = [math.ceil(ratio * segment.numel) for segment in bucket.segments]
+    k = sum(counts)
+    room = min(k, math.ceil(k / size + 2 * math.sqrt(k / size * (1 - 1 / size))))
+    results = []
+
+    def owner(p: int) -> int:
+        return (p + ((p // size * 2654435761) % 2**32 >> 16)) % size
+
+    for grads in steps:
+        arrived: list[set[int]] = [set() for _ in range(size)]
+        sums = [{p: decay * value for p, value in mine.items()} for mine in sums]
+        for rank, grad in enumerate(grads):
+            v = residuals[rank] = decay * residuals[rank] + grad
+            chosen: list[int] = []
+            for segment, count in zip(bucket.segments, counts, strict=True):
+                chosen += largest({p: float(v[p]) for p in range(segment.start, segment.stop)}, count)
+            for other in range(size):
+                for p in largest({p: float(v[p]) for p in chosen if owner(p) == other}, room):
+                    sums[other][p] = sums[other].get(p, 0.0) + float(v[p])
+                    arrived[other].add(p)
+                    v[p] = 0
+        result = torch.zeros(bucket.numel).double()
+        for mine, new in zip(sums, arrived, strict=True):
+            for p in new if math.isinf(keep) else largest(mine, math.ceil(keep * k / size)):
+                result[p] = mine.pop(p)
+        results.append(result)
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("keep", "decay"), [(1.0, 1.0), (2.5, 0.9), (0.3, 1.0), (math.inf, 1.0)])
+def test_what_is_applied(size: int, keep: float, decay: float) -> None:
+    ranks = Ranks(dgcopt.TopK(0.05, "fp64", decay=decay, reduce="owner", keep=keep), size)
+    steps = [ranks.gradients(seed) for seed in range(4)]
+    expected = naive(0.05, keep, decay, steps, ranks.buckets[0])
+    for grads, theirs in zip(steps, expected, strict=True):
+        torch.testing.assert_close(ranks.exchange(grads), theirs, rtol=1e-12, atol=1e-12)
+
+
+events = st.lists(
+    st.one_of(
+        st.sampled_from(["step", "void", "new buckets", "checkpoint"]),
+        st.tuples(st.just("resize"), st.integers(1, 5)),
+        st.tuples(st.just("unused"), st.integers(0, len(SHAPES) - 1)),
+        st.tuples(st.just("no data"), st.integers(0, 4)),
+    ),
+    min_size=3,
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    events=events,
+    size=st.integers(1, 5),
+    values=st.sampled_from(["fp64", "fp32", "int8", "int2", "sign"]),
+    ratio=st.sampled_from([0.01, 0.1, 0.6]),
+    keep=st.sampled_from([0.2, 1.0, 3.0, math.inf]),
+)
+def test_nothing_is_lost(events: list[Any], size: int, values: Any, ratio: float, keep: float) -> None:
+    """Whatever happens between steps: what was applied, and what waits anywhere, is what was given."""
+    ranks = Ranks(dgcopt.TopK(ratio, values, reduce="owner", keep=keep), size)
+    for seed, event in enumerate(events):
+        what, which = event if isinstance(event, tuple) else (event, 0)
+        grads = ranks.gradients(seed)
+        if what == "no data":
+            grads[which % ranks.size].zero_()
+        if what == "unused":
+            used = [place != which for place in range(len(SHAPES))]
+            for grad in grads:
+                segment = ranks.buckets[0].segments[which]
+                grad[segment.start : segment.stop] = 0
+            before = ranks.memory()
+            ranks.exchange(grads, used)
+            for then, now in zip(before, ranks.memory(), strict=True):
+                for kind, by_name in then.items():
+                    assert torch.equal(by_name[f"p{which}"], now[kind][f"p{which}"]), "memory of an unused tensor moved"
+        elif what == "void":
+            before = ranks.memory()
+            ranks.exchange(grads, void=True)
+            for then, now in zip(before, ranks.memory(), strict=True):
+                for kind, by_name in then.items():
+                    for name, held in by_name.items():
+                        assert torch.equal(held, now[kind][name]), "a step that was not taken has changed memory"
+        elif what == "new buckets":
+            ranks.begin()
+        elif what == "checkpoint":
+            for store in ranks.stores:
+                state = copy.deepcopy(store.state())
+                store.restore(state)
+            ranks.begin()
+        elif what == "resize":
+            held = [{"dgcopt": {"rank": r, "world_size": ranks.size, **s.state()}} for r, s in enumerate(ranks.stores)]
+            ranks.stores = [Store() for _ in range(which)]
+            for rank, store in enumerate(ranks.stores):
+                store.restore(reshare(held, rank, which)["dgcopt"])
+            ranks.size = which
+            ranks.begin()
+        if what not in ("unused", "void"):
+            ranks.exchange(ranks.gradients(100 + seed) if what != "no data" else grads)
+        ranks.assert_nothing_is_lost()
+
+
+def test_few_find_no_room() -> None:
+    """Columns, rows and regions of large gradients are spread over all owners: less than 1% waits."""
+    size, rows, columns = 16, 256, 64
+    compressor = dgcopt.TopK(0.05, "fp64", reduce="owner", granularity="bucket")
+    for clustered in (lambda x: x[:, 3], lambda x: x[7], lambda x: x[:64, :16]):
+        ranks = Ranks(compressor, size, [(rows, columns)])
+        grads = ranks.gradients(0)
+        for grad in grads:
+            clustered(grad.view(rows, columns)).mul_(1e6)
+        ranks.exchange(grads)
+        kept = [context.memory["residual"] for context in ranks.contexts]
+        sent = [int((grad != left).sum()) for grad, left in zip(grads, kept, strict=True)]
+        assert min(sent) > 0.99 * math.ceil(0.05 * rows * columns)
+
+
+@given(st.integers(1, 3000), st.integers(1, 70))
+def test_every_coordinate_has_one_owner(numel: int, size: int) -> None:
+    sharding = Sharding(numel, size)
+    positions = torch.arange(numel)
+    owners, places = sharding.owners(positions), sharding.places(positions)
+    for owner in range(size):
+        mine = owners == owner
+        assert torch.equal(sharding.positions(places[mine], owner), positions[mine])
+        assert bool((places[mine].diff() > 0).all()) and bool((places[mine] < sharding.length).all())
+    flat = torch.randn(numel)
+    left, whole = flat.clone(), torch.zeros(numel)
+    for owner in range(size):
+        whole += Shard.taken_from(left, sharding, owner).whole()
+    assert torch.equal(whole, flat) and not left.any()
+
+
+def test_bytes_do_not_grow_with_the_ranks() -> None:
+    """Twice a rank's own choice, and some room: 4 to 64 ranks."""
+    sent = {}
+    for size in (4, 16, 64):
+        ranks = Ranks(dgcopt.TopK(0.05, "int2", "rice", reduce="owner", granularity="bucket"), size, [(400, 500)])
+        told = []
+        grads = ranks.gradients(0)
+        dgcopt.simulate(
+            [
+                watched(ranks.compressor.exchange(grad, context), told.append if rank == 0 else lambda _: None)
+                for rank, (context, grad) in enumerate(zip(ranks.contexts, grads, strict=True))
+            ]
+        )
+        assert sum(c.nbytes for c in told) == ranks.compressor.payload_bytes(ranks.contexts[0])
+        sent[size] = sum(collective.sent(size) for collective in told)
+    assert sent[16] < 1.5 * sent[4] and sent[64] < 1.5 * sent[16]
+    alone = dgcopt.TopK(0.05, "int2", "rice", granularity="bucket").payload_bytes(ranks.contexts[0])
+    assert alone is not None and sent[4] < 2.5 * alone
+
+
+@pytest.mark.parametrize("wrong", [{"reduce": "owners"}, {"keep": 0}, {"keep": True}, {"keep": math.nan}])
+def test_settings_that_do_not_exist(wrong: dict[str, Any]) -> None:
+    for make in (dgcopt.TopK, dgcopt.ChunkedTopK, dgcopt.DGC):
+        with pytest.raises(dgcopt.ConfigError, match=next(iter(wrong))):
+            make(**wrong)

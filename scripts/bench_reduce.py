@@ -1,0 +1,240 @@
+"""How a step grows with the number of ranks: bytes and work of one rank, and how much of the gradient is caught.
+
+    python scripts/bench_reduce.py                                    # bytes and time on ResNet-50's shapes
+    python scripts/bench_reduce.py --plot docs/reduce.png
+    python scripts/bench_reduce.py --energy --ranks 4 16 64           # on digits, simulated ranks
+
+The first table is of one rank among N, whose peers are made up: each sends what this rank sends, but that an owner gets
+N messages of the size that N would send it. Bytes are those of the collectives' own account: of the weights alone,
+vectors apart. Time is this rank's CPU time to select, encode and decode, on one thread.
+
+The second trains on digits with N simulated ranks, and says in every 10th step which share of the energy (sum of
+squares) of the k largest coordinates of all that waits on all ranks the step has caught, where k is what one rank
+selects; and how many of the coordinates that ranks selected found no room. Batches are N times as many for N ranks, of
+the same size together. All ways see the same batches and start from the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from synthetic import resnet50_shapes
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import dgcopt
+from dgcopt.collectives import AllReduce, AllToAll, Broadcast, Collective
+from dgcopt.compressors import Compressor
+from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+COMPACT: dict[str, Any] = {"values": "int2", "indices": "rice"}
+WAYS: dict[str, Compressor] = {
+    "DGC, gather": dgcopt.DGC(0.001, **COMPACT),
+    "DGC, owner": dgcopt.DGC(0.001, **COMPACT, reduce="owner"),
+    "CLTK": dgcopt.CLTK(0.001),
+    "PowerSGD": dgcopt.PowerSGD(start_step=0),
+    "dense": dgcopt.NoCompression(),
+}
+
+
+class OneOfMany:
+    """Rank 0 of `size`, with ResNet-50's matrices in buckets of 25 MB, and peers that are made up."""
+
+    def __init__(self, compressor: Compressor, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        params = [nn.Parameter(torch.zeros(shape)) for shape in resnet50_shapes() if len(shape) > 1]
+        self.compressor, self.size, self.bytes = compressor, size, 0
+        compressor.attach(SGD(params, lr=0.1, momentum=0.9))
+        named = [(f"p{place}", param) for place, param in enumerate(params)][::-1]
+        self.buckets = build_buckets(named, compressor.kind, 25 * 2**20, 2**20, None, GradientBucket)
+        self.contexts = [dgcopt.Context(0, size, "average", 9, b.kind, b.segments, {}) for b in self.buckets]
+        self.gradients = [torch.randn(param.shape, generator=generator).pow_(3) for param in params][::-1]
+
+    def step(self) -> float:
+        """Seconds of CPU time; afterwards `bytes` are those that were sent."""
+        self.bytes, seconds, given = 0, 0.0, iter(self.gradients)
+        for bucket, context in zip(self.buckets, self.contexts, strict=True):
+            for place in range(len(bucket.segments)):
+                bucket.fill([place], [next(given)])
+            exchange, result = self.compressor.exchange(bucket.grad, context), None
+            context.certain = True
+            while True:
+                start = time.thread_time()
+                try:
+                    collective = exchange.send(result)  # type: ignore[arg-type]
+                except StopIteration:
+                    seconds += time.thread_time() - start
+                    break
+                seconds += time.thread_time() - start
+                self.bytes += collective.sent(self.size)
+                result = self.answer(collective)
+            context.settle()
+        return seconds
+
+    def answer(self, collective: Collective) -> Tensor:
+        tensor = collective.tensor
+        if isinstance(collective, AllReduce | Broadcast):
+            return tensor
+        if isinstance(collective, AllToAll):
+            return tensor[torch.arange(self.size) * 0]
+        return tensor.expand(self.size, *tensor.shape).contiguous()
+
+
+def growth(sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    records = []
+    for name, compressor in WAYS.items():
+        for size in sizes:
+            rank = OneOfMany(compressor, size)
+            seconds = statistics.median([rank.step() for _ in range(rounds + 1)][1:])
+            records.append({"way": name, "ranks": size, "bytes": rank.bytes, "seconds": seconds})
+            print(records[-1], file=sys.stderr, flush=True)
+    return records
+
+
+def growth_table(records: list[dict[str, Any]], sizes: list[int]) -> str:
+    lines = []
+    cells = {
+        "kB sent per step": lambda r: f"{r['bytes'] / 1e3:,.0f}",
+        "ms of CPU": lambda r: f"{1e3 * r['seconds']:,.0f}",
+    }
+    for what, cell in cells.items():
+        lines += [f"| {what} at N = | " + " | ".join(map(str, sizes)) + " |", "|---" * (len(sizes) + 1) + "|"]
+        for name in WAYS:
+            mine = {record["ranks"]: record for record in records if record["way"] == name}
+            lines.append(f"| {name} | " + " | ".join(cell(mine[size]) for size in sizes) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(records: list[dict[str, Any]], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+    for name in WAYS:
+        mine = [record for record in records if record["way"] == name]
+        left.loglog([r["ranks"] for r in mine], [r["bytes"] / 1e3 for r in mine], "o-", label=name)
+        right.loglog([r["ranks"] for r in mine], [1e3 * r["seconds"] for r in mine], "o-", label=name)
+    left.set(xlabel="ranks", ylabel="kB that a rank sends per step")
+    right.set(xlabel="ranks", ylabel="ms of CPU per step")
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+# -- what is caught ----------------------------------------------------------------------------------------------------
+
+
+def energy(size: int, reduce: Any, ratio: float, steps: int, seed: int) -> dict[str, Any]:
+    """Train on digits; returns shares of energy, of coordinates without room, and the test accuracy."""
+    from train import make_parser
+
+    parser = make_parser()
+    settings = parser.instantiate(parser.parse_args([f"--config={ROOT}/configs/tasks/digits.yaml"]))
+    torch.manual_seed(seed)
+    start = settings.model.state_dict()
+    images, targets = map(torch.stack, zip(*((x, torch.as_tensor(y)) for x, y in settings.train_data), strict=True))
+    comms = dgcopt.simulated_world(size)
+    models, optimizers = [], []
+    for comm in comms:
+        model = make_parser().instantiate(parser.parse_args([f"--config={ROOT}/configs/tasks/digits.yaml"])).model
+        model.load_state_dict(start)
+        models.append(model)
+        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, source="gradient")
+        inner = SGD(model.parameters(), lr=0.05)
+        optimizers.append(dgcopt.DistributedOptimizer(inner, model.named_parameters(), compressor, comm=comm))
+    batch, caught = 128, []
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        chosen = torch.randint(len(images), (batch,), generator=generator)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for rank, model in enumerate(models):
+            mine = chosen[rank::size]
+            nn.functional.cross_entropy(model(images[mine]), targets[mine]).backward()
+        looked_at = step % 10 == 9
+        if looked_at:
+            waiting = all_that_waits(models, optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+        if looked_at:
+            there = torch.cat([param.grad.flatten() for param in models[0].parameters()]) * size
+            k = sum(-(-param.numel() * ratio // 1) for param in models[0].parameters())
+            best = waiting.abs().topk(int(k)).values
+            caught.append(float(there.square().sum() / best.square().sum()))
+    test_images, test_targets = map(
+        torch.stack, zip(*((x, torch.as_tensor(y)) for x, y in settings.test_data), strict=True)
+    )
+    models[0].eval()
+    with torch.no_grad():
+        right = (models[0](test_images).argmax(1) == test_targets).double().mean()
+    return {"size": size, "reduce": reduce, "seed": seed, "caught": caught, "accuracy": float(right)}
+
+
+def all_that_waits(models: list[nn.Module], optimizers: list[Any]) -> Tensor:
+    """The sum over ranks of gradients and residuals, flat."""
+    total = torch.zeros(sum(param.numel() for param in models[0].parameters()))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        memory = optimizer.state_dict()["dgcopt"]["memory"]
+        residuals = [by_name for kind, by_name in memory.items() if kind.startswith("residual")]
+        total += torch.cat(
+            [
+                param.grad.flatten() + sum(held[name].flatten() for held in residuals if name in held)
+                for name, param in model.named_parameters()
+            ]
+        )
+    return total
+
+
+def energy_table(records: list[dict[str, Any]]) -> str:
+    lines = ["| ranks | way | energy caught, first third | last third | accuracy (range) |", "|---|---|---|---|---|"]
+    key = lambda r: (r["size"], r["reduce"])  # noqa: E731
+    for (size, reduce), group in itertools.groupby(sorted(records, key=key), key):
+        runs = list(group)
+        third = len(runs[0]["caught"]) // 3
+        first = statistics.mean(statistics.mean(run["caught"][:third]) for run in runs)
+        last = statistics.mean(statistics.mean(run["caught"][-third:]) for run in runs)
+        found = [100 * run["accuracy"] for run in runs]
+        spread = f"{statistics.mean(found):.2f}% ({min(found):.2f}-{max(found):.2f})"
+        lines.append(f"| {size} | {reduce} | {first:.2f} | {last:.2f} | {spread} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=3, help="steps that are measured")
+    parser.add_argument("--energy", action="store_true", help="the second table")
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", help="where records are written")
+    parser.add_argument("--plot", help="where the picture of the first table is written")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.energy:
+        jobs = itertools.product(args.ranks, ("gather", "owner"), range(args.seeds))
+        records = [energy(size, reduce, args.ratio, args.steps, seed) for size, reduce, seed in jobs]
+        print(energy_table(records))
+    else:
+        records = growth(args.ranks, args.rounds)
+        print(growth_table(records, args.ranks))
+        if args.plot:
+            plot(records, args.plot)
+    if args.json:
+        Path(args.json).write_text(json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

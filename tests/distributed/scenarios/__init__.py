@@ -19,6 +19,7 @@ from . import (
     ddp,
     disagreement,
     loops,
+    machines,
     optimizers,
     overlap,
     persistence,
@@ -36,6 +37,9 @@ def of(*modules: ModuleType) -> Scenarios:
 SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED | of(averaging)
 """Run with two ranks and with four on every wire."""
 
+FOUR_RANKS: Scenarios = of(machines)
+"""Run with four ranks on every wire."""
+
 # AsyncAverage's come last: ranks leave while others still exchange
 ON_ALL_WIRES: Scenarios = (
     of(optimizers, algorithms, loops, contract, overlap, persistence, checksums) | SIZE_MATTERS | of(asynchronous)
@@ -49,10 +53,12 @@ IN_DDP = of(powersgd, ddp)
 ON_CUDA = of(cuda)
 """Run by two ranks that share a CUDA device."""
 
-SCENARIOS: Scenarios = ON_ALL_WIRES | IN_DDP | ON_CUDA
+SCENARIOS: Scenarios = FOUR_RANKS | ON_ALL_WIRES | IN_DDP | ON_CUDA
 
 
 def names_of(wire: str, size: int) -> list[str]:
     """What is run over a wire among so many ranks."""
     chosen = ON_ALL_WIRES if size == 2 or wire == "torch" else SIZE_MATTERS
+    if size == 4:
+        chosen = FOUR_RANKS | chosen
     return [name for name, scenario in chosen.items() if is_for(scenario, wire, size)]

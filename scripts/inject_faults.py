@@ -57,7 +57,7 @@ QUICK = {"torch": "kill", "horovod-gloo": "payload", "horovod-mpi": "mismatch", 
 """Which ending a small sample takes on each wire: one, as each costs a launch."""
 
 
-def faults_of(wire: str, size: int, seed: int, quick: bool, not_finite: int) -> list[Fault]:
+def faults_of(wire: str, size: int, seed: int, quick: bool, not_finite: int, recipes: list[str]) -> list[Fault]:
     """All faults of one wire, each drawn by its name and the seed alone."""
     few = quick or size > 2
     names = [("not-finite", "", "")] * not_finite
@@ -76,7 +76,7 @@ def faults_of(wire: str, size: int, seed: int, quick: bool, not_finite: int) -> 
         counts[kind] += 1
         rng = random.Random(f"{seed} {identity}")
         fault = {"id": identity, "kind": kind, "what": what, "where": what, "moment": moment, "wire": wire}
-        fault |= {"size": size, "recipe": rng.choice([*RECIPES]), "rank": rng.randrange(size), "bit": rng.randrange(8)}
+        fault |= {"size": size, "recipe": rng.choice(recipes), "rank": rng.randrange(size), "bit": rng.randrange(8)}
         fault |= {"step": rng.choice([3, 5]), "parameter": rng.choice(PARAMETERS), "element": rng.randrange(10**6)}
         fault |= {"value": rng.choice(["nan", "inf", "-inf"]), "then": rng.choice([0, 1, 1, 2]), "which": 0}
         fault |= {"byte": rng.randrange(10**6), "place": 0.1 + 0.8 * rng.random(), "how_many": rng.choice([1, 1, 2])}
@@ -89,7 +89,7 @@ def faults_of(wire: str, size: int, seed: int, quick: bool, not_finite: int) -> 
         if kind == "payload":
             fault["which"] = rng.randrange(3 if moment else 100)
         if kind == "checkpoint":
-            fault["recipe"] = "momentum"  # all faults damage copies of one checkpoint
+            fault["recipe"] = recipes[min(1, len(recipes) - 1)]  # all faults damage copies of one checkpoint
         faults.append(fault)
     return faults
 
@@ -259,6 +259,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=300, help="about how many; never fewer than one of each")
     parser.add_argument("--quick", action="store_true", help="a small sample with 2 ranks")
     parser.add_argument("--only", help="the name of one fault; those of its launch that come before it come, too")
+    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES], default=[*RECIPES], help="how to train")
     parser.add_argument("--json", type=Path, help="write every fault and what came of it to this file")
     arguments = parser.parse_args(words)
 
@@ -267,7 +268,7 @@ def main(words: list[str] | None = None) -> int:
         crews += [(wire, 4) for wire in arguments.wires if wire in ("torch", "mpi", "simulated")]
     if absent := {wire: missing(wire) for wire, _ in crews if wire != "simulated" and missing(wire)}:
         sys.exit(f"cannot run on {absent}")
-    others = sum(len(faults_of(*crew, arguments.seed, arguments.quick, 0)) for crew in crews)
+    others = sum(len(faults_of(*crew, arguments.seed, arguments.quick, 0, arguments.recipes)) for crew in crews)
     not_finite = 12 if arguments.quick else max(1, -(-(arguments.faults - others) // len(crews)))
     if arguments.only:
         identity, kind, _ = arguments.only.split("/")
@@ -277,7 +278,7 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="dgcopt-faults-") as folder:
         campaign = Campaign(arguments.seed, Path(folder))
         for wire, size in crews:
-            faults = faults_of(wire, size, arguments.seed, arguments.quick, not_finite)
+            faults = faults_of(wire, size, arguments.seed, arguments.quick, not_finite, arguments.recipes)
             if arguments.only:
                 last = next(f for f in faults if f["id"] == arguments.only)
                 survives = kind == "not-finite" or not last["moment"]

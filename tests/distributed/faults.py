@@ -55,6 +55,10 @@ RECIPES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] 
         functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
         {"compression": DGC(0.05, momentum_masking=False, overlap=False)},
     ),
+    "owner": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"compression": DGC(0.05, momentum_masking=False, overlap=True, reduce="owner")},
+    ),
 }
 """How to train."""
 
@@ -152,7 +156,7 @@ class Rank:
         for name, param in self.model.named_parameters() if not void else ():
             if name in self.local and param.grad is not None:
                 # sparse gradients travel whole, and get their momentum after the exchange
-                factor = 0.9 if self.recipe in ("momentum", "in place") and not param.grad.is_sparse else 0.0
+                factor = 0.9 if self.recipe in ("momentum", "in place", "owner") and not param.grad.is_sparse else 0.0
                 self.books["momentum"][name].mul_(factor).add_(self.local[name])
                 self.books["computed"][name] += self.books["momentum"][name]
                 self.books["applied"][name] += self.comm.size * param.grad.to_dense().double()
@@ -178,8 +182,9 @@ class Rank:
 
     def mass(self) -> dict[str, list[float]]:
         """What was computed here and is not held back, and what was applied: over all ranks they must be equal."""
-        residual = self.optimizer.state_dict()["dgcopt"]["memory"].get("residual", {})
-        gone = [self.books["computed"][name] - residual.get(name, torch.zeros(())) for name in PARAMETERS]
+        memory = self.optimizer.state_dict()["dgcopt"]["memory"]
+        residuals = [by_name for kind, by_name in memory.items() if kind.startswith("residual")]
+        gone = [self.books["computed"][n] - sum(held.get(n, 0.0) for held in residuals) for n in PARAMETERS]
         return {
             "gone": torch.cat([tensor.flatten() for tensor in gone]).tolist(),
             "applied": torch.cat([self.books["applied"][name].flatten() for name in PARAMETERS]).tolist(),

@@ -92,7 +92,6 @@ class Wrapped:
         """
         updated, hidden = self.updated(), HiddenGradients()
         held = [(param, param.detach().clone()) for param in updated if param.grad is not None]
-        others = set(self.names).difference(updated)
         if sparse_as_dense and not isinstance(self.optimizer, torch.optim.SparseAdam):
             for param, _ in held:
                 param.grad = param.grad.to_dense() if param.grad is not None else None
@@ -100,7 +99,8 @@ class Wrapped:
         try:
             for group, _ in decays:
                 group["weight_decay"] = 0.0
-            hidden.hide(others)
+            if len(updated) < len(self.names):
+                hidden.hide(set(self.names).difference(updated))
             self.own_step()
         finally:
             hidden.show()

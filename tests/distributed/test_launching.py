@@ -8,7 +8,7 @@ from pathlib import Path
 import launching
 import pytest
 from launching import ABORTED, HERE, ROOT, WORLDS, Outcome, Session, launch_of
-from scenarios import ON_ALL_WIRES, names_of
+from scenarios import FOUR_RANKS, ON_ALL_WIRES, names_of
 from where import is_for, only
 
 
@@ -66,7 +66,7 @@ def test_a_scenario_is_where_it_is_for() -> None:
     assert is_for(everywhere, "mpi", 2) and is_for(marked, "torch", 4)
     assert not is_for(marked, "torch", 2) and not is_for(marked, "mpi", 4)
     run = {name for wire, size in WORLDS for name in names_of(wire, size)}
-    assert run == set(ON_ALL_WIRES), "a scenario is run nowhere"
+    assert run == {*ON_ALL_WIRES, *FOUR_RANKS}, "a scenario is run nowhere"
     assert "averaging: as_torchs_averager" not in names_of("mpi", 2)
 
 

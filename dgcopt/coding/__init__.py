@@ -1,7 +1,7 @@
 """Values and indices as bytes, and back."""
 
 from .dense import DENSE_CODES, decode_dense, dense_bytes, encode_dense
-from .message import SparseCode
+from .message import SparseCode, largest
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .values import VALUE_CODES, VALUE_DTYPES, decode_values, encode_values, value_bytes
 
@@ -17,6 +17,7 @@ __all__ = [
     "encode_dense",
     "encode_rice",
     "encode_values",
+    "largest",
     "rice_bytes",
     "rice_excess",
     "value_bytes",

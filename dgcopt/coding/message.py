@@ -13,7 +13,7 @@ from .bits import aligned, read_as
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .values import VALUE_CODES, ValueCode, code_of
 
-__all__ = ["SparseCode"]
+__all__ = ["SparseCode", "largest"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SparseCode:
         if self.indices == "rice":
             excess = rice_excess(indices, numel, count)
             if excess:
-                kept = values.abs().topk(len(indices) - excess, sorted=False).indices.sort().values
+                kept = largest(values, len(indices) - excess)
                 indices, values = indices[kept], values[kept]
             index_part.copy_(encode_rice(indices, count, numel))
         else:
@@ -90,6 +90,11 @@ class SparseCode:
             indices = _checked(read_as(index_part, torch.int32), numel, rank)
         payload = message[aligned(len(index_part)) :][: self._values.nbytes(len(indices))]
         return indices, self._values.decode(payload, len(indices), rank)
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Where the `count` values of largest magnitude are: int64, ascending."""
+    return values.abs().topk(count, sorted=False).indices.sort().values
 
 
 def _checked(indices: Tensor, numel: int, rank: int) -> Tensor:

@@ -41,7 +41,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         decay: how much of what waits is kept from step to step; 1 loses nothing.
         error_feedback: False throws away what is not sent.
         reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
-            with the number of ranks, see `dgcopt.compressors.Owner`: for eight or more.
+            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
@@ -76,7 +76,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
                 for segment in ctx.segments
                 for start in range(segment.start, segment.stop, self.chunk)
             ]
-            return ChunkSelection(spans, ratio, ctx.segments[0].param.device)
+            return ChunkSelection(spans, ratio, ctx.device)
 
         return self.chooser(ctx, of_chunks)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding import decode_rice, encode_rice, rice_bytes, rice_excess
+from ..coding import decode_rice, encode_rice, largest, rice_bytes, rice_excess
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
@@ -86,7 +86,7 @@ class CLTK(ScheduledRatio, Compressor):
         indices = self.selection(ctx).largest(v, maxima)
         count, excess = len(indices), rice_excess(indices, ctx.numel)
         if excess:
-            indices = indices[v[indices].abs().topk(count - excess, sorted=False).indices.sort().values]
+            indices = indices[largest(v[indices], count - excess)]
         return encode_rice(indices, count, ctx.numel)
 
     def payload_bytes(self, ctx: Context) -> int:

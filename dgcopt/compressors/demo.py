@@ -105,8 +105,7 @@ class DeMo(Compressor):
                 if segment.numel:
                     shapes.append((segment.start, rows, segment.numel // rows))
             matrices = Matrices(shapes)
-            device = ctx.segments[0].param.device
-            ctx.scratch["plan"] = matrices, ChunkSelection(list(matrices.tiles()), self.ratio, device)
+            ctx.scratch["plan"] = matrices, ChunkSelection(list(matrices.tiles()), self.ratio, ctx.device)
         return ctx.scratch["plan"]
 
     def payload_bytes(self, ctx: Context) -> int:

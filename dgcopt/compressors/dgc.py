@@ -57,7 +57,7 @@ class DGC(ScheduledRatio, Compressor):
         residual: "full" keeps v and u in the parameters' precision, and in float32 at least; "bf16" in half the memory,
             where increments below 0.4% of what has been held back are lost.
         reduce, keep: "gather" brings everyone's choice to everyone, as in the paper; with "owner" what a rank receives
-            does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for eight or more.
+            does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
         overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
             of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
             then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.

@@ -153,8 +153,7 @@ class PowerSGD(Compressor):
                 generator = generator or self._generator(ctx)
                 drawn = torch.randn(len(known), *shape, generator=generator, dtype=dtype)
                 known = [k if k is not None and k.shape == shape else d for k, d in zip(known, drawn, strict=True)]
-            device = stack.segments[0].param.device
-            factors.append(torch.stack([factor.to(device, dtype) for factor in known if factor is not None]))
+            factors.append(torch.stack([factor.to(ctx.device, dtype) for factor in known if factor is not None]))
         return factors
 
     def _generator(self, ctx: Context) -> torch.Generator:

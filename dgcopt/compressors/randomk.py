@@ -88,8 +88,7 @@ class RandomK(ScheduledRatio, Compressor):
                 k = count_of(ratio, segment.numel)
                 cuts.append(segment.start + torch.arange(k + 1) * segment.numel // k)
             starts, lengths = torch.cat([cut[:-1] for cut in cuts]), torch.cat([cut.diff() for cut in cuts])
-            device = ctx.segments[0].param.device
-            return starts.to(device), lengths.to(device)
+            return starts.to(ctx.device), lengths.to(ctx.device)
 
         return self.chooser(ctx, cut_at)
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..coding import SparseCode
+from ..coding import SparseCode, largest
 from ..collectives import AllGather, AllReduce, AllToAll
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
@@ -23,7 +23,7 @@ __all__ = ["Gather", "Owner", "Reduce", "Reduction", "check_reduce", "reduction"
 Reduce: TypeAlias = Literal["gather", "owner"]
 """Whether every rank hears all that others have chosen, or only the largest sums of it from the ranks that own them."""
 
-SUMS = "residual_sums"
+SUMS = "residual of the owner"
 """The memory of owners: what they have been sent and have not forwarded."""
 
 _SIGMAS = 2  # of the coordinates that fall to one owner at random, less than 1% find no room then
@@ -112,7 +112,7 @@ class Owner:
         for owner in range(ctx.size):
             mine = (owners == owner).nonzero().squeeze(1)
             if len(mine) > capacity:
-                mine = mine[values[mine].abs().topk(capacity, sorted=False).indices.sort().values]
+                mine = mine[largest(values[mine], capacity)]
             places = sharding.places(indices[mine])
             message, places, there = code.encode(places, values[mine], sharding.length, capacity)
             messages.append(message)
@@ -122,21 +122,23 @@ class Owner:
         return torch.stack(messages), positions, torch.cat(arriving)[order]
 
     def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
-        sharding, code = _sharding(ctx), self._code
+        sharding, code, capacity = _sharding(ctx), self._code, self._capacity(ctx.size)
         sums = self._waiting(sharding, ctx)
         arrived = []
         for rank, row in enumerate((yield AllToAll(message))):
-            places, values = code.decode(row, self._capacity(ctx.size), sharding.length, rank)
+            places, values = code.decode(row, capacity, sharding.length, rank)
             sums.index_add_(0, places, values.to(sums.dtype))
             arrived.append(places)
         if math.isinf(self.keep):
             places = torch.cat(arrived).unique()
+            chosen = gather(sums, places)
             count = int((yield AllReduce(torch.tensor([len(places)], device=sums.device), op="max")))
         else:
             count = self._forwarded(ctx.size, sharding.length)
             places = select(sums, block_maxima(sums), Groups([[(0, len(sums))]], [count], sums.device))
-            places = places[gather(sums, places) != 0]
-        message, sent, arriving = code.encode(places, gather(sums, places), sharding.length, count)
+            chosen = gather(sums, places)
+            places, chosen = places[chosen != 0], chosen[chosen != 0]
+        message, sent, arriving = code.encode(places, chosen, sharding.length, count)
         subtract_at(sums, sent, arriving)
         return (yield from self._forward(message, count, sharding, ctx))
 
@@ -155,9 +157,9 @@ class Owner:
 
     def _forward(self, message: Tensor, count: int, sharding: Sharding, ctx: Context) -> GradientExchange:
         """What all owners forward, on all ranks."""
-        positions, sums = [], []
+        code, positions, sums = self._code, [], []
         for owner, row in enumerate((yield AllGather(message))):
-            places, values = self._code.decode(row, count, sharding.length, owner)
+            places, values = code.decode(row, count, sharding.length, owner)
             positions.append(sharding.positions(places, owner))
             sums.append(values)
         ascending, order = torch.cat(positions).sort()

@@ -1,7 +1,8 @@
 """The table of trials: what is tried, on simulated ranks or on two real ones, and what came of it.
 
 A trial returns None if all is as it should be ("works"), or the message with which dgcopt refuses; it raises if it is
-neither. `not_yet` says what is known to go wrong, on one version of torch at least: such a trial may fail.
+neither. `not_yet` says what is known to go wrong, on one version of torch at least: such a trial may fail on versions before
+the one that it `works_from`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ class Trial:
     needs: Collection[str] = ()
     real: bool = False
     not_yet: str = ""
+    works_from: tuple[int, ...] = (10**6,)
     note: str = ""
+
+    def may_fail(self, version: str) -> bool:
+        """Whether it is known to go wrong on this version of torch."""
+        return bool(self.not_yet) and tuple(map(int, version.split("."))) < self.works_from
 
     @property
     def absent(self) -> str:

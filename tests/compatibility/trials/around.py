@@ -292,7 +292,7 @@ def averaged_models() -> None:
         assert_close(*ends, "averaged model")
 
 
-@trial(AROUND, "`torch.compile(optimizer.step)`", not_yet="not on torch 2.4")
+@trial(AROUND, "`torch.compile(optimizer.step)`", not_yet="not on torch 2.4", works_from=(2, 13))
 def compiled_step() -> None:
     for make in (sgd, adam):
         plain = Replicas(make, compression=dgcopt.DGC(0.1)).train()

@@ -1,8 +1,8 @@
 """The table of trials: what is tried, on simulated ranks or on two real ones, and what came of it.
 
 A trial returns None if all is as it should be ("works"), or the message with which dgcopt refuses; it raises if it is
-neither. `not_yet` says what is known to go wrong, on one version of torch at least: such a trial may fail on versions before
-the one that it `works_from`.
+neither. `not_yet` says what is known to go wrong, on one version of torch at least: such a trial may fail on versions
+before the one that it `works_from`.
 """
 
 from __future__ import annotations

@@ -227,20 +227,33 @@ class LocalClip:
 
     `per="tensor"` clips each parameter's gradient by `max_norm` as it is given.
 
-    Raises ConfigError if `max_norm` is not positive.
+    In place of `max_norm`, each parameter's gradient is clipped to magnitudes of at most `value`, or by `fn`: it is
+    called with one parameter's gradient, which may be flat, and clips it in place or returns the clipped one.
+
+    Raises ConfigError unless exactly one of the three is given, and for numbers that are not positive.
     """
 
-    max_norm: float
+    max_norm: float | None = None
     per: Literal["model", "tensor"] = "model"
+    value: float | None = None
+    fn: Callable[[Tensor], Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        if not self.max_norm > 0 or not math.isfinite(self.max_norm):
-            raise ConfigError(f"max_norm must be a positive number, not {self.max_norm!r}")
+        given = [name for name in ("max_norm", "value", "fn") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"LocalClip takes one of max_norm, value and fn, not {' and '.join(given) or 'none'}")
+        for name in {"max_norm", "value"}.intersection(given):
+            bound = getattr(self, name)
+            if not bound > 0 or not math.isfinite(bound):
+                raise ConfigError(f"{name} must be a positive number, not {bound!r}")
+        if self.max_norm is None:
+            self.per = "tensor"
         if self.per not in ("model", "tensor"):
             raise ConfigError(f'LocalClip clips per "model" or per "tensor", not per {self.per!r}')
 
     def local_threshold(self, size: int, op: Literal["average", "sum"]) -> float:
         """The threshold for one rank's gradient among `size`."""
+        assert self.max_norm is not None
         return self.max_norm * (math.sqrt(size) if op == "average" else 1 / math.sqrt(size))
 
     def clip_model(self, grads: Sequence[Tensor], size: int, op: Literal["average", "sum"]) -> None:
@@ -252,6 +265,11 @@ class LocalClip:
             grad.mul_(scale.to(grad.device, grad.dtype))
 
     def clip_each(self, grads: Sequence[Tensor]) -> None:
-        """Scale each of `grads` in place so that its norm is at most `max_norm`."""
+        """Clip each of `grads`, one parameter's each, in place."""
         for grad in grads:
-            grad.mul_((self.max_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
+            if self.max_norm is not None:
+                grad.mul_((self.max_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
+            elif self.value is not None:
+                grad.clamp_(-self.value, self.value)
+            elif self.fn is not None and (clipped := self.fn(grad)) is not None:
+                grad.copy_(clipped)

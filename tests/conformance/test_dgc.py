@@ -98,6 +98,26 @@ def test_local_clipping(workers, per):
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-8)  # the clipping norm is float32
 
 
+@pytest.mark.parametrize(
+    ("source", "clip", "rule"),
+    [  # not by value with updates, where rounding would decide among the many equal magnitudes
+        ("gradient", dgcopt.LocalClip(value=0.4), lambda g: g.clamp(-0.4, 0.4)),
+        ("gradient", dgcopt.LocalClip(fn=lambda g: g.tanh()), torch.tanh),
+        ("gradient", dgcopt.LocalClip(fn=lambda g: g.tanh_()), torch.tanh),
+        ("update", dgcopt.LocalClip(fn=lambda g: g.tanh()), torch.tanh),
+    ],
+)
+def test_clipping_by_value_and_by_a_function(source, clip, rule):
+    compressor = dgcopt.DGC(0.2, values="fp64", clip=clip, source=source)
+    ours, _ = train_dgc(3, compressor, lambda step: 0.1)
+    theirs, _ = naive_dgc(
+        initial_weights(), lambda *at: [rule(g) for g in gradients_of(*at)], 3, STEPS, compressor.ratio_at,
+        lambda step: 0.1, 0.0, False, True, 0.0, None,
+    )  # fmt: skip
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_one_worker(nesterov):
     """A world of one is left bare by DistributedOptimizer, so its exchange is driven by hand."""

@@ -31,6 +31,12 @@ def test_other_compressor_settings():
     for bad in (0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="max_norm"):
             dgcopt.LocalClip(bad)
+        with pytest.raises(ConfigError, match="value must be"):
+            dgcopt.LocalClip(value=bad)
+    with pytest.raises(ConfigError, match="not none"):
+        dgcopt.LocalClip()
+    with pytest.raises(ConfigError, match="not max_norm and value"):
+        dgcopt.LocalClip(1.0, value=1.0)
     with pytest.raises(ConfigError, match="model"):
         dgcopt.LocalClip(1.0, per="layer")
     with pytest.raises(ConfigError, match="at least one step"):

@@ -20,6 +20,7 @@ from .averaging import (
     SlowMo,
     SparseLoCo,
 )
+from .buffers import sync_buffers
 from .comm import Comm, init, shutdown, simulate, simulated_world
 from .compressors import (
     BF16,
@@ -144,4 +145,5 @@ __all__ = [
     "shutdown",
     "simulate",
     "simulated_world",
+    "sync_buffers",
 ]

@@ -27,8 +27,8 @@ def join(*optimizers: Optimizer, divide_by: Literal["active", "all"] = "active")
                 ...
 
     A rank whose loop has ended takes part in the others' steps without gradients of its own: what it held back is
-    still sent, and its parameters follow. Works on every wire; what else the loop sends (batch norm statistics, a
-    logged loss) it must not wait for.
+    still sent, and its parameters follow. Works on every wire; what else the loop sends (a logged loss) it must not
+    wait for, but `dgcopt.sync_buffers` goes on: all end with the statistics of a rank that came last.
 
     An optimizer whose weights are averaged (`dgcopt.averaging`) takes part in the others' exchanges without steps of
     its own, and all ranks leave after an exchange to which each has brought its last step.

@@ -25,6 +25,7 @@ from ..comm import Comm, Handle, current_comm
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import compare
+from ..exchange.buffers import Buffers
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight
 from ..exchange.parameters import given_names
@@ -58,6 +59,7 @@ class Rounds:
         sync: what this rank does in a round.
         attendance: whether this rank has data, and how many ranks do; of no account unless `joining`.
         joining: whether ranks may run out of data, so that all vote on each round and none overlaps.
+        buffers: of the model, that rounds make alike; see `dgcopt.sync_buffers`.
         runner: what waits for other ranks.
     """
 
@@ -77,6 +79,7 @@ class Rounds:
         check_steps_alone(optimizer, f"{type(rule).__name__} averages weights that it has moved")
         self.sync = rule.sync(self)
         self.step = 0
+        self.buffers: Buffers | None = None
         comm = current_comm() if comm is None else comm
         if not rule.warmup_steps and comm.size > 1 and getattr(optimizer, "comm", None) is comm:
             raise ConfigError(
@@ -155,9 +158,15 @@ class Rounds:
         self.runner.go()
 
     def _average(self) -> Job:
+        if self.buffers is not None:
+            yield from self._share_buffers(self.buffers, 0)
         for bucket in self.buckets():
             bucket.write((yield self.runner.traffic.start(AllReduce(bucket.read()), f"mean of {bucket.label}")))
         self.replica.synced(self.names)
+
+    def _share_buffers(self, buffers: Buffers, step: int) -> Job:
+        has_moved = self.replica.since > 0 or not self.joining
+        yield from self.runner.traffic.through(buffers.exchange(self.comm, step, has_moved))
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
@@ -195,14 +204,20 @@ class Rounds:
             self.runner.traffic.count_step(sum(param.numel() for param in trained))
             self.sync.stepped()
             if self.rule.due(self.local_step):
+                if self.buffers is not None:
+                    self.runner.add(self._share_buffers(self.buffers, self.local_step))
+                    self.runner.go()
                 if self.overlaps:
-                    self.sync.launch()
-                    self.runner.add(self.sync.run())
+                    self.runner.add(self._overlapping())
                     self.runner.begin()
                 else:
                     self.runner.add(self.sync.run())
                     self.runner.go()
         self._follow_warm_up()
+
+    def _overlapping(self) -> Job:
+        self.sync.launch()
+        yield from self.sync.run()
 
     def _follow_warm_up(self) -> None:
         """During a warm-up the optimizer averages gradients; not before, nor after."""
@@ -259,6 +274,8 @@ class Rounds:
             self.step += 1
             if self.local_step > 0 and self.rule.due(self.local_step):
                 break
+        if self.buffers is not None:
+            yield from self._share_buffers(self.buffers, self.local_step)
         yield from self.sync.run()
         if not self.attendance.ranks:  # nobody has made a step since the round before, at the same step of all
             self.step, self.joining = before, False

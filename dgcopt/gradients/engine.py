@@ -337,6 +337,8 @@ class Engine:
         self._launch_rest(used)
         yield from traffic.finish(self._now.flights, self.compressor.in_turn)
         self._hand_out(used)
+        if self.wrapped.buffers is not None:
+            yield from traffic.through(self.wrapped.buffers.exchange(self.comm, self.step, self.attendance.here))
         every = self.settings.check_replicas_every
         if every and self.step % every == 0:
             check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)

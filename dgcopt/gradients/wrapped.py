@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..compressors import Compressor
+from ..exchange.buffers import Buffers
 from ..exchange.divergence import digest
 from ..exchange.parameters import describe, describe_groups
 from ..flat.gradient import HiddenGradients
@@ -47,6 +48,7 @@ class Wrapped:
         self.compressor = compressor
         self.own_step = own_step
         self.step_without_data = step_without_data
+        self.buffers: Buffers | None = None  # of the model, that each step makes alike
 
     # -- what must be equal on all ranks -----------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm import LocalComm
 
 from .collectives import regrouped
-from .loops import refused
+from .loops import normalised, refused
 from .persistence import shared_folder
 from .training import assert_close, assert_same_on_all_ranks, batch, make_model
 
@@ -228,6 +228,36 @@ def training_continues(comm: Comm) -> None:
         assert_close([alone.flat], [rows[name].mean(0)], 1e-9, f"{name}, in one process")
         train([alone], range(saved_after, STEPS))
         assert bool(alone.flat.isfinite().all())
+
+
+def buffers_come_along(comm: Comm) -> None:
+    """Batch norm's statistics are those of rank 0 after an exchange at a multiple of so many steps, else their own."""
+    for rule, every in ((LocalSGD(2), 4), (LocalSGD(1, overlap=True), 2), (SGP(), 2), (LocalSGD(2, warmup_steps=3), 1)):
+        mine = Member(rule, PLAIN, comm, functools.partial(normalised, 3))
+        dgcopt.sync_buffers(mine.model, mine.optimizer, every)
+        for step in range(1, 5 + rule.warmup_steps):
+            mine.backward(step)
+            before = [gathered(comm, buffer.double()) for buffer in mine.model.buffers()]
+            mine.optimizer.step()
+            local = step - rule.warmup_steps
+            shared = local <= 0 or (rule.due(local) and local % every == 0)
+            for rows, buffer in zip(before, mine.model.buffers(), strict=True):
+                found = rows[0 if shared else comm.rank]
+                assert torch.equal(buffer.double(), found), f"{rule}: buffers after step {step}"
+        assert not torch.equal(before[0][0], before[0][1]), "they were the same before"
+        mine.averaging.average()
+        assert_same_on_all_ranks(comm, [*mine.model.buffers()], "in the end")
+
+
+def buffers_of_the_last(comm: Comm) -> None:
+    """Ranks that have run out of data take over the statistics of one that had some."""
+    mine = Member(LocalSGD(2), PLAIN, comm, functools.partial(normalised, 3))
+    dgcopt.sync_buffers(mine.model, mine.optimizer)
+    with dgcopt.join(mine.optimizer):
+        train([mine], range(batches_of(comm.rank)))
+        last = mine.model[1].running_mean.clone()
+    assert_same_on_all_ranks(comm, [*mine.model.buffers()], "after join")
+    assert torch.equal(gathered(comm, last)[-1], mine.model[1].running_mean), "not the last one's"
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------------
@@ -482,6 +512,8 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
         f"averaging: {function.__name__}": function
         for function in (
             can_be_looked_at,
+            buffers_come_along,
+            buffers_of_the_last,
             training_continues,
             schedules_differ,
             weights_differ_at_the_start,

@@ -705,6 +705,31 @@ def join_is_that_of_distributed_optimizer() -> None:
 
 
 @scenario
+def buffers_are_shared_as_in_ddp() -> None:
+    """Parameters and batch norm's statistics are those that DDP broadcasts, as the next forward pass sees them."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(20, 9), nn.BatchNorm1d(9), nn.Linear(9, 5), nn.BatchNorm1d(5, momentum=None))
+
+    training, replica = Training(model=make), make()
+    optimizer = dgcopt.DistributedOptimizer(sgd(replica.parameters()), replica.named_parameters())
+    dgcopt.sync_buffers(replica, optimizer)
+    for step in range(5):
+        training.step(step)
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(replica(inputs), targets).backward()
+        optimizer.step()
+    training.ddp.eval()
+    training.ddp(inputs)  # DDP shares them before a forward pass
+    assert_close(training.weights(), flat(replica.parameters()))
+    for (name, theirs), ours in zip(training.model.named_buffers(), replica.buffers(), strict=True):
+        assert torch.allclose(theirs, ours, atol=1e-6), name
+    assert_same_on_all_ranks(flat(replica.buffers()))
+
+
+@scenario
 def bytes_are_counted() -> None:
     training = Training(dgcopt.NoCompression()).run(2)
     before = training.state.telemetry.sent_bytes

@@ -1,0 +1,90 @@
+"""A model's buffers, such as batch norm's running statistics, made alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Literal, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_whole
+from ..collectives import AllGather, AllReduce, Broadcast, Collective
+from ..comm import Comm
+from ..errors import ConfigError
+from .agreement import compare
+
+__all__ = ["Buffers", "How"]
+
+How: TypeAlias = Literal["broadcast", "mean"]
+
+
+class Buffers:
+    """The buffers of a model, which are exchanged every so many steps; see `dgcopt.sync_buffers`.
+
+    Raises ConfigError for a model without buffers, and for settings out of range.
+    """
+
+    def __init__(self, model: nn.Module, every: int, how: How) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"sync_buffers needs the model whose buffers are meant, not a {type(model).__name__}")
+        if how not in ("broadcast", "mean"):
+            raise ConfigError(f'how must be "broadcast" or "mean", not {how!r}')
+        self.model = model
+        self.every = check_whole(every, "every", 1)
+        self.how = how
+        self._compared: WeakSet[Comm] = WeakSet()  # the wires over which ranks have
+        if not self._found():
+            raise ConfigError(
+                "the model has no buffers, so there is nothing to keep alike: leave sync_buffers away (layer norm and "
+                "group norm keep no statistics)"
+            )
+
+    def _found(self) -> dict[str, Tensor]:
+        """All of them by name, looked up anew each time, as a module may replace its buffers."""
+        return {name: buffer for name, buffer in self.model.named_buffers() if buffer.numel()}
+
+    @torch.no_grad()
+    def exchange(self, comm: Comm, step: int, active: bool) -> Generator[Collective, Tensor, None]:
+        """After `step` steps, if it is time: make them alike on all ranks of `comm`, from those that are `active`,
+        which have seen data since.
+
+        Raises MismatchError, on all ranks, at the first step if their buffers or settings differ.
+        """
+        found = self._found()
+        if comm not in self._compared:
+            lines = [f"buffers: {self.how}, every {self.every} steps"]
+            lines += [f"buffer {name}: {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in found.items()]
+            yield from compare(lines, comm.rank, "buffers")
+            self._compared.add(comm)
+        if step % self.every:
+            return
+        told = yield AllGather(torch.tensor([active]), group="control", label="who has seen data")
+        there = told.flatten().nonzero().flatten().tolist()
+        if not there:
+            return
+        averaged = [b for b in found.values() if self.how == "mean" and b.is_floating_point()]
+        for dtype in sorted({buffer.dtype for buffer in averaged}, key=str):
+            alike = [buffer for buffer in averaged if buffer.dtype == dtype]
+            total = torch.cat([b.reshape(-1).to(torch.promote_types(dtype, torch.float32)) for b in alike])
+            if not active:
+                total.zero_()
+            total = yield AllReduce(comm.to_wire(total), op="sum", label="means of buffers")
+            _write(alike, total / len(there))
+        whole = [buffer for buffer in found.values() if all(buffer is not other for other in averaged)]
+        if whole:
+            sent = torch.cat(
+                [buffer.contiguous().reshape(-1).view(torch.uint8).to(whole[0].device) for buffer in whole]
+            )
+            received = yield Broadcast(comm.to_wire(sent), root=there[0], label="buffers")
+            if comm.rank != there[0]:
+                spans = received.split([buffer.nbytes for buffer in whole])
+                for buffer, span in zip(whole, spans, strict=True):
+                    buffer.copy_(span.clone().view(buffer.dtype).view(buffer.shape))
+
+
+def _write(buffers: list[Tensor], values: Tensor) -> None:
+    """Cut a flat tensor into buffers."""
+    for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(value.view(buffer.shape))

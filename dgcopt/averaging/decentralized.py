@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Literal
 
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ..checks import check_flag, check_period, check_whole
 from ..coding.minmax import MinMaxUInt8
-from ..collectives import AllReduce, Broadcast, Collective, Exchange, SendRecv, watched
+from ..collectives import Collective, Exchange, SendRecv
 from ..compressors.bytegrad import chunk_length, into_chunks, out_of_chunks
-from ..compressors.hierarchical import send_across
 from ..errors import ConfigError
 from .base import Averaging
 from .graphs import ShiftOne, mix
-from .weights import Weights, mean
+from .weights import Weights, between_machines, mean
 
 __all__ = ["Decentralized", "LowPrecisionDecentralized"]
 
@@ -178,12 +177,3 @@ def with_neighbours(tensor: Tensor, ctx: Weights) -> Generator[Collective, Tenso
     if left == right:
         return of_left, of_left
     return of_left, (yield SendRecv(tensor.clone(), to=left, source=right))
-
-
-def between_machines(x: Tensor, ctx: Weights, operation: Callable[[Tensor, Weights], Exchange]) -> Exchange:
-    """What `operation` makes of the machines' means, among the first ranks of each; on all ranks of a machine."""
-    x = yield AllReduce(x, group="node")
-    if ctx.local_rank == 0:
-        first = replace(ctx, rank=ctx.node, size=ctx.nodes, weight=1.0)
-        x = yield from watched(operation(x, first), send_across)
-    return (yield Broadcast(x, group="node"))

@@ -13,7 +13,7 @@ from ..comm import Comm
 from ..errors import ConfigError
 from .base import Averaging
 from .graphs import Exponential, Graph, edges_of, is_balanced, mix
-from .weights import Weights
+from .weights import Weights, between_machines
 
 __all__ = ["SGP"]
 
@@ -33,11 +33,14 @@ class SGP(Averaging):
         overlap: OSGP with a delay of one step: a round goes on during the next forward and backward pass, whose
             gradient is of the weights before the round and is applied to those after it. For balanced graphs.
         every: local steps between rounds, 1 by default. Larger sends less, and ranks drift further apart.
+        hierarchical: ranks of one machine average, its first rank takes part for them all, and broadcasts the result;
+            the graph is of machines. For several ranks on a machine and slow links between.
         warmup_steps: for so many steps gradients are averaged instead.
         frequency: an older name of `every`.
 
-    Costs each rank the weights once per peer and round: half of an allreduce with one peer. A graph that is not
-    balanced takes a copy of the weights besides. Raises ConfigError for an `every` below 1, and for a graph that the
+    Costs each rank the weights once per peer and round: half of an allreduce with one peer. `hierarchical` costs that
+    between machines, an allreduce and a broadcast within each. A graph that is not balanced takes a copy of the weights
+    besides. Raises ConfigError for an `every` below 1, and for a graph that the
     ranks cannot use or whose weights w would be missing while a round overlaps. Sources: Assran, Loizou, Ballas &
     Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, algorithms 1 and 2; Kempe, Dobra &
     Gehrke, FOCS 2003 (push-sum). Steps are made from z, as in the paper, so weight decay is of z; in the authors' code
@@ -52,6 +55,7 @@ class SGP(Averaging):
         overlap: bool = False,
         every: int | None = None,
         warmup_steps: int = 0,
+        hierarchical: bool = False,
         *,
         frequency: int | None = None,
     ) -> None:
@@ -61,16 +65,22 @@ class SGP(Averaging):
         self.overlap = check_flag(overlap, "overlap")
         self.every = check_period(every, 1, frequency=frequency)
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
+        self.hierarchical = check_flag(hierarchical, "hierarchical")
         self._pushed: PushSum | None = None
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
-        self._pushed = None if is_balanced(self.graph, comm.size) else PushSum(self.graph, comm.size)
+        size, peers = (comm.nodes, "machines") if self.hierarchical else (comm.size, "ranks")
+        self._pushed = None if is_balanced(self.graph, size) else PushSum(self.graph, size)
         if self._pushed is not None and self.overlap:
             raise ConfigError(
-                f"{self.graph!r} is not balanced among {comm.size} ranks, so what a local step leaves must be divided "
-                f"by the push-sum weight before the next forward pass, which overlap=True lets begin before that: set "
-                f"overlap=False, or use a graph where ranks receive as much as they send"
+                f"{self.graph!r} is not balanced among {size} {peers}, so what a local step leaves must be divided by "
+                f"the push-sum weight before the next forward pass, which overlap=True lets begin before that: set "
+                f"overlap=False, or use a graph where {peers} receive as much as they send"
             )
+
+    @property
+    def in_turn(self) -> bool:  # type: ignore[override]
+        return self.hierarchical
 
     @property
     def prepares(self) -> bool:  # type: ignore[override]
@@ -86,16 +96,21 @@ class SGP(Averaging):
         sends = ctx.step % self.every == 0
         round = ctx.step // self.every - sends
         if self._pushed is None:
-            return (yield from mix(x, self.graph, ctx, round))
-        before, after = self._pushed.around(round, ctx.rank)
+            return (yield from self._mix(x, ctx, round))
+        before, after = self._pushed.around(round, ctx.node if self.hierarchical else ctx.rank)
         x = x + ctx.scratch.pop("z", x) * (before - 1)  # w z + (x - z), where x is z after its step
         if sends:
-            return (yield from mix(x, self.graph, ctx, round)) / after
+            return (yield from self._mix(x, ctx, round)) / after
         return x / before
+
+    def _mix(self, x: Tensor, ctx: Weights, round: int) -> Exchange:
+        if self.hierarchical:
+            return (yield from between_machines(x, ctx, lambda x, ctx: mix(x, self.graph, ctx, round)))
+        return (yield from mix(x, self.graph, ctx, round))
 
 
 class PushSum:
-    """All ranks' push-sum weights, which follow from the graph and the number of rounds alone.
+    """All ranks' push-sum weights, or all machines', which follow from the graph and the number of rounds alone.
 
     After a change in the number of ranks they are as if there had always been so many. That is as good as 1: all hold
     the same z then, and x = w z adds up to N z, as w adds up to N.

@@ -1,20 +1,21 @@
-"""The weights of one bucket on their way through an exchange."""
+"""The weights of one bucket on their way through an exchange, and what several algorithms do with them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives import AllReduce, Collective, Exchange
+from ..collectives import AllReduce, Broadcast, Collective, Exchange, watched
 from ..comm import Comm
 from ..compressors.context import Context
+from ..compressors.hierarchical import send_across
 from ..flat.buckets import Bucket
 
-__all__ = ["Weights", "distance", "mean"]
+__all__ = ["Weights", "between_machines", "distance", "mean"]
 
 
 @dataclass(eq=False)
@@ -39,6 +40,15 @@ class Weights(Context):
 def mean(x: Tensor, ctx: Weights) -> Exchange:
     """The mean over ranks, the same bits on all; overwrites `x`."""
     return (yield AllReduce(x if ctx.weight == 1 else x.mul_(ctx.weight)))
+
+
+def between_machines(x: Tensor, ctx: Weights, operation: Callable[[Tensor, Weights], Exchange]) -> Exchange:
+    """What `operation` makes of the machines' means, among the first ranks of each; on all ranks of a machine."""
+    x = yield AllReduce(x, group="node")
+    if ctx.local_rank == 0:
+        first = replace(ctx, rank=ctx.node, size=ctx.nodes, weight=1.0)
+        x = yield from watched(operation(x, first), send_across)
+    return (yield Broadcast(x, group="node"))
 
 
 def distance(buckets: Iterable[Bucket], comm: Comm) -> Generator[Collective, Tensor, float]:

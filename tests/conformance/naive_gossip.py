@@ -138,10 +138,10 @@ def matrix(shares, size, round):
 
 
 class Push:
-    """Stochastic gradient push: x and w are sent, z is where gradients are taken."""
+    """Stochastic gradient push: x and w are sent, z is where gradients are taken; between the means of machines."""
 
-    def __init__(self, ranks, shares, every):
-        self.ranks, self.shares, self.every = ranks, shares, every
+    def __init__(self, ranks, shares, every, per_node=1):
+        self.ranks, self.shares, self.every, self.per_node = ranks, shares, every, per_node
         self.x = ranks.read()
         self.w = torch.ones(len(ranks), dtype=torch.float64)
         self.rounds = 0
@@ -151,7 +151,9 @@ class Push:
         self.ranks.train(t, lr, active)
         self.x = self.x + (self.ranks.read() - z)
         if (t + 1) % self.every == 0:
-            p = matrix(self.shares, len(self.ranks), self.rounds)
+            machines = matrix(self.shares, len(self.ranks) // self.per_node, self.rounds)
+            mean = torch.full((self.per_node, self.per_node), 1 / self.per_node, dtype=torch.float64)
+            p = torch.kron(machines, mean)
             self.x, self.w = p @ self.x, p @ self.w
             self.rounds += 1
         self.ranks.write(self.x / self.w.unsqueeze(1))

@@ -218,6 +218,26 @@ class TestSGP:
         ours = averaged(SGP(graph, every=every), size, make)
         assert_alike(ours, naive.Push(Replicas(size, make), _periodic(graph), every))
 
+    @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (4, 2)])
+    @pytest.mark.parametrize("graph", [Exponential(), Ring(), Star(), Detours()])
+    @pytest.mark.parametrize(("every", "make"), [(1, MOMENTUM), (2, two_buckets)])
+    def test_hierarchical(self, graph: Graph, nodes: int, per_node: int, every: int, make: Callable) -> None:
+        ours = averaged(SGP(graph, every=every, hierarchical=True), nodes * per_node, make, nodes)
+        theirs = naive.Push(Replicas(nodes * per_node, make), _periodic(graph), every, per_node)
+        assert_alike(ours, theirs, steps=7)
+
+    def test_hierarchical_with_overlap(self) -> None:
+        ours = averaged(SGP(Ring(), overlap=True, hierarchical=True), 6, MOMENTUM, nodes=3)
+        mix = naive.between_nodes(naive.graph(naive.even(naive.ring)), 2)
+        assert_alike(ours, naive.Mixed(Replicas(6, MOMENTUM), mix, 1, first=False))
+
+    def test_a_graph_of_machines_need_not_fit_the_ranks(self) -> None:
+        averaged(SGP(BipartiteExponential(), hierarchical=True), 6, nodes=2)
+        with pytest.raises(ConfigError, match="of 3 ranks one would be left over"):
+            averaged(SGP(BipartiteExponential(), hierarchical=True), 6, nodes=3)
+        with pytest.raises(ConfigError, match=r"Star\(\) is not balanced among 3 machines"):
+            averaged(SGP(Star(), overlap=True, hierarchical=True), 6, nodes=3)
+
     @pytest.mark.parametrize(("graph", "steps"), [(Star(), 40), (Detours(), 110), (Exponential(), 4), (ShiftOne(), 4)])
     def test_all_ranks_come_to_the_mean(self, graph: Graph, steps: int) -> None:
         size = 4
@@ -243,11 +263,18 @@ class TestSGP:
 
     @pytest.mark.parametrize(
         "rule",
-        [SGP(), SGP(overlap=True), SGP(overlap=True, every=3), SGP(Star(), every=2), SGP(Detours())],
+        [
+            SGP(),
+            SGP(overlap=True),
+            SGP(overlap=True, every=3),
+            SGP(Star(), every=2),
+            SGP(Detours()),
+            SGP(Star(), hierarchical=True),
+        ],
         ids=repr,
     )
     def test_saved_and_loaded_it_goes_on(self, rule: SGP) -> None:
-        assert_resumes(rule, 4)
+        assert_resumes(rule, 4, nodes=2 if rule.hierarchical else 1)
 
     @pytest.mark.parametrize("graph", [Exponential(), Star()])
     @pytest.mark.parametrize("size", [2, 3, 5])
@@ -272,7 +299,9 @@ class TestSGP:
     @pytest.mark.parametrize("every", [1, 2])
     def test_ranks_without_data_go_on_gossiping(self, graph: Graph, every: int) -> None:
         shares = naive.even(naive.exponential(1)) if graph == Exponential() else _periodic(graph)
-        assert_uneven(SGP(graph, every=every), naive.Push(Replicas(4, PLAIN), shares, every), (6, 5, 3, 6))
+        for nodes, per_node in ((1, 1), (2, 2)):
+            rule = SGP(graph, every=every, hierarchical=nodes > 1)
+            assert_uneven(rule, naive.Push(Replicas(4, PLAIN), shares, every, per_node), (6, 5, 3, 6), nodes)
 
     @pytest.mark.parametrize("graph", [Star(), Detours()])
     def test_after_a_warm_up(self, graph: Graph) -> None:

@@ -64,6 +64,7 @@ AVERAGED: dict[str, tuple[Averaging, Make]] = {
     "SGP, ring, overlap": (SGP(Ring(), overlap=True), PLAIN),
     "SGP, not balanced": (SGP(Star()), PLAIN),
     "SGP, every other step": (SGP(Ring(directed=True), every=2, warmup_steps=1), ADAM),
+    "SGP, hierarchical": (SGP(hierarchical=True), PLAIN),
     "Decentralized": (Decentralized(), MOMENTUM),
     "Decentralized, pairs": (Decentralized("shift_one", every=2), MOMENTUM),
     "Decentralized, hierarchical": (Decentralized("shift_one", hierarchical=True, warmup_steps=1), PLAIN),
@@ -82,6 +83,7 @@ AVERAGED: dict[str, tuple[Averaging, Make]] = {
 LIKE_OTHERS = {
     *("LocalSGD, every step", "LocalSGD, hierarchical", "SlowMo, whole", "SlowMo, of each rank", "SGP", "SPARTA"),
     *("SGP, every other step", "Decentralized", "Decentralized, hierarchical", "LowPrecisionDecentralized", "DiLoCo"),
+    "SGP, hierarchical",
 }
 """What others show as well of checkpoints."""
 

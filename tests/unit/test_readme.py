@@ -25,7 +25,9 @@ def code_of(page: str) -> list[str]:
 
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-ALL_RUN = {f"docs/{name}.md" for name in ("averaging", "compressors", "design", "loops", "migration")} | {"README.md"}
+ALL_RUN = {f"docs/{name}.md" for name in ("averaging", "compressors", "data", "design", "loops", "migration")} | {
+    "README.md"
+}
 """Pages of which a test here, or tests/distributed/test_examples.py, runs all blocks."""
 
 
@@ -184,3 +186,10 @@ def test_averaging_as_the_page_shows_it():
             optimizer.step()
     # rank 1 has gone two steps of 1, and both went half the way to the middle
     assert torch.allclose(models[0].weight, start - 0.5) and torch.allclose(models[1].weight, start - 1.5)
+
+
+def test_the_loops_of_the_data_page():
+    dataset = [(torch.zeros(length),) for length in (3, 1, 2)]
+    for code in code_of("docs/data.md"):
+        exec(code, {"dataset": dataset, "DataLoader": torch.utils.data.DataLoader, "epochs": 2, "pad": list})
+    dgcopt.shutdown()

@@ -7,6 +7,7 @@ ranks run straight through.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from where import HOROVOD, WIRES, only
 import dgcopt
 from dgcopt import DGC, Comm, Warmup
 from dgcopt.collectives import AllReduce, Exchange
+from dgcopt.data import LoadBalancingDistributedSampler
 
 from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in
 
@@ -563,6 +565,32 @@ def torch_join_elsewhere(comm: Comm) -> Loop:
 # -- divergence ------------------------------------------------------------------------------------------------------
 
 
+@only(wires=WIRES)
+def samples_of_like_cost(comm: Comm) -> Loop:
+    """No sample comes twice or is left out, though they cannot be shared out evenly: some ranks have one step less."""
+    costs = [(37 * sample) % 101 for sample in range(4 * comm.size + 1)]
+    whole, mine = make_model(), make_model()
+    bare, ours = SGD(whole.parameters()), wrap(SGD(mine.parameters()), mine, comm)
+    samplers = [
+        LoadBalancingDistributedSampler(costs, costs, comm.size, rank, uneven=True) for rank in range(comm.size)
+    ]
+    for samples in itertools.zip_longest(*samplers):
+        bare.zero_grad()
+        active = [sample for sample in samples if sample is not None]
+        for sample in active:
+            x, y = batch(sample, 0, None)
+            (mse_loss(whole(x), y) / len(active)).backward()
+        bare.step()
+    with dgcopt.join(ours):
+        for sample in LoadBalancingDistributedSampler(costs, costs, uneven=True):
+            ours.zero_grad()
+            x, y = batch(sample, 0, None)
+            mse_loss(mine(x), y).backward()
+            ours.step()
+    assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, "samples of like cost")
+    yield
+
+
 @contextmanager
 def refused(comm: Comm, kind: type[Exception], *words: str) -> Iterator[None]:
     try:
@@ -616,6 +644,7 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         uneven_data,
         uneven_data_of_two,
         buffers_are_shared,
+        samples_of_like_cost,
         torch_join,
         torch_join_elsewhere,
         replicas_come_apart,

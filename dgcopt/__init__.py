@@ -51,6 +51,7 @@ from .compressors import (
     TernGrad,
     Threshold,
     TopK,
+    from_ddp_hook,
     memory,
     schedule,
 )
@@ -140,6 +141,7 @@ __all__ = [
     "check_replicas",
     "checkpoint",
     "ddp_hook",
+    "from_ddp_hook",
     "init",
     "join",
     "shutdown",

@@ -11,6 +11,7 @@ from .demo import DeMo
 from .dense import NoCompression, Noop
 from .dgc import DGC
 from .encoded import Encoded
+from .from_ddp import from_ddp_hook
 from .half import BF16, FP16
 from .hierarchical import Hierarchical
 from .horovod import HorovodCompression, accept
@@ -67,4 +68,5 @@ __all__ = [
     "TopK",
     "Wrapper",
     "accept",
+    "from_ddp_hook",
 ]

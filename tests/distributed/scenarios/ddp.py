@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
@@ -702,6 +708,41 @@ def join_is_that_of_distributed_optimizer() -> None:
         assert training.state.step == optimizer.telemetry.steps == most
         assert_close(training.weights(), flat(replica.parameters()))
         assert math.isclose(training.memory().norm(), optimizer.residual_norm(), rel_tol=1e-6)
+
+
+def mean_of_default_group(state: dict[str, int], bucket):
+    """A hook with a state of its own that names no process group."""
+    state["calls"] = state.get("calls", 0) + 1
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / dist.get_world_size())
+
+
+@scenario
+def hooks_of_others_do_in_DistributedOptimizer_what_they_do_in_DDP() -> None:
+    def power(process_group=None) -> PowerSGDState:
+        return PowerSGDState(process_group, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1)
+
+    for make_state, hook in (
+        (lambda: None, allreduce_hook),
+        (lambda: None, fp16_compress_hook),
+        (lambda: dist.group.WORLD, lambda state, bucket: bf16_compress_hook(state, bucket)),  # DDP: not over gloo
+        (power, powerSGD_hook),
+        (functools.partial(power, dist.group.WORLD), fp16_compress_wrapper(powerSGD_hook)),
+        (dict, mean_of_default_group),
+    ):
+        # one bucket each, as memory is kept by bucket
+        training, replica, state = Training((make_state(), hook), bucket_cap_mb=25), small_model(), make_state()
+        compression = dgcopt.from_ddp_hook(state, hook)
+        optimizer = dgcopt.DistributedOptimizer(sgd(replica.parameters()), replica.named_parameters(), compression)
+        for step in range(7):
+            training.step(step)
+            inputs, targets = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(replica(inputs), targets).backward()
+            optimizer.step()
+        assert_same_on_all_ranks(flat(replica.parameters()))
+        assert_close(flat(replica.parameters()), training.weights())
+        assert state != {} or hook is not mean_of_default_group, "not the caller's state"
 
 
 @scenario

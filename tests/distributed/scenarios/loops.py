@@ -126,6 +126,36 @@ def a_count_that_is_wrong(comm: Comm) -> Loop:
     yield
 
 
+# -- hooks written for DDP --------------------------------------------------------------------------------------------
+
+
+def gathered_mean(group: Any, bucket: Any) -> Any:
+    """A communication hook that gathers all gradients, and in a callback waits for an allreduce."""
+    grad = bucket.buffer()
+    rows = [torch.empty_like(grad) for _ in range(group.size())]
+
+    def mean(_: Any) -> Tensor:
+        total = torch.stack(rows).sum(0)
+        work = torch.distributed.all_reduce(torch.ones(1, dtype=grad.dtype), group=group, async_op=True)
+        return total / work.get_future().wait()[0]
+
+    return torch.distributed.all_gather(rows, grad, group=group, async_op=True).get_future().then(mean)
+
+
+def a_hook_written_for_ddp(comm: Comm) -> Loop:
+    """Over any wire, though it speaks to torch.distributed."""
+    pair = Pair(comm, compression=dgcopt.from_ddp_hook(None, gathered_mean))
+    for step in range(4):
+        for which, _, optimizer in pair.both():
+            optimizer.zero_grad()
+            pair.loss(which, step).backward()
+        yield
+        for optimizer in pair.optimizers:
+            optimizer.step()
+        yield
+    pair.assert_equal("a DDP hook")
+
+
 # -- several optimizers ----------------------------------------------------------------------------------------------
 
 
@@ -634,6 +664,7 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         passes_vary,
         backward_in_evaluation,
         a_count_that_is_wrong,
+        a_hook_written_for_ddp,
         two_players,
         clipped,
         clipped_locally,

@@ -1,0 +1,407 @@
+"""A communication hook written for torch's DistributedDataParallel, as a compressor.
+
+Such a hook starts collectives of torch.distributed, and says in callbacks of their futures how it goes on. Here the
+process group that it is given only takes note of what it asks for, and its futures resolve once the exchange has
+yielded that and was sent the result. As callbacks may wait for further futures, the hook runs in a thread of its own,
+which and the exchange take turns: one of them always waits for the other.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, Op, ReduceScatter
+from ..errors import ConfigError
+from .base import Compressor, GradientExchange
+from .context import Context
+
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp
+
+    class ProcessGroup:
+        """Which versions of torch declare differently."""
+
+        def __init__(self, rank: int, size: int) -> None: ...
+        def rank(self) -> int: ...
+        def size(self) -> int: ...
+
+elif torch.distributed.is_available():
+    from torch.distributed import ProcessGroup, ReduceOp
+else:
+    ProcessGroup = ReduceOp = object
+
+__all__ = ["DDPHook", "from_ddp_hook"]
+
+Hook = Callable[[Any, Any], Any]
+
+REFUSED = {
+    "PostLocalSGDState": (
+        "after its first steps ranks hold weights of their own, which DistributedOptimizer takes for a fault: use "
+        "dgcopt.LocalSGD(..., warmup_steps=...), with DistributedOptimizer(process_set='node') for the averages within "
+        "machines"
+    ),
+    "_OptimizerHookState": "it steps parameters by itself, and DistributedOptimizer does that: give the hook inside it",
+    "_AllreduceUpcastHookState": "it is a part of DDP's own mixed precision, and asks DDP for its settings",
+}
+"""States of torch's hooks that cannot work here, and why."""
+
+
+def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
+    """A communication hook of DistributedDataParallel as a compressor, with the arguments of `register_comm_hook`.
+
+        state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
+        dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.from_ddp_hook(state, powerSGD_hook))
+
+    The hook sees buckets as DDP's: `index()`, `is_last()`, `buffer()`, `gradients()`, `parameters()`, `set_buffer()`.
+    It must return the mean over ranks, in whatever way. A process group that it is given as its state, or as
+    `state.process_group`, is replaced by one that sends over dgcopt's wire, whichever that is: allreduce, broadcast and
+    barrier; allgather, reduce-scatter and all-to-all of equal parts. So bytes are counted, deadlines hold, and hooks
+    run over Horovod and MPI too. A hook that names no group talks over torch's default one behind dgcopt's back: on the
+    wire torch alone, and no bytes are counted.
+
+    The state stays the caller's, as with DDP: it is not copied, no part of `optimizer.state_dict()`, and must be saved
+    beside it. Nothing is sent during backward, because what such hooks remember cannot be taken back if a rank's
+    gradients are not finite.
+
+    Raises ConfigError for what is not callable, and for hooks of torch that cannot work here: post_localSGD_hook, those
+    that step the optimizer, and mixed precision's. In a step: ConfigError if the hook returns no gradient, asks for
+    another collective, or has a state while parameters are laid out anew, which it keeps memory of by bucket; what the
+    hook raises.
+    """
+    if isinstance(hook, type) or not callable(hook):
+        raise ConfigError(
+            f"from_ddp_hook takes what register_comm_hook takes, a state and a function, not {state!r} and {hook!r}"
+        )
+    why = REFUSED.get(type(state).__name__)
+    if why is not None:
+        raise ConfigError(f"{_name_of(hook)} cannot run inside DistributedOptimizer: {why}")
+    return DDPHook(state, hook)
+
+
+class DDPHook(Compressor):
+    """What `from_ddp_hook` returns.
+
+    Costs what the hook costs, a copy of the gradients there and back, and a thread for each exchange.
+    """
+
+    whole_model = True  # which also says how many buckets there are
+    overlap = False
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self.state = state
+        self.hook = hook
+        self._group: Group | None = None
+        self._last = 0
+        self._layout: dict[int, list[str]] = {}
+
+    def __repr__(self) -> str:
+        state = "None" if self._has_no_memory() else type(self.state).__name__
+        return f"DDPHook({_name_of(self.hook)}, {state})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DDPHook:
+        """Another one of the same state, which is the caller's, as with DDP."""
+        return DDPHook(self.state, self.hook)
+
+    def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
+        self._last = max(context.index for context in contexts)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        self._check_layout(ctx)
+        bucket = HookBucket(grad, ctx, ctx.index == self._last)
+        state = self._joined(ctx)
+        result = yield from Turns(lambda: self.hook(state, bucket), grad.device).exchange()
+        if isinstance(result, list | tuple) and len(result) == 1:  # as torch's futures of collectives hold it
+            (result,) = result
+        if not isinstance(result, Tensor) or result.numel() != bucket.numel:
+            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise ConfigError(
+                f"{_name_of(self.hook)} must return a future of the averaged gradient, a tensor of {bucket.numel} "
+                f"elements, not {what}"
+            )
+        parts = result.reshape(-1).split([segment.numel for segment in ctx.segments])
+        for segment, part in zip(ctx.segments, parts, strict=True):
+            grad[segment.start : segment.stop] = part
+        return grad if ctx.op == "average" else grad.mul_(ctx.size)
+
+    def _has_no_memory(self) -> bool:
+        return self.state is None or isinstance(self.state, ProcessGroup)
+
+    def _check_layout(self, ctx: Context) -> None:
+        names = [segment.name for segment in ctx.segments]
+        if self._layout.setdefault(ctx.index, names) != names and not self._has_no_memory():
+            raise ConfigError(
+                f"{_name_of(self.hook)} keeps memory for each bucket by its number, and buckets are laid out anew, "
+                f"because other parameters are trained now or state was loaded. Wrap the optimizer anew with a new "
+                f"{type(self.state).__name__}, or use dgcopt's own compressors, whose memory follows the parameters"
+            )
+
+    def _joined(self, ctx: Context) -> Any:
+        """The state that the hook is given, in which process groups are of the ranks that exchange."""
+        given = self.state if self._has_no_memory() else getattr(self.state, "process_group", None)
+        if isinstance(given, ProcessGroup) and given is not self._group and given.size() != ctx.size:
+            raise ConfigError(
+                f"the process group of {_name_of(self.hook)} has {given.size()} ranks, and the optimizer exchanges "
+                f"among {ctx.size}: give DistributedOptimizer the same ranks as process_set"
+            )
+        if self._group is None or (self._group.rank(), self._group.size()) != (ctx.rank, ctx.size):
+            self._group = Group(ctx.rank, ctx.size)
+        if self._has_no_memory():
+            return self._group
+        if hasattr(self.state, "process_group"):
+            self.state.process_group = self._group
+        return self.state
+
+
+class HookBucket:
+    """The part of `torch.distributed.GradBucket` that hooks in Python can use."""
+
+    def __init__(self, grad: Tensor, ctx: Context, is_last: bool) -> None:
+        spans = [grad[segment.start : segment.stop] for segment in ctx.segments]
+        self._index, self._is_last = ctx.index, is_last
+        self._buffer = torch.cat(spans)  # without the gaps between parameters, which DDP does not have
+        self._params = [segment.param for segment in ctx.segments]
+        start, self._segments = 0, []
+        for segment in ctx.segments:
+            self._segments.append(replace(segment, start=start))
+            start += segment.numel
+        self.numel = start
+
+    def index(self) -> int:
+        """Its place among the buckets of a step."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no bucket of this step comes after it."""
+        return self._is_last
+
+    def buffer(self) -> Tensor:
+        """All gradients, one after another, flat."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace them, by the same number of any dtype."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The same, each in its parameter's shape."""
+        return [segment.view(self._buffer) for segment in self._segments]
+
+    def parameters(self) -> list[Tensor]:
+        """Whose gradients they are."""
+        return self._params
+
+
+class Turns:
+    """A hook that runs in a thread, and an exchange that yields the collectives which it asks for.
+
+    Args:
+        program: calls the hook, returns its future.
+        device: the gradients'.
+    """
+
+    here = threading.local()
+    """Of the thread: the turns that it takes part in."""
+
+    def __init__(self, program: Callable[[], Any], device: torch.device) -> None:
+        self._program = program
+        self._on_device = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else None
+        self._asked: deque[tuple[Collective, Later]] = deque()
+        self._said: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._heard: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+
+    def exchange(self) -> Generator[Collective, Tensor, Any]:
+        """Yields collectives, is sent their results, and returns what the hook's future holds in the end."""
+        threading.Thread(target=self._run, name="dgcopt DDP hook", daemon=True).start()
+        try:
+            while True:
+                what, thing = self._said.get()
+                if what == "failed":
+                    raise thing
+                if what == "done":
+                    return thing
+                self._heard.put((yield thing))
+        finally:
+            self._heard.put(None)  # for a hook that still waits: nothing will come
+
+    # -- the hook's thread -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        Turns.here.now = self
+        try:
+            with self._on_device or nullcontext():
+                future = self._program()
+                is_future = hasattr(future, "wait")  # torch has more than one class of them
+                while is_future and self._asked and not future.done():
+                    self._next()
+                self._said.put(("done", future.wait() if is_future else future))
+        except BaseException as error:  # raised where the exchange is
+            self._said.put(("failed", error))
+
+    def ask(self, collective: Collective, finish: Callable[[Tensor], Any]) -> Later:
+        """Have a collective made; `finish` takes its result, and returns what the future is to hold."""
+        later = Later(self, finish)
+        if collective.tensor.numel() or isinstance(collective, Barrier):
+            self._asked.append((collective, later))
+        else:
+            later.arrived(collective.tensor)
+        return later
+
+    def until(self, later: Later) -> None:
+        """Wait for a future."""
+        while not later.done() and self._asked:
+            self._next()
+
+    def _next(self) -> None:
+        collective, later = self._asked.popleft()
+        self._said.put(("asks", collective))
+        result = self._heard.get()
+        if result is None:
+            raise ConfigError("the step was given up")
+        later.arrived(result)
+
+
+class Later(Future):
+    """A future whose `wait()` lets the exchange go on, and whose callbacks run in the hook's thread."""
+
+    def __init__(self, turns: Turns, finish: Callable[[Tensor], Any] = lambda result: result) -> None:
+        super().__init__()
+        self._turns = turns
+        self._finish = finish
+
+    def arrived(self, result: Tensor) -> None:
+        """The collective has ended."""
+        self.set_result(self._finish(result))
+
+    def then(self, callback: Callable[[Any], Any]) -> Later:
+        """A future of what the callback makes of this one."""
+        after = Later(self._turns)
+
+        def call(_: Any) -> None:
+            try:
+                after.set_result(callback(self))
+            except Exception as error:  # kept for who waits
+                after.set_exception(error)
+
+        self.add_done_callback(call)
+        return after
+
+    def wait(self) -> Any:
+        """The value, once it is there."""
+        self._turns.until(self)
+        return super().wait()
+
+
+class Asked:
+    """What a collective of the group returns: `torch.distributed.Work`, as far as hooks use it."""
+
+    def __init__(self, later: Later) -> None:
+        self._later = later
+
+    def get_future(self) -> Later:
+        return self._later
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._later.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._later.done()
+
+
+class Group(ProcessGroup):
+    """A process group of torch that has the running exchange make its collectives."""
+
+    def getBackendName(self) -> str:
+        return "dgcopt"
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Asked:
+        (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
+        op = _op(ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts))
+        return _ask(AllReduce(tensor, op=op), lambda result: [_into(tensor, result)])
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Asked:
+        (tensor,) = [tensors] if isinstance(tensors, Tensor) else tensors
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        return _ask(Broadcast(tensor, root=root), lambda result: [_into(tensor, result)])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Asked:
+        (rows,), (tensor,) = outputs, inputs
+
+        def finish(result: Tensor) -> list[Tensor]:
+            for row, part in zip(rows, result, strict=True):
+                row.copy_(part)
+            return [result]  # as NCCL's futures have it, which torch's own hooks are written for
+
+        return _ask(AllGather(tensor), finish)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Asked:
+        return _ask(AllGather(tensor), lambda result: [_into(output, result.view(output.shape))])
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Asked:
+        op = _op(getattr(opts, "reduceOp", ReduceOp.SUM))
+        return _ask(ReduceScatter(tensor.reshape(-1), op=op), lambda result: [_into(output, result.view(output.shape))])
+
+    def all_to_all_single(self, output: Tensor, tensor: Tensor, *sizes_and_opts: Any) -> Asked:
+        if any(isinstance(sizes, list) and len(set(sizes)) > 1 for sizes in sizes_and_opts):
+            raise ConfigError("a DDP hook asks for an all-to-all of unequal parts, which dgcopt's wires do not have")
+        rows = tensor.reshape(self.size(), -1)
+        return _ask(AllToAll(rows), lambda result: [_into(output, result.view(output.shape))])
+
+    def barrier(self, opts: Any = None) -> Asked:
+        return _ask(Barrier(), lambda result: [])
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(f"a DDP hook asks its process group for {name}, which from_ddp_hook cannot give it")
+
+    return refuse
+
+
+for _name in ("allreduce_coalesced", "allgather_coalesced", "alltoall", "gather", "scatter", "reduce", "send", "recv"):
+    setattr(Group, _name, _refuse(_name))
+
+
+def _ask(collective: Collective, finish: Callable[[Tensor], Any]) -> Asked:
+    turns: Turns | None = getattr(Turns.here, "now", None)
+    if turns is None:
+        raise ConfigError("the process group that from_ddp_hook makes works only while it calls the hook")
+    return Asked(turns.ask(collective, finish))
+
+
+def _into(tensor: Tensor, result: Tensor) -> Tensor:
+    """The result of a collective where torch's own would leave it."""
+    return tensor if tensor.data_ptr() == result.data_ptr() else tensor.copy_(result)
+
+
+def _op(op: Hashable) -> Op:
+    """Raises ConfigError for reductions that the wires do not have."""
+    ops: list[tuple[Any, Op]] = [
+        (ReduceOp.SUM, "sum"),
+        (ReduceOp.AVG, "average"),
+        (ReduceOp.MIN, "min"),
+        (ReduceOp.MAX, "max"),
+    ]
+    for theirs, ours in ops:
+        if op == theirs:
+            return ours
+    raise ConfigError("a DDP hook asks for a reduction that wires do not have: there are sum, average, min and max")
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__qualname__", None) or _name_of(getattr(hook, "func", type(hook)))

@@ -27,6 +27,7 @@ from dgcopt.coding import (
     encode_dense,
     encode_rice,
     encode_values,
+    one_row,
     rice_excess,
     value_bytes,
 )
@@ -75,18 +76,18 @@ def index_table() -> None:
             numel = round(count / density)
             indices = positions(count, numel)
             asked = len(indices)
-            excess = rice_excess(indices, numel)
+            excess = int(rice_excess(indices, one_row(asked), asked, numel))
             sent = indices[torch.randperm(asked)[: asked - excess].sort().values]
-            message = encode_rice(sent, asked, numel)
-            assert torch.equal(decode_rice(message, asked, numel, rank=0), sent)
-            bits, least = 8 * len(message) / asked, floor_bits(asked, numel) / asked
+            message = encode_rice(sent, one_row(len(sent)), asked, numel)
+            assert torch.equal(decode_rice(message, asked, numel, [0])[0], sent)
+            bits, least = 8 * message.numel() / asked, floor_bits(asked, numel) / asked
 
             def encode(indices: Tensor = indices, sent: Tensor = sent, asked: int = asked, numel: int = numel) -> None:
-                rice_excess(indices, numel)
-                encode_rice(sent, asked, numel)
+                rice_excess(indices, one_row(asked), asked, numel)
+                encode_rice(sent, one_row(len(sent)), asked, numel)
 
             def decode(message: Tensor = message, asked: int = asked, numel: int = numel) -> None:
-                decode_rice(message, asked, numel, rank=0)
+                decode_rice(message, asked, numel, [0])
 
             print(
                 f"| {density:g} | {positions.__name__} | {asked:,} | {bits:.3f} | {least:.3f} | {bits / least - 1:.2%} "

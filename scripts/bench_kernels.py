@@ -68,8 +68,8 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "correct")],
     "select": [(Selection, "largest"), (Selection, "largest_of")],
-    "encode": [(SparseCode, "encode"), (dgc, "encode_dense")],
-    "decode": [(SparseCode, "decode"), (dgc, "decode_dense")],
+    "encode": [(SparseCode, "encode_rows"), (dgc, "encode_dense")],
+    "decode": [(SparseCode, "decode_rows"), (dgc, "decode_dense")],
     "settle": [(dgcopt.Context, "settle")],
     "hand out": [(GradientBucket, "hand_out")],
 }

@@ -4,8 +4,8 @@
     python scripts/bench_reduce.py --plot docs/reduce.png
     python scripts/bench_reduce.py --energy --ranks 4 16 64           # on digits, simulated ranks
 
-The first table is of one rank among N, whose peers are made up: each sends what this rank sends, but that an owner gets
-N messages of the size that N would send it. Bytes are those of the collectives' own account: of the weights alone,
+The first table is of one rank among N, whose peers are made up: each sends what this rank sends, and an owner gets from
+N ranks what it sends to N owners. Bytes are those of the collectives' own account: of the weights alone,
 vectors apart. Time is this rank's CPU time to select, encode and decode, on one thread.
 
 The second trains on digits with N simulated ranks, and says in every 10th step which share of the energy (sum of
@@ -88,7 +88,7 @@ class OneOfMany:
         if isinstance(collective, AllReduce | Broadcast):
             return tensor
         if isinstance(collective, AllToAll):
-            return tensor[torch.arange(self.size) * 0]
+            return tensor  # what is for each owner arrives at this one, from each of them
         return tensor.expand(self.size, *tensor.shape).contiguous()
 
 

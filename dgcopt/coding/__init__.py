@@ -3,6 +3,7 @@
 from .dense import DENSE_CODES, decode_dense, dense_bytes, encode_dense
 from .message import SparseCode, largest
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
+from .rows import one_row
 from .values import VALUE_CODES, VALUE_DTYPES, decode_values, encode_values, value_bytes
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "encode_rice",
     "encode_values",
     "largest",
+    "one_row",
     "rice_bytes",
     "rice_excess",
     "value_bytes",

@@ -5,12 +5,16 @@ The bytes are those of little-endian machines, on which alone this runs.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from ..kernels import pack_small, unpack_small
+from ..kernels import by_row, firsts, pack_small, unpack_small
 
-__all__ = ["aligned", "pack_small", "packed_bytes", "read_as", "unpack_small"]
+__all__ = ["aligned", "pack_rows", "packed_bytes", "read_as", "unpack_rows"]
+
+Count = TypeVar("Count", int, Tensor)
 
 _ALIGNMENT = 8
 
@@ -27,6 +31,29 @@ def read_as(payload: Tensor, dtype: torch.dtype) -> Tensor:
     return payload.view(dtype)
 
 
-def packed_bytes(count: int, width: int) -> int:
+def packed_bytes(count: Count, width: int) -> Count:
     """Bytes of `count` integers of `width` bits: the whole bytes of each, then the bits left over, eight at a time."""
     return count * (width // 8) + -(-count // 8) * (width % 8)
+
+
+def pack_rows(fields: Tensor, counts: Tensor, width: int) -> Tensor:
+    """`pack_small` of each row's fields, one row after the other."""
+    return pack_small(fields if len(counts) == 1 else _by_eights(fields, counts), width)
+
+
+def unpack_rows(packed: Tensor, counts: Tensor, width: int) -> Tensor:
+    """The fields that `pack_rows` wrote."""
+    if len(counts) == 1:
+        return unpack_small(packed, int(counts), width)
+    eights = 8 * -(-counts // 8)
+    row, ordinal = by_row(counts, packed.device)
+    return unpack_small(packed, int(eights.sum()), width)[firsts(eights, packed.device)[row] + ordinal]
+
+
+def _by_eights(fields: Tensor, counts: Tensor) -> Tensor:
+    """Every row filled up to whole bytes."""
+    eights = 8 * -(-counts // 8)
+    row, ordinal = by_row(counts, fields.device)
+    filled = fields.new_zeros(int(eights.sum()))
+    filled[firsts(eights, fields.device)[row] + ordinal] = fields
+    return filled

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .values import VALUE_DTYPES, Floats, Levels, Steps, ValueCode, code_of
+from .values import VALUE_DTYPES, Floats, Levels, Steps, ValueCode, code_of, decode_one, encode_one
 
 __all__ = ["DENSE_CODES", "decode_dense", "dense_bytes", "encode_dense"]
 
@@ -23,12 +23,12 @@ DENSE_CODES: dict[str, ValueCode] = {
 
 def dense_bytes(numel: int, kind: str) -> int:
     """Length of `numel` elements of a kind of DENSE_CODES."""
-    return code_of(kind, DENSE_CODES).nbytes(numel)
+    return sum(code_of(kind, DENSE_CODES).sizes(numel))
 
 
 def encode_dense(flat: Tensor, kind: str) -> Tensor:
     """The one-dimensional `flat`, of any floating dtype, as uint8. NaN and Inf travel as zero but in whole floats."""
-    return code_of(kind, DENSE_CODES).encode(flat)
+    return encode_one(code_of(kind, DENSE_CODES), flat)
 
 
 def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
@@ -36,4 +36,4 @@ def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
 
     Raises PayloadError if the length or a scale cannot be right. Waits for the device where there are scales.
     """
-    return code_of(kind, DENSE_CODES).decode(payload, numel, rank)
+    return decode_one(code_of(kind, DENSE_CODES), payload, numel, rank)

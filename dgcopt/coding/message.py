@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
+from ..kernels import by_row
 from .bits import aligned, read_as
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
+from .rows import named, one_row, put_parts, take_parts
 from .values import VALUE_CODES, ValueCode, code_of
 
 __all__ = ["SparseCode", "largest"]
@@ -44,7 +47,7 @@ class SparseCode:
 
     def nbytes(self, count: int, numel: int) -> int:
         """Length of a message of `count` of `numel` coordinates."""
-        return aligned(self._index_bytes(count, numel)) + aligned(self._values.nbytes(count))
+        return aligned(self._index_bytes(count, numel)) + aligned(sum(self._values.sizes(count)))
 
     def encode(
         self, indices: Tensor, values: Tensor, numel: int, count: int | None = None
@@ -58,38 +61,75 @@ class SparseCode:
         dtype of `values`: what the sender's residual loses there.
         """
         count = len(indices) if count is None else count
-        message = torch.zeros(self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
-        index_part = message[: self._index_bytes(count, numel)]
+        messages, kept, arriving = self.encode_rows(indices, values, one_row(len(indices)), numel, count)
+        return messages[0], indices if kept is None else indices[kept], arriving
+
+    def encode_rows(
+        self, indices: Tensor, values: Tensor, counts: Tensor, numel: int, count: int
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """`encode` for several messages at once, each of the length for `count`.
+
+        Their indices follow one another, and so do their values; `counts` (int64, on the CPU) says how many each has.
+        Of one that has more than `count` the smallest values are left out.
+
+        Returns the messages `[rows, nbytes]`, which coordinates travel (int64, ascending; None if all do), and their
+        values as they arrive.
+        """
+        kept = None
         if self.indices == "rice":
-            excess = rice_excess(indices, numel, count)
-            if excess:
-                kept = largest(values, len(indices) - excess)
+            room = counts.clamp(max=count)
+            if bool((room < counts).any()):
+                kept, counts = _largest_of_rows(values, counts, room), room
                 indices, values = indices[kept], values[kept]
-            index_part.copy_(encode_rice(indices, count, numel))
+            excess = rice_excess(indices, counts, count, numel)
+            if excess.any():
+                fit = _largest_of_rows(values, counts, counts - excess)
+                kept, counts = fit if kept is None else kept[fit], counts - excess
+                indices, values = indices[fit], values[fit]
+        messages = torch.zeros(len(counts), self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
+        index_part, value_part = self._parts(messages, count, numel)
+        if self.indices == "rice":
+            index_part.copy_(encode_rice(indices, counts, count, numel))
         else:
-            index_part.view(torch.int32).copy_(indices)
-        payload = self._values.encode(values)
-        message[aligned(len(index_part)) :][: len(payload)] = payload
-        arriving = self._values.decode(payload, len(values), rank=-1)
-        return message, indices, arriving.to(values.dtype)
+            index_part.copy_(indices.int().view(torch.uint8).view(len(counts), -1))
+        parts = self._values.encode(values, counts)
+        put_parts(value_part, parts, self._values.sizes(counts))
+        arriving = self._values.decode(parts, counts, [-1] * len(counts))
+        return messages, kept, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
         """The indices (int64, ascending) and values of a message from `rank`, at most `count` of `numel` each.
 
         Raises PayloadError if its length, an index or a scale cannot be right. Waits for the device.
         """
-        if message.dtype != torch.uint8 or message.shape != (self.nbytes(count, numel),):
+        indices, values, _ = self.decode_rows(message.unsqueeze(0), count, numel, [rank])
+        return indices, values
+
+    def decode_rows(
+        self, messages: Tensor, count: int, numel: int, ranks: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`decode` for the messages `[rows, nbytes]` of several ranks: indices and values of one after the other.
+
+        Returns how many each has as well, int64, on the CPU.
+        """
+        if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes(count, numel)):
             raise PayloadError(
-                f"the message from rank {rank} has {message.numel()} bytes where {count} coordinates take "
-                f"{self.nbytes(count, numel)}"
+                f"what came from {named(ranks)} has {messages.numel()} bytes where {count} coordinates take "
+                f"{self.nbytes(count, numel)} from each"
             )
-        index_part = message[: self._index_bytes(count, numel)]
+        index_part, value_part = self._parts(messages, count, numel)
         if self.indices == "rice":
-            indices = decode_rice(index_part, count, numel, rank)
+            indices, counts = decode_rice(index_part, count, numel, ranks)
         else:
-            indices = _checked(read_as(index_part, torch.int32), numel, rank)
-        payload = message[aligned(len(index_part)) :][: self._values.nbytes(len(indices))]
-        return indices, self._values.decode(payload, len(indices), rank)
+            counts = torch.full((len(ranks),), count)
+            indices = _checked(read_as(index_part.contiguous(), torch.int32), numel, ranks)
+        parts = take_parts(value_part, self._values.sizes(counts))
+        return indices, self._values.decode(parts, counts, ranks), counts
+
+    def _parts(self, messages: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
+        """Where indices and values are."""
+        nbytes = self._index_bytes(count, numel)
+        return messages[:, :nbytes], messages[:, aligned(nbytes) :]
 
 
 def largest(values: Tensor, count: int) -> Tensor:
@@ -97,12 +137,23 @@ def largest(values: Tensor, count: int) -> Tensor:
     return values.abs().topk(count, sorted=False).indices.sort().values
 
 
-def _checked(indices: Tensor, numel: int, rank: int) -> Tensor:
-    ends = indices[[0, -1]].tolist() if len(indices) else [0, 0]
-    ascend = bool((indices[1:] > indices[:-1]).all())
-    if not ascend or ends[0] < 0 or ends[1] >= max(numel, 1):
-        raise PayloadError(
-            f"the message from rank {rank} holds indices that do not ascend within a bucket of {numel} elements (from "
-            f"{ends[0]} to {ends[1]}): it was damaged on the way, or that rank runs another model or version"
-        )
-    return indices.long()
+def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
+    """Where the largest of each row are, as many as `limits` says: int64, ascending."""
+    row, ordinal = by_row(counts, values.device)
+    down = values.abs().argsort(descending=True, stable=True)
+    down = down[row[down].argsort(stable=True)]  # of each row, from its largest
+    return down[ordinal < limits.to(values.device)[row]].sort().values
+
+
+def _checked(indices: Tensor, numel: int, ranks: Sequence[int]) -> Tensor:
+    if indices.numel():
+        ends = indices[:, [0, -1]]
+        right = (indices.diff(dim=1) > 0).all(1) & (ends[:, 0] >= 0) & (ends[:, 1] < numel)
+        if not right.all():
+            row = int((~right).nonzero()[0])
+            raise PayloadError(
+                f"the message from rank {ranks[row]} holds indices that do not ascend within a bucket of {numel} "
+                f"elements (from {int(ends[row, 0])} to {int(ends[row, 1])}): it was damaged on the way, or that rank "
+                f"runs another model or version"
+            )
+    return indices.view(-1).long()

@@ -5,12 +5,15 @@ gaps of random positions are geometric, for which b near log2(ln 2 / density) is
 
 The message has a fixed length: what random positions take, and some more. Positions that cluster may take up to 0.5
 bits each beyond it, so a few must be left out: `rice_excess` says how many.
+
+Messages that are coded together are rows of a matrix, each meant for as many.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from ..errors import PayloadError
 from ..kernels import rice_measure, rice_pack, rice_unpack
 from .bits import aligned, packed_bytes
+from .rows import named
 
 __all__ = ["decode_rice", "encode_rice", "rice_bytes", "rice_excess"]
 
@@ -58,59 +62,66 @@ def rice_bytes(count: int, numel: int) -> int:
     return aligned(_HEADER + remainders + -(-_unary_bits(count, numel) // 8))
 
 
-def rice_excess(indices: Tensor, numel: int, count: int | None = None) -> int:
-    """How many of `indices`, whichever they are, have to be left out for the others to fit; 0 as a rule.
+def rice_excess(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
+    """How many of the `counts` (int64, on the CPU) indices of each row have to be left out, whichever they are.
 
-    The message is one for `count`, or as many as there are.
+    0 as a rule. Each row has a message for `count`. Leaving one out saves its b bits, and joins two gaps whose unary
+    parts never grow together.
 
-    Leaving one out saves its b bits, and joins two gaps whose unary parts never grow together. Raises ValueError if
-    `indices` (int64) do not ascend strictly within [0, numel). Waits for the device.
+    Raises ValueError if `indices` (int64) do not ascend strictly within [0, numel). Waits for the device.
     """
-    if len(indices) == 0:
-        return 0
-    count = len(indices) if count is None else count
+    if not len(indices):
+        return torch.zeros_like(counts)
     b = remainder_bits(count, numel)
-    smallest, quotients = rice_measure(indices, b)
-    if smallest < 0 or int(indices[-1]) >= numel:
+    smallest, quotients = rice_measure(indices, counts, b)
+    if int(smallest.amin()) < 0 or int(indices.amax()) >= numel:
         raise ValueError(f"indices have to ascend strictly from 0 or more to less than {numel}")
-    room = rice_bytes(count, numel) - _HEADER - packed_bytes(len(indices), b)
-    missing = -(-(len(indices) + quotients) // 8) - room
-    return min(len(indices), 8 * -(-missing // b)) if missing > 0 else 0  # eight remainders are b bytes
+    room = rice_bytes(count, numel) - _HEADER - packed_bytes(counts, b)
+    missing = (-(-(counts + quotients) // 8) - room).clamp(min=0)
+    return counts.minimum(8 * -(-missing // max(b, 1)))  # eight remainders are b bytes
 
 
-def encode_rice(indices: Tensor, count: int, numel: int) -> Tensor:
-    """The message that carries `indices` in the `rice_bytes(count, numel)` bytes meant for `count`.
+def encode_rice(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
+    """Messages that carry `counts` (int64, on the CPU) indices each in the `rice_bytes(count, numel)` for `count`.
 
-    Takes int64, strictly ascending in [0, numel), all `count` of them or those that `rice_excess` leaves. Returns
-    uint8: their number, the remainders, the unary parts as zeros that end with a one, and zeros.
+    Takes int64, strictly ascending in [0, numel) in each row, one row after the other: all `count` of them, or fewer,
+    or those that `rice_excess` leaves. Returns uint8 `[rows, nbytes]`: their number, the remainders, the unary parts as
+    zeros that end with a one, and zeros.
     """
-    message = torch.zeros(rice_bytes(count, numel), dtype=torch.uint8, device=indices.device)
-    if count == 0:
-        return message
-    message[:_HEADER].copy_(torch.tensor(list(len(indices).to_bytes(_HEADER, "little")), dtype=torch.uint8))
-    message[_HEADER:] = rice_pack(indices, remainder_bits(count, numel), len(message) - _HEADER)
-    return message
+    messages = torch.zeros(len(counts), rice_bytes(count, numel), dtype=torch.uint8, device=indices.device)
+    if count:
+        messages[:, :_HEADER] = counts.to(torch.int32).view(torch.uint8).view(-1, _HEADER)
+        nbytes = messages.shape[1] - _HEADER
+        messages[:, _HEADER:] = rice_pack(indices, counts, remainder_bits(count, numel), nbytes)
+    return messages
 
 
-def decode_rice(message: Tensor, count: int, numel: int, rank: int) -> Tensor:
-    """The indices (int64, at most `count`, strictly ascending in [0, numel)) of a message from `rank`.
+def decode_rice(messages: Tensor, count: int, numel: int, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The indices of messages `[rows, nbytes]` from `ranks`, one row after the other, and how many each has.
 
-    Raises PayloadError if it cannot be right. Waits for the device.
+    Both int64, the latter on the CPU; at most `count` in each row, strictly ascending in [0, numel). Raises
+    PayloadError if a message cannot be right. Waits for the device.
     """
-    if message.dtype != torch.uint8 or message.shape != (rice_bytes(count, numel),):
+    if messages.dtype != torch.uint8 or messages.shape != (len(ranks), rice_bytes(count, numel)):
         raise PayloadError(
-            f"the message from rank {rank} has {message.numel()} bytes of indices where {count} of {numel} take "
-            f"{rice_bytes(count, numel)}"
+            f"what came from {named(ranks)} has {messages.numel()} bytes of indices where {count} of {numel} take "
+            f"{rice_bytes(count, numel)} from each"
         )
+    counts = torch.zeros(len(ranks), dtype=torch.int64)
     if count == 0:
-        return message.new_zeros(0, dtype=torch.int64)
-    sent = int.from_bytes(bytes(message[:_HEADER].tolist()), "little")
-    if sent > count:
-        raise PayloadError(f"the message from rank {rank} claims {sent} indices where at most {count} are sent")
-    indices = rice_unpack(message[_HEADER:], sent, remainder_bits(count, numel), numel)
-    if indices is not None:
-        return indices
-    raise PayloadError(
-        f"the message from rank {rank} holds more or fewer indices than the {sent} that it claims, or one beyond "
-        f"{numel}: it was damaged on the way, or that rank runs another model or version"
-    )
+        return messages.new_zeros(0, dtype=torch.int64), counts
+    counts += messages[:, :_HEADER].cpu().contiguous().view(torch.int32).view(-1)
+    claims = (counts < 0) | (counts > count)
+    if claims.any():
+        row = int(claims.nonzero()[0])
+        raise PayloadError(
+            f"the message from rank {ranks[row]} claims {int(counts[row])} indices where at most {count} are sent"
+        )
+    b = remainder_bits(count, numel)
+    indices, wrong = rice_unpack(messages[:, _HEADER:].contiguous(), counts, b, numel)
+    if wrong >= 0:
+        raise PayloadError(
+            f"the message from rank {ranks[wrong]} holds more or fewer indices than the {int(counts[wrong])} that it "
+            f"claims, or one beyond {numel}: it was damaged on the way, or that rank runs another model or version"
+        )
+    return indices, counts

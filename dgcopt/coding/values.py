@@ -7,7 +7,7 @@ and multiplies. What rounding loses is the caller's to keep.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +15,21 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
-from ..kernels import LARGEST, SPAN, finite, in_blocks, means, nearest_levels, of_levels, of_steps, round_steps
-from .bits import pack_small, packed_bytes, read_as, unpack_small
+from ..kernels import (
+    LARGEST,
+    SPAN,
+    by_row,
+    finite,
+    firsts,
+    in_blocks,
+    means,
+    nearest_levels,
+    of_levels,
+    of_steps,
+    round_steps,
+)
+from .bits import Count, pack_rows, packed_bytes, read_as, unpack_rows
+from .rows import one_row, take_parts
 
 __all__ = [
     "VALUE_CODES",
@@ -27,7 +40,9 @@ __all__ = [
     "ValueCode",
     "check_scales",
     "code_of",
+    "decode_one",
     "decode_values",
+    "encode_one",
     "encode_values",
     "value_bytes",
 ]
@@ -39,16 +54,16 @@ _SCALE = torch.bfloat16  # the range of gradients exceeds that of fp16, and 8 bi
 
 
 class ValueCode(Protocol):
-    """How values travel."""
+    """How values travel: those of several messages together, `counts` (int64, on the CPU) of each."""
 
-    def nbytes(self, count: int) -> int:
-        """Length of `count` values; grows with it."""
+    def sizes(self, count: Count) -> tuple[Count, ...]:
+        """Bytes of each part of a message of `count` values; grow with it."""
 
-    def encode(self, values: Tensor) -> Tensor:
-        """One-dimensional `values` of any floating dtype as uint8."""
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        """One-dimensional `values` of any floating dtype, one message's after the other's: each part's bytes, alike."""
 
-    def decode(self, payload: Tensor, count: int, rank: int) -> Tensor:
-        """The `count` values of a payload from `rank`; PayloadError if it cannot be right."""
+    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The values of parts from `ranks`; PayloadError if they cannot be right."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +72,17 @@ class Floats:
 
     dtype: torch.dtype
 
-    def nbytes(self, count: int) -> int:
-        return count * self.dtype.itemsize
+    def sizes(self, count: Count) -> tuple[Count, ...]:
+        return (count * self.dtype.itemsize,)
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         limit = torch.finfo(self.dtype).max
         if limit < torch.finfo(values.dtype).max:
             values = torch.where(values.isinf(), values, values.clamp(-limit, limit))
-        return values.to(self.dtype).contiguous().view(torch.uint8)
+        return (values.to(self.dtype).contiguous().view(torch.uint8),)
 
-    def decode(self, payload: Tensor, count: int, rank: int) -> Tensor:
-        _check_length(payload, self.nbytes(count), count, rank)
-        return read_as(payload, self.dtype)
+    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+        return read_as(parts[0], self.dtype)
 
 
 @dataclass(frozen=True)
@@ -86,27 +100,26 @@ class Steps:
     def most(self) -> int:
         return 2 ** (self.width - 1) - 1
 
-    def nbytes(self, count: int) -> int:
-        return -(-count // self.block) * _SCALE.itemsize + packed_bytes(count, self.width)
+    def sizes(self, count: Count) -> tuple[Count, ...]:
+        return -(-count // self.block) * _SCALE.itemsize, packed_bytes(count, self.width)
 
-    def encode(self, values: Tensor) -> Tensor:
-        steps, multiples = round_steps(values, self.block, self.most)
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        cuts = _cuts(counts, self.block, values.device)
+        steps, multiples = round_steps(values, self.block, self.most, cuts)
         fields = multiples.view(torch.uint8)
         if self.width < 8:
-            fields = pack_small(fields & (1 << self.width) - 1, self.width)
-        return torch.cat((steps.view(torch.uint8), fields))
+            fields = pack_rows(fields & (1 << self.width) - 1, counts, self.width)
+        return steps.view(torch.uint8), fields
 
-    def decode(self, payload: Tensor, count: int, rank: int) -> Tensor:
-        _check_length(payload, self.nbytes(count), count, rank)
-        head = -(-count // self.block) * _SCALE.itemsize
-        steps = read_as(payload[:head], _SCALE).float()
-        check_scales(steps, rank)
+    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+        steps = read_as(parts[0], _SCALE).float()
+        _check_blocks(steps, counts, self.block, ranks)
         if self.width < 8:
             top = 1 << (self.width - 1)
-            fields = (unpack_small(payload[head:], count, self.width) ^ top).to(torch.int8) - top
+            fields = (unpack_rows(parts[1], counts, self.width) ^ top).to(torch.int8) - top
         else:
-            fields = payload[head:].view(torch.int8)
-        return of_steps(fields, steps, self.block)
+            fields = parts[1].view(torch.int8)
+        return of_steps(fields, steps, self.block, _cuts(counts, self.block, steps.device))
 
 
 @dataclass(frozen=True)
@@ -134,25 +147,27 @@ class Levels:
     def _numbers(self) -> int:
         return min(self._levels, 2)
 
-    def nbytes(self, count: int) -> int:
-        return -(-count // self.block) * self._numbers * _SCALE.itemsize + packed_bytes(count, self.width)
+    def sizes(self, count: Count) -> tuple[Count, ...]:
+        return -(-count // self.block) * self._numbers * _SCALE.itemsize, packed_bytes(count, self.width)
 
-    def encode(self, values: Tensor) -> Tensor:
-        numbers = self._fit(values)
-        fields = nearest_levels(values, self._series(numbers), self.block)
-        return torch.cat((numbers.view(-1).view(torch.uint8), pack_small(fields, self.width)))
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        cuts = _cuts(counts, self.block, values.device)
+        numbers = self._fit(values, cuts)
+        fields = nearest_levels(values, self._series(numbers), self.block, cuts)
+        return numbers.view(-1).view(torch.uint8), pack_rows(fields, counts, self.width)
 
-    def decode(self, payload: Tensor, count: int, rank: int) -> Tensor:
-        _check_length(payload, self.nbytes(count), count, rank)
-        head = -(-count // self.block) * self._numbers * _SCALE.itemsize
-        levels = self._series(read_as(payload[:head], _SCALE).view(-1, self._numbers))
-        check_scales(levels, rank)
-        fields = unpack_small(payload[head:], count, self.width)
-        return of_levels(fields, levels, self.block)
+    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+        levels = self._series(read_as(parts[0], _SCALE).view(-1, self._numbers))
+        _check_blocks(levels, counts, self.block, ranks)
+        fields = unpack_rows(parts[1], counts, self.width)
+        return of_levels(fields, levels, self.block, _cuts(counts, self.block, levels.device))
 
-    def _fit(self, values: Tensor) -> Tensor:
+    def _fit(self, values: Tensor, cuts: Tensor | None) -> Tensor:
         """`low`, and `ratio` where there is one, of every block."""
-        low, high = _ends(values, self.block) if self._levels > 2 else means(values, self.block, self._levels)
+        if self._levels > 2:
+            low, high = _ends(values, self.block, cuts)
+        else:
+            low, high = means(values, self.block, self._levels, cuts)
         low = low.maximum(high / SPAN).to(_SCALE)
         if self._numbers == 1:
             return low.unsqueeze(1)
@@ -167,8 +182,8 @@ class Levels:
         return torch.stack(series, 1)
 
 
-def _ends(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    sizes = in_blocks(finite(values).abs(), block, fill=-1)
+def _ends(values: Tensor, block: int, cuts: Tensor | None) -> tuple[Tensor, Tensor]:
+    sizes = in_blocks(finite(values).abs(), block, -1, cuts)
     return torch.where(sizes < 0, math.inf, sizes).amin(1), sizes.amax(1)
 
 
@@ -184,12 +199,12 @@ VALUE_CODES: dict[str, ValueCode] = {
 
 def value_bytes(count: int, kind: str) -> int:
     """Length of `count` values of a kind of VALUE_CODES; grows with it."""
-    return code_of(kind, VALUE_CODES).nbytes(count)
+    return sum(code_of(kind, VALUE_CODES).sizes(count))
 
 
 def encode_values(values: Tensor, kind: str) -> Tensor:
     """One-dimensional `values` of any floating dtype as uint8, by a kind of VALUE_CODES."""
-    return code_of(kind, VALUE_CODES).encode(values)
+    return encode_one(code_of(kind, VALUE_CODES), values)
 
 
 def decode_values(payload: Tensor, count: int, kind: str, rank: int) -> Tensor:
@@ -197,7 +212,23 @@ def decode_values(payload: Tensor, count: int, kind: str, rank: int) -> Tensor:
 
     Raises PayloadError if the length or a scale cannot be right. Waits for the device where there are scales.
     """
-    return code_of(kind, VALUE_CODES).decode(payload, count, rank)
+    return decode_one(code_of(kind, VALUE_CODES), payload, count, rank)
+
+
+def encode_one(code: ValueCode, values: Tensor) -> Tensor:
+    """The values of one message."""
+    return torch.cat(code.encode(values, one_row(len(values))))
+
+
+def decode_one(code: ValueCode, payload: Tensor, count: int, rank: int) -> Tensor:
+    """The `count` values of one message from `rank`. Raises PayloadError if length or scales cannot be right."""
+    expected = sum(code.sizes(count))
+    if payload.dtype != torch.uint8 or payload.shape != (expected,):
+        raise PayloadError(
+            f"the message from rank {rank} has {payload.numel()} bytes of values where {count} take {expected}"
+        )
+    counts = one_row(count)
+    return code.decode(take_parts(payload.unsqueeze(0), code.sizes(counts)), counts, [rank])
 
 
 def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
@@ -207,14 +238,29 @@ def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
     return codes[kind]
 
 
-def _check_length(payload: Tensor, expected: int, count: int, rank: int) -> None:
-    if payload.dtype != torch.uint8 or payload.shape != (expected,):
-        raise PayloadError(
-            f"the message from rank {rank} has {payload.numel()} bytes of values where {count} take {expected}"
-        )
-
-
 def check_scales(scales: Tensor, rank: int) -> None:
     """Raise PayloadError unless scales from `rank` are numbers that values within +-LARGEST can have."""
-    if not ((scales >= 0) & (scales <= 2 * LARGEST)).all():
+    if not _right(scales).all():
         raise PayloadError(f"the message from rank {rank} holds a scale that is negative, not finite or far too large")
+
+
+def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int]) -> None:
+    """`check_scales` of the scales of every block, in messages from `ranks`."""
+    right = _right(scales)
+    if not right.all():
+        row, _ = by_row(-(-counts // block), scales.device)
+        first = int((~right).view(len(row), -1).any(1).nonzero()[0])
+        check_scales(scales[first], ranks[int(row[first])])
+
+
+def _right(scales: Tensor) -> Tensor:
+    return (scales >= 0) & (scales <= 2 * LARGEST)
+
+
+def _cuts(counts: Tensor, block: int, device: torch.device) -> Tensor | None:
+    """Where blocks start that never reach from one message into the next, and the last one ends; None for one."""
+    if len(counts) == 1:
+        return None
+    row, ordinal = by_row(-(-counts // block), device)
+    starts = firsts(counts, device)[row] + ordinal * block
+    return torch.nn.functional.pad(starts, (0, 1), value=int(counts.sum()))

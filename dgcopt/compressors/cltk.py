@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding import decode_rice, encode_rice, largest, rice_bytes, rice_excess
+from ..coding import decode_rice, encode_rice, largest, one_row, rice_bytes, rice_excess
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
@@ -71,7 +71,7 @@ class CLTK(ScheduledRatio, Compressor):
         if ctx.rank == leader:
             choice = self._choose(v, maxima, ctx)
         choice = yield Broadcast(choice, root=leader)
-        indices = decode_rice(choice, count, ctx.numel, leader)
+        indices, _ = decode_rice(choice.unsqueeze(0), count, ctx.numel, [leader])
 
         sent = v.new_zeros(count, dtype=ctx.dtype)
         sent[: len(indices)] = gather(v, indices)
@@ -84,10 +84,11 @@ class CLTK(ScheduledRatio, Compressor):
     def _choose(self, v: Tensor, maxima: Tensor, ctx: Context) -> Tensor:
         """The leader's message: where its own v is largest."""
         indices = self.selection(ctx).largest(v, maxima)
-        count, excess = len(indices), rice_excess(indices, ctx.numel)
+        count = len(indices)
+        excess = int(rice_excess(indices, one_row(count), count, ctx.numel))
         if excess:
             indices = indices[largest(v[indices], count - excess)]
-        return encode_rice(indices, count, ctx.numel)
+        return encode_rice(indices, one_row(len(indices)), count, ctx.numel)[0]
 
     def payload_bytes(self, ctx: Context) -> int:
         count = self.selection(ctx).count

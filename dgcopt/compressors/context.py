@@ -191,7 +191,10 @@ class Context:
         What a checkpoint of other ranks left it of other shares is added to "residual", which there has to be, as it is
         and as it will be.
         """
-        if kind not in self.shards:
+        if kind not in self.shards and kind not in self.memory:
+            held = torch.zeros(sharding.length, dtype=at_least_float32(self.dtype), device=self.device)
+            self.shards[kind] = Shard(sharding, self.rank, held)
+        elif kind not in self.shards:
             whole = self.hold(kind)
             self.shards[kind] = Shard.taken_from(whole, sharding, self.rank)
             del self.memory[kind]

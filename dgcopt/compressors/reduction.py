@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from ..coding import SparseCode, largest
+from ..coding import SparseCode
 from ..collectives import AllGather, AllReduce, AllToAll
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
@@ -106,31 +106,28 @@ class Owner:
     decay: float = 1.0
 
     def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        sharding, code, capacity = _sharding(ctx), self._code, self._capacity(ctx.size)
+        sharding = _sharding(ctx)
         owners = sharding.owners(indices)
-        messages, sent, arriving = [], [], []
-        for owner in range(ctx.size):
-            mine = (owners == owner).nonzero().squeeze(1)
-            if len(mine) > capacity:
-                mine = mine[largest(values[mine], capacity)]
-            places = sharding.places(indices[mine])
-            message, places, there = code.encode(places, values[mine], sharding.length, capacity)
-            messages.append(message)
-            sent.append(sharding.positions(places, owner))
-            arriving.append(there)
-        positions, order = torch.cat(sent).sort()
-        return torch.stack(messages), positions, torch.cat(arriving)[order]
+        order = owners.argsort(stable=True)
+        indices, counts = indices[order], torch.bincount(owners, minlength=ctx.size).cpu()
+        messages, kept, arriving = self._code.encode_rows(
+            sharding.places(indices), values[order], counts, sharding.length, self._capacity(ctx.size)
+        )
+        sent, order = (indices if kept is None else indices[kept]).sort()
+        return messages, sent, arriving[order]
 
     def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
-        sharding, code, capacity = _sharding(ctx), self._code, self._capacity(ctx.size)
+        sharding, code = _sharding(ctx), self._code
         sums = self._waiting(sharding, ctx)
-        arrived = []
-        for rank, row in enumerate((yield AllToAll(message))):
-            places, values = code.decode(row, capacity, sharding.length, rank)
-            sums.index_add_(0, places, values.to(sums.dtype))
-            arrived.append(places)
+        received = yield AllToAll(message)
+        arrived, values, counts = code.decode_rows(received, self._capacity(ctx.size), sharding.length, range(ctx.size))
+        values = values.to(sums.dtype)
+        # in rank order: a device other than a CPU adds what one call brings in any order
+        rows = [len(arrived)] if sums.is_cpu else counts.tolist()
+        for places, part in zip(arrived.split(rows), values.split(rows), strict=True):
+            sums.index_add_(0, places, part)
         if math.isinf(self.keep):
-            places = torch.cat(arrived).unique()
+            places = arrived.unique()
             chosen = gather(sums, places)
             count = int((yield AllReduce(torch.tensor([len(places)], device=sums.device), op="max")))
         else:
@@ -157,14 +154,12 @@ class Owner:
 
     def _forward(self, message: Tensor, count: int, sharding: Sharding, ctx: Context) -> GradientExchange:
         """What all owners forward, on all ranks."""
-        code, positions, sums = self._code, [], []
-        for owner, row in enumerate((yield AllGather(message))):
-            places, values = code.decode(row, count, sharding.length, owner)
-            positions.append(sharding.positions(places, owner))
-            sums.append(values)
-        ascending, order = torch.cat(positions).sort()
+        gathered = yield AllGather(message)
+        places, sums, counts = self._code.decode_rows(gathered, count, sharding.length, range(ctx.size))
+        owners = torch.arange(ctx.size).repeat_interleave(counts).to(places.device)
+        ascending, order = sharding.positions(places, owners).sort()
         total = SparseSum()
-        total.add(ascending, torch.cat(sums)[order].to(at_least_float32(ctx.dtype)) / ctx.divisor)
+        total.add(ascending, sums[order].to(at_least_float32(ctx.dtype)) / ctx.divisor)
         return total
 
     @property
@@ -195,7 +190,8 @@ def _sharding(ctx: Context) -> Sharding:
 def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:
     """The ranks' coordinates, in rank order, divided by N. Raises PayloadError for a message that cannot be right."""
     total = SparseSum()
-    for rank, message in enumerate(messages):
-        positions, values = code.decode(message, count, ctx.numel, rank)
-        total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)
+    positions, values, counts = code.decode_rows(messages, count, ctx.numel, range(len(messages)))
+    values = values.to(at_least_float32(ctx.dtype)) / ctx.divisor
+    for part in zip(positions.split(counts.tolist()), values.split(counts.tolist()), strict=True):
+        total.add(*part)
     return total

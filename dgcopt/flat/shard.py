@@ -39,8 +39,8 @@ class Sharding:
         """Where each position lies in its owner's share."""
         return positions // self.size
 
-    def positions(self, places: Tensor, owner: int) -> Tensor:
-        """The positions of places in one rank's share."""
+    def positions(self, places: Tensor, owner: int | Tensor) -> Tensor:
+        """The positions of places in the share of one rank, or of a rank each."""
         return places * self.size + (owner - self._turn(places)) % self.size
 
     def _turn(self, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from .cuda import in_triton, takes_cuda
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .parts import Parts
+from .rows import by_row, firsts
 from .torch import (
     LARGEST,
     PER_BYTE,
@@ -50,6 +51,7 @@ __all__ = [
     "bits_of",
     "block_maxima",
     "by_block",
+    "by_row",
     "candidate_blocks",
     "chunks",
     "clear_at",
@@ -59,6 +61,7 @@ __all__ = [
     "draw_from_spans",
     "draws",
     "finite",
+    "firsts",
     "gather",
     "in_blocks",
     "instructions",

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgcopt
 from dgcopt.checkpoint import reshare
-from dgcopt.collectives import watched
+from dgcopt.collectives import AllGather, AllToAll, watched
 from dgcopt.compressors import Context
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -222,6 +223,7 @@ def test_few_find_no_room() -> None:
         assert min(sent) > 0.99 * math.ceil(0.05 * rows * columns)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(1, 70))
 def test_every_coordinate_has_one_owner(numel: int, size: int) -> None:
     sharding = Sharding(numel, size)
@@ -256,6 +258,36 @@ def test_bytes_do_not_grow_with_the_ranks() -> None:
     assert sent[16] < 1.5 * sent[4] and sent[64] < 1.5 * sent[16]
     alone = dgcopt.TopK(0.05, "int2", "rice", granularity="bucket").payload_bytes(ranks.contexts[0])
     assert alone is not None and sent[4] < 2.5 * alone
+
+
+class Counted(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rank_does_as_much_whatever_the_number_of_messages() -> None:
+    """All of a step's messages are coded together, and read together: as many operations for 64 ranks as for 8."""
+    done = {}
+    for size in (8, 64):
+        ranks = Ranks(dgcopt.TopK(0.05, "int2", "rice", reduce="owner", granularity="bucket"), size, [(400, 500)])
+        exchange = ranks.compressor.exchange(ranks.gradients(0)[0], ranks.contexts[0])
+        with Counted() as counted:
+            collective = next(exchange)
+            assert isinstance(collective, AllToAll)
+            collective = exchange.send(collective.tensor)
+            assert isinstance(collective, AllGather)
+            gathered = collective.tensor.expand(size, -1).contiguous()
+            with pytest.raises(StopIteration):
+                exchange.send(gathered)
+        done[size] = counted.count
+    assert done[64] < 1.2 * done[8], done
 
 
 @pytest.mark.parametrize("wrong", [{"reduce": "owners"}, {"keep": 0}, {"keep": True}, {"keep": math.nan}])

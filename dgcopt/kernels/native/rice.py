@@ -5,42 +5,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .library import Int, Length, Pointer, check_bytes, check_flat, function
+from .library import Int, Length, Pointer, check_flat, function, is_flat
 
 __all__ = ["rice_measure", "rice_pack", "rice_unpack"]
 
 
-def rice_measure(indices: Tensor, b: int) -> tuple[int, int]:
+def rice_measure(indices: Tensor, counts: Tensor, b: int) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.rice_measure`."""
-    check_flat(len(indices), indices, dtype=torch.int64)
-    measures = torch.empty(2, dtype=torch.int64)
-    loop = function("rice_measure", Pointer, Length, Int, Pointer)
-    loop(indices.data_ptr(), len(indices), b, measures.data_ptr())
-    smallest, quotients = measures.tolist()
-    return smallest, quotients
+    _check_rows(counts, indices)
+    measures = torch.empty(2, len(counts), dtype=torch.int64)
+    loop = function("rice_measure", Pointer, Pointer, Length, Int, Pointer, Pointer)
+    loop(indices.data_ptr(), counts.data_ptr(), len(counts), b, measures[0].data_ptr(), measures[1].data_ptr())
+    return measures[0], measures[1]
 
 
-def rice_pack(indices: Tensor, b: int, nbytes: int) -> Tensor:
+def rice_pack(indices: Tensor, counts: Tensor, b: int, nbytes: int) -> Tensor:
     """See `dgcopt.kernels.torch.rice_pack`."""
-    check_flat(len(indices), indices, dtype=torch.int64)
-    start = _remainder_bytes(len(indices), b)
-    packed = torch.zeros(nbytes, dtype=torch.uint8)
-    loop = function("rice_pack", Pointer, Length, Int, Pointer, Length, Length)
-    if start > nbytes or loop(indices.data_ptr(), len(indices), b, packed.data_ptr(), start, 8 * (nbytes - start)):
-        raise ValueError(f"{len(indices)} indices do not fit into {nbytes} bytes")
+    _check_rows(counts, indices)
+    packed = torch.zeros(len(counts), nbytes, dtype=torch.uint8)
+    loop = function("rice_pack", Pointer, Pointer, Length, Int, Pointer, Length)
+    if loop(indices.data_ptr(), counts.data_ptr(), len(counts), b, packed.data_ptr(), nbytes):
+        raise ValueError(f"{counts.tolist()} indices do not fit into rows of {nbytes} bytes")
     return packed
 
 
-def rice_unpack(packed: Tensor, count: int, b: int, numel: int) -> Tensor | None:
+def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, int]:
     """See `dgcopt.kernels.torch.rice_unpack`."""
-    start = _remainder_bytes(count, b)
-    check_bytes(packed, start)
-    indices = torch.empty(count, dtype=torch.int64)
-    loop = function("rice_unpack", Pointer, Length, Int, Length, Length, Length, Pointer)
-    damaged = loop(packed.data_ptr(), count, b, start, len(packed), numel, indices.data_ptr())
-    return None if damaged else indices
+    indices = torch.empty(int(counts.sum()), dtype=torch.int64)
+    _check_rows(counts, indices)
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or len(packed) != len(counts) or not is_flat(packed):
+        raise ValueError(f"{len(counts)} rows of bytes are needed, not {tuple(packed.shape)} of {packed.dtype}")
+    loop = function("rice_unpack", Pointer, Pointer, Length, Int, Length, Length, Pointer)
+    wrong = loop(packed.data_ptr(), counts.data_ptr(), len(counts), b, packed.shape[1], numel, indices.data_ptr())
+    return indices, wrong - 1
 
 
-def _remainder_bytes(count: int, b: int) -> int:
-    whole, rest = divmod(b, 8)
-    return count * whole + -(-count // 8) * rest
+def _check_rows(counts: Tensor, indices: Tensor) -> None:
+    check_flat(len(counts), counts, dtype=torch.int64)
+    if len(counts) and int(counts.amin()) < 0:
+        raise ValueError(f"rows cannot have {int(counts.amin())} indices")
+    check_flat(int(counts.sum()), indices, dtype=torch.int64)

@@ -5,65 +5,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .library import Int, Length, Pointer, check_bytes, check_flat, function
+from .library import Int, Length, Pointer, at, check_bytes, check_flat, function
 
 __all__ = ["means", "nearest_levels", "of_levels", "of_steps", "round_steps"]
 
 
-def round_steps(values: Tensor, block: int, most: int) -> tuple[Tensor, Tensor]:
+def round_steps(values: Tensor, block: int, most: int, cuts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.round_steps`."""
-    blocks = _blocks(values, block)
+    blocks = _blocks(values, block, cuts)
     if not 1 <= most <= 127:
         raise ValueError(f"int8 holds up to 127 steps, not {most}")
     steps, multiples = torch.empty(blocks, dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int8)
-    loop = function("round_steps", Pointer, Length, Length, Int, Pointer, Pointer)
-    loop(values.data_ptr(), len(values), block, most, steps.data_ptr(), multiples.data_ptr())
+    loop = function("round_steps", Pointer, Length, Length, Pointer, Int, Pointer, Pointer)
+    loop(values.data_ptr(), len(values), block, at(cuts, 0), most, steps.data_ptr(), multiples.data_ptr())
     return steps, multiples
 
 
-def of_steps(multiples: Tensor, steps: Tensor, block: int) -> Tensor:
+def of_steps(multiples: Tensor, steps: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
     """See `dgcopt.kernels.torch.of_steps`."""
     check_flat(len(multiples), multiples, dtype=torch.int8)
-    check_flat(-(-len(multiples) // block), steps, dtype=torch.float32)
+    check_flat(_count(len(multiples), block, cuts), steps, dtype=torch.float32)
     values = torch.empty(len(multiples))
-    loop = function("of_steps", Pointer, Pointer, Length, Length, Pointer)
-    loop(multiples.data_ptr(), steps.data_ptr(), len(multiples), block, values.data_ptr())
+    loop = function("of_steps", Pointer, Pointer, Length, Length, Pointer, Pointer)
+    loop(multiples.data_ptr(), steps.data_ptr(), len(multiples), block, at(cuts, 0), values.data_ptr())
     return values
 
 
-def nearest_levels(values: Tensor, levels: Tensor, block: int) -> Tensor:
+def nearest_levels(values: Tensor, levels: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
     """See `dgcopt.kernels.torch.nearest_levels`."""
-    _check_levels(levels, _blocks(values, block))
+    _check_levels(levels, _blocks(values, block, cuts))
     fields = torch.empty(len(values), dtype=torch.uint8)
-    loop = function("nearest_levels", Pointer, Pointer, Length, Length, Int, Pointer)
-    loop(values.data_ptr(), levels.data_ptr(), len(values), block, levels.shape[1], fields.data_ptr())
+    loop = function("nearest_levels", Pointer, Pointer, Length, Length, Pointer, Int, Pointer)
+    places = (values.data_ptr(), levels.data_ptr(), len(values), block, at(cuts, 0))
+    loop(*places, levels.shape[1], fields.data_ptr())
     return fields
 
 
-def of_levels(fields: Tensor, levels: Tensor, block: int) -> Tensor:
+def of_levels(fields: Tensor, levels: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
     """See `dgcopt.kernels.torch.of_levels`."""
     check_bytes(fields, len(fields))
-    _check_levels(levels, -(-len(fields) // block))
+    _check_levels(levels, _count(len(fields), block, cuts))
     values = torch.empty(len(fields))
-    loop = function("of_levels", Pointer, Pointer, Length, Length, Int, Pointer)
-    loop(fields.data_ptr(), levels.data_ptr(), len(fields), block, levels.shape[1], values.data_ptr())
+    loop = function("of_levels", Pointer, Pointer, Length, Length, Pointer, Int, Pointer)
+    places = (fields.data_ptr(), levels.data_ptr(), len(fields), block, at(cuts, 0))
+    loop(*places, levels.shape[1], values.data_ptr())
     return values
 
 
-def means(values: Tensor, block: int, count: int) -> tuple[Tensor, Tensor]:
+def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.means`."""
-    blocks = _blocks(values, block)
+    blocks = _blocks(values, block, cuts)
     if block & (block - 1) or block > 1024:
         raise ValueError(f"blocks have a power of two of elements, 1024 at most, not {block}")
     low, high = torch.empty(blocks), torch.empty(blocks)
-    loop = function("means", Pointer, Length, Length, Int, Pointer, Pointer)
-    loop(values.data_ptr(), len(values), block, count, low.data_ptr(), high.data_ptr())
+    loop = function("means", Pointer, Length, Length, Pointer, Int, Pointer, Pointer)
+    loop(values.data_ptr(), len(values), block, at(cuts, 0), count, low.data_ptr(), high.data_ptr())
     return low, high
 
 
-def _blocks(values: Tensor, block: int) -> int:
+def _blocks(values: Tensor, block: int, cuts: Tensor | None) -> int:
     check_flat(len(values), values, dtype=torch.float32)
-    return -(-len(values) // block)
+    return _count(len(values), block, cuts)
+
+
+def _count(numel: int, block: int, cuts: Tensor | None) -> int:
+    """How many blocks there are. Raises ValueError unless they are what the loops take them for."""
+    if cuts is None:
+        return -(-numel // block)
+    check_flat(len(cuts), cuts, dtype=torch.int64)
+    lengths = cuts.diff()
+    if not len(cuts) or int(cuts[0]) or int(cuts[-1]) != numel or ((lengths < 1) | (lengths > block)).any():
+        raise ValueError(f"blocks of 1 to {block} have to follow one another up to {numel}")
+    return len(lengths)
 
 
 def _check_levels(levels: Tensor, blocks: int) -> None:

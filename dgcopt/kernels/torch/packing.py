@@ -5,23 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "pack_small", "unpack", "unpack_small"]
-
-
-def pack(integers: Tensor, width: int) -> Tensor:
-    """The low `width` (0 to 56) bits of int64 `integers`: the whole bytes of each, then the bits left over."""
-    whole, rest = divmod(width, 8)
-    by_bytes = integers.contiguous().view(torch.uint8).view(-1, 8)
-    return torch.cat((by_bytes[:, :whole].reshape(-1), pack_small(by_bytes[:, whole] & (1 << rest) - 1, rest)))
-
-
-def unpack(packed: Tensor, count: int, width: int) -> Tensor:
-    """The `count` integers, int64, that `pack` wrote."""
-    whole, rest = divmod(width, 8)
-    by_bytes = packed.new_zeros(count, 8)
-    by_bytes[:, :whole] = packed[: count * whole].view(count, whole)
-    by_bytes[:, whole] = unpack_small(packed[count * whole :], count, rest)
-    return by_bytes.view(torch.int64).view(-1)
+__all__ = ["pack_small", "unpack_small"]
 
 
 def pack_small(fields: Tensor, width: int) -> Tensor:

@@ -15,45 +15,49 @@ SPAN = 256
 """Between the largest and the smallest magnitude that a block tells apart."""
 
 
-def round_steps(values: Tensor, block: int, most: int) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of each block over `most`, as bfloat16; and each value as a multiple of that, int8."""
-    blocks = in_blocks(finite(values), block, fill=0)
+def round_steps(values: Tensor, block: int, most: int, cuts: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each block over `most`, as bfloat16; and each value as a multiple of that, int8.
+
+    `cuts`, here and below: where each block starts, and the last one ends, int64; else each has `block` values.
+    """
+    blocks = in_blocks(finite(values), block, 0, cuts)
     steps = (blocks.abs().amax(1) / most).to(torch.bfloat16)
     multiples = (blocks / steps.float().unsqueeze(1)).nan_to_num_(0).round_().clamp_(-most, most)
-    return steps, multiples.view(-1)[: len(values)].to(torch.int8)
+    return steps, _out_of_blocks(multiples, len(values), cuts).to(torch.int8)
 
 
-def of_steps(multiples: Tensor, steps: Tensor, block: int) -> Tensor:
+def of_steps(multiples: Tensor, steps: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
     """Multiples, int8, of each block's step, float32."""
-    return (in_blocks(multiples.float(), block, fill=0) * steps.unsqueeze(1)).view(-1)[: len(multiples)]
+    blocks = in_blocks(multiples.float(), block, 0, cuts)
+    return _out_of_blocks(blocks * steps.unsqueeze(1), len(multiples), cuts)
 
 
-def nearest_levels(values: Tensor, levels: Tensor, block: int) -> Tensor:
+def nearest_levels(values: Tensor, levels: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
     """The nearest of each block's magnitudes, float32 `[blocks, levels]`, none descending: 2 j + 1 if negative, uint8.
 
     Halfway between two it is the lower one.
     """
     values = finite(values)
-    sizes = in_blocks(values.abs(), block, fill=0)
+    sizes = in_blocks(values.abs(), block, 0, cuts)
     nearest = torch.zeros_like(sizes, dtype=torch.uint8)
     for between in ((levels[:, 1:] + levels[:, :-1]) / 2).unbind(1):
         nearest += sizes > between.unsqueeze(1)
-    return (values < 0).to(torch.uint8) | nearest.view(-1)[: len(values)] << 1
+    return (values < 0).to(torch.uint8) | _out_of_blocks(nearest, len(values), cuts) << 1
 
 
-def of_levels(fields: Tensor, levels: Tensor, block: int) -> Tensor:
+def of_levels(fields: Tensor, levels: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
     """What `nearest_levels` wrote: float32."""
     signed = torch.stack((levels, -levels), 2).flatten(1)
-    return signed.gather(1, in_blocks(fields, block, fill=0).long()).view(-1)[: len(fields)]
+    return _out_of_blocks(signed.gather(1, in_blocks(fields, block, 0, cuts).long()), len(fields), cuts)
 
 
-def means(values: Tensor, block: int, count: int) -> tuple[Tensor, Tensor]:
+def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Of the magnitudes in each block: their mean, twice; or for a `count` of 2 the means below and above a split.
 
     The split is halfway between those, nearly (Lloyd 1982). NaN and Inf count as 0, in sums of the order of
     `sum_of_rows`.
     """
-    sizes = in_blocks(finite(values).abs(), block, fill=-1)
+    sizes = in_blocks(finite(values).abs(), block, -1, cuts)
     total, there = _sums_above(sizes, torch.full((len(sizes),), -1.0, device=values.device))
     mean = total / there
     if count == 1:
@@ -74,6 +78,18 @@ def _sums_above(sizes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     return sum_of_rows(torch.where(above, sizes, 0)), above.sum(1, dtype=torch.float32)
 
 
-def in_blocks(values: Tensor, block: int, fill: float) -> Tensor:
-    """Shape `[blocks, block]`; the last one is filled up."""
-    return torch.nn.functional.pad(values, (0, -len(values) % block), value=fill).view(-1, block)
+def in_blocks(values: Tensor, block: int, fill: float, cuts: Tensor | None = None) -> Tensor:
+    """Shape `[blocks, block]`; those that are shorter are filled up."""
+    if cuts is None:
+        return torch.nn.functional.pad(values, (0, -len(values) % block), value=fill).view(-1, block)
+    there = _there(cuts, block)
+    return torch.full(there.shape, fill, dtype=values.dtype, device=values.device).masked_scatter_(there, values)
+
+
+def _out_of_blocks(blocks: Tensor, numel: int, cuts: Tensor | None) -> Tensor:
+    return blocks.view(-1)[:numel] if cuts is None else blocks[_there(cuts, blocks.shape[1])]
+
+
+def _there(cuts: Tensor, block: int) -> Tensor:
+    """Which places of a block are taken."""
+    return torch.arange(block, device=cuts.device) < cuts.diff().unsqueeze(1)

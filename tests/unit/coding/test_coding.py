@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dgcopt import kernels
 from dgcopt.coding import (
     DENSE_CODES,
     VALUE_CODES,
@@ -19,13 +20,15 @@ from dgcopt.coding import (
     encode_dense,
     encode_rice,
     encode_values,
+    largest,
+    one_row,
     rice_bytes,
     rice_excess,
     value_bytes,
 )
-from dgcopt.coding.bits import pack_small, packed_bytes, unpack_small
+from dgcopt.coding.bits import packed_bytes
 from dgcopt.errors import ConfigError, PayloadError
-from dgcopt.kernels.torch import pack, unpack
+from dgcopt.kernels import pack_small, unpack_small
 
 INT32 = SparseCode("int32", "fp32")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -91,14 +94,6 @@ def test_a_message_of_another_length_is_refused():
 # Bits
 
 
-@given(count=st.integers(0, 70), width=st.integers(0, 56), seed=st.integers(0, 2**32))
-def test_integers_of_any_width_come_back_and_bits_beyond_are_dropped(count, width, seed):
-    integers = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(seed))
-    packed = pack(integers, width)
-    assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(count, width),)
-    assert torch.equal(unpack(packed, count, width), integers & (1 << width) - 1)
-
-
 @given(count=st.integers(0, 70), width=st.integers(0, 7))
 def test_eight_small_fields_fill_their_bytes_from_the_lowest_bit(count, width):
     fields = torch.randint(2**width, (count,), dtype=torch.uint8)
@@ -148,14 +143,28 @@ def read_bit_by_bit(message, count, numel):
     return indices
 
 
+def excess_of(indices, numel):
+    return int(rice_excess(indices, one_row(len(indices)), len(indices), numel))
+
+
+def encoded(indices, count, numel):
+    return encode_rice(indices, one_row(len(indices)), count, numel)[0]
+
+
+def decoded(message, count, numel, rank):
+    indices, counts = decode_rice(message.unsqueeze(0), count, numel, [rank])
+    assert counts.tolist() == [len(indices)]
+    return indices
+
+
 @given(case=positions())
 def test_indices_come_back_from_a_message_of_known_length(case):
     indices, numel = case
     count = len(indices)
-    kept = indices[: count - rice_excess(indices, numel)]
-    message = encode_rice(kept, count, numel)
+    kept = indices[: count - excess_of(indices, numel)]
+    message = encoded(kept, count, numel)
     assert message.shape == (rice_bytes(count, numel),) and rice_bytes(count, numel) % 8 == 0
-    arrived = decode_rice(message, count, numel, rank=0)
+    arrived = decoded(message, count, numel, rank=0)
     assert arrived.dtype == torch.int64
     assert torch.equal(arrived, kept)
     if count:
@@ -165,9 +174,9 @@ def test_indices_come_back_from_a_message_of_known_length(case):
 @given(case=positions(), seed=st.integers(0, 2**32))
 def test_any_indices_may_be_the_ones_left_out(case, seed):
     indices, numel = case
-    count, excess = len(indices), rice_excess(indices, numel)
+    count, excess = len(indices), excess_of(indices, numel)
     for kept in (indices[excess:], indices[spread(count - excess, count, seed)] if count else indices):
-        assert torch.equal(decode_rice(encode_rice(kept, count, numel), count, numel, rank=0), kept)
+        assert torch.equal(decoded(encoded(kept, count, numel), count, numel, rank=0), kept)
 
 
 @pytest.mark.parametrize("count, numel", [(100, 10**6), (25_557, 25_557_032), (1000, 10_000), (2, 2**40)])
@@ -175,10 +184,10 @@ def test_the_worst_positions_leave_few_out(count, numel):
     gap = 1 << max(0, round(math.log2(math.log(2) * numel / count)))
     heap = torch.arange(count)  # one gap holds everything: no remainder takes anything off the unary part
     heap[count // 2 :] += (numel - count) // gap * gap
-    excess = rice_excess(heap, numel)
+    excess = excess_of(heap, numel)
     assert excess <= 0.15 * count
     kept = heap[: count - excess]
-    assert torch.equal(decode_rice(encode_rice(kept, count, numel), count, numel, rank=0), kept)
+    assert torch.equal(decoded(encoded(kept, count, numel), count, numel, rank=0), kept)
 
 
 @pytest.mark.parametrize(
@@ -196,33 +205,33 @@ def test_random_positions_fit(density):
     for seed in range(50):
         drawn = torch.randint(numel, (10 * count,), generator=torch.Generator().manual_seed(seed)).unique()
         indices = drawn[spread(count, len(drawn), seed)] if numel > 10 * count else spread(count, numel, seed)
-        assert rice_excess(indices, numel) == 0
+        assert excess_of(indices, numel) == 0
 
 
 @pytest.mark.parametrize("indices", [[3, 3], [4, 3], [-1, 2], [2, 10], [10]])
 def test_indices_that_do_not_ascend_within_bounds_are_the_callers_mistake(indices):
     with pytest.raises(ValueError, match="ascend"):
-        rice_excess(torch.tensor(indices), 10)
+        excess_of(torch.tensor(indices), 10)
 
 
 def test_a_claim_of_more_indices_or_a_missing_one_is_refused():
     indices = spread(100, 10**5)
-    message = encode_rice(indices, 100, 10**5)
+    message = encoded(indices, 100, 10**5)
     for claimed in (0, 99, 101, 2**31 - 1, 2**32 - 1):
         damaged = message.clone()
         damaged[:4] = torch.tensor(list(claimed.to_bytes(4, "little")), dtype=torch.uint8)
         with pytest.raises(PayloadError, match="rank 3"):
-            decode_rice(damaged, 100, 10**5, rank=3)
+            decoded(damaged, 100, 10**5, rank=3)
 
 
 def test_an_index_beyond_the_tensor_is_refused():
-    message = encode_rice(torch.tensor([0, 99]), 2, 100)
-    assert decode_rice(message, 2, 100, rank=0).tolist() == [0, 99]
+    message = encoded(torch.tensor([0, 99]), 2, 100)
+    assert decoded(message, 2, 100, rank=0).tolist() == [0, 99]
     b = round(math.log2(math.log(2) * 50))
     assert b < 8
     message[4] |= (1 << b) - 1  # the first remainder grows, and with it every index
     with pytest.raises(PayloadError, match="beyond 100"):
-        decode_rice(message, 2, 100, rank=0)
+        decoded(message, 2, 100, rank=0)
 
 
 # Values
@@ -397,15 +406,65 @@ def test_what_a_rank_sent_is_what_every_rank_reads(case, index_kind, kind, dtype
         read_indices, read_values = code.decode(row, count, numel, rank=1)
         assert torch.equal(read_indices, sent)
         assert torch.equal(read_values.to(dtype), arriving)
-    if index_kind == "int32" or rice_excess(indices, numel) == 0:
+    if index_kind == "int32" or excess_of(indices, numel) == 0:
         assert torch.equal(sent, indices)
+
+
+@settings(max_examples=200)
+@given(
+    rows=st.lists(st.integers(0, 700), min_size=1, max_size=6),
+    numel=st.sampled_from([700, 900, 70_000, 10**7]),
+    kind=st.sampled_from(sorted(VALUE_CODES)),
+    room=st.sampled_from([50, 300, 700]),
+    clustered=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_messages_coded_together_are_those_coded_alone(rows, numel, kind, room, clustered, seed):
+    """The same bits, those of the torch kernels too; what one has no room for are its smallest values."""
+    code, drawn = SparseCode("rice", kind), []
+    for place, count in enumerate(rows):
+        indices = spread(count, 700 if clustered else numel, seed + place) if count else torch.zeros(0).long()
+        drawn.append((indices, torch.randn(count, generator=torch.Generator().manual_seed(seed + place))))
+    flat = [torch.cat(column) for column in zip(*drawn, strict=True)]
+    counts = torch.tensor(rows)
+    messages, kept, arriving = code.encode_rows(*flat, counts, numel, room)
+    kept = torch.arange(len(flat[0])) if kept is None else kept
+    expected = []
+    for indices, values in drawn:
+        most = largest(values, min(len(values), room))
+        expected.append(code.encode(indices[most], values[most], numel, room))
+    assert torch.equal(messages, torch.stack([message for message, _, _ in expected]))
+    assert torch.equal(flat[0][kept], torch.cat([sent for _, sent, _ in expected]))
+    assert torch.equal(arriving, torch.cat([values for _, _, values in expected]))
+    by_torch = in_torch(code.encode_rows, *flat, counts, numel, room)
+    assert torch.equal(by_torch[0], messages) and torch.equal(by_torch[2], arriving)
+
+    ranks = range(10, 10 + len(rows))
+    read = code.decode_rows(messages, room, numel, ranks)
+    for mine, theirs in zip(read, in_torch(code.decode_rows, messages, room, numel, ranks), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(read[0], flat[0][kept]) and torch.equal(read[1].to(arriving.dtype), arriving)
+    assert read[2].tolist() == [len(sent) for _, sent, _ in expected]
+    if rows[-1]:
+        messages[-1, 3] ^= 255
+        with pytest.raises(PayloadError, match=f"rank {ranks[-1]} "):
+            code.decode_rows(messages, room, numel, ranks)
+
+
+def in_torch(run, *arguments):
+    """What the specification of the kernels makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel in vars(kernels).values():
+            if isinstance(kernel, kernels.Kernel):
+                patch.setattr(kernel, "others", ())
+        return run(*arguments)
 
 
 def test_the_smallest_values_are_left_out_where_positions_cluster():
     indices = torch.arange(1000)
     indices[500:] += 900_000
     values = torch.randn(1000)
-    excess = rice_excess(indices, 10**6)
+    excess = excess_of(indices, 10**6)
     assert excess > 0
     code = SparseCode("rice", "fp32")
     message, sent, arriving = code.encode(indices, values, 10**6)

@@ -305,28 +305,37 @@ def test_pack_small(numel, width, seed):
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    gaps=st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3000)), max_size=200),
+    rows=st.lists(st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3000)), max_size=100), min_size=1, max_size=4),
     b=st.integers(0, 20),
     seed=st.integers(0, 2**20),
 )
-def test_rice(gaps, b, seed):
-    indices = (torch.tensor(gaps, dtype=torch.int64) + 1).cumsum(0) - 1
-    assert native.rice_measure(indices, b) == specification.rice_measure(indices, b)
-    nbytes = len(gaps) * (b // 8) + -(-len(gaps) // 8) * (b % 8) + -(-sum((gap >> b) + 1 for gap in gaps) // 8) + 3
-    packed = native.rice_pack(indices, b, nbytes)
-    assert torch.equal(packed, specification.rice_pack(indices, b, nbytes))
-    numel = int(indices[-1]) + 1 if gaps else 1
-    arrived = native.rice_unpack(packed, len(gaps), b, numel)
-    assert arrived is not None and torch.equal(arrived, indices)
-    if gaps:
-        assert native.rice_unpack(packed, len(gaps), b, numel - 1) is None
-        with pytest.raises(ValueError, match="do not fit"):
-            native.rice_pack(indices, b, nbytes - 4)
+def test_rice(rows, b, seed):
+    counts = torch.tensor([len(gaps) for gaps in rows])
+    indices = torch.cat([(torch.tensor(gaps, dtype=torch.int64) + 1).cumsum(0) - 1 for gaps in rows])
+    smallest, quotients = native.rice_measure(indices, counts, b)
+    assert smallest.tolist() == [min(gaps, default=0) for gaps in rows]
+    assert quotients.tolist() == [sum(gap >> b for gap in gaps) for gaps in rows]
+    for mine, other in zip((smallest, quotients), specification.rice_measure(indices, counts, b), strict=True):
+        assert torch.equal(mine, other)
+
+    unary = [len(gaps) * (b // 8) + -(-len(gaps) // 8) * (b % 8) for gaps in rows]
+    needed = [u - (-sum((gap >> b) + 1 for gap in gaps) // 8) for u, gaps in zip(unary, rows, strict=True)]
+    packed = native.rice_pack(indices, counts, b, max(needed) + 3)
+    assert torch.equal(packed, specification.rice_pack(indices, counts, b, max(needed) + 3))
+    numel = int(indices.amax()) + 1 if len(indices) else 1
+    for of in (native, specification):
+        arrived, wrong = of.rice_unpack(packed, counts, b, numel)
+        assert wrong == -1 and torch.equal(arrived, indices)
+        if len(indices):
+            _, wrong = of.rice_unpack(packed, counts, b, numel - 1)
+            assert numel - 1 in (torch.tensor(rows[wrong]) + 1).cumsum(0) - 1
+            with pytest.raises(ValueError, match="do not fit"):
+                of.rice_pack(indices, counts, b, max(needed) - 1)
     damaged = packed ^ torch.randint(256, packed.shape, generator=torch.Generator().manual_seed(seed)).byte()
     for message in (damaged, torch.zeros_like(packed), torch.full_like(packed, 255)):
-        ours = native.rice_unpack(message, len(gaps), b, numel)
-        theirs = specification.rice_unpack(message, len(gaps), b, numel)
-        assert (ours is None) == (theirs is None) and (ours is None or theirs is None or torch.equal(ours, theirs))
+        ours, wrong = native.rice_unpack(message, counts, b, numel)
+        theirs, wrong_too = specification.rice_unpack(message, counts, b, numel)
+        assert (wrong < 0) == (wrong_too < 0) and (wrong >= 0 or torch.equal(ours, theirs))
 
 
 @built

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,6 +58,48 @@ def test_levels(numel, block, count, kind, shift, seed):
         assert_same_bits(mine[1], other[1])
 
 
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), max_size=20),
+    kind=st.sampled_from(KINDS),
+    count=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 2**20),
+)
+def test_blocks_of_several_lengths(lengths, kind, count, seed):
+    """Each is coded as if it were alone."""
+    cuts = torch.tensor([0, *itertools.accumulate(lengths)])
+    values = numbers(sum(lengths), torch.float32, kind, seed)
+    levels = numbers(len(lengths) * count, torch.float32, "normal", seed).abs().view(-1, count).sort(1).values
+    steps = numbers(len(lengths), torch.float32, "normal", seed)
+    alone = list(zip(values.split(lengths), levels.split(1), steps.split(1), strict=True))
+    for of in (native, specification):
+        fields = of.nearest_levels(values, levels, 64, cuts)
+        multiples = of.round_steps(values, 64, 7, cuts)[1]
+        results = (
+            (of.round_steps(values, 64, 7, cuts), [native.round_steps(v, 64, 7) for v, _, _ in alone]),
+            (of.means(values, 64, 2, cuts), [native.means(v, 64, 2) for v, _, _ in alone]),
+            ((fields,), [(native.nearest_levels(v, level, 64),) for v, level, _ in alone]),
+            (
+                (of.of_levels(fields, levels, 64, cuts), of.of_steps(multiples, steps, 64, cuts)),
+                [
+                    (native.of_levels(f, level, 64), native.of_steps(m, step, 64))
+                    for (_, level, step), f, m in zip(
+                        alone, fields.split(lengths), multiples.split(lengths), strict=True
+                    )
+                ],
+            ),
+        )
+        for together, parts in results:
+            for place, mine in enumerate(together):
+                whole = torch.cat([part[place] for part in parts]) if parts else mine
+                assert_same_bits(mine, whole) if mine.is_floating_point() else assert_equal(mine, whole)
+
+
+def assert_equal(mine, other):
+    assert torch.equal(mine, other)
+
+
 def test_what_they_mean():
     values, levels = torch.tensor([1.0, -2.0, 4.0, -0.0]), torch.tensor([[1.0, 4.0]])
     steps, multiples = specification.round_steps(values, 64, 2)
@@ -74,6 +118,9 @@ def test_what_does_not_fit_is_refused():
         native.of_steps(torch.zeros(4, dtype=torch.int8), torch.zeros(2), 64)
     with pytest.raises(ValueError, match="power of two"):
         native.means(torch.zeros(4), 100, 2)
+    for cuts in ([0, 2, 3], [1, 4], [0, 0, 4], [0, 4, 3, 4]):
+        with pytest.raises(ValueError, match="follow one another up to 4"):
+            native.means(torch.zeros(4), 64, 2, torch.tensor(cuts))
 
 
 @built

@@ -1,19 +1,26 @@
 /* Rice codes of ascending indices. */
 
-/* measures[0]: the smallest gap between neighbours, measures[1]: the sum of all quotients by 2^b. */
-TARGET void FN(rice_measure)(const int64_t *indices, int64_t count, int b, int64_t *measures) {
-    int64_t smallest = count ? indices[0] : 0, quotients = count ? indices[0] >> b : 0;
-    for (int64_t i = 1; i < count; i++) {
-        int64_t gap = indices[i] - indices[i - 1] - 1;
-        smallest = gap < smallest ? gap : smallest;
-        quotients += gap >> b;
+/* Of each of `rows`, which have `counts` indices: the smallest gap between neighbours, the sum of quotients by 2^b. */
+TARGET void FN(rice_measure)(const int64_t *indices, const int64_t *counts, int64_t rows, int b, int64_t *smallest,
+                             int64_t *quotients) {
+    for (int64_t row = 0; row < rows; indices += counts[row++]) {
+        int64_t least = counts[row] ? indices[0] : 0, sum = counts[row] ? indices[0] >> b : 0;
+        for (int64_t i = 1; i < counts[row]; i++) {
+            int64_t gap = indices[i] - indices[i - 1] - 1;
+            least = gap < least ? gap : least;
+            sum += gap >> b;
+        }
+        smallest[row] = least, quotients[row] = sum;
     }
-    measures[0] = smallest, measures[1] = quotients;
 }
+
+/* At which byte the unary parts start. */
+INLINE TARGET int64_t FN(rice_unary)(int64_t count, int b) { return count * (b / 8) + (count + 7) / 8 * (b % 8); }
 
 /* `packed` is zero. Of every remainder the b / 8 whole bytes, then all their other bits, then from `unary` on the
    quotients as zeros that end with a one, `room` bits at most. Returns 1 if they do not fit. */
-TARGET int FN(rice_pack)(const int64_t *indices, int64_t count, int b, uint8_t *packed, int64_t unary, int64_t room) {
+static TARGET int FN(rice_pack_row)(const int64_t *indices, int64_t count, int b, uint8_t *packed, int64_t unary,
+                                    int64_t room) {
     int whole = b / 8, rest = b % 8;
     uint8_t *bits = packed + count * whole, *ends = packed + unary;
     int64_t end = 0, place = 0, before = -1;
@@ -34,9 +41,19 @@ TARGET int FN(rice_pack)(const int64_t *indices, int64_t count, int b, uint8_t *
     return 0;
 }
 
+/* Rows of so many bytes. Returns 1 if one has too few. */
+TARGET int FN(rice_pack)(const int64_t *indices, const int64_t *counts, int64_t rows, int b, uint8_t *packed,
+                         int64_t bytes) {
+    for (int64_t row = 0; row < rows; indices += counts[row++], packed += bytes) {
+        int64_t unary = FN(rice_unary)(counts[row], b);
+        if (unary > bytes || FN(rice_pack_row)(indices, counts[row], b, packed, unary, 8 * (bytes - unary))) return 1;
+    }
+    return 0;
+}
+
 /* Returns 1 unless there are `count` indices, all below `numel`, and no other ones. */
-TARGET int FN(rice_unpack)(const uint8_t *packed, int64_t count, int b, int64_t unary, int64_t bytes, int64_t numel,
-                           int64_t *indices) {
+static TARGET int FN(rice_unpack_row)(const uint8_t *packed, int64_t count, int b, int64_t unary, int64_t bytes,
+                                      int64_t numel, int64_t *indices) {
     int whole = b / 8, rest = b % 8;
     const uint8_t *bits = packed + count * whole;
     int64_t found = 0, zeros = 0, place = 0, index = -1;
@@ -63,4 +80,14 @@ TARGET int FN(rice_unpack)(const uint8_t *packed, int64_t count, int b, int64_t 
         zeros += 8 - seen;
     }
     return found != count;
+}
+
+/* Returns the number of the first row that is wrong, counted from 1; else 0. */
+TARGET int FN(rice_unpack)(const uint8_t *packed, const int64_t *counts, int64_t rows, int b, int64_t bytes,
+                           int64_t numel, int64_t *indices) {
+    for (int64_t row = 0; row < rows; indices += counts[row++], packed += bytes) {
+        int64_t unary = FN(rice_unary)(counts[row], b);
+        if (unary > bytes || FN(rice_unpack_row)(packed, counts[row], b, unary, bytes, numel, indices)) return (int)row + 1;
+    }
+    return 0;
 }

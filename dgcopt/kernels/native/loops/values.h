@@ -1,8 +1,13 @@
-/* Values in few bits each, with numbers per block of them; the last block may be shorter. */
+/* Values in few bits each, with numbers per block of them. Block b ends at cuts[b + 1]; without cuts, each has `block`
+   values, and the last one may be shorter. */
+INLINE TARGET int64_t FN(end_of_block)(const int64_t *cuts, int64_t b, int64_t start, int64_t block, int64_t n) {
+    return cuts ? cuts[b + 1] : start + block < n ? start + block : n;
+}
 
-TARGET void FN(round_steps)(const float *v, int64_t n, int64_t block, int most, uint16_t *steps, int8_t *multiples) {
-    for (int64_t start = 0, b = 0; start < n; start += block, b++) {
-        int64_t stop = start + block < n ? start + block : n;
+TARGET void FN(round_steps)(const float *v, int64_t n, int64_t block, const int64_t *cuts, int most, uint16_t *steps,
+                            int8_t *multiples) {
+    for (int64_t start = 0, stop, b = 0; start < n; start = stop, b++) {
+        stop = FN(end_of_block)(cuts, b, start, block, n);
         int32_t top = 0;
         for (int64_t i = start; i < stop; i++) {
             int32_t size = FN(finite)(v[i]) & 0x7fffffff;
@@ -19,18 +24,19 @@ TARGET void FN(round_steps)(const float *v, int64_t n, int64_t block, int most, 
     }
 }
 
-TARGET void FN(of_steps)(const int8_t *multiples, const float *steps, int64_t n, int64_t block, float *out) {
-    for (int64_t start = 0, b = 0; start < n; start += block, b++) {
-        int64_t stop = start + block < n ? start + block : n;
+TARGET void FN(of_steps)(const int8_t *multiples, const float *steps, int64_t n, int64_t block, const int64_t *cuts,
+                         float *out) {
+    for (int64_t start = 0, stop, b = 0; start < n; start = stop, b++) {
+        stop = FN(end_of_block)(cuts, b, start, block, n);
         float step = steps[b];
         for (int64_t i = start; i < stop; i++) out[i] = (float)multiples[i] * step;
     }
 }
 
-TARGET void FN(nearest_levels)(const float *v, const float *levels, int64_t n, int64_t block, int count,
-                               uint8_t *fields) {
-    for (int64_t start = 0; start < n; start += block, levels += count) {
-        int64_t stop = start + block < n ? start + block : n;
+TARGET void FN(nearest_levels)(const float *v, const float *levels, int64_t n, int64_t block, const int64_t *cuts,
+                               int count, uint8_t *fields) {
+    for (int64_t start = 0, stop, b = 0; start < n; start = stop, b++, levels += count) {
+        stop = FN(end_of_block)(cuts, b, start, block, n);
         for (int64_t i = start; i < stop; i++) {
             int32_t bits = FN(finite)(v[i]);
             fields[i] = (uint8_t)(bits >> 31 & ((bits & 0x7fffffff) != 0));
@@ -43,10 +49,11 @@ TARGET void FN(nearest_levels)(const float *v, const float *levels, int64_t n, i
     }
 }
 
-TARGET void FN(of_levels)(const uint8_t *fields, const float *levels, int64_t n, int64_t block, int count, float *out) {
+TARGET void FN(of_levels)(const uint8_t *fields, const float *levels, int64_t n, int64_t block, const int64_t *cuts,
+                          int count, float *out) {
     float signed_levels[256];
-    for (int64_t start = 0; start < n; start += block, levels += count) {
-        int64_t stop = start + block < n ? start + block : n;
+    for (int64_t start = 0, stop, b = 0; start < n; start = stop, b++, levels += count) {
+        stop = FN(end_of_block)(cuts, b, start, block, n);
         for (int j = 0; j < count; j++) signed_levels[2 * j] = levels[j], signed_levels[2 * j + 1] = -levels[j];
         for (int64_t i = start; i < stop; i++) out[i] = signed_levels[fields[i] & (2 * count - 1)];
     }
@@ -68,9 +75,11 @@ INLINE TARGET float FN(sum_above)(const int32_t *sizes, int64_t block, float lea
 }
 
 /* `block` is a power of two up to 1024. */
-TARGET void FN(means)(const float *v, int64_t n, int64_t block, int count, float *low, float *high) {
-    for (int64_t start = 0, b = 0; start < n; start += block, b++) {
-        int64_t there = start + block < n ? block : n - start;
+TARGET void FN(means)(const float *v, int64_t n, int64_t block, const int64_t *cuts, int count, float *low,
+                      float *high) {
+    for (int64_t start = 0, stop, b = 0; start < n; start = stop, b++) {
+        stop = FN(end_of_block)(cuts, b, start, block, n);
+        int64_t there = stop - start;
         int32_t sizes[1024], smallest = INT32_MAX, largest = 0, above;
         for (int64_t i = 0; i < there; i++) {
             int32_t size = sizes[i] = FN(finite)(v[start + i]) & 0x7fffffff;

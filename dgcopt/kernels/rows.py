@@ -1,0 +1,20 @@
+"""Rows of various lengths, one after the other in a flat tensor: those of the messages that are coded together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["by_row", "firsts"]
+
+
+def firsts(counts: Tensor, device: torch.device) -> Tensor:
+    """Where each row starts, of rows of `counts` elements (int64, on the CPU)."""
+    return (counts.cumsum(0) - counts).to(device)
+
+
+def by_row(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of every element, which row it lies in, and its number there."""
+    total = int(counts.sum())
+    row = torch.arange(len(counts), device=device).repeat_interleave(counts.to(device), output_size=total)
+    return row, torch.arange(total, device=device) - firsts(counts, device)[row]

@@ -17,16 +17,28 @@
 /* Which sources this was built from; empty if it was not setup.py that built it. */
 const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
 
+/* STREAM writes so many floats past the caches, to an address that is a multiple of their size; FENCE lets others see them. */
+
 #if defined(__x86_64__) || defined(__i386__)
+
+#include <immintrin.h>
+
+#define FENCE _mm_sfence()
 
 #define TARGET __attribute__((target("avx2,fma,bmi,bmi2,lzcnt")))
 #define FN(name) name##_avx2
+#define STREAMED 8
+#define STREAM(to, from) _mm256_stream_ps(to, _mm256_loadu_ps(from))
 #include "loops.h"
 #undef TARGET
 #undef FN
+#undef STREAMED
+#undef STREAM
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,lzcnt")))
 #define FN(name) name##_avx512
+#define STREAMED 16
+#define STREAM(to, from) _mm512_stream_ps(to, _mm512_loadu_ps(from))
 #include "loops.h"
 #undef TARGET
 #undef FN
@@ -45,6 +57,9 @@ const char *dgcopt_cpu(void) {
 
 #define TARGET
 #define FN(name) name##_neon
+#define STREAMED BLOCK
+#define STREAM(to, from) memcpy(to, from, BLOCK * sizeof(float))
+#define FENCE
 #include "loops.h"
 
 const char *dgcopt_cpu(void) { return "neon"; }

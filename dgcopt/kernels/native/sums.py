@@ -55,6 +55,6 @@ def check_place(place: Tensor, numel: int, *counts: int) -> None:
     if numel % BLOCK:
         raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {numel} elements")
     check_flat(numel // BLOCK, place, dtype=torch.int64)
-    least, most = (0, 0) if not len(place) else (int(bound) for bound in torch.aminmax(place))
-    if len(place) and (least < 0 or most >= min(counts)):
+    if function("any_outside", Pointer, Length, Length)(place.data_ptr(), len(place), min(counts)):
+        least, most = (int(bound) for bound in torch.aminmax(place))
         raise ValueError(f"blocks have places from {least} to {most} among {min(counts)} numbers")

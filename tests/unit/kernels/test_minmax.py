@@ -48,6 +48,27 @@ def test_minmax(rows, numel, offset, kind, how, shift, seed):
         assert torch.equal(mine, other)
 
 
+@built
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    exponent=st.integers(-40, 100),
+    narrower=st.integers(0, 26),
+    how=st.sampled_from(["set", "add"]),
+    seed=st.integers(0, 2**20),
+)
+def test_every_code_between_any_ends(exponent, narrower, how, seed):
+    """C multiplies by a reciprocal where torch divides."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        first, second = (torch.randn(2, generator=generator) * 2.0**exponent).clamp(-(2.0**100), 2.0**100).tolist()
+        ends = torch.tensor(sorted((first, first + (second - first) * 2.0**-narrower)))
+        mine, other = torch.zeros(256), torch.zeros(256)
+        native.put_minmax(codes, ends, mine, how)
+        specification.put_minmax(codes, ends, other, how)
+        assert_same_bits(mine, other)
+
+
 def test_what_they_mean():
     values, codes = torch.tensor([[0.0, 255, 100.25, -0.0], [0, 510, 0, 0]]), torch.empty(2, 4, dtype=torch.uint8)
     ends, mean = kernels.minmax_ends(values), torch.empty(4, dtype=torch.uint8)

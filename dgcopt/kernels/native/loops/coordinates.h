@@ -7,6 +7,8 @@ INLINE TARGET int FN(outside)(const int64_t *positions, int64_t count, int64_t n
     return count && most >= (uint64_t)n;
 }
 
+TARGET int FN(any_outside)(const int64_t *positions, int64_t count, int64_t n) { return FN(outside)(positions, count, n); }
+
 INLINE TARGET int FN(outside_parts)(const int64_t *starts, const int64_t *stops, int64_t parts,
                                     const int64_t *positions, int64_t count) {
     for (int64_t i = 0, part = 0; i < count; i++) {

@@ -22,3 +22,13 @@ INLINE TARGET uint16_t FN(rounded)(float x) { /* to nearest, ties to even; NaN t
 }
 INLINE TARGET void FN(write_bf16)(uint16_t *p, float x) { *p = FN(rounded)(x); }
 INLINE TARGET int32_t FN(magnitude_bf16)(float x) { return FN(rounded)(x) & 0x7fff; }
+
+/* Whether n numbers are too many to be in a cache when they are read again; to make room there for them takes longer. */
+INLINE TARGET int FN(streams)(const float *to, int64_t n) { return n >= LARGE && (uintptr_t)to % 64 == 0; }
+
+INLINE TARGET void FN(write_block)(float *to, const float *block, int streams) {
+    if (streams)
+        for (int i = 0; i < BLOCK; i += STREAMED) STREAM(to + i, block + i);
+    else
+        memcpy(to, block, BLOCK * sizeof(float));
+}

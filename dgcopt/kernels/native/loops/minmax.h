@@ -3,16 +3,25 @@
 /* Floats as integers of the same order, and back. */
 INLINE TARGET int32_t FN(ordered)(int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
 
+#define STRETCH(bits)                                                                                                  \
+    for (int64_t i = 0; i < n; i++) {                                                                                  \
+        int32_t key = FN(ordered)(bits);                                                                               \
+        least = key < least ? key : least;                                                                             \
+        most = key > most ? key : most;                                                                                \
+    }
+
 /* The smallest and the largest of values so far, as such integers. */
 INLINE TARGET void FN(stretch)(const float *v, int64_t n, int32_t *low, int32_t *high) {
     int32_t least = *low, most = *high;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t key = FN(ordered)(FN(finite)(v[i]));
-        least = key < least ? key : least;
-        most = key > most ? key : most;
+    STRETCH(FN(bits_of)(v[i]))
+    if (most > LARGEST_BITS || least < FN(ordered)(INT32_MIN | LARGEST_BITS)) {
+        least = *low, most = *high;
+        STRETCH(FN(finite)(v[i])) /* costs twice as much */
     }
     *low = least, *high = most;
 }
+
+#undef STRETCH
 
 /* As floats, 0 for -0. */
 INLINE TARGET void FN(write_ends)(int32_t low, int32_t high, float *ends) {
@@ -23,7 +32,7 @@ INLINE TARGET void FN(write_ends)(int32_t low, int32_t high, float *ends) {
 TARGET void FN(minmax_ends)(const float *v, int64_t rows, int64_t stride, int64_t n, float *ends) {
     for (; rows > 0; rows--, v += stride, ends += 2) {
         int32_t low = INT32_MAX, high = INT32_MIN;
-        FN(stretch)(v, n, &low, &high);
+        for (int64_t i = 0; i < n; i += PIECE) FN(stretch)(v + i, n - i < PIECE ? n - i : PIECE, &low, &high);
         FN(write_ends)(low, high, ends);
     }
 }
@@ -45,9 +54,21 @@ TARGET void FN(minmax_codes)(const float *v, int64_t rows, int64_t stride, int64
     for (; rows > 0; rows--, v += stride, ends += 2, codes += codes_stride) FN(codes_of_row)(v, n, ends, codes);
 }
 
+/* x / scale, by inverse = 1 / scale: near, nearer, and with the last rest the one that is nearest (Markstein, "Computation
+   of elementary functions on the IBM RISC System/6000 processor", 1990). Takes half as long as a division. */
+INLINE TARGET float FN(quotient)(float x, float scale, float inverse) {
+    float near = x * inverse, nearer = __builtin_fmaf(__builtin_fmaf(-near, scale, x), inverse, near);
+    return __builtin_fmaf(__builtin_fmaf(-nearer, scale, x), inverse, nearer);
+}
+
 INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const float *ends, float *out, const int how) {
     float scale = FN(minmax_scale)(ends), upper = __builtin_rintf(ends[1] * scale), lower = upper - 255.0f;
-    for (int64_t i = 0; i < n; i++) out[i] = FN(put)(out[i], ((float)codes[i] + lower) / scale, how);
+    float inverse = 1.0f / scale;
+    if (__builtin_fabsf(upper) <= LARGEST_FLOAT)
+        for (int64_t i = 0; i < n; i++)
+            out[i] = FN(put)(out[i], FN(quotient)((float)codes[i] + lower, scale, inverse), how);
+    else
+        for (int64_t i = 0; i < n; i++) out[i] = FN(put)(out[i], ((float)codes[i] + lower) / scale, how);
 }
 
 TARGET void FN(put_minmax)(const uint8_t *codes, int64_t n, const float *ends, float *out, int how) {

@@ -56,10 +56,14 @@ TARGET void FN(split_signs)(const float *v, int64_t n, uint8_t *packed, float *a
 
 TARGET void FN(split_sum)(const float *x, const float *y, int64_t n, float *v, uint8_t *packed, float *above,
                           float *below, float *minuses) {
+    int streams = FN(streams)(v, n);
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, x += BLOCK, y += BLOCK) {
-        for (int i = 0; i < BLOCK; i++) v[i] = x[i] + y[i];
-        FN(split_block)(v, packed + b * (BLOCK / 8), above + b, below + b, minuses + b);
+        float sums[BLOCK];
+        for (int i = 0; i < BLOCK; i++) sums[i] = x[i] + y[i];
+        FN(write_block)(v, sums, streams);
+        FN(split_block)(sums, packed + b * (BLOCK / 8), above + b, below + b, minuses + b);
     }
+    FENCE;
 }
 
 /* Let a block's signs take effect: above and below have the bits of what they stand for. */
@@ -76,15 +80,19 @@ INLINE TARGET void FN(put_block)(const uint8_t *packed, int32_t above, int32_t b
 TARGET void FN(split_sum_of_signs)(const float *base, const uint8_t *const *packed, int64_t ranks, const float *scales,
                                    int64_t tensors, const int64_t *place, const int64_t *lengths, int64_t n, float *v,
                                    uint8_t *signs, float *above, float *below, float *minuses) {
+    int streams = FN(streams)(v, n);
     for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, base += BLOCK) {
-        memcpy(v, base, BLOCK * sizeof(float));
+        float sums[BLOCK];
+        memcpy(sums, base, BLOCK * sizeof(float));
         for (int64_t rank = 0; rank < ranks; rank++) {
             float scale = scales[rank * tensors + place[b]];
-            FN(put_block)(packed[rank] + b * (BLOCK / 8), FN(bits_of)(scale), FN(bits_of)(-scale), v, 1);
+            FN(put_block)(packed[rank] + b * (BLOCK / 8), FN(bits_of)(scale), FN(bits_of)(-scale), sums, 1);
         }
-        for (int64_t i = lengths[b]; i < BLOCK; i++) v[i] = 0;
-        FN(split_block)(v, signs + b * (BLOCK / 8), above + b, below + b, minuses + b);
+        for (int64_t i = lengths[b]; i < BLOCK; i++) sums[i] = 0;
+        FN(write_block)(v, sums, streams);
+        FN(split_block)(sums, signs + b * (BLOCK / 8), above + b, below + b, minuses + b);
     }
+    FENCE;
 }
 
 INLINE TARGET void FN(put_signs_how)(const uint8_t *packed, const float *above, const float *below,

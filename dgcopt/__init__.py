@@ -64,6 +64,7 @@ from .errors import (
     DGCError,
     DivergenceError,
     MismatchError,
+    OutOfData,
     PayloadError,
     TimeoutExceeded,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "Noop",
     "OneBit",
     "OneBitAdam",
+    "OutOfData",
     "PayloadError",
     "PerParameter",
     "PowerSGD",

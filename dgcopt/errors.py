@@ -7,6 +7,7 @@ __all__ = [
     "DGCError",
     "DivergenceError",
     "MismatchError",
+    "OutOfData",
     "PayloadError",
     "TimeoutExceeded",
 ]
@@ -34,6 +35,10 @@ class MismatchError(DGCError, RuntimeError):
 
 class DivergenceError(DGCError, RuntimeError):
     """Replicas that should be equal are not: says which parameter, on which ranks."""
+
+
+class OutOfData(DGCError, RuntimeError):
+    """Some ranks have run out of data before others, where that was to be an error: says which."""
 
 
 class PayloadError(DGCError, RuntimeError):

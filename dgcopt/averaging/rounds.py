@@ -245,10 +245,10 @@ class Rounds:
             flights: what it has sent already.
 
         Raises, on all ranks, DivergenceError if weights are not finite on any, MismatchError if they are not at the
-        same step or train different parameters.
+        same step or train different parameters, OutOfData if some have no data and that is to be an error.
         """
         trained = checksum(self.names[param] for param in self.replica.trained)
-        ballot = Ballot(moved, finite, self.local_step, trained, len(flights))
+        ballot = Ballot(moved, finite, self.local_step, trained, len(flights), here=self.attendance.here)
         verdict = yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote"))
         if verdict.void or not verdict.alike:
             yield from self.runner.traffic.call_off(flights)
@@ -256,6 +256,7 @@ class Rounds:
                 raise self.replica.not_finite(self.local_step, verdict.void)
             raise MismatchError("ranks train different parameters: set requires_grad alike on every rank")
         there = self.attendance
+        there.check(verdict.absent)
         there.ranks = verdict.active_ranks
         by_moved = there.divides and there.ranks
         self.replica.set_weight((self.comm.size / there.ranks if moved else 0.0) if by_moved else 1.0)

@@ -30,7 +30,7 @@ class Ballot:
     """One rank's part in the vote on a step.
 
     Attributes:
-        active: it has data; a rank that has run out of data goes on serving the others.
+        active: it has something to contribute; a rank that has run out of data goes on serving the others.
         finite: it has seen no NaN or Inf in its gradients.
         step: the step it is at.
         trained: checksum of which parameters are trained; see `checksum`.
@@ -40,6 +40,7 @@ class Ballot:
         complete: every trained parameter has a gradient.
         final: gradients are what the step will use; a preliminary vote only asks whether they are finite.
         by_active: averages are to divide by the ranks that have data; asked of those that have none.
+        here: it has not run out of data.
     """
 
     active: bool
@@ -52,6 +53,7 @@ class Ballot:
     complete: bool = True
     final: bool = True
     by_active: bool = False
+    here: bool = True
 
     def summary(self) -> Tensor:
         """What an allreduce of maxima makes one verdict of: int32 `[11]`.
@@ -60,12 +62,14 @@ class Ballot:
         """
         step, trained = _signed(self.step), _signed(self.trained)
         incomplete = self.active and not self.complete
-        flags = (not self.active or not self.finite, self.stale, not self.prepared, incomplete, not self.final)
+        apart = not self.active or not self.finite or not self.here
+        flags = (apart, self.stale, not self.prepared, incomplete, not self.final)
         return torch.tensor([step, ~step, trained, ~trained, self.launched, *flags, self.by_active], dtype=torch.int32)
 
     def pack(self) -> Tensor:
         """As bytes, uint8 of a fixed length."""
-        flags = (self.active, self.finite, self.stale, self.prepared, self.complete, self.final, self.by_active)
+        first = (self.active, self.finite, self.stale, self.prepared, self.complete, self.final)
+        flags = (*first, self.by_active, self.here)
         bits = sum(flag << place for place, flag in enumerate(flags))
         data = _FORMAT.pack(bits, self.step & 0xFFFFFFFF, self.trained, self.launched)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -74,8 +78,8 @@ class Ballot:
     def unpack(row: Tensor) -> Ballot:
         """What `pack` made."""
         bits, step, trained, launched = _FORMAT.unpack(bytes(row.tolist()))
-        active, finite, stale, prepared, complete, final, by_active = (bool(bits >> place & 1) for place in range(7))
-        return Ballot(active, finite, step, trained, launched, stale, prepared, complete, final, by_active)
+        active, finite, *others = (bool(bits >> place & 1) for place in range(8))
+        return Ballot(active, finite, step, trained, launched, *others)
 
 
 @dataclass
@@ -83,7 +87,8 @@ class Verdict:
     """What all ranks conclude from their ballots, alike.
 
     Attributes:
-        active_ranks: how many ranks have data.
+        active_ranks: how many ranks have something to contribute.
+        absent: the ranks that have run out of data.
         void: ranks whose gradients are not finite; if there are any, nobody takes the step.
         stale: whether what was sent must be taken back and sent anew.
         prepared: whether all ranks have laid out their buckets.
@@ -95,6 +100,7 @@ class Verdict:
     """
 
     active_ranks: int
+    absent: list[int]
     void: list[int]
     stale: bool
     prepared: bool
@@ -121,6 +127,7 @@ def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor,
     if not apart and highest == ~lowest and trained == ~trained_too:
         return Verdict(
             active_ranks=size,
+            absent=[],
             void=[],
             stale=stale,
             prepared=not unprepared,
@@ -144,6 +151,7 @@ def _verdict_on(ballots: list[Ballot]) -> Verdict:
         )
     return Verdict(
         active_ranks=sum(ballot.active for ballot in ballots),
+        absent=[rank for rank, ballot in enumerate(ballots) if not ballot.here],
         void=[rank for rank, ballot in enumerate(ballots) if not ballot.finite],
         stale=any(ballot.stale for ballot in ballots),
         prepared=all(ballot.prepared for ballot in ballots),

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm import Comm, Handle
 from ..compressors import Context
 from ..compressors.sparse_rows import gather_rows
-from ..errors import ConfigError, MismatchError
+from ..errors import ConfigError, MismatchError, OutOfData
 from ..exchange.agreement import compare
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight, context_of, exchange_of
@@ -51,12 +51,29 @@ REMEDY = (
 
 @dataclass
 class Attendance:
-    """Who still has data: whether this rank of `size` has, how many have, and whether averages divide by these."""
+    """Who still has data: whether this rank of `size` has, how many have, and whether averages divide by these.
+
+    If it `throws`, it is an error that some have none while others have.
+    """
 
     size: int
     ranks: int
     here: bool = True
     divides: bool = True
+    throws: bool = False
+
+    def begin(self, divides: bool, throws: bool = False) -> None:
+        """All ranks have data, and may run out of it from now on."""
+        self.here, self.ranks, self.divides, self.throws = True, self.size, divides, throws
+
+    def check(self, absent: Sequence[int]) -> None:
+        """Raises OutOfData, on all ranks, if some are `absent` and that is to be an error."""
+        if self.throws and 0 < len(absent) < self.size:
+            self.here, self.ranks = True, self.size
+            raise OutOfData(
+                f"rank(s) {', '.join(map(str, absent))} of {self.size} have run out of data before the others, and "
+                f"throw_on_early_termination was asked for: give all ranks as many batches, or leave it away"
+            )
 
     def scale(self, settings: Settings) -> float:
         """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
@@ -313,6 +330,7 @@ class Engine:
         again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
         if again or verdict.void or not verdict.active_ranks:
             yield from self._take_back(verdict)
+        self.attendance.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
             return
@@ -370,6 +388,7 @@ class Engine:
             prepared=layout.fits(trained, self._sparse),
             complete=all(param.grad is not None for param in trained),
             final=final,
+            here=self.attendance.here,
         )
         return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
 

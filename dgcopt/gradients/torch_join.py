@@ -13,7 +13,7 @@ class JoinHook:
     def __init__(self, engine: Engine | None, divide_by_all: bool) -> None:
         self.engine = engine
         if engine is not None:
-            engine.attendance.divides = not divide_by_all
+            engine.attendance.begin(not divide_by_all)
 
     def main_hook(self) -> None:
         """Take part in a step of the ranks that have data."""

@@ -63,7 +63,9 @@ def main() -> int:
 def leave_out_compiler() -> None:
     """torch would load its compiler with the first optimizer, for two seconds of each rank; nothing here compiles."""
     torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(
-        disable=lambda function, *_, **__: function, graph_break=lambda: None
+        disable=lambda function, *_, **__: function,
+        graph_break=lambda: None,
+        trace_rules=SimpleNamespace(clear_lru_cache=lambda: None),
     )
 
 

@@ -262,6 +262,20 @@ def buffers_of_the_last(comm: Comm) -> None:
     assert torch.equal(gathered(comm, last)[-1], mine.model[1].running_mean), "not the last one's"
 
 
+def uneven_data_is_an_error(comm: Comm) -> None:
+    """If asked for, at the first exchange that some ranks have no data for; where all end alike, all is averaged."""
+    mine = Member(LocalSGD(2), PLAIN, comm)
+    with dgcopt.join(mine.optimizer, throw_on_early_termination=True):
+        train([mine], range(3))
+    assert_same_on_all_ranks(comm, mine.parameters, "an even end")
+    with (
+        refused(comm, dgcopt.OutOfData, f"rank(s) 0 of {comm.size} have run out"),
+        dgcopt.join(mine.optimizer, throw_on_early_termination=True),
+    ):
+        train([mine], range(batches_of(comm.rank)))
+    usable(comm)
+
+
 # -- what goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -521,6 +535,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             weights_differ_at_the_start,
             weights_are_not_finite,
             uneven_data,
+            uneven_data_is_an_error,
             uneven_data_of_others,
             loss_scaling,
             gradients_within_a_machine_and_weights_over_all,

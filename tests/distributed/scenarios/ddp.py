@@ -771,6 +771,45 @@ def buffers_are_shared_as_in_ddp() -> None:
 
 
 @scenario
+def uneven_data_of_two_models() -> None:
+    """One in DDP, one of ours, in one loop: each ends as it would by itself, in either order."""
+    found = []
+    for order, divide_by in (
+        ("do", "active"),
+        ("d", "active"),
+        ("o", "active"),
+        ("od", "all"),
+        ("d", "all"),
+        ("o", "all"),
+    ):
+        training, replica = Training(make=plain), small_model()
+        optimizer = dgcopt.DistributedOptimizer(plain(replica.parameters()), replica.named_parameters())
+        members = {"d": training.ddp, "o": optimizer}
+        with dgcopt.join(*(members[each] for each in order), divide_by=divide_by):
+            for step in range(4 + 3 * dist.get_rank()):
+                for each in order:
+                    if each == "d":
+                        training.step(step)
+                    else:
+                        inputs, targets = batch(step)
+                        optimizer.zero_grad()
+                        nn.functional.cross_entropy(replica(inputs), targets).backward()
+                        optimizer.step()
+        found.append({"d": training.weights(), "o": flat(replica.parameters())})
+    for both, first, second in (found[:3], found[3:]):
+        assert_close(both["d"], first["d"])
+        assert_close(both["o"], second["o"])
+    with pytest.raises(dgcopt.ConfigError, match="only where it is the first"), dgcopt.join(optimizer, training.ddp):
+        pass
+    with pytest.raises(RuntimeError, match="exhausted"), dgcopt.join(training.ddp, throw_on_early_termination=True):
+        for step in range(4 + 3 * dist.get_rank()):
+            training.step(step)
+    averaged = dgcopt.LocalSGD(plain(replica.parameters()))
+    with pytest.raises(dgcopt.ConfigError, match="averaged weights"), dgcopt.join(training.ddp, averaged):
+        pass
+
+
+@scenario
 def bytes_are_counted() -> None:
     training = Training(dgcopt.NoCompression()).run(2)
     before = training.state.telemetry.sent_bytes

@@ -22,6 +22,7 @@ from dgcopt import DGC, Comm, Warmup
 from dgcopt.collectives import AllReduce, Exchange
 from dgcopt.data import LoadBalancingDistributedSampler
 
+from .persistence import shared_folder
 from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in
 
 Loop = Generator[None, None, None]
@@ -553,6 +554,100 @@ def buffers_are_shared(comm: Comm) -> Loop:
         assert_close(list(mine.parameters()), list(replicas[0].parameters()), 1e-9, "with shared buffers")
 
 
+@only(wires=WIRES)
+def uneven_data_is_an_error(comm: Comm) -> Loop:
+    """If asked for: all ranks are told which have none, and can go on; nobody is told where all end alike."""
+    model = make_model()
+    optimizer = wrap(SGD(model.parameters()), model, comm, DGC(0.3, overlap=True))
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            optimizer.zero_grad()
+            x, y = batch(step, 0, comm)
+            mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    for _ in range(2):
+        with dgcopt.join(optimizer, throw_on_early_termination=True):
+            train(2)
+        before = optimizer.telemetry.steps
+        with (
+            refused(comm, dgcopt.OutOfData, f"rank(s) 0 of {comm.size} have run out of data", "as many batches"),
+            dgcopt.join(optimizer, throw_on_early_termination=True),
+        ):
+            train(batches_of(comm.rank))
+        assert optimizer.telemetry.steps == before + batches_of(0)
+    with dgcopt.join(optimizer, enable=False):
+        train(2)
+    dgcopt.check_replicas(model.state_dict(), comm=comm)
+    yield
+
+
+@only(wires=["horovod-gloo", "mpi"], sizes=[2])
+def join_with_one_of_torchs(comm: Comm) -> Loop:
+    """In one loop with what takes part in torch's Join, in a process group beside this wire."""
+    import torch.distributed as dist
+    from torch.distributed.algorithms import Join, JoinHook
+    from torch.distributed.algorithms.join import Joinable
+
+    class Served(JoinHook):
+        def __init__(self, counter: Any) -> None:
+            self.counter = counter
+
+        def main_hook(self) -> None:
+            dist.all_reduce(torch.zeros(1))
+
+        def post_hook(self, is_last_joiner: bool) -> None:
+            self.counter.was_last = is_last_joiner
+
+    class Counter(Joinable):
+        """Counts the batches of all ranks, as torch's documentation shows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0.0
+
+        @property
+        def join_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        @property
+        def join_process_group(self) -> Any:
+            return dist.group.WORLD
+
+        def join_hook(self, **kwargs: Any) -> JoinHook:
+            assert kwargs == {"divide_by_initial_world_size": False}
+            return Served(self)
+
+        def one_more(self) -> None:
+            Join.notify_join_context(self)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            self.count += float(total)
+
+    with shared_folder(comm) as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
+        counter, models = Counter(), []
+        for together in (True, False):
+            models.append(make_model())
+            optimizer = wrap(SGD(models[-1].parameters()), models[-1], comm, DGC(0.3, values="fp64"))
+            with dgcopt.join(counter, optimizer) if together else dgcopt.join(optimizer):
+                for step in range(batches_of(comm.rank)):
+                    if together:
+                        counter.one_more()
+                    optimizer.zero_grad()
+                    x, y = batch(step, 0, comm)
+                    mse_loss(models[-1](x), y).backward()
+                    optimizer.step()
+        assert counter.count == sum(min(batches_of(comm.rank), batches_of(rank)) for rank in range(comm.size))
+        assert counter.was_last == (comm.rank == comm.size - 1)
+        assert_close(list(models[0].parameters()), list(models[1].parameters()), 1e-9, "with one of torch's")
+        with refused(comm, dgcopt.ConfigError, "(Counter) first"), dgcopt.join(optimizer, counter):
+            raise AssertionError("entered")
+        dist.destroy_process_group()
+    yield
+
+
 @only(wires=["torch"])
 def torch_join(comm: Comm) -> Loop:
     """torch's own Join takes our optimizer; averages divide by all ranks unless it is told otherwise, as in DDP."""
@@ -674,6 +769,8 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         what_nobody_used_is_left_alone,
         uneven_data,
         uneven_data_of_two,
+        uneven_data_is_an_error,
+        join_with_one_of_torchs,
         buffers_are_shared,
         samples_of_like_cost,
         torch_join,

@@ -18,7 +18,7 @@ ballots = st.builds(
     step=words,
     trained=words,
     launched=st.integers(0, 2**16 - 1),
-    **dict.fromkeys(("active", "finite", "stale", "prepared", "complete", "final", "by_active"), flags),
+    **dict.fromkeys(("active", "finite", "stale", "prepared", "complete", "final", "by_active", "here"), flags),
 )
 
 
@@ -54,6 +54,7 @@ def test_one_rank_decides_for_all():
     assert not verdict_on({}, {"complete": False}, {}).complete
     assert verdict_on({}, {"complete": False, "active": False}, {}).complete, "a rank without data misses nothing"
     assert verdict_on({}, {"active": False}, {}).active_ranks == 2
+    assert verdict_on({}, {"here": False}, {"active": False}).absent == [1]
     assert not verdict_on({}, {"final": False}, {}).final
     assert not verdict_on({}, {"trained": 1}, {}).alike
     assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9
@@ -68,6 +69,7 @@ def test_one_verdict_in_brief_and_in_detail(cast):
     """What the allreduce concludes is what all the ballots say."""
     verdict = verdict_of(cast)
     assert verdict.active_ranks == sum(ballot.active for ballot in cast)
+    assert verdict.absent == [rank for rank, ballot in enumerate(cast) if not ballot.here]
     assert verdict.void == [rank for rank, ballot in enumerate(cast) if not ballot.finite]
     assert verdict.stale == any(ballot.stale for ballot in cast)
     assert verdict.prepared == all(ballot.prepared for ballot in cast)

@@ -1,6 +1,6 @@
 """Hosts on one machine, joined by links of a chosen rate: a network namespace per rank and a switch between them.
 
-    with Namespaces(2) as network:
+    with Namespaces(2, delay_ms=2.5) as network:  # 5 ms from one host to another, as there are two links between them
         network.shape("100mbit")
         subprocess.Popen([*network.enter(0), "iperf3", "-s"])
 
@@ -18,6 +18,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from types import TracebackType
 
@@ -85,13 +86,14 @@ class Loopback:
 
 
 class Namespaces(Loopback):
-    """A namespace per rank, each with one veth link to a switch (a bridge)."""
+    """A namespace per rank, each with one link to a switch (a bridge), of a latency if that is given."""
 
     interface = "eth0"
     can_shape = True
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, delay_ms: float = 0.0) -> None:
         super().__init__(size)
+        self._delay_ms, self._relay = delay_ms, None
         self._ports = itertools.count(20000)
         self._switch = f"dgcopt-{os.getpid()}-switch"
         self._hosts = [f"dgcopt-{os.getpid()}-{rank}" for rank in range(size)]
@@ -103,9 +105,8 @@ class Namespaces(Loopback):
                 _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
             _run("ip", "-n", self._switch, "link", "set", "bridge", "addrgenmode", "none", "up")
+            self._lay_links()
             for rank, host in enumerate(self._hosts):
-                pair = ("link", "add", f"port{rank}", "type", "veth", "peer", "name", self.interface, "netns", host)
-                _run("ip", "-n", self._switch, *pair)
                 # without IPv6 addresses the counters hold what the ranks say to each other, and nothing else
                 ends = ((self._switch, f"port{rank}", ("master", "bridge")), (host, self.interface, ()))
                 for name, end, more in ends:
@@ -120,12 +121,29 @@ class Namespaces(Loopback):
             raise
         return self
 
+    def _lay_links(self) -> None:
+        """From `interface` of each host to a port of the switch."""
+        if not self._delay_ms:
+            for rank, host in enumerate(self._hosts):
+                pair = ("link", "add", f"port{rank}", "type", "veth", "peer", "name", self.interface, "netns", host)
+                _run("ip", "-n", self._switch, *pair)
+            return
+        links = [f"{self._switch}/port{rank}--{host}/{self.interface}" for rank, host in enumerate(self._hosts)]
+        command = [sys.executable, str(Path(__file__).with_name("delay.py")), str(self._delay_ms), *links]
+        self._relay = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._relay.stdout is not None
+        if not self._relay.stdout.readline():
+            raise RuntimeError(f"{' '.join(command)} has ended: see what it says above")
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._remove()
 
     def _remove(self) -> None:
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.wait()
         for name in (self._switch, *self._hosts):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
             shutil.rmtree(NAMES / name, ignore_errors=True)

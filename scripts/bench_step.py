@@ -2,6 +2,7 @@
 
     python scripts/bench_step.py                                       # as root: 2 and 4 ranks, 100 Mbit/s, 1 Gbit/s
     python scripts/bench_step.py --systems local ddp "DGC(ratio=0.01)" --ranks 2 --links 100mbit --steps 3 --rounds 1
+    python scripts/bench_step.py --systems ddp "NoCompression()" "NoCompression() over 4" --links 1gbit --delay 5
 
 Every rank is a process in a network namespace of its own; the links between them are shaped by tc. Without root or
 iproute2 the ranks share the loopback interface, unshaped. The model has ResNet-50's 161 parameters; its gradients are
@@ -65,8 +66,9 @@ def build(system: str, model: Synthetic) -> tuple[nn.Module, Optimizer]:
     if "(" in system:
         import dgcopt
 
-        dgcopt.init()
-        compressor = eval(system, vars(dgcopt))
+        expression, _, streams = system.partition(" over ")
+        dgcopt.init(streams=int(streams or 1))
+        compressor = eval(expression, vars(dgcopt))
         return model, dgcopt.DistributedOptimizer(sgd(), model.named_parameters(), compressor)
     if system == "naive-dgc":
         return model, NaiveDGC(model.parameters(), lr=1e-6, momentum=0.9)
@@ -323,8 +325,10 @@ def main() -> None:
         nargs="+",
         default=[*PEERS, *PRESETS],
         metavar="SYSTEM",
-        help=f"{', '.join(PEERS)}, or a compressor of dgcopt as an expression, such as 'DGC(ratio=0.01)'",
+        help=f"{', '.join(PEERS)}, or a compressor of dgcopt as an expression, such as 'DGC(ratio=0.01)', or "
+        "'DGC(ratio=0.01) over 4' streams",
     )
+    parser.add_argument("--delay", type=float, default=0, help="milliseconds from a rank to another")
     parser.add_argument("--steps", type=int, default=20, help="steps measured per system, link and round")
     parser.add_argument("--seconds", type=float, default=10, help="fewer steps where they would take longer than this")
     parser.add_argument("--rounds", type=int, default=3, help="how often the systems take turns")
@@ -353,7 +357,7 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, load {load:.1f} at the start, {'loopback' if reason else 'network namespaces'}")
     groups = []
     for size in arguments.ranks:
-        with (Loopback if reason else Namespaces)(size) as network:
+        with Loopback(size) if reason else Namespaces(size, arguments.delay / 2) as network:
             for records in run(network, arguments):
                 groups.append(records)
                 print(f"\n{table(records)}", flush=True)

@@ -82,11 +82,13 @@ class Comm(ABC):
     Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
     machine among `nodes`; `cross_rank` of `cross_size` among the ranks of its local rank, one on each machine.
     Collectives of one group must be started in the same order on all its ranks; those of group "control" are matched
-    apart from all others. `checksums`, alike on all ranks, says whether messages are verified.
+    apart from all others. `checksums`, alike on all ranks, says whether messages are verified, `streams` over how many
+    connections to each other rank they are spread.
     """
 
     wire: ClassVar[str]
     checksums: bool = False
+    streams: int = 1
     takes_turns: ClassVar[bool] = False
     """True where ranks take turns in one thread, so that none can wait for what another has yet to call."""
     elastic: bool = False
@@ -147,6 +149,15 @@ class Comm(ABC):
     def to_wire(self, tensor: Tensor) -> Tensor:
         """Move a small bookkeeping tensor to where this wire's collectives live (the GPU for NCCL)."""
         return tensor
+
+    def spread(self, streams: int) -> None:
+        """Use so many connections to each other rank from now on. Every rank must call it with the same number.
+
+        Raises ConfigError where the library has no more than one.
+        """
+        if streams > 1 and self.size > 1:
+            instead = f": mpirun --mca btl_tcp_links {streams} has MPI use so many" if self.wire == "mpi" else ""
+            raise ConfigError(f"init(streams={streams}) is for the wire torch, not for {self.wire}{instead}")
 
     def ranks(self, group: Group = "world") -> tuple[int, ...]:
         """The ranks of one of this rank's groups, ascending."""

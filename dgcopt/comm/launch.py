@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..checks import check_whole
 from ..collectives import AllGather
 from ..errors import ConfigError, MismatchError
 from .base import DEADLINE, Comm
 from .local import LocalComm
 
-__all__ = ["current_comm", "init", "shutdown", "wire_in_use"]
+__all__ = ["check_alike", "current_comm", "init", "shutdown", "wire_in_use"]
 
 log = logging.getLogger("dgcopt")
 
@@ -24,7 +25,7 @@ WIRES = ("torch", "horovod", "mpi", "local")
 _current: Comm | None = None
 
 
-def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool = False) -> Comm:
+def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool = False, streams: int = 1) -> Comm:
     """Join the other ranks and return this rank's end of the wire; called again, the same one.
 
     Args:
@@ -35,9 +36,13 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
         checksums: verify every message of an exchange, so that a damaged one raises PayloadError instead of training
             on it; all ranks must say the same. Costs 4 bytes per message, a CRC-32 of every byte on the CPU of sender
             and receiver (CUDA tensors are copied there), and another small round after each allreduce.
+        streams: over how many connections to each other rank exchanges are spread, for links of high latency, which
+            one TCP connection does not fill. The wire "torch" only; all ranks must say the same. Large messages are
+            cut, so that sums of three or more ranks can have other last bits than over one connection. CUDA tensors
+            take NCCL's own: NCCL_SOCKET_NTHREADS is set to it, unless it is set already.
 
     The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
-    itself, CommError if the ranks do not meet, MismatchError if they differ in `checksums`.
+    itself, CommError if the ranks do not meet, MismatchError if they differ in `checksums` or `streams`.
     """
     global _current
     _renew()
@@ -48,12 +53,20 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
             raise ConfigError(
                 "dgcopt.init(checksums=True): this process has already joined without; say so the first time"
             )
+        if streams not in (1, _current.streams):
+            raise ConfigError(
+                f"dgcopt.init(streams={streams}): this process has already joined with {_current.streams}; say so the "
+                f"first time"
+            )
         return _current
     chosen, reason = (wire, "asked for") if wire is not None else _detect(os.environ)
     if chosen not in WIRES:
         raise ConfigError(f"unknown wire {chosen!r}; the wires are {', '.join(WIRES)}")
+    check_whole(streams, "streams", 1)
     comm = _makers[chosen](deadline)
-    comm.checksums = _alike(comm, checksums)
+    check_alike(comm, checksums, streams)
+    comm.checksums = checksums
+    comm.spread(streams)
     _current = comm
     log.info(
         "dgcopt: wire %s (%s): rank %d of %d, local rank %d of %d, node %d of %d",
@@ -63,16 +76,22 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
     return _current
 
 
-def _alike(comm: Comm, checksums: bool) -> bool:
-    """`checksums` if all ranks say the same: those that differ would misread each other's messages."""
+def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
+    """Raises MismatchError unless all ranks say the same: those that differ would misread each other's messages."""
     if comm.elastic:
-        return checksums
-    said = comm.run(AllGather(torch.tensor([checksums], dtype=torch.uint8), group="control", label="checksums"))
-    if len(said.unique()) > 1:
-        ranks = said.flatten().nonzero().flatten().tolist()
+        return
+    mine = torch.tensor([checksums, streams])
+    said = comm.run(AllGather(mine, group="control", label="settings of the wire"))
+    if bool((said != said[0]).any()):
         comm.close()
-        raise MismatchError(f"rank {comm.rank}: only rank(s) {ranks} of {comm.size} called dgcopt.init(checksums=True)")
-    return checksums
+        if len(said[:, 0].unique()) > 1:
+            ranks = said[:, 0].nonzero().flatten().tolist()
+            raise MismatchError(
+                f"rank {comm.rank}: only rank(s) {ranks} of {comm.size} called dgcopt.init(checksums=True)"
+            )
+        raise MismatchError(
+            f"rank {comm.rank}: ranks called dgcopt.init(streams=...) with {said[:, 1].tolist()}, by rank"
+        )
 
 
 def current_comm() -> Comm:
@@ -86,7 +105,7 @@ def _renew() -> None:
     if _current is not None and _current.is_void():
         left = _current
         shutdown()
-        init(left.wire, deadline=left.deadline, checksums=left.checksums)
+        init(left.wire, deadline=left.deadline, checksums=left.checksums, streams=left.streams)
 
 
 def wire_in_use() -> str:

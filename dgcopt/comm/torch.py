@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterable
@@ -23,8 +24,16 @@ from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
 __all__ = ["TorchComm"]
 
+log = logging.getLogger("dgcopt")
+
 NOTICE = 0.5
 """Seconds within which Gloo notices that all connections to a lost process are closed."""
+
+NCCL_STREAMS = "NCCL_SOCKET_NTHREADS"
+"""How many threads, each with a connection of its own, serve one of NCCL's connections between machines."""
+
+CUT = 2**18
+"""Bytes of a piece of a message, at least, where it is cut to travel over several connections."""
 
 PROBE = 1_000_003
 """The tag of messages that test whether a rank can be reached; nothing else uses it."""
@@ -108,6 +117,8 @@ class TorchComm(Comm):
         self._world = process_group
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
+        self._lanes: list[dist.ProcessGroup | None] = [self._world]
+        self._turn = 0
         self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
         if control is not None:
             self._groups["control"] = control
@@ -127,6 +138,26 @@ class TorchComm(Comm):
             made = self._new_group(members)
             if self.rank in members:
                 self._groups[members] = made
+
+    def spread(self, streams: int) -> None:
+        """As `Comm.spread`, by process groups, each of which has its own connections; NCCL by a setting of its own."""
+        self.streams = streams
+        if streams == 1:
+            return
+        if "nccl" in _backends(self._world):
+            os.environ.setdefault(NCCL_STREAMS, str(streams))
+            log.info("dgcopt: %s=%s", NCCL_STREAMS, os.environ[NCCL_STREAMS])
+        if not self._gpu_only:
+            self._lanes += [self._new_group(self.ranks(), "gloo") for _ in range(1, streams)]
+
+    def _lanes_of(self, collective: Collective) -> list[dist.ProcessGroup | None]:
+        """The groups over which a collective travels: one after another has its turn, large ones are cut in pieces."""
+        channel, tensor = self._channel(collective.group), collective.tensor
+        if channel != self.ranks() or tensor.device.type != "cpu" or len(self._lanes) == 1:
+            return [self._groups[channel]]
+        first, self._turn = self._turn, (self._turn + 1) % len(self._lanes)
+        pieces = collective.nbytes // CUT if isinstance(collective, AllReduce | AllGather) else 1
+        return [*self._lanes[first:], *self._lanes[:first]][: max(1, pieces)]
 
     def _new_group(self, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
         everywhere = [self._global(rank) for rank in members]
@@ -157,16 +188,26 @@ class TorchComm(Comm):
         return not (isinstance(collective, ReduceScatter) and collective.tensor.device.type == "cpu")
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
-        group, tensor, size = self._groups[self._channel(collective.group)], collective.tensor, len(ranks)
+        lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
+        group = lanes[0]
         divide_by = size if getattr(collective, "op", None) == "average" else 1
         output = tensor
         works: list[dist.Work | None]
         if isinstance(collective, AllReduce):
-            works = [dist.all_reduce(tensor, _REDUCE[collective.op], group=group, async_op=True)]
+            pieces = tensor.view(-1).tensor_split(len(lanes))
+            works = [
+                dist.all_reduce(piece, _REDUCE[collective.op], group=lane, async_op=True)
+                for piece, lane in zip(pieces, lanes, strict=True)
+            ]
         elif isinstance(collective, AllGather):
             output = tensor.new_empty(size, *tensor.shape)
             if tensor.device.type == "cpu":
-                works = [dist.all_gather(list(output.unbind(0)), tensor, group=group, async_op=True)]
+                columns = output.view(size, -1).tensor_split(len(lanes), dim=1)
+                pieces = tensor.view(-1).tensor_split(len(lanes))
+                works = [
+                    dist.all_gather(list(rows.unbind(0)), piece, group=lane, async_op=True)
+                    for rows, piece, lane in zip(columns, pieces, lanes, strict=True)
+                ]
             else:
                 works = [dist.all_gather_into_tensor(output.view(-1), tensor.view(-1), group=group, async_op=True)]
         elif isinstance(collective, ReduceScatter):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch import Tensor
 
-from dgcopt import Comm
+from dgcopt import Comm, ConfigError, MismatchError
 from dgcopt.collectives import (
     OPS,
     AllGather,
@@ -20,6 +21,7 @@ from dgcopt.collectives import (
     SendRecv,
     reduce_rows,
 )
+from dgcopt.comm.launch import check_alike
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8,
@@ -146,7 +148,37 @@ def many_in_flight(comm: Comm) -> None:
                 assert torch.equal(row, part(number, rank))
 
 
+def several_connections(comm: Comm) -> None:
+    """Where there can be several to each rank, every collective is what it was, cut in pieces or not."""
+    spread = regrouped(comm, [0] * comm.size)
+    if comm.wire != "torch":
+        with pytest.raises(ConfigError, match="for the wire torch"):
+            spread.spread(3)
+        return
+    spread.spread(3)
+    all_collectives(spread)
+    for length in (2**16 - 1, 2**17, 2**18 + 5):  # in one piece, in two, in three that are not alike
+        rows = torch.stack([torch.arange(length, dtype=torch.float32) % 1000 + rank for rank in range(comm.size)])
+        started = [
+            spread.start(make(rows[comm.rank].clone()))
+            for make in (AllGather, AllReduce, lambda tensor: AllReduce(tensor, op="max"), AllGather)
+        ]
+        for handle, result in zip(started[::-1], (rows, rows[-1], rows.mean(0), rows), strict=True):
+            assert torch.equal(spread.wait(handle), result)
+
+
+def ranks_start_with_different_settings(comm: Comm) -> None:
+    for checksums, streams, said in ((comm.rank == 0, 1, r"only rank\(s\) \[0\]"), (True, 1 + comm.rank, r"\[1, 2")):
+        joining = regrouped(comm, [0] * comm.size)
+        joining.close = lambda: None  # type: ignore[method-assign]  # which would end the wire of all other scenarios
+        with pytest.raises(MismatchError, match=said):
+            check_alike(joining, checksums, streams)
+
+
 SCENARIOS = {
     f"collectives: {function.__name__}": function
-    for function in (real_machines, even_machines, uneven_machines, odd_shapes, many_in_flight)
+    for function in (
+        *(real_machines, even_machines, uneven_machines, odd_shapes, many_in_flight, several_connections),
+        ranks_start_with_different_settings,
+    )
 }

@@ -86,6 +86,12 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
         assert dgcopt.init("local") is comm
         with pytest.raises(ConfigError, match="joined without"):
             dgcopt.init(checksums=True)
+        with pytest.raises(ConfigError, match="joined with 1"):
+            dgcopt.init(streams=2)
+        dgcopt.shutdown()
+        with pytest.raises(ConfigError, match="streams"):
+            dgcopt.init(streams=0)
+        assert dgcopt.init(streams=2).size == 1
         dgcopt.shutdown()
         assert not comm.checksums and dgcopt.init(checksums=True).checksums and dgcopt.init().checksums
         with pytest.raises(ConfigError, match="already joined"):

@@ -34,18 +34,20 @@ def of(*modules: ModuleType) -> Scenarios:
     return {name: scenario for module in modules for name, scenario in module.SCENARIOS.items()}
 
 
-SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED | of(averaging)
+SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED | averaging.IN_TRAINING
 """Run with two ranks and with four on every wire."""
 
 FOUR_RANKS: Scenarios = of(machines)
-"""Run with four ranks on every wire."""
+"""Run with four ranks on every wire: every compressor and averaging rule."""
 
 # AsyncAverage's come last: ranks leave while others still exchange
 ON_ALL_WIRES: Scenarios = (
-    of(optimizers, algorithms, loops, contract, overlap, persistence, checksums) | SIZE_MATTERS | of(asynchronous)
+    of(optimizers, algorithms, loops, contract, overlap, persistence, checksums, averaging)
+    | SIZE_MATTERS
+    | of(asynchronous)
 )
-"""Run with two ranks on every wire. What is about training more than about the wire is run with four on one of them
-only, and by simulated ranks of many sizes."""
+"""Run with two ranks on every wire. What is about training more than about the wire is run with more of them by
+simulated ranks only."""
 
 IN_DDP = of(powersgd, ddp)
 """Run in torch's DistributedDataParallel; the last one breaks the wire."""
@@ -58,7 +60,5 @@ SCENARIOS: Scenarios = FOUR_RANKS | ON_ALL_WIRES | IN_DDP | ON_CUDA
 
 def names_of(wire: str, size: int) -> list[str]:
     """What is run over a wire among so many ranks."""
-    chosen = ON_ALL_WIRES if size == 2 or wire == "torch" else SIZE_MATTERS
-    if size == 4:
-        chosen = FOUR_RANKS | chosen
+    chosen = ON_ALL_WIRES if size == 2 else FOUR_RANKS | SIZE_MATTERS
     return [name for name, scenario in chosen.items() if is_for(scenario, wire, size)]

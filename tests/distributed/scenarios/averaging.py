@@ -522,26 +522,29 @@ def ranks_train_different_parameters(comm: Comm) -> None:
     gathered(comm, mine.flat)  # the wire goes on
 
 
-SCENARIOS: dict[str, Callable[[Comm], Any]] = {
-    **{f"averaging: {name}": functools.partial(as_simulated_ranks, name) for name in AVERAGED},
-    **{
-        f"averaging: {function.__name__}": function
-        for function in (
-            can_be_looked_at,
-            buffers_come_along,
-            buffers_of_the_last,
-            training_continues,
-            schedules_differ,
-            weights_differ_at_the_start,
-            weights_are_not_finite,
-            uneven_data,
-            uneven_data_is_an_error,
-            uneven_data_of_others,
-            loss_scaling,
-            gradients_within_a_machine_and_weights_over_all,
-            as_torchs_averager,
-            ranks_come_and_go,
-            ranks_train_different_parameters,
-        )
-    },
+RULES: dict[str, Callable[[Comm], Any]] = {
+    f"averaging: {name}": functools.partial(as_simulated_ranks, name) for name in AVERAGED
 }
+
+IN_TRAINING: dict[str, Callable[[Comm], Any]] = {
+    f"averaging: {function.__name__}": function
+    for function in (
+        can_be_looked_at,
+        buffers_come_along,
+        buffers_of_the_last,
+        training_continues,
+        schedules_differ,
+        weights_differ_at_the_start,
+        weights_are_not_finite,
+        uneven_data,
+        uneven_data_is_an_error,
+        uneven_data_of_others,
+        loss_scaling,
+        gradients_within_a_machine_and_weights_over_all,
+        as_torchs_averager,
+        ranks_come_and_go,
+        ranks_train_different_parameters,
+    )
+}
+
+SCENARIOS = RULES | IN_TRAINING

@@ -23,6 +23,7 @@ __all__ = [
     "Collective",
     "Exchange",
     "Group",
+    "Link",
     "Op",
     "ReduceScatter",
     "SendRecv",
@@ -44,6 +45,18 @@ before, between or after the same collectives of `world`, each in its own place.
 """
 
 OPS: tuple[str, ...] = ("average", "sum", "min", "max")
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast a wire is; by default 1 Gbit/s and 0.1 ms.
+
+    Attributes: `latency`, the seconds that the smallest collective takes; `bandwidth`, bytes that a rank receives in a
+    second.
+    """
+
+    latency: float = 1e-4
+    bandwidth: float = 125e6
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ from ..collectives import (
     Collective,
     Exchange,
     Group,
+    Link,
     ReduceScatter,
     SendRecv,
     carried,
@@ -93,6 +94,8 @@ class Comm(ABC):
     """True where ranks take turns in one thread, so that none can wait for what another has yet to call."""
     elastic: bool = False
     """True where ranks may come while others train, so that none may wait before it has taken over their state."""
+    link: Link | None = None
+    """How fast it is, the same on all ranks; None before it was measured."""
     is_part: bool = False
     """Whether it is of some of the ranks only, as `among` makes."""
     no_threads: str = ""

@@ -23,6 +23,7 @@ from ..collectives import (
     Broadcast,
     Collective,
     Exchange,
+    Link,
     ReduceScatter,
     SendRecv,
     reduce_rows,
@@ -135,6 +136,7 @@ class SimulatedComm(Comm):
 
     wire = "simulated"
     takes_turns = True
+    link = Link()  # there is nothing to be measured
     no_threads = "simulated ranks take turns in one thread: start real processes, or simulate LocalSGD"
 
     def __init__(self, world: _World, rank: int) -> None:

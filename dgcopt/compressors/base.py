@@ -97,6 +97,11 @@ class Compressor:
         """
         return False
 
+    @property
+    def asks_link(self) -> bool:
+        """Whether `Context.link` is to be measured before the first step."""
+        return False
+
     def parts(self) -> Iterator["Compressor"]:
         """This one, and all that are inside it."""
         yield self

@@ -41,7 +41,8 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         decay: how much of what waits is kept from step to step; 1 loses nothing.
         error_feedback: False throws away what is not sent.
         reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
-            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
+            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links. "auto" takes the
+            faster one for each bucket, by the wire's measured latency and bandwidth.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
 
@@ -87,7 +88,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         return v, self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
 
     def payload_bytes(self, ctx: Context) -> int | None:
-        return self.reduction(self.selection(ctx).count).nbytes(ctx)
+        return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
 
 
 class ChunkSelection:

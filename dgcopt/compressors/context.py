@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..collectives import Link
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
 from ..flat.shard import Shard, Sharding
@@ -34,6 +35,7 @@ class Context:
         memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
             through checkpoints and new buckets, as the last step left them. Change them through `remember` or
             `advance`, whose result replaces them once the whole step has succeeded on every rank.
+        link: how fast the wire is, the same on all ranks; measured if the compressor `asks_link`, else a guess.
         shards: memory of which this rank holds only the coordinates that it owns; see `shard`.
         shared: small tensors of any shape that are the same on all ranks, by kind and parameter name; they persist
             as `memory` does. Change them through `share`.
@@ -59,6 +61,7 @@ class Context:
     local_size: int = 1
     shards: dict[str, Shard] = field(default_factory=dict)
     scratch: dict[str, Any] = field(default_factory=dict)
+    link: Link = field(default_factory=Link)
     local: LocalGradient | None = None
     certain: bool = False
     peak: Tensor | None = None
@@ -195,14 +198,20 @@ class Context:
             held = torch.zeros(sharding.length, dtype=at_least_float32(self.dtype), device=self.device)
             self.shards[kind] = Shard(sharding, self.rank, held)
         elif kind not in self.shards:
-            whole = self.hold(kind)
-            self.shards[kind] = Shard.taken_from(whole, sharding, self.rank)
-            del self.memory[kind]
-            if whole.any():
-                for residual in (self.memory["residual"], self._next.get("residual")):
-                    if residual is not None:
-                        residual.add_(whole)
+            self.shards[kind] = Shard.taken_from(self.hold(kind), sharding, self.rank)
+            self.hand_back(kind)
         return self.shards[kind]
+
+    def hand_back(self, kind: str) -> None:
+        """Add memory called `kind`, whole or this rank's share, to "residual", which there has to be, and forget it.
+
+        "residual" as it is, and as it will be: so it does not matter whether the step succeeds.
+        """
+        whole = self.memory.pop(kind) if kind in self.memory else self.shards.pop(kind).whole()
+        if whole.any():
+            for residual in (self.memory["residual"], self._next.get("residual")):
+                if residual is not None:
+                    residual.add_(whole)
 
     def once_settled(self, change: Callable[[], object]) -> None:
         """Run `change` when the step has succeeded, which changes memory in place."""

@@ -58,6 +58,7 @@ class DGC(ScheduledRatio, Compressor):
             where increments below 0.4% of what has been held back are lost.
         reduce, keep: "gather" brings everyone's choice to everyone, as in the paper; with "owner" what a rank receives
             does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
+            "auto" takes the faster one for each bucket, by the wire's measured latency and bandwidth.
         overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
             of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
             then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.
@@ -184,7 +185,7 @@ class DGC(ScheduledRatio, Compressor):
             ctx.peak = maxima.amax()
             indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
-        chosen = self.reduction(selection.count)
+        chosen = self.reduction(selection.count, ctx)
         message, sent, arriving = chosen.encode(indices, values.to(at_least_float32(v.dtype)), ctx)
 
         def forget_what_was_sent() -> None:
@@ -195,9 +196,13 @@ class DGC(ScheduledRatio, Compressor):
         ctx.once_settled(forget_what_was_sent)
         return (yield from chosen.exchange(message, ctx))
 
-    def reduction(self, count: int) -> Reduction:
+    @property
+    def asks_link(self) -> bool:
+        return self.reduce == "auto"
+
+    def reduction(self, count: int, ctx: Context) -> Reduction:
         """How the ranks' choices become one sum, of `count` coordinates each."""
-        return reduction(self.reduce, self._code, count, self.keep)
+        return reduction(self.reduce, self._code, count, ctx, self.keep)
 
     def selection(self, ctx: Context) -> Selection:
         """What finds the largest coordinates of this bucket."""
@@ -217,7 +222,7 @@ class DGC(ScheduledRatio, Compressor):
             return ctx.numel * ctx.dtype.itemsize
         if ctx.kind == "vector":
             return dense_bytes(ctx.numel, self.vectors)
-        return self.reduction(self.selection(ctx).count).nbytes(ctx)
+        return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self._memory.before_step()

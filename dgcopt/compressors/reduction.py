@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
@@ -20,11 +21,20 @@ from .context import Context, at_least_float32
 
 __all__ = ["Gather", "Owner", "Reduce", "Reduction", "check_reduce", "reduction", "sum_of_messages"]
 
-Reduce: TypeAlias = Literal["gather", "owner"]
-"""Whether every rank hears all that others have chosen, or only the largest sums of it from the ranks that own them."""
+Reduce: TypeAlias = Literal["gather", "owner", "auto"]
+"""Whether every rank hears all that others have chosen, or only the largest sums of it from the ranks that own them.
+
+"auto" is the one that should be faster: see `Reduction.seconds`.
+"""
+
+log = logging.getLogger("dgcopt")
 
 SUMS = "residual of the owner"
 """The memory of owners: what they have been sent and have not forwarded."""
+
+# What a processor takes, as bench_reduce.py has it: to read one coordinate of a message, to pass over one place of an
+# owner's share, and to code and read a bucket's messages one time more.
+_READING, _PASSING, _CODING = 20e-9, 2e-9, 1e-3
 
 _SIGMAS = 2  # of the coordinates that fall to one owner at random, less than 1% find no room then
 
@@ -48,16 +58,33 @@ class Reduction(Protocol):
     def nbytes(self, ctx: Context) -> int | None:
         """Bytes that this rank hands to collectives; None if data decide."""
 
+    def seconds(self, ctx: Context) -> float:
+        """How long an exchange of this bucket should take over `ctx.link`, but for what all ways have in common."""
 
-def reduction(way: Reduce, code: SparseCode, count: int, keep: float = 1.0, decay: float = 1.0) -> Reduction:
+
+def reduction(
+    way: Reduce, code: SparseCode, count: int, ctx: Context, keep: float = 1.0, decay: float = 1.0
+) -> Reduction:
     """What a setting means for `count` coordinates of each rank, at most; the others are `Owner`'s."""
-    return Gather(code, count) if way == "gather" else Owner(code, count, keep, decay)
+    ways: dict[str, Reduction] = {"gather": Gather(code, count), "owner": Owner(code, count, keep, decay)}
+    if way != "auto":
+        return ways[way]
+    seconds = {name: one.seconds(ctx) for name, one in ways.items()}
+    chosen = min(seconds, key=lambda name: seconds[name])
+    if ctx.rank == 0 and ctx.scratch.get("reduce") != chosen:
+        log.info(
+            'dgcopt: bucket %d: reduce="auto" is "%s" (%s; %d ranks, %.2g ms, %.3g MB/s)',
+            *(ctx.index, chosen, ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())),
+            *(ctx.size, 1e3 * ctx.link.latency, ctx.link.bandwidth / 1e6),
+        )
+    ctx.scratch["reduce"] = chosen
+    return ways[chosen]
 
 
 def check_reduce(way: Reduce, keep: float) -> None:
     """Raises ConfigError for settings that do not exist."""
-    if way not in ("gather", "owner"):
-        raise ConfigError(f'reduce must be "gather" or "owner", not {way!r}')
+    if way not in ("gather", "owner", "auto"):
+        raise ConfigError(f'reduce must be "gather", "owner" or "auto", not {way!r}')
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
 
@@ -73,10 +100,16 @@ class Gather:
         return self.code.encode(indices, values, ctx.numel)
 
     def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
+        if "residual" in ctx.memory and (SUMS in ctx.memory or SUMS in ctx.shards):
+            ctx.hand_back(SUMS)  # the ranks had owners until now
         return sum_of_messages((yield AllGather(message)), self.code, self.count, ctx)
 
     def nbytes(self, ctx: Context) -> int:
         return self.code.nbytes(self.count, ctx.numel)
+
+    def seconds(self, ctx: Context) -> float:
+        received = (ctx.size - 1) * self.nbytes(ctx)
+        return ctx.link.latency + received / ctx.link.bandwidth + _READING * ctx.size * self.count
 
 
 @dataclass(frozen=True)
@@ -181,6 +214,14 @@ class Owner:
         length = _sharding(ctx).length
         sent = ctx.size * self._code.nbytes(self._capacity(ctx.size), length)
         return sent + self._code.nbytes(self._forwarded(ctx.size, length), length)
+
+    def seconds(self, ctx: Context) -> float:
+        length = _sharding(ctx).length
+        forwarded = self._forwarded(ctx.size, length) if self.keep < ctx.size else min(length, self.count)
+        per_rank = self._code.nbytes(self._capacity(ctx.size), length) + self._code.nbytes(forwarded, length)
+        received, read = (ctx.size - 1) * per_rank, self.count + ctx.size * forwarded
+        work = _READING * read + _PASSING * length + _CODING
+        return 2 * ctx.link.latency + received / ctx.link.bandwidth + work
 
 
 def _sharding(ctx: Context) -> Sharding:

@@ -52,14 +52,18 @@ class Sparse(Compressor):
         """How coordinates travel."""
         return SparseCode(self.indices, self.values)
 
-    def reduction(self, count: int) -> Reduction:
+    @property
+    def asks_link(self) -> bool:
+        return self.reduce == "auto"
+
+    def reduction(self, count: int, ctx: Context) -> Reduction:
         """How the ranks' choices become one sum, of `count` coordinates each at most."""
-        return reduction(self.reduce, self.code, count, self.keep, self.decay if self.error_feedback else 0.0)
+        return reduction(self.reduce, self.code, count, ctx, self.keep, self.decay if self.error_feedback else 0.0)
 
     def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Reduction]:
         """This rank's message, and how it becomes a part of the sum; what it leaves out is kept."""
         v, indices = self.choose(grad, ctx)
-        reduction = self.reduction(len(indices))
+        reduction = self.reduction(len(indices), ctx)
         message, sent, arriving = reduction.encode(indices, gather(v, indices), ctx)
         if self.error_feedback:
             subtract_at(v, sent, arriving)

@@ -34,7 +34,8 @@ class TopK(ScheduledRatio, Sparse):
         decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
         error_feedback: False throws away what is not sent.
         reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
-            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
+            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links. "auto" takes the
+            faster one for each bucket, by the wire's measured latency and bandwidth.
         granularity: whether the ratio holds for each "tensor" or for a "bucket" of them together.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
@@ -73,4 +74,4 @@ class TopK(ScheduledRatio, Sparse):
         return v, self.selection(ctx).largest(v, maxima)
 
     def payload_bytes(self, ctx: Context) -> int | None:
-        return self.reduction(self.selection(ctx).count).nbytes(ctx)
+        return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)

@@ -153,10 +153,12 @@ class Traffic:
 
 def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store) -> Context:
     """What an exchange of a new bucket may know, which adopts its memory; whoever launches it says at which step."""
-    return Context(
+    context = Context(
         *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, store.adopt(bucket), store.shared),
         *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size, store.shards(bucket)),
     )
+    context.link = comm.link or context.link
+    return context
 
 
 def exchange_of(bucket: GradientBucket, compressor: Compressor, context: Context) -> GradientExchange:

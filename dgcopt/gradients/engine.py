@@ -29,6 +29,7 @@ from ..errors import ConfigError, MismatchError, OutOfData
 from ..exchange.agreement import compare
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight, context_of, exchange_of
+from ..exchange.link import measure_link
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Verdict, checksum, used_anywhere, vote
@@ -479,6 +480,7 @@ class Engine:
             )
         )
         self._sparse |= {param for _, param in self.layout.sparse}
+        yield from traffic.through(measure_link(self.comm, self.compressor))
         for bucket in self.layout.buckets:
             divides = settings.op == "average" and not self.compressor.adds_up(bucket.kind)
             op: Literal["average", "sum"] = "average" if divides else "sum"

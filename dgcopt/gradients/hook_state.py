@@ -24,6 +24,7 @@ from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError
 from ..exchange.agreement import compare
 from ..exchange.flights import Flight, Traffic, context_of, exchange_of
+from ..exchange.link import measure_link
 from ..exchange.parameters import (
     check_trainable,
     describe,
@@ -256,6 +257,7 @@ class HookState:
         )
         lines += describe_groups(optimizer) if optimizer is not None else []
         self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))
+        self._traffic.drive(self._traffic.through(measure_link(comm, self.compressor)))
         for others in [key for key in self._layout if not set(key).isdisjoint(names)]:  # as DDP had them before
             for part in self._layout.pop(others):
                 self._store.release([part.bucket])

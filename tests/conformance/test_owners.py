@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgcopt
 from dgcopt.checkpoint import reshare
-from dgcopt.collectives import AllGather, AllToAll, watched
+from dgcopt.coding import SparseCode
+from dgcopt.collectives import AllGather, AllToAll, Link, watched
 from dgcopt.compressors import Context
+from dgcopt.compressors.reduction import Owner, reduction
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.flat.shard import Shard, Sharding
 from dgcopt.flat.store import Store
 
+FAST, SLOW = Link(1e-6, 1e12), Link(0.0, 1.0)
 SHAPES = [(130,), (40, 33), (5,), (64,), (3, 7, 2, 2)]
 
 
@@ -32,6 +36,7 @@ class Ranks:
         self.compressor, self.size, self.step, self.shapes = compressor, size, 0, shapes
         self.stores = [Store() for _ in range(size)]
         self.given = self.applied = torch.zeros(0)
+        self.link = Link()
         self.begin()
 
     def begin(self) -> None:
@@ -43,7 +48,7 @@ class Ranks:
             store.release()
             (bucket,) = build_buckets(named, lambda name, param: None, 2**40, 2**40, None, GradientBucket)
             place: Any = (rank, self.size, "sum", self.step, None, bucket.segments, store.adopt(bucket), store.shared)
-            self.contexts.append(Context(*place, shards=store.shards(bucket)))
+            self.contexts.append(Context(*place, shards=store.shards(bucket), link=self.link))
             self.buckets.append(bucket)
         if not self.given.numel():
             self.given, self.applied = torch.zeros(bucket.numel).double(), torch.zeros(bucket.numel).double()
@@ -150,6 +155,7 @@ events = st.lists(
         st.tuples(st.just("resize"), st.integers(1, 5)),
         st.tuples(st.just("unused"), st.integers(0, len(SHAPES) - 1)),
         st.tuples(st.just("no data"), st.integers(0, 4)),
+        st.tuples(st.just("another link"), st.integers(0, 1)),
     ),
     min_size=3,
     max_size=8,
@@ -163,10 +169,11 @@ events = st.lists(
     values=st.sampled_from(["fp64", "fp32", "int8", "int2", "sign"]),
     ratio=st.sampled_from([0.01, 0.1, 0.6]),
     keep=st.sampled_from([0.2, 1.0, 3.0, math.inf]),
+    reduce=st.sampled_from(["owner", "auto"]),
 )
-def test_nothing_is_lost(events: list[Any], size: int, values: Any, ratio: float, keep: float) -> None:
+def test_nothing_is_lost(events: list[Any], size: int, values: Any, ratio: float, keep: float, reduce: Any) -> None:
     """Whatever happens between steps: what was applied, and what waits anywhere, is what was given."""
-    ranks = Ranks(dgcopt.TopK(ratio, values, reduce="owner", keep=keep), size)
+    ranks = Ranks(dgcopt.TopK(ratio, values, reduce=reduce, keep=keep), size)
     for seed, event in enumerate(events):
         what, which = event if isinstance(event, tuple) else (event, 0)
         grads = ranks.gradients(seed)
@@ -190,6 +197,9 @@ def test_nothing_is_lost(events: list[Any], size: int, values: Any, ratio: float
                     for name, held in by_name.items():
                         assert torch.equal(held, now[kind][name]), "a step that was not taken has changed memory"
         elif what == "new buckets":
+            ranks.begin()
+        elif what == "another link":
+            ranks.link = (FAST, SLOW)[which]
             ranks.begin()
         elif what == "checkpoint":
             for store in ranks.stores:
@@ -258,6 +268,52 @@ def test_bytes_do_not_grow_with_the_ranks() -> None:
     assert sent[16] < 1.5 * sent[4] and sent[64] < 1.5 * sent[16]
     alone = dgcopt.TopK(0.05, "int2", "rice", granularity="bucket").payload_bytes(ranks.contexts[0])
     assert alone is not None and sent[4] < 2.5 * alone
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+def test_auto_is_the_faster_one(size: int) -> None:
+    """Over a fast link everyone's choice to everyone; over a slow one owners, if they are more than two."""
+    flats = {}
+    for reduce, link in (("gather", FAST), ("owner", FAST), ("auto", FAST), ("auto", SLOW)):
+        ranks = Ranks(dgcopt.TopK(0.05, "fp32", "rice", reduce=reduce, granularity="bucket"), size, [(100, 500)])
+        ranks.link = link
+        ranks.begin()
+        flats[reduce, link] = torch.stack([ranks.exchange(ranks.gradients(seed)) for seed in range(3)])
+    assert torch.equal(flats["auto", FAST], flats["gather", FAST])
+    assert torch.equal(flats["auto", SLOW], flats["owner" if size > 2 else "gather", FAST])
+    assert size == 1 or not torch.equal(flats["owner", FAST], flats["gather", FAST])
+
+
+def test_auto_takes_to_owners_as_ranks_and_latency_have_it() -> None:
+    """More ranks speak for owners, and so does a slower link; latency speaks against them."""
+    numel, code = 10**6, SparseCode("rice", "int2")
+
+    def chosen(size: int, latency: float, bandwidth: float) -> bool:
+        ranks = Ranks(dgcopt.TopK(), size, [(numel,)])
+        context = replace(ranks.contexts[0], link=Link(latency, bandwidth))
+        return isinstance(reduction("auto", code, 1000, context), Owner)
+
+    assert [chosen(size, 1e-4, 12.5e6) for size in (2, 4, 16, 64, 256)] == [False, False, True, True, True]
+    assert [chosen(16, 1e-4, bandwidth) for bandwidth in (1e6, 12.5e6, 1e9, 1e11)] == [True, True, False, False]
+    assert [chosen(16, latency, 12.5e6) for latency in (1e-5, 1e-4, 1e-2)] == [True, True, False]
+
+
+@pytest.mark.parametrize("make", [dgcopt.TopK, dgcopt.DGC])
+def test_what_owners_hold_back_is_sent_when_there_are_none_any_more(make: Any) -> None:
+    """A checkpoint of owners, loaded where all goes to all: everything is applied within a few steps."""
+    ranks = Ranks(make(0.05, reduce="owner"), 4)
+    zero = [torch.zeros_like(grad) for grad in ranks.gradients(0)]
+    for seed in range(3):
+        ranks.exchange(ranks.gradients(seed))
+    for store in ranks.stores:
+        store.restore(copy.deepcopy(store.state()))
+    assert any("owner" in kind and any(map(torch.any, held.values())) for kind, held in ranks.memory()[0].items())
+    ranks.compressor = make(0.5, reduce="gather")
+    ranks.begin()
+    for _ in range(3):
+        ranks.exchange([grad.clone() for grad in zero])
+        ranks.assert_nothing_is_lost()
+    torch.testing.assert_close(ranks.applied, ranks.given, rtol=1e-6, atol=1e-6)
 
 
 class Counted(TorchDispatchMode):

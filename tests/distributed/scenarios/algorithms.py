@@ -246,6 +246,26 @@ def nothing_is_lost(compression: Any, comm: Comm) -> None:
     assert held_back > 0.01, "nothing was held back, so nothing was tested"
 
 
+def ranks_agree_on_the_link(comm: Comm) -> None:
+    """It is measured once, each for itself, and is the same everywhere; so all choose alike."""
+    assert comm.link is None
+    mine = Replica(
+        Recipe(
+            lambda named: OPTIMIZERS["Nesterov"]([param for _, param in named]),
+            compression=DGC(0.05, reduce="auto"),
+            buckets=(*TINY.items(),),
+        ),
+        comm,
+    )
+    for step in range(3):
+        train([mine], [step])
+        assert_same_on_all_ranks(comm, mine.parameters, f"reduce='auto' after step {step}")
+        link = comm.link
+        assert link is not None and 0 < link.latency < 10 and 1e3 < link.bandwidth < 1e12
+        told = gather_text(comm, f"{link.latency!r} {link.bandwidth!r}".ljust(64))
+        assert len(set(told)) == 1, told
+
+
 AS_SIMULATED: dict[str, Callable[[Comm], Any]] = {
     f"simulated: {name}": functools.partial(simulated_ranks_equal_real_ones, how) for name, how in SPARSE.items()
 }
@@ -253,6 +273,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **AS_SIMULATED,
     **{f"replicas: {n}": functools.partial(replicas_stay_identical, c) for n, c in {**DENSE, **SPARSE}.items()},
     **{f"library: {n}": functools.partial(library_on_real_ranks, n) for n in LIBRARY},
+    "the link": ranks_agree_on_the_link,
     "simulated: dense": simulated_ranks_are_close_to_real_ones,
     "nothing is lost": functools.partial(nothing_is_lost, DGC(0.02, warmup=WARMUP)),
     "nothing is lost: fp16": functools.partial(nothing_is_lost, DGC(0.02, values="fp16", vectors="sparse")),

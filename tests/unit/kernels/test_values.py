@@ -61,7 +61,7 @@ def test_levels(numel, block, count, kind, shift, seed):
 @built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 64), max_size=20),
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=20),
     kind=st.sampled_from(KINDS),
     count=st.sampled_from([1, 2, 8]),
     seed=st.integers(0, 2**20),

@@ -1,0 +1,42 @@
+"""How fast the wire is, measured once: for compressors that choose their collectives by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from ..collectives import AllGather, AllReduce, Collective, Link
+from ..comm import Comm
+from ..compressors import Compressor
+
+__all__ = ["measure_link"]
+
+_BYTES = 2**20  # that each rank receives, by an allgather of as many as that takes
+_TIMES = 3  # of which the fastest counts; one more goes before, in which connections are made
+
+
+def measure_link(comm: Comm, compressor: Compressor) -> Generator[Collective, Tensor, None]:
+    """Set `comm.link` if some part of the compressor asks for it and it is not known: the same on all ranks.
+
+    It is that of the slowest rank. All ranks must come here at the same place, with nothing else on its way.
+    """
+    if comm.link is not None or comm.size == 1 or not any(part.asks_link for part in compressor.parts()):
+        return
+    each = -(-_BYTES // (comm.size - 1))
+    little, much = [], []
+    for _ in range(1 + _TIMES):
+        start = time.perf_counter()
+        yield AllReduce(comm.to_wire(torch.zeros(1)), label="latency")
+        between = time.perf_counter()
+        yield AllGather(comm.to_wire(torch.zeros(each, dtype=torch.uint8)), label="bandwidth")
+        little.append(between - start)
+        much.append(time.perf_counter() - between)
+    latency = min(little[1:])
+    per_byte = max(min(much[1:]) - latency, 1e-9) / (each * (comm.size - 1))
+    mine = torch.tensor([latency, per_byte], dtype=torch.float64)
+    agreed = yield AllReduce(comm.to_wire(mine), op="max", label="latency and bandwidth of the slowest rank")
+    latency, per_byte = agreed.tolist()
+    comm.link = Link(latency, 1 / per_byte)

@@ -1,10 +1,11 @@
-"""The command `dgcopt`, also `python -m dgcopt`: lists compressors and averaging, and shows the environment.
+"""The command `dgcopt`, also `python -m dgcopt`: lists compressors and averaging, shows the environment, starts ranks.
 
 dgcopt compressors          every compressor with its cost and one line
 dgcopt compressors TopK     one of them in full
 dgcopt averaging            every algorithm that averages weights now and then, with one line
 dgcopt averaging SlowMo     one of them in full
 dgcopt env                  what is installed and in use here, for a report of a problem
+dgcopt run -np 4 train.py     start a script on several ranks, by torchrun, horovodrun, mpirun or srun
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from . import averaging, compressors, kernels
+from . import averaging, compressors, kernels, launcher
 from .averaging import Averaging
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
@@ -140,7 +141,16 @@ def main() -> int:
     listing = commands.add_parser("averaging", help="list algorithms that average weights, or show one of them in full")
     listing.add_argument("name", nargs="?", help="an algorithm, such as SlowMo")
     commands.add_parser("env", help="show what is installed and in use here")
+    launcher.add_arguments(
+        commands.add_parser("run", help="start a script on several ranks, here or on other machines")
+    )
     arguments = parser.parse_args()
+    if arguments.command == "run":
+        try:
+            return launcher.launch(arguments)
+        except ConfigError as error:
+            print(f"dgcopt run: {error}", file=sys.stderr)
+            return 2
     if arguments.command == "env":
         show_environment()
         return 0

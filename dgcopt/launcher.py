@@ -1,0 +1,346 @@
+"""`dgcopt run`: one command in front of torchrun, horovodrun, mpirun and srun.
+
+It builds the command line that one would write by hand, with settings that people forget, and becomes that command; it
+has no protocol of its own. `--dry-run` shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from .errors import ConfigError
+
+__all__ = ["Command", "Here", "add_arguments", "hosts_in", "launch", "plan"]
+
+LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
+PORT = 29500
+GRACE = 10.0
+"""Seconds that the other machines' commands have to end once one has failed."""
+
+INSTALL = {
+    "horovodrun": "bash scripts/install_horovod.sh installs it, or use --launcher torchrun",
+    "mpirun": "bash scripts/install_horovod.sh installs it, or use --launcher torchrun",
+    "srun": "it is a part of Slurm: run this where Slurm is, or use --launcher torchrun",
+}
+
+DESCRIPTION = """\
+Starts a training script on several ranks, on this machine or on others, by the launcher that is chosen: builds its
+command line and becomes it, so that signals and the exit status are its own. Options stand before the script.
+
+  dgcopt run -np 4 train.py --config ...                    4 ranks here
+  dgcopt run -H node1:2,node2:2 train.py                    on two machines, over ssh
+  dgcopt run -np 2 --nnodes 1:4 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
+                                                            on each of 1 to 4 machines, elastic
+  dgcopt run --launcher horovodrun -np 4 train.py           or mpirun, or srun
+"""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, and how many ranks it is to have at most."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, and what is added to the environment for it."""
+
+    words: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return shlex.join([*(["env"] if self.env else []), *(f"{k}={v}" for k, v in self.env.items()), *self.words])
+
+
+@dataclass(frozen=True)
+class Here:
+    """What is known of this machine: its names, cores, environment and programs, and the Python that runs."""
+
+    names: tuple[str, ...] = ("localhost", "127.0.0.1", socket.gethostname())
+    cores: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    is_root: bool = hasattr(os, "geteuid") and os.geteuid() == 0
+    python: str = sys.executable
+    folder: str = field(default_factory=os.getcwd)
+
+    def find(self, program: str) -> str:
+        """Where a launcher is: beside this Python, or on the PATH. Raises ConfigError if it is nowhere."""
+        path = os.pathsep.join([str(Path(self.python).parent), self.env.get("PATH", "")])
+        found = shutil.which(program, path=path)
+        if found is None:
+            raise ConfigError(f"{program} is not installed here: {INSTALL[program]}")
+        return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `dgcopt run`."""
+    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    parser.usage = "dgcopt run [options] train.py ..."
+    option = parser.add_argument
+    option("-np", type=int, metavar="N", help="ranks in all; with --nnodes, ranks on each machine")
+    option("-H", "--hosts", metavar="HOST:N,...", help="machines, and how many ranks each may have")
+    option("--hostfile", metavar="FILE", help="the same, a line `HOST slots=N` or `HOST:N` each")
+    option("--nnodes", metavar="MIN[:MAX]", help="this command is given on so many machines; torchrun only")
+    option("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: the first of them, and a free port")
+    option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
+    option("--launcher", choices=LAUNCHERS, help="torchrun, or within a Slurm allocation srun, if left out")
+    option("--launcher-args", default="", metavar="ARGS", help="more options of the launcher itself, in one word")
+    option("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank; the cores shared out, if left out")
+    option("--interface", metavar="NAME", help="the network interface of all collectives, such as eth0")
+    option("--ssh-port", type=int, metavar="PORT", help="where the machines' ssh listens")
+    option("--dry-run", action="store_true", help="show what would be started, and start nothing")
+    option("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
+    option("program", nargs=argparse.REMAINDER, help="the script and its arguments")
+
+
+def hosts_in(text: str) -> list[Host]:
+    """Machines from `-H`, or from the lines of a hostfile. Raises ConfigError for what is none."""
+    lines = [line.partition("#")[0].strip() for line in re.split(r"[,\n]", text)]
+    hosts = []
+    for line in filter(None, lines):
+        match = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)(\d+))?", line)
+        if match is None or match[2] == "0":
+            raise ConfigError(
+                f"{line!r} names no machine: write HOST:N, or HOST slots=N in a file, with N of 1 or more"
+            )
+        hosts.append(Host(match[1], int(match[2] or 1)))
+    names = [host.name for host in hosts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{', '.join(twice)} is named twice: give each machine once, with all its ranks")
+    if not hosts:
+        raise ConfigError("no machine is named: write HOST:N,HOST:N")
+    return hosts
+
+
+def plan(args: argparse.Namespace, here: Here) -> list[Command]:
+    """The command that does it; or with torchrun on several machines, one for each.
+
+    Raises ConfigError for options that are out of range or do not go together, and for a launcher that is missing.
+    """
+    launcher = args.launcher or ("srun" if "SLURM_JOB_ID" in here.env and not args.nnodes else "torchrun")
+    if not args.program or args.program[0].startswith("-"):
+        unknown = f"there is no option {args.program[0]}: " if args.program else ""
+        raise ConfigError(
+            f"{unknown}give the script last, `dgcopt run [options] train.py ...`; its own options follow it"
+        )
+    if args.program[0].endswith(".py") and not args.module and not (Path(here.folder) / args.program[0]).exists():
+        raise ConfigError(f"there is no {args.program[0]} in {here.folder}")
+    for name in ("np", "max_restarts", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < (0 if name == "max_restarts" else 1):
+            raise ConfigError(f"{'-np' if name == 'np' else '--' + name.replace('_', '-')} cannot be {value}")
+    if launcher != "torchrun" and (args.nnodes or args.max_restarts is not None or args.rdzv_endpoint):
+        raise ConfigError(
+            f"--nnodes, --rdzv-endpoint and --max-restarts are torchrun's, not {launcher}'s: give the machines by -H; "
+            f"elastic Horovod takes --launcher-args '--min-np 2 --host-discovery-script ...'"
+        )
+    hosts = _hosts(args)
+    if hosts and args.nnodes:
+        raise ConfigError("-H starts ranks on other machines, and --nnodes is given on each of them: choose one")
+    if hosts and args.np is not None and args.np > sum(host.slots for host in hosts):
+        listed = ",".join(map(str, hosts))
+        raise ConfigError(f"-np {args.np} are more ranks than {listed} has: {sum(host.slots for host in hosts)}")
+    ranks = args.np or sum(host.slots for host in hosts)
+    if not ranks:
+        raise ConfigError("say how many ranks: -np N, or -H HOST:N,...")
+    most = max((host.slots for host in hosts), default=ranks)
+    if launcher == "srun":
+        most = -(-ranks // int(here.env.get("SLURM_NNODES", "1")))
+    return _BUILD[launcher](args, here, ranks, hosts, _environment(args, here, min(most, ranks)))
+
+
+def _hosts(args: argparse.Namespace) -> list[Host]:
+    if args.hosts and args.hostfile:
+        raise ConfigError("give the machines by -H or by --hostfile, not both")
+    if args.hostfile:
+        try:
+            return hosts_in(Path(args.hostfile).read_text())
+        except OSError as error:
+            raise ConfigError(f"--hostfile {args.hostfile} cannot be read: {error.strerror}") from error
+    return hosts_in(args.hosts) if args.hosts else []
+
+
+def _environment(args: argparse.Namespace, here: Here, on_one_machine: int) -> dict[str, str]:
+    """What every rank is to have: threads, so that ranks of one machine share its cores, and the interface."""
+    env = {}
+    if args.threads or "OMP_NUM_THREADS" not in here.env:
+        env["OMP_NUM_THREADS"] = str(args.threads or max(1, here.cores // on_one_machine))
+    if args.interface:
+        env |= {"GLOO_SOCKET_IFNAME": args.interface, "NCCL_SOCKET_IFNAME": args.interface}
+    return env
+
+
+def _script(args: argparse.Namespace, here: Here) -> list[str]:
+    """The program as a command, by this Python if it is a script or module."""
+    if args.module:
+        return [here.python, "-m", *args.program]
+    return [here.python, *args.program] if args.program[0].endswith(".py") else list(args.program)
+
+
+def _torchrun(
+    args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]
+) -> list[Command]:
+    env = {**env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] "}
+    if args.max_restarts:  # else restarted ranks are handed the addresses of those that are gone
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    run = [here.python, "-m", "torch.distributed.run"]
+    more = ["--tee", "3"]
+    more += [] if args.max_restarts is None else ["--max-restarts", str(args.max_restarts)]
+    more += shlex.split(args.launcher_args)
+    more += ["-m"] if args.module else [] if args.program[0].endswith(".py") else ["--no-python"]
+    more += args.program
+    if args.nnodes:
+        place = ["--nnodes", _range(args.nnodes), "--nproc-per-node", str(ranks)]
+        if args.nnodes not in ("1", "1:1"):
+            endpoint = _endpoint(args.rdzv_endpoint or "")
+            place += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "dgcopt"]
+        else:
+            place = ["--standalone", "--nproc-per-node", str(ranks)]
+        return [Command((*run, *place, *more), env)]
+    if len(hosts) < 2 and all(host.name in here.names for host in hosts):
+        return [Command((*run, "--standalone", "--nproc-per-node", str(ranks), *more), env)]
+    first, port = hosts[0].name, PORT
+    if args.rdzv_endpoint:
+        first, _, number = _endpoint(args.rdzv_endpoint).rpartition(":")
+        port = int(number)
+    if len(hosts) > 1 and first in ("localhost", "127.0.0.1"):
+        raise ConfigError(f"other machines cannot reach this one as {first}: name it as they know it, in -H, first")
+    shares = []
+    for host in hosts:
+        if ranks > 0:
+            shares.append((host.name, min(host.slots, ranks)))
+            ranks -= host.slots
+    commands = []
+    for place_, (name, share) in enumerate(shares):
+        where = ["--nnodes", str(len(shares)), "--node-rank", str(place_), "--nproc-per-node", str(share)]
+        words = [*run, *where, "--master-addr", first, "--master-port", str(port), *more]
+        local = Command(tuple(words), env)
+        commands.append(local if name in here.names else _over_ssh(name, local, args, here))
+    return commands
+
+
+def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here) -> Command:
+    """In the same folder there; it ends when this one does (-tt), and asks for no password."""
+    port = ["-p", str(args.ssh_port)] if args.ssh_port else []
+    passed = {key: here.env[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS") if key in here.env}
+    there = f"cd {shlex.quote(here.folder)} && {Command(command.words, {**passed, **command.env})}"
+    return Command(("ssh", "-tt", "-o", "BatchMode=yes", *port, host, there))
+
+
+def _horovodrun(
+    args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]
+) -> list[Command]:
+    more = shlex.split(args.launcher_args)
+    words = [here.find("horovodrun"), "-np", str(ranks)]
+    words += ["-H", ",".join(map(str, hosts))] if hosts else []
+    words += ["--network-interfaces", args.interface] if args.interface else []
+    words += ["-p", str(args.ssh_port)] if args.ssh_port else []
+    words += [] if {"--mpi", "--gloo", "--jsrun"} & {*more} else ["--gloo"]
+    return [Command((*words, *more, *_script(args, here)), env)]
+
+
+def _mpirun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]) -> list[Command]:
+    """Open MPI's."""
+    words = [here.find("mpirun"), "-np", str(ranks), "--bind-to", "none", "--tag-output"]
+    words += ["-H", ",".join(map(str, hosts))] if hosts else ["--oversubscribe"]
+    words += ["--allow-run-as-root"] if here.is_root else []
+    if args.interface:
+        words += ["--mca", "btl_tcp_if_include", args.interface, "--mca", "oob_tcp_if_include", args.interface]
+    words += ["--mca", "plm_ssh_args", f"-p {args.ssh_port}"] if args.ssh_port else []
+    for name in (*env, *(name for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in here.env and hosts)):
+        words += ["-x", name]
+    return [Command((*words, *shlex.split(args.launcher_args), *_script(args, here)), env)]
+
+
+def _srun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]) -> list[Command]:
+    if "SLURM_JOB_ID" not in here.env and not args.dry_run:
+        raise ConfigError("srun wants an allocation of Slurm: put this command in a script for sbatch, or run salloc")
+    words = [here.find("srun"), "--ntasks", str(ranks), "--label", "--kill-on-bad-exit=1"]
+    words += ["--nodelist", ",".join(host.name for host in hosts)] if hosts else []
+    return [Command((*words, *shlex.split(args.launcher_args), *_script(args, here)), env)]
+
+
+_BUILD = {"torchrun": _torchrun, "horovodrun": _horovodrun, "mpirun": _mpirun, "srun": _srun}
+
+
+def _range(nnodes: str) -> str:
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nnodes)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise ConfigError(f"--nnodes is a number of machines, or MIN:MAX, not {nnodes!r}")
+    return nnodes
+
+
+def _endpoint(endpoint: str) -> str:
+    if not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
+        said = f", not {endpoint!r}" if endpoint else ""
+        raise ConfigError(f"several machines need --rdzv-endpoint HOST:PORT, where they meet{said}")
+    return endpoint
+
+
+# -- doing it --------------------------------------------------------------------------------------------------------
+
+
+def launch(args: argparse.Namespace) -> int:
+    """Do what the options say; the exit status. A single command takes this process's place."""
+    commands = plan(args, Here())
+    for command in commands:
+        print(command, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
+    if args.dry_run:
+        return 0
+    if len(commands) == 1:
+        become(commands[0])
+    return run_all(commands)
+
+
+def become(command: Command) -> NoReturn:
+    """Replace this process, so that signals and the exit status are the launcher's own."""
+    os.execvpe(command.words[0], command.words, {**os.environ, **command.env})
+
+
+def run_all(commands: Sequence[Command]) -> int:
+    """One command for each machine. The first that fails ends the others, and gives the exit status."""
+    running = [subprocess.Popen(command.words, env={**os.environ, **command.env}) for command in commands]
+
+    def end(*_: object) -> None:
+        for process in running:
+            process.terminate()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while True:
+            codes = [process.poll() for process in running]
+            failed = next((code for code in codes if code), 0)
+            if failed or None not in codes:
+                break
+            time.sleep(0.1)
+        end()
+        deadline = time.monotonic() + GRACE
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - failed if failed < 0 else failed

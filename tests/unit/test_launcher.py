@@ -1,0 +1,191 @@
+"""`dgcopt run`: which command lines it builds, and what it says of options that cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dgcopt
+from dgcopt.launcher import Command, Here, add_arguments, hosts_in, launch, plan, run_all
+
+RUN = "PY -m torch.distributed.run"
+LOG = "env OMP_NUM_THREADS={} 'TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[${{rank}}] '"
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    """8 cores, every launcher installed, nothing set."""
+    for name in ("horovodrun", "mpirun", "srun"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "hosts").write_text("# two machines\nnode1 slots=2\nnode2:4  # a larger one\n\n")
+    return Here(("localhost", "node1"), 8, {"PATH": ""}, False, str(tmp_path / "python"), str(tmp_path))
+
+
+def parsed(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(line.split())
+
+
+def built(line: str, here: Here) -> list[str]:
+    folder = here.folder
+    line = line.replace("HOSTS", f"{folder}/hosts")
+    commands = [str(command) for command in plan(parsed(line), here)]
+    return [
+        command.replace(here.python, "PY").replace(f"{folder}/", "").replace(folder, "HERE") for command in commands
+    ]
+
+
+def over_ssh(host: str, place: int, share: int, options: str = "", threads: int = 4) -> str:
+    there = LOG.format(threads).replace("'", "'\"'\"'")
+    where = f"--nnodes 2 --node-rank {place} --nproc-per-node {share} --master-addr node1 --master-port 29500"
+    return f"ssh -tt -o BatchMode=yes {options}{host} 'cd HERE && {there} {RUN} {where} --tee 3 train.py'"
+
+
+TABLE = {
+    "-np 4 train.py --lr 0.1": [f"{LOG.format(2)} {RUN} --standalone --nproc-per-node 4 --tee 3 train.py --lr 0.1"],
+    "-np 16 train.py": [f"{LOG.format(1)} {RUN} --standalone --nproc-per-node 16 --tee 3 train.py"],
+    "-np 2 --threads 3 -m package.train -v": [
+        f"{LOG.format(3)} {RUN} --standalone --nproc-per-node 2 --tee 3 -m package.train -v"
+    ],
+    "-np 2 ./program x": [f"{LOG.format(4)} {RUN} --standalone --nproc-per-node 2 --tee 3 --no-python ./program x"],
+    "-H localhost:2 train.py": [f"{LOG.format(4)} {RUN} --standalone --nproc-per-node 2 --tee 3 train.py"],
+    "-H node1:2,node2:2 train.py": [
+        f"{LOG.format(4)} {RUN} --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr node1 --master-port 29500 "
+        "--tee 3 train.py",
+        over_ssh("node2", 1, 2),
+    ],
+    "-np 3 --hostfile HOSTS --ssh-port 2222 train.py": [
+        f"{LOG.format(2)} {RUN} --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr node1 --master-port 29500 "
+        "--tee 3 train.py",
+        over_ssh("node2", 1, 1, "-p 2222 ", threads=2),
+    ],
+    "-np 2 -H node1:2,node2:2 train.py": [
+        f"{LOG.format(4)} {RUN} --nnodes 1 --node-rank 0 --nproc-per-node 2 --master-addr node1 --master-port 29500 "
+        "--tee 3 train.py"
+    ],
+    "-np 2 --nnodes 1:4 --max-restarts 3 --rdzv-endpoint node1:29400 train.py": [
+        f"{LOG.format(4)} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {RUN} --nnodes 1:4 --nproc-per-node 2 "
+        "--rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id dgcopt --tee 3 --max-restarts 3 train.py"
+    ],
+    "-np 2 --nnodes 1 --interface eth0 train.py": [
+        "env OMP_NUM_THREADS=4 GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "
+        f"'TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[${{rank}}] ' {RUN} --standalone --nproc-per-node 2 --tee 3 train.py"
+    ],
+    "-np 2 --launcher-args=--role=a train.py": [
+        f"{LOG.format(4)} {RUN} --standalone --nproc-per-node 2 --tee 3 --role=a train.py"
+    ],
+    "--launcher horovodrun -np 2 train.py": ["env OMP_NUM_THREADS=4 horovodrun -np 2 --gloo PY train.py"],
+    "--launcher horovodrun -H a:1,b:2 --interface eth0 --ssh-port 22 train.py": [
+        "env OMP_NUM_THREADS=4 GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 horovodrun -np 3 -H a:1,b:2 "
+        "--network-interfaces eth0 -p 22 --gloo PY train.py"
+    ],
+    "--launcher horovodrun -np 2 --launcher-args=--mpi -m package.train": [
+        "env OMP_NUM_THREADS=4 horovodrun -np 2 --mpi PY -m package.train"
+    ],
+    "--launcher mpirun -np 4 train.py": [
+        "env OMP_NUM_THREADS=2 mpirun -np 4 --bind-to none --tag-output --oversubscribe -x OMP_NUM_THREADS PY train.py"
+    ],
+    "--launcher mpirun -H a:2,b:2 --interface eth0 train.py": [
+        "env OMP_NUM_THREADS=4 GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 mpirun -np 4 --bind-to none "
+        "--tag-output -H a:2,b:2 --mca btl_tcp_if_include eth0 --mca oob_tcp_if_include eth0 -x OMP_NUM_THREADS "
+        "-x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME -x PATH PY train.py"
+    ],
+    "--launcher srun --dry-run -np 4 train.py": [
+        "env OMP_NUM_THREADS=2 srun --ntasks 4 --label --kill-on-bad-exit=1 PY train.py"
+    ],
+}
+
+
+@pytest.mark.parametrize("line", TABLE)
+def test_command_lines(line: str, here: Here) -> None:
+    assert built(line, here) == TABLE[line]
+
+
+def test_in_an_allocation_of_slurm(here: Here) -> None:
+    env = {"PATH": "", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "OMP_NUM_THREADS": "5"}
+    there = Here(here.names, here.cores, env, False, here.python, here.folder)
+    assert built("-np 4 train.py", there) == ["srun --ntasks 4 --label --kill-on-bad-exit=1 PY train.py"]
+    assert built("--launcher torchrun -np 4 --threads 2 train.py", there)[0].startswith("env OMP_NUM_THREADS=2 ")
+
+
+def test_root_may_use_mpirun(here: Here) -> None:
+    root = Here(here.names, here.cores, {"PATH": ""}, True, here.python, here.folder)
+    assert "--allow-run-as-root" in built("--launcher mpirun -np 2 train.py", root)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("-np 2", "give the script last"),
+        ("train.py", "say how many ranks: -np N, or -H"),
+        ("-np 0 train.py", "-np cannot be 0"),
+        ("-np 2 --threads 0 train.py", "--threads cannot be 0"),
+        ("-np 2 --max-restarts -1 train.py", "--max-restarts cannot be -1"),
+        ("-np 2 missing.py", "there is no missing.py in"),
+        ("-H a:0 train.py", "'a:0' names no machine: write HOST:N"),
+        ("-H a:x train.py", "'a:x' names no machine"),
+        ("-H a:1,a:2 train.py", "a is named twice"),
+        ("-H , train.py", "no machine is named"),
+        ("-H a:1 --hostfile HOSTS train.py", "-H or by --hostfile, not both"),
+        ("--hostfile nowhere train.py", "--hostfile nowhere cannot be read: No such file"),
+        ("-np 5 -H a:2,b:2 train.py", "-np 5 are more ranks than a:2,b:2 has: 4"),
+        ("-H localhost:1,b:1 train.py", "other machines cannot reach this one as localhost"),
+        ("-H a:1 --nnodes 2 train.py", "choose one"),
+        ("-np 2 --nnodes 4:1 train.py", "MIN:MAX, not '4:1'"),
+        ("-np 2 --nnodes 2 train.py", "several machines need --rdzv-endpoint HOST:PORT"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint a train.py", "HOST:PORT, where they meet, not 'a'"),
+        ("-np 2 --launcher mpirun --max-restarts 1 train.py", "are torchrun's, not mpirun's"),
+        ("-np 2 --launcher srun train.py", "srun wants an allocation of Slurm"),
+    ],
+)
+def test_told_plainly(line: str, words: str, here: Here) -> None:
+    with pytest.raises(dgcopt.ConfigError) as error:
+        built(line, here)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun", "srun"])
+def test_a_launcher_that_is_not_there(launcher: str, here: Here) -> None:
+    (Path(here.folder) / launcher).unlink()
+    with pytest.raises(dgcopt.ConfigError, match=f"{launcher} is not installed here: .*--launcher torchrun"):
+        plan(parsed(f"--launcher {launcher} --dry-run -np 2 train.py"), here)
+
+
+def test_hosts() -> None:
+    assert list(map(str, hosts_in("a,b:3"))) == ["a:1", "b:3"]
+    assert list(map(str, hosts_in("a slots=2\n# none\nb slots = 4"))) == ["a:2", "b:4"]
+
+
+def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert launch(parsed("--dry-run -np 2 ./none")) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and "--nproc-per-node 2" in out
+
+
+def test_of_several_commands_the_first_that_fails_counts() -> None:
+    def python(code: str) -> Command:
+        return Command((sys.executable, "-c", code), {"WHAT": "5"})
+
+    start = time.monotonic()
+    fails = python("import os, sys; sys.exit(int(os.environ['WHAT']))")
+    assert run_all([python("import time; time.sleep(60)"), fails]) == 5
+    assert run_all([python("import os; os.kill(os.getpid(), 9)")]) == 137, "as a shell says it"
+    assert run_all([python("pass"), python("import time; time.sleep(0.3)")]) == 0
+    assert time.monotonic() - start < 30
+
+
+def test_the_command_itself(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "dgcopt", "run"]
+    told = subprocess.run([*run, "-np", "0", "x"], capture_output=True, text=True, env={**os.environ})
+    assert told.returncode == 2 and told.stderr == "dgcopt run: -np cannot be 0\n"

@@ -56,12 +56,47 @@ COMPOSE(4, 2, FN(compose_2))
 COMPOSE(8, 4, FN(compose_4))
 COMPOSE(16, 8, FN(compose_8))
 
+/* A whole side: halves and quarters at once, so that all is stored twice instead of five times. */
+static TARGET void FN(analyse_64)(V *x, V *spare, const float *w) {
+    V *a = spare, *b = a + 16, *c = b + 16, *d = c + 16;
+    for (int i = 0; i < 16; i++) {
+        V even = x[i] + x[63 - i], odd = (x[i] - x[63 - i]) * w[i];
+        V other_even = x[31 - i] + x[32 + i], other_odd = (x[31 - i] - x[32 + i]) * w[31 - i];
+        a[i] = even + other_even, b[i] = (even - other_even) * w[32 + i];
+        c[i] = odd + other_odd, d[i] = (odd - other_odd) * w[32 + i];
+    }
+    for (int part = 0; part < 64; part += 16) FN(analyse_16)(spare + part, w + 48);
+    for (int k = 0; k < 15; k++) {
+        V odd = d[k] + d[k + 1];
+        x[4 * k] = a[k], x[4 * k + 1] = c[k] + odd, x[4 * k + 2] = b[k] + b[k + 1], x[4 * k + 3] = odd + c[k + 1];
+    }
+    x[60] = a[15], x[61] = c[15] + d[15], x[62] = b[15], x[63] = d[15];
+}
+
+static TARGET void FN(compose_64)(V *x, V *spare, const float *w) {
+    V *a = spare, *b = a + 16, *c = b + 16, *d = c + 16;
+    a[0] = x[0], b[0] = x[2], c[0] = x[1], d[0] = x[3] + x[1];
+    for (int k = 1; k < 16; k++) {
+        V odd = x[4 * k + 1] + x[4 * k - 1];
+        a[k] = x[4 * k], b[k] = x[4 * k + 2] + x[4 * k - 2];
+        c[k] = odd, d[k] = (x[4 * k + 3] + x[4 * k + 1]) + (x[4 * k - 1] + x[4 * k - 3]);
+    }
+    for (int part = 0; part < 64; part += 16) FN(compose_16)(spare + part, w + 48);
+    for (int i = 0; i < 16; i++) {
+        V right = b[i] * w[32 + i], other_right = d[i] * w[32 + i];
+        V odd = (c[i] + other_right) * w[i], other_odd = (c[i] - other_right) * w[31 - i];
+        V even = a[i] + right, other_even = a[i] - right;
+        x[i] = even + odd, x[63 - i] = even - odd;
+        x[31 - i] = other_even + other_odd, x[32 + i] = other_even - other_odd;
+    }
+}
+
 /* x[k] <- the sum over j of x[j] cos(pi k (2 j + 1) / 2n); overwrites `spare`. */
 static TARGET void FN(analyse)(V *x, V *spare, int n, const float *w) {
     int half = n / 2;
     if (n == 1) return;
-    if (n == 16) {
-        FN(analyse_16)(x, w);
+    if (n == 16 || n == 64) {
+        n == 16 ? FN(analyse_16)(x, w) : FN(analyse_64)(x, spare, w);
         return;
     }
     if (n % 2) {
@@ -85,8 +120,8 @@ static TARGET void FN(analyse)(V *x, V *spare, int n, const float *w) {
 static TARGET void FN(compose)(V *x, V *spare, int n, const float *w) {
     int half = n / 2;
     if (n == 1) return;
-    if (n == 16) {
-        FN(compose_16)(x, w);
+    if (n == 16 || n == 64) {
+        n == 16 ? FN(compose_16)(x, w) : FN(compose_64)(x, spare, w);
         return;
     }
     if (n % 2) {

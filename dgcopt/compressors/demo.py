@@ -80,20 +80,20 @@ class DeMo(Compressor):
         old, m = ctx.advance("momentum", dtype=at_least_float32(grad.dtype))
         torch.add(grad, old, alpha=self.decay, out=m)
         if "frequencies" not in ctx.scratch:
-            ctx.scratch["frequencies"] = torch.zeros_like(m)
-        frequencies = ctx.scratch["frequencies"]
+            ctx.scratch["frequencies"] = torch.zeros_like(m), torch.zeros_like(m)
+        frequencies, chosen = ctx.scratch["frequencies"]
         dct(m, matrices, out=frequencies)
         indices = selection.largest(frequencies)
         message, sent, arriving = code.encode(indices, frequencies[indices], ctx.numel)
-        inverse_dct(frequencies.zero_().index_copy_(0, sent, arriving), matrices, m, "subtract")
-        clear_at(frequencies, sent)
+        inverse_dct(chosen.index_copy_(0, sent, arriving), matrices, m, "subtract")
+        clear_at(chosen, sent)  # which is zero between steps
 
         messages = yield AllGather(message)
-        mean = sum_of_messages(messages, code, selection.count, ctx).add_to(frequencies)
+        total = sum_of_messages(messages, code, selection.count, ctx)
         result = grad.to(m.dtype)
-        inverse_dct(mean, matrices, result, "set")
-        if self.sign:
-            result.sign_()
+        inverse_dct(total.add_to(chosen), matrices, result, "sign" if self.sign else "set")
+        for positions, _ in total.messages:
+            clear_at(chosen, positions)
         return result if not self.sign or ctx.divisor == ctx.size else result.mul_(ctx.size / ctx.divisor)
 
     def _plan(self, ctx: Context) -> tuple[Matrices, ChunkSelection]:

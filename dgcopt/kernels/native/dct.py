@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,13 +25,13 @@ def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
     increment_version(out)
 
 
-def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put) -> None:
+def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put | Literal["sign"]) -> None:
     """See `dgcopt.kernels.torch.inverse_dct`."""
     numbers = _checked(flat, matrices, frequencies)
     loop = function("inverse_dct", *[Pointer] * 2, Length, *[Pointer] * 3, Int)
     loop(
         *(frequencies.data_ptr(), matrices.table.data_ptr(), len(matrices.shapes), *numbers),
-        *(flat.data_ptr(), HOW[how]),
+        *(flat.data_ptr(), 3 if how == "sign" else HOW[how]),
     )
     increment_version(flat)
 

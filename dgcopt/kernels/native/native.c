@@ -57,8 +57,8 @@ const char *dgcopt_cpu(void) {
 
 #define TARGET
 #define FN(name) name##_neon
-#define STREAMED BLOCK
-#define STREAM(to, from) memcpy(to, from, BLOCK * sizeof(float))
+#define STREAMED 4
+#define STREAM(to, from) memcpy(to, from, 4 * sizeof(float))
 #define FENCE
 #include "loops.h"
 

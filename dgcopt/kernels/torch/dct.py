@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,11 +54,12 @@ def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
         frequencies.copy_(found.permute(2, 3, 0, 1))
 
 
-def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put) -> None:
-    """Let the matrices whose `dct` these frequencies are take effect on `flat`."""
+def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put | Literal["sign"]) -> None:
+    """Let the matrices whose `dct` these frequencies are take effect on `flat`; "sign" sets it to their signs."""
     for tiles, of_tiles in _regions(flat, matrices, frequencies):
         found = _inverse(_inverse(of_tiles.permute(2, 3, 0, 1)).movedim(1, 0))  # height, width, tiles down and across
-        put(found.permute(2, 0, 3, 1), tiles, how)
+        made = found.permute(2, 0, 3, 1)
+        put(made.sign() if how == "sign" else made, tiles, "set" if how == "sign" else how)
 
 
 def _regions(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ sides = st.one_of(st.integers(1, 80), st.sampled_from([128, 147, 200]))
 @given(
     sizes=st.lists(st.tuples(sides, sides), min_size=1, max_size=3),
     kind=st.sampled_from(KINDS),
-    how=st.sampled_from(["set", "add", "subtract"]),
+    how=st.sampled_from(["set", "add", "subtract", "sign"]),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )

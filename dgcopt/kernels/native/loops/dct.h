@@ -155,16 +155,30 @@ INLINE TARGET void FN(read_rows)(V *x, const float *from, int64_t stride, int64_
     for (int64_t i = 0; i < count; i++) memcpy(x + i, from + i * stride, width * sizeof(float));
 }
 
-/* And back. */
+/* As `put`; 3 for the sign to take the place of what is there. */
+INLINE TARGET float FN(put_or_sign)(float before, float value, const int how) {
+    return how == 3 ? (float)((value > 0) - (value < 0)) : FN(put)(before, value, how);
+}
+
+/* And back. What takes the place of what is there is written past the caches: a matrix
+   is large as a rule, and is not read again soon. */
 INLINE TARGET void FN(write_rows)(const V *x, float *to, int64_t stride, int64_t count, int64_t width, int64_t next,
                                   const int how) {
+    const int sets = how == 0 || how == 3;
+    const int streams = sets && next && width >= LANES && (uintptr_t)to % 64 == 0 && stride % LANES == 0;
     for (int64_t i = 0; i < count; i++, x++, to += stride) {
         const float *values = (const float *)x;
-        if (next) __builtin_prefetch(to + next, 1);
-        if (width >= LANES)
-            for (int c = 0; c < LANES; c++) to[c] = FN(put)(to[c], values[c], how);
-        else
-            for (int c = 0; c < width; c++) to[c] = FN(put)(to[c], values[c], how);
+        float made[LANES];
+        if (next && !streams) __builtin_prefetch(to + next, 1);
+        if (width >= LANES) {
+            for (int c = 0; c < LANES; c++) made[c] = FN(put_or_sign)(sets ? 0 : to[c], values[c], how);
+            if (streams)
+                for (int c = 0; c < LANES; c += STREAMED) STREAM(to + c, made + c);
+            else
+                memcpy(to, made, sizeof made);
+        } else {
+            for (int c = 0; c < width; c++) to[c] = FN(put_or_sign)(to[c], values[c], how);
+        }
     }
 }
 
@@ -234,6 +248,7 @@ TARGET void FN(dct)(const float *flat, const int64_t *matrices, int64_t count, c
                     float *out) {
 #define CALL(place, start, ...) FN(dct_tile)(flat + (place), out + (start), __VA_ARGS__);
     EVERY_TILE(CALL)
+    FENCE;
 #undef CALL
 }
 
@@ -246,6 +261,8 @@ TARGET void FN(inverse_dct)(const float *frequencies, const int64_t *matrices, i
         EVERY_TILE(TILE)                                                                                               \
     }
     EVERY_HOW(CALL)
+    if (how == 3) CALL(3)
+    FENCE;
 #undef CALL
 #undef TILE
 }

@@ -72,6 +72,7 @@ from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, bro
 from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
 from .flat.gradient import SparseSum
+from .fuse import fuse_optimizer
 from .gradients import ddp
 from .gradients.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
@@ -144,6 +145,7 @@ __all__ = [
     "checkpoint",
     "ddp_hook",
     "from_ddp_hook",
+    "fuse_optimizer",
     "init",
     "join",
     "shutdown",

@@ -299,7 +299,7 @@ def in_own_step(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Stepping) and optimizer._own_step in (OwnStep.BEGUN, OwnStep.RUNNING)
 
 
-def between_hooks(optimizer: Stepping, *args: Any, **kwargs: Any) -> Any:
+def between_hooks(optimizer: Stepping, bare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """See `become`."""
     return optimizer._step_unless_done(*args, **kwargs)
 

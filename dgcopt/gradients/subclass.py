@@ -18,9 +18,9 @@ __all__ = ["bare_class", "become"]
 def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[..., Any]) -> None:
     """Change the class of `optimizer` to one that has the methods of `ours` ahead of its own.
 
-    `between_hooks(optimizer, *args, **kwargs)` is what a step does between its hooks. The class's own step, without
-    any, is `optimizer.bare_step` from then on. Raises ConfigError if something else was bound in place of `step` that
-    may move weights in a step that no rank is to take.
+    `between_hooks(optimizer, bare, *args, **kwargs)` is what a step does between its hooks; `bare` is the class's own
+    step, without any, and so is `optimizer.bare_step` until the class changes again. Raises ConfigError if something
+    else was bound in place of `step` that may move weights in a step that no rank is to take.
     """
     base: Any = type(optimizer)
     kind = _subclass(base, ours, between_hooks)  # type: ignore[arg-type]
@@ -29,8 +29,11 @@ def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[
 
 
 def bare_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The class that the optimizer had."""
-    return type(optimizer).bare  # type: ignore[attr-defined]
+    """The class that the optimizer had before any `become`."""
+    kind = type(optimizer)
+    while hasattr(kind, "bare"):
+        kind = kind.bare
+    return kind
 
 
 @functools.cache
@@ -41,7 +44,7 @@ def _subclass(base: Any, ours: Any, between_hooks: Callable[..., Any]) -> type[O
 
     @functools.wraps(bare)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return between_hooks(self, *args, **kwargs)
+        return between_hooks(self, bare, *args, **kwargs)
 
     body = {"__doc__": base.__doc__, "__module__": base.__module__, "bare": base, "bare_step": bare}
     return _ahead_of(type(base), ours)(base.__name__, (base, ours), {**body, "step": _with_hooks(step)})

@@ -25,9 +25,9 @@ def code_of(page: str) -> list[str]:
 
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-ALL_RUN = {f"docs/{name}.md" for name in ("averaging", "compressors", "data", "design", "loops", "migration")} | {
-    "README.md"
-}
+ALL_RUN = {
+    f"docs/{name}.md" for name in ("averaging", "compressors", "data", "design", "fuse", "loops", "migration")
+} | {"README.md"}
 """Pages of which a test here, or tests/distributed/test_examples.py, runs all blocks."""
 
 
@@ -193,3 +193,12 @@ def test_the_loops_of_the_data_page():
     for code in code_of("docs/data.md"):
         exec(code, {"dataset": dataset, "DataLoader": torch.utils.data.DataLoader, "epochs": 2, "pad": list})
     dgcopt.shutdown()
+
+
+def test_the_fused_step():
+    (code,) = code_of("docs/fuse.md")
+    names = {"dgcopt": dgcopt, "torch": torch, "model": nn.Linear(2, 2)}
+    exec(code, names)
+    dgcopt.shutdown()
+    names["model"](torch.ones(1, 2)).sum().backward()
+    names["optimizer"].step()

@@ -196,6 +196,24 @@ def two_players(comm: Comm) -> Loop:
             )
 
 
+def fused_steps(comm: Comm) -> Loop:
+    """Parameters that lie as the gradients in their buckets do."""
+    for kind in (SGD, ADAM):
+        for compression in COMPRESSIONS:
+            makes = iter([kind, lambda params, kind=kind: dgcopt.fuse_optimizer(kind(params))])
+            pair = Pair(comm, lambda params, makes=makes: next(makes)(params), COMPRESSIONS[compression])
+            for step in range(4):
+                for which, _, optimizer in pair.both():
+                    optimizer.zero_grad()
+                    pair.loss(which, step).backward()
+                yield
+                for optimizer in pair.optimizers:
+                    optimizer.step()
+                yield
+            if compression != "DGC":
+                pair.assert_equal(f"{compression}, fused")
+
+
 # -- clipping --------------------------------------------------------------------------------------------------------
 
 
@@ -699,6 +717,7 @@ def samples_of_like_cost(comm: Comm) -> Loop:
     samplers = [
         LoadBalancingDistributedSampler(costs, costs, comm.size, rank, uneven=True) for rank in range(comm.size)
     ]
+    assert sorted(itertools.chain(*samplers)) == [*range(len(costs))], "a sample is left out or comes twice"
     for samples in itertools.zip_longest(*samplers):
         bare.zero_grad()
         active = [sample for sample in samples if sample is not None]
@@ -761,6 +780,7 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         a_count_that_is_wrong,
         a_hook_written_for_ddp,
         two_players,
+        fused_steps,
         clipped,
         clipped_locally,
         a_step_without_finite_gradients,

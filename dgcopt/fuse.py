@@ -1,0 +1,497 @@
+"""Fused steps: parameters that lie side by side are stepped as one tensor, by torch's own step.
+
+An elementwise step does not care which tensor an element is of. So while it runs, the optimizer's groups hold a few
+flat tensors in place of their parameters, and its state is flat as well; before and after it, all parameters and their
+state are there as ever, as views of the same memory. Whatever does not fit is stepped by itself.
+
+What was measured decides what is flat. A kernel costs some microseconds however few elements it has, so small tensors
+are stepped together, even if their gradients have to be copied for that; long ones only where these lie together.
+torch's fused kernels make one pass where a step has many, so on a CPU they are taken where the group leaves it open.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from .checks import check_flag
+from .compressors.own_step import steps_as
+from .errors import ConfigError
+from .exchange.parameters import check_optimizer
+from .flat.gradient import LARGE
+from .flat.segments import Segment
+from .gradients.optimizer import Distributed
+from .gradients.subclass import bare_class, become
+from .kernels import BLOCK
+
+__all__ = ["fuse_optimizer"]
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+ELEMENTWISE = (
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+OTHERS = {
+    "Adafactor": "its state has a row and a column of each matrix",
+    "LBFGS": "its direction and the length of its step are made of all parameters together",
+    "Muon": "it orthogonalises each matrix as a whole",
+    "SparseAdam": "its gradients are sparse, and lie nowhere as a whole",
+}
+"""torch's optimizers whose step of a tensor is not that of its elements, and why."""
+
+MOVES = 4
+"""How often parameters are laid out anew because their gradients are."""
+
+
+def fuse_optimizer(optimizer: AnyOptimizer, do_flatten: bool = True, *, elementwise: bool = False) -> AnyOptimizer:
+    """Let `optimizer` step all its small tensors in a few kernels.
+
+    The very object comes back, with a class that is a subclass of the one it had. Results are those of the plain
+    optimizer, bit for bit, except where it left `fused` and `foreach` open and torch has a fused kernel for the CPU,
+    which rounds otherwise (`fused=False` keeps the bits). Its `state_dict()` is the plain optimizer's, so either loads
+    the other's. Copied or pickled it is the plain optimizer again.
+
+    Args:
+        optimizer: any elementwise one of `torch.optim`. Fuse it before `dgcopt.DistributedOptimizer` wraps it; where
+            gradients then lie together in a bucket, parameters are laid out alike, and no gradient is copied.
+        do_flatten: move the parameters of each group, dtype and device into one piece of memory; `param.data` becomes a
+            view of it. False steps those together that lie side by side already.
+        elementwise: for an optimizer that is not torch's: each element's step depends on that element alone, on its
+            gradient and on its state.
+
+    Raises ConfigError for optimizers that are not elementwise, that `dgcopt.DistributedOptimizer` has wrapped already,
+    or that are to be differentiated through.
+    """
+    check_optimizer(optimizer)
+    check_flag(do_flatten, "do_flatten")
+    check_flag(elementwise, "elementwise")
+    if isinstance(optimizer, Fused):
+        raise ConfigError("this optimizer is fused already")
+    if isinstance(optimizer, Distributed):
+        raise ConfigError("fuse the optimizer first: DistributedOptimizer(dgcopt.fuse_optimizer(optimizer), ...)")
+    name = type(optimizer).__name__
+    if not steps_as(optimizer, *ELEMENTWISE):
+        for other, reason in OTHERS.items():
+            if hasattr(optim, other) and steps_as(optimizer, getattr(optim, other)):
+                raise ConfigError(f"{name} cannot be fused: {reason}")
+        if not elementwise:
+            raise ConfigError(
+                f"{name} is no elementwise optimizer of torch.optim: if each element's step depends on that element, "
+                f"its gradient and its state alone, say fuse_optimizer(..., elementwise=True)"
+            )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(f"{name}(differentiable=True) cannot be fused: its steps are part of the graph")
+    become(optimizer, Fused, _step)
+    assert isinstance(optimizer, Fused)
+    optimizer.flattens = do_flatten
+    optimizer.lay_out()
+    return optimizer
+
+
+class Fused(Optimizer):
+    """What the class of a fused optimizer gains; never instantiated."""
+
+    flattens: bool
+    _plans: list[Plan]
+
+    def lay_out(self) -> None:
+        """Move parameters together, where that is to be done, for the next step on."""
+        self._plans = [Plan(group, self.flattens) for group in self.param_groups]
+
+    @torch.no_grad()
+    def step_in_runs(self, bare: Callable[..., Any]) -> None:
+        """torch's own step, on flat tensors."""
+        groups = self.param_groups
+        self._plans = self._plans[: len(groups)] + [Plan(g, self.flattens) for g in groups[len(self._plans) :]]
+        before = [(group, group["params"], group.get("fused")) for group in groups]
+        for plan, group in zip(self._plans, groups, strict=True):
+            plan.keep_up(group, self.state)
+        try:
+            for plan, group in zip(self._plans, groups, strict=True):
+                plan.begin(self.state)
+                group["params"] = plan.stepped()
+                if plan.takes_fused_kernel:
+                    group["fused"] = True
+            bare(self)
+        finally:
+            for (group, params, fused), plan in zip(before, self._plans, strict=True):
+                group["params"] = params
+                if plan.takes_fused_kernel:
+                    group["fused"] = fused
+                plan.end(self.state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied or pickled, it is the plain optimizer again: memory that lies together cannot be told of."""
+        return object.__new__, (bare_class(self),), self.__getstate__()
+
+
+def _step(optimizer: Fused, bare: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
+    """What happens between the hooks of a step. The closure comes first, and sees the parameters as they are."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    optimizer.step_in_runs(bare)
+    return loss
+
+
+class Run:
+    """Parameters that lie one after another, and are stepped as one tensor.
+
+    Args:
+        segments: their places.
+        states: their entries in the optimizer's state, or what is to become these.
+
+    Attributes: `flat`, their memory, and `state`, the optimizer's of it; `flat_grad`, memory that their gradients are
+    copied to, None where they lie together as they are.
+    """
+
+    def __init__(self, segments: Sequence[Segment], states: list[dict[str, Any]]) -> None:
+        self.params = [segment.param for segment in segments]
+        flat = joined(self.params, segments)
+        assert flat is not None
+        self.flat = flat
+        self._own = [Segment(s.name, s.param, s.start - segments[0].start) for s in segments]
+        self._bytes = [segment.start * flat.element_size() for segment in self._own]
+        self._addresses = [flat.data_ptr() + offset for offset in self._bytes]
+        self._strides = [param.stride() for param in self.params]
+        self.flat_grad = None if joined(self._grads(), self._own) is not None else torch.zeros_like(flat)
+        if self.flat_grad is not None:
+            self._copies = [segment.view(self.flat_grad) for segment in self._own]
+        self._states = states
+        self._counts: dict[str, Tensor] = {}
+        self.state: dict[str, Any] = {}
+        for name in states[0]:
+            self._share(name, self._together([state[name] for state in states]))
+        self._remember()
+
+    def _grads(self) -> list[Tensor]:
+        return [param.grad for param in self.params if param.grad is not None]
+
+    def _together(self, values: list[Any]) -> Any:
+        """The state of `flat` that is made of the parameters'."""
+        first = values[0]
+        if not isinstance(first, Tensor) or first.dim() == 0:
+            return first
+        flat = joined(values, self._own)
+        if flat is None:
+            flat = first.new_zeros(self.flat.numel())
+            torch._foreach_copy_([segment.view(flat) for segment in self._own], values)
+        return flat
+
+    def _share(self, name: str, value: Any) -> None:
+        """Make the state of `flat` that of every parameter."""
+        each = [value] * len(self.params)
+        if isinstance(value, Tensor) and value.shape == self.flat.shape:
+            each = [segment.view(value) for segment in self._own]
+        elif isinstance(value, Tensor):  # each has its own, as the plain optimizer counts them up in place
+            self._counts[name] = value.expand(len(self.params)).clone()
+            each = list(self._counts[name].unbind())
+            value = each[0]
+        self.state[name] = value
+        for state, own in zip(self._states, each, strict=True):
+            state[name] = own
+
+    def _remember(self) -> None:
+        self._known = dict(self.state)
+        self._held = [value for state in self._states for value in state.values()]
+
+    def fits(self, states: dict[Tensor, dict[str, Any]]) -> bool:
+        """Whether parameters, gradients and state still lie as they did. All parameters have gradients."""
+        now = list(map(states.get, self.params)) if self.state else self._states
+        if list(map(Tensor.data_ptr, self.params)) != self._addresses or not all(map(is_, now, self._states)):
+            return False
+        held = [value for state in self._states for value in state.values()]
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
+        grads = self._grads()
+        places = list(map(Tensor.data_ptr, grads))
+        lie = places[-1] - places[0] == self._bytes[-1] and _storage(grads[0]) == _storage(grads[-1])
+        if self.flat_grad is not None:
+            return not lie and all(grad.layout == torch.strided for grad in grads)
+        same = places == [places[0] + offset for offset in self._bytes]
+        return lie and same and list(map(Tensor.stride, grads)) == self._strides
+
+    def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        """Have the flat tensor ready for a step."""
+        grads = self._grads()
+        if self.flat_grad is not None:
+            torch._foreach_copy_(self._copies, grads)
+            self.flat.grad = self.flat_grad
+        else:
+            self.flat.grad = grads[0].detach().as_strided(self.flat.shape, (1,), grads[0].storage_offset())
+        states[self.flat] = self.state
+
+    def end(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        """Make what the step has left in the flat tensor's state that of the parameters."""
+        states.pop(self.flat, None)
+        self.flat.grad = None
+        for count in self._counts.values():
+            count.fill_(count[0])
+        known = self._known
+        new = [name for name, value in self.state.items() if name not in known or value is not known[name]]
+        if new:
+            for name in new:
+                self._share(name, self.state[name])
+            states.update(zip(self.params, self._states, strict=True))
+            self._remember()
+        _count_change(self.params)
+
+
+class Plan:
+    """How a group is stepped: its runs, and parameters that are stepped by themselves.
+
+    Attributes: `takes_fused_kernel`, whether torch's is taken though the group does not say so.
+    """
+
+    takes_fused_kernel: bool = False
+
+    def __init__(self, group: dict[str, Any], flattens: bool) -> None:
+        self.flattens = flattens
+        self.runs: list[Run] = []
+        self._alone: list[Tensor] = []
+        self._has_grad: list[bool] = []
+        self._moves = 0
+        self._lay_out(group["params"])
+
+    def stepped(self) -> list[Tensor]:
+        """What the optimizer is to step."""
+        return [run.flat for run in self.runs] + self._alone
+
+    def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        for run in self.runs:
+            run.begin(states)
+
+    def end(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        for run in self.runs:
+            run.end(states)
+
+    def keep_up(self, group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+        """Plan anew if parameters have moved, or others have gradients, or the state is another."""
+        params = group["params"]
+        same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        has_grad = [param.grad is not None for param in params]
+        if same and has_grad == self._has_grad and all(run.fits(states) for run in self.runs):
+            return
+        if not (same and self._lies() and self._follows_gradients()):
+            self._lay_out(params)
+        self._has_grad = has_grad
+        self._find_runs(group, states)
+
+    # -- where parameters lie ----------------------------------------------------------------------------------------
+
+    def _lay_out(self, params: Sequence[Tensor]) -> None:
+        """Find the places of parameters, having moved them together if that is to be done."""
+        self.params = list(params)
+        lying: dict[Any, list[Tensor]] = {}
+        whole = [p for p in _apart(params) if self.flattens or p.is_contiguous()]
+        for param in in_order(whole) if self.flattens else sorted(whole, key=Tensor.data_ptr):
+            place = None if self.flattens else _storage(param)
+            lying.setdefault((param.dtype, param.device, place), []).append(param)
+        self._areas: list[list[Segment]] = []
+        for members in lying.values():
+            segments, start = [], 0
+            for param in members:
+                segments.append(Segment("", param, start if self.flattens else int(param.storage_offset())))
+                start += -(-param.numel() // BLOCK) * BLOCK
+            if self.flattens:
+                with torch.no_grad():
+                    flat = members[0].new_zeros(start, requires_grad=False)
+                    views = [segment.view(flat) for segment in segments]
+                    torch._foreach_copy_(views, [param.detach() for param in members])
+                    for param, view in zip(members, views, strict=True):
+                        param.data = view
+            self._areas.append(segments)
+        self._addresses = [[s.param.data_ptr() for s in area] for area in self._areas]
+
+    def _lies(self) -> bool:
+        """Whether nobody has moved them."""
+        return all(
+            segment.param.data_ptr() == address
+            for area, addresses in zip(self._areas, self._addresses, strict=True)
+            for segment, address in zip(area, addresses, strict=True)
+        )
+
+    def _follows_gradients(self) -> bool:
+        """Whether they lie in the order in which their gradients do, where those are parts of the same memory."""
+        if not self.flattens or self._moves == MOVES:
+            return True
+        for area in self._areas:
+            ours = [segment.param for segment in area]
+            among = set(ours)
+            theirs = in_order([param for param in self.params if param in among])
+            if not all(a is b for a, b in zip(ours, theirs, strict=True) if _is_part(a.grad) or _is_part(b.grad)):
+                self._moves += 1
+                return False
+        return True
+
+    # -- what is stepped together ------------------------------------------------------------------------------------
+
+    def _find_runs(self, group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
+        with_grad = [param for param in self.params if param.grad is not None]
+        on_cpu = all(param.is_cpu for param in with_grad)
+        open_to_all = "fused" in group and group["fused"] is None and group.get("foreach") is None
+        plain = all(param.is_floating_point() and not _sparse(param) for param in with_grad)
+        self.takes_fused_kernel = bool(with_grad and on_cpu and open_to_all and plain)
+        self.runs = [
+            Run(members, [states.get(segment.param, {}) for segment in members])
+            for area in self._areas
+            for members in self._together(area, states)
+        ]
+        among = {param for run in self.runs for param in run.params}
+        self._alone = [param for param in with_grad if param not in among]
+
+    def _together(self, area: Sequence[Segment], states: dict[Tensor, dict[str, Any]]) -> Iterator[list[Segment]]:
+        """Parameters to step as one: those whose gradients lie together, and small ones."""
+        run: list[Segment] = []
+        lies = is_small = False
+        for segment in area:
+            param = segment.param
+            if param.grad is None or not _fits(param.grad, param) or not _is_of(states.get(param, {}), param):
+                if run:
+                    yield run
+                run = []
+                continue
+            if (
+                run
+                and (self.flattens or segment.start == run[-1].stop)
+                and _alike(states.get(run[-1].param, {}), states.get(param, {}))
+            ):
+                pair = [run[-1], segment]
+                lie = joined([each.param.grad for each in pair if each.param.grad is not None], pair) is not None
+                if lie and (lies or len(run) == 1):
+                    run.append(segment)
+                    lies, is_small = True, False
+                    continue
+                if is_small and segment.numel < LARGE:
+                    run.append(segment)
+                    continue
+            if run:
+                yield run
+            run, lies, is_small = [segment], False, segment.numel < LARGE
+        if run:
+            yield run
+
+
+def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor | None:
+    """The flat memory of tensors that lie as the segments do; None where they do not."""
+    first = tensors[0]
+    storage, origin = _storage(first), first.storage_offset() - segments[0].start
+    for tensor, segment in zip(tensors, segments, strict=True):
+        if (
+            tensor.storage_offset() - segment.start != origin
+            or tensor.stride() != segment.param.stride()
+            or tensor.dtype != first.dtype
+            or _storage(tensor) != storage
+        ):
+            return None
+    length = segments[-1].stop - segments[0].start
+    return first.detach().as_strided((length,), (1,), first.storage_offset())
+
+
+def in_order(params: Sequence[Tensor]) -> list[Tensor]:
+    """As their gradients lie, where they are parts of some memory; else the last first, as backward has them ready."""
+    seen: dict[int, int] = {}
+    last_first = list(reversed(params))
+
+    def key(param: Tensor) -> tuple[int, int]:
+        grad = param.grad
+        if grad is None or not _is_part(grad):
+            return len(params), 0
+        return seen.setdefault(_storage(grad), len(seen)), int(grad.storage_offset())
+
+    return sorted(last_first, key=key)
+
+
+def _apart(params: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters that lie whole, and share no element with another."""
+    whole = [param for param in params if _is_whole(param)]
+    whole.sort(key=Tensor.data_ptr)
+    shared = {
+        each
+        for one, other in itertools.pairwise(whole)
+        if one.device == other.device and one.data_ptr() + one.numel() * one.element_size() > other.data_ptr()
+        for each in (one, other)
+    }
+    return [param for param in params if _is_whole(param) and param not in shared]
+
+
+def _is_whole(param: Tensor) -> bool:
+    """Whether a parameter's elements lie one after another, in rows or channels last."""
+    if param.layout != torch.strided or not param.numel() or hasattr(param, "device_mesh") or param.is_meta:
+        return False
+    if param.dim() == 0:  # of whose state nobody can say whether it is of the element or of the parameter
+        return False
+    return param.is_contiguous() or any(
+        param.dim() == dims and param.is_contiguous(memory_format=order)
+        for order, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5))
+    )
+
+
+def _fits(grad: Tensor, param: Tensor) -> bool:
+    """Whether a gradient is no more than numbers in memory, in the parameter's order."""
+    return (
+        type(grad) is Tensor
+        and grad.layout == torch.strided
+        and grad.dtype == param.dtype
+        and grad.device == param.device
+        and grad.stride() == param.stride()
+    )
+
+
+def _is_part(grad: Tensor | None) -> bool:
+    """Whether a gradient is a part of longer memory, which others may be parts of."""
+    if grad is None or type(grad) is not Tensor or grad.layout != torch.strided:
+        return False
+    return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
+
+
+def _is_of(state: dict[str, Any], param: Tensor) -> bool:
+    """Whether a state has a number for each element of the parameter, or one for all of them, whatever its names."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return all(value.dim() == 0 or (value.shape == param.shape and value.device == param.device) for value in tensors)
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the state of two parameters is of the same names, and equal in what is one number for a parameter."""
+    return one.keys() == other.keys() and all(_agree(value, other[name]) for name, value in one.items())
+
+
+def _agree(value: Any, other: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return type(value) is type(other) and value == other
+    alike = value.dtype == other.dtype and value.device == other.device
+    return alike and (value.dim() > 0 or bool(value == other))
+
+
+def _sparse(param: Tensor) -> bool:
+    return param.grad is not None and param.grad.layout != torch.strided
+
+
+def _count_change(params: list[Tensor]) -> None:
+    """Let autograd know, so that a graph that still needs the old values says so."""
+    try:
+        torch.autograd.graph.increment_version(params)
+    except RuntimeError:  # an older torch takes one at a time
+        for param in params:
+            torch.autograd.graph.increment_version(param)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

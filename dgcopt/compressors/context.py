@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -41,6 +42,8 @@ class Context:
             as `memory` does. Change them through `share`.
         scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
         local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
+        tally: what exchanges have counted, by the name of a `dgcopt.Telemetry` field, of which the caller takes it; see
+            `count`.
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
@@ -63,6 +66,7 @@ class Context:
     scratch: dict[str, Any] = field(default_factory=dict)
     link: Link = field(default_factory=Link)
     local: LocalGradient | None = None
+    tally: Counter[str] = field(default_factory=Counter)
     certain: bool = False
     peak: Tensor | None = None
     _next: dict[str, Tensor] = field(default_factory=dict)
@@ -216,6 +220,10 @@ class Context:
     def once_settled(self, change: Callable[[], object]) -> None:
         """Run `change` when the step has succeeded, which changes memory in place."""
         self._later.append(change)
+
+    def count(self, **numbers: int) -> None:
+        """Add numbers to the tally when the step has succeeded."""
+        self.once_settled(lambda: self.tally.update(numbers))
 
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""

@@ -172,6 +172,10 @@ class PerParameter(Compressor):
         return rule.sends_of(inner)
 
     @property
+    def asks_link(self) -> bool:
+        return any(rule.asks_link for rule in self.rules.values())
+
+    @property
     def conserves(self) -> bool:
         return all(rule.conserves for rule in self.rules.values())
 

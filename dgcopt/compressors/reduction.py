@@ -97,7 +97,9 @@ class Gather:
     count: int
 
     def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        return self.code.encode(indices, values, ctx.numel)
+        message, sent, arriving = self.code.encode(indices, values, ctx.numel)
+        ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
+        return message, sent, arriving
 
     def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
         if "residual" in ctx.memory and (SUMS in ctx.memory or SUMS in ctx.shards):
@@ -147,6 +149,7 @@ class Owner:
             sharding.places(indices), values[order], counts, sharding.length, self._capacity(ctx.size)
         )
         sent, order = (indices if kept is None else indices[kept]).sort()
+        ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
         return messages, sent, arriving[order]
 
     def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:

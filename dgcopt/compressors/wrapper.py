@@ -59,6 +59,10 @@ class Wrapper(Compressor):
     def conserves(self) -> bool:
         return False  # unless a subclass knows that it changes nothing
 
+    @property
+    def asks_link(self) -> bool:
+        return self.inner.asks_link
+
     def parts(self) -> Iterator[Compressor]:
         yield self
         yield from self.inner.parts()

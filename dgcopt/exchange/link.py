@@ -19,11 +19,11 @@ _TIMES = 3  # of which the fastest counts; one more goes before, in which connec
 
 
 def measure_link(comm: Comm, compressor: Compressor) -> Generator[Collective, Tensor, None]:
-    """Set `comm.link` if some part of the compressor asks for it and it is not known: the same on all ranks.
+    """Set `comm.link` if the compressor asks for it and it is not known: the same on all ranks.
 
     It is that of the slowest rank. All ranks must come here at the same place, with nothing else on its way.
     """
-    if comm.link is not None or comm.size == 1 or not any(part.asks_link for part in compressor.parts()):
+    if comm.link is not None or comm.size == 1 or not compressor.asks_link:
         return
     each = -(-_BYTES // (comm.size - 1))
     little, much = [], []

@@ -436,7 +436,7 @@ class Engine:
                 elements += of.numel()
                 continue
             flags = None if used is None else [used[segment.param] for segment in of.segments]
-            self._contexts[of].settle(flags)
+            self.runner.traffic.settle(self._contexts[of], flags)
             of.hand_out(result, flags, factor)
             elements += sum(segment.numel for segment in of.segments)
         self.telemetry.apply_seconds += time.perf_counter() - start

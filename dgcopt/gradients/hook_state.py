@@ -410,7 +410,7 @@ class HookState:
                 flight.result = result * self._scale
             else:
                 local = self._contexts[of.part].local
-                self._contexts[of.part].settle(None if all(flags) else flags)
+                self._traffic.settle(self._contexts[of.part], None if all(flags) else flags)
                 of.write(result, local, flags, self._scale)
             elements += sum(grad.numel() for grad in of.grads)
         self.telemetry.apply_seconds += time.perf_counter() - start

@@ -316,6 +316,32 @@ def test_what_owners_hold_back_is_sent_when_there_are_none_any_more(make: Any) -
     torch.testing.assert_close(ranks.applied, ranks.given, rtol=1e-6, atol=1e-6)
 
 
+def test_what_found_no_room_is_counted() -> None:
+    """All that is selected belongs to owner 0, whose message has room for half of it; a void step counts nothing."""
+    numel, size, k = 256, 4, 16
+    sharding = Sharding(numel, size)
+    mine = (sharding.owners(torch.arange(numel)) == 0).nonzero().squeeze(1)[:k]
+    optimizers = []
+    for comm in dgcopt.simulated_world(size):
+        param = torch.nn.Parameter(torch.zeros(numel))
+        inner = torch.optim.SGD([param], lr=0.1)
+        compressor = dgcopt.TopK(k / numel, reduce="owner")
+        optimizers.append(dgcopt.DistributedOptimizer(inner, [("p", param)], compressor, comm=comm))
+    for void in (False, True):
+        for optimizer in optimizers:
+            (param,) = optimizer.param_groups[0]["params"]
+            slopes = torch.zeros(numel)
+            slopes[mine] = torch.arange(1.0, k + 1)
+            if void:
+                slopes[0] = math.nan
+            (param * slopes).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            telemetry = optimizer.telemetry
+            assert (telemetry.selected, telemetry.left_out, telemetry.overflow) == (k, k // 2, 0.5)
+
+
 class Counted(TorchDispatchMode):
     """Counts what torch is asked to do."""
 

@@ -25,6 +25,9 @@ from .errors import ConfigError
 
 __all__ = ["Command", "Here", "add_arguments", "hosts_in", "launch", "plan"]
 
+KUBEFLOW = "PET_NNODES"
+"""Set by Kubeflow's PyTorchJob, with the other PET_ variables that tell torchrun where it is and whom to meet."""
+
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
 PORT = 29500
 GRACE = 10.0
@@ -45,6 +48,7 @@ command line and becomes it, so that signals and the exit status are its own. Op
   dgcopt run -np 2 --nnodes 1:4 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
                                                             on each of 1 to 4 machines, elastic
   dgcopt run --launcher horovodrun -np 4 train.py           or mpirun, or srun
+  dgcopt run train.py                                       in a pod of Kubeflow's PyTorchJob, which says the rest
 """
 
 
@@ -70,12 +74,22 @@ class Command:
         return shlex.join([*(["env"] if self.env else []), *(f"{k}={v}" for k, v in self.env.items()), *self.words])
 
 
+def cores() -> int:
+    """How many this process may use: those that it is bound to, or fewer where a container is granted less time."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(bound, int(quota) // int(period)))
+    except (OSError, ValueError):  # another system, or "max"
+        return bound
+
+
 @dataclass(frozen=True)
 class Here:
     """What is known of this machine: its names, cores, environment and programs, and the Python that runs."""
 
     names: tuple[str, ...] = ("localhost", "127.0.0.1", socket.gethostname())
-    cores: int = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores: int = field(default_factory=cores)
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     is_root: bool = hasattr(os, "geteuid") and os.geteuid() == 0
     python: str = sys.executable
@@ -160,6 +174,9 @@ def plan(args: argparse.Namespace, here: Here) -> list[Command]:
         listed = ",".join(map(str, hosts))
         raise ConfigError(f"-np {args.np} are more ranks than {listed} has: {sum(host.slots for host in hosts)}")
     ranks = args.np or sum(host.slots for host in hosts)
+    if not ranks and launcher == "torchrun" and KUBEFLOW in here.env:
+        told = here.env.get("PET_NPROC_PER_NODE", "")
+        ranks = int(told) if told.isdigit() else 1
     if not ranks:
         raise ConfigError("say how many ranks: -np N, or -H HOST:N,...")
     most = max((host.slots for host in hosts), default=ranks)
@@ -216,6 +233,8 @@ def _torchrun(
         else:
             place = ["--standalone", "--nproc-per-node", str(ranks)]
         return [Command((*run, *place, *more), env)]
+    if args.np is None and not hosts:  # the variables say it
+        return [Command((*run, *more), env)]
     if len(hosts) < 2 and all(host.name in here.names for host in hosts):
         return [Command((*run, "--standalone", "--nproc-per-node", str(ranks), *more), env)]
     first, port = hosts[0].name, PORT

@@ -117,6 +117,12 @@ def test_in_an_allocation_of_slurm(here: Here) -> None:
     assert built("--launcher torchrun -np 4 --threads 2 train.py", there)[0].startswith("env OMP_NUM_THREADS=2 ")
 
 
+def test_in_a_pod_of_kubeflow(here: Here) -> None:
+    env = {"PATH": "", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "2"}
+    pod = Here(here.names, here.cores, env, False, here.python, here.folder)
+    assert built("train.py", pod) == [f"{LOG.format(4)} {RUN} --tee 3 train.py"]
+
+
 def test_root_may_use_mpirun(here: Here) -> None:
     root = Here(here.names, here.cores, {"PATH": ""}, True, here.python, here.folder)
     assert "--allow-run-as-root" in built("--launcher mpirun -np 2 train.py", root)[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,3 +217,16 @@ def test_no_hook_at_all() -> None:
     """torch's noop_hook returns a future that is done."""
     models, _ = train(hook_of(debugging_hooks.noop_hook), steps=1)
     assert not torch.equal(weights(models[0]), weights(models[1]))
+
+
+def test_the_block_of_the_guide() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "ddp.md").read_text()
+    (block,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from_ddp_hook" in code]
+    model = nn.Linear(2, 2)
+    around: dict[str, Any] = {
+        "dgcopt": dgcopt,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    exec(block, around)
+    assert around["optimizer"].compressor.state is around["state"]

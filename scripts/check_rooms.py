@@ -41,7 +41,7 @@ SIMULATED = {"SimulatedComm", "constructs_in_turn", "takes_turns", "nudge", "sim
 MAY_SIMULATE = (
     "dgcopt/comm/",
     "dgcopt/exchange/runner.py",
-    "dgcopt/testing.py",
+    "dgcopt/testing/",
     "dgcopt/__init__.py",
     "dgcopt/__main__.py",
 )

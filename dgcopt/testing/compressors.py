@@ -1,8 +1,4 @@
-"""A conformance kit for compressors: what every one of them must keep, checked on simulated ranks.
-
-def test_mine():
-    dgcopt.testing.check_compressor(MyCompressor(ratio=0.1))
-"""
+"""What every compressor must keep, checked on simulated ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .collectives import Collective, watched
-from .comm import simulate, simulated_world
-from .compressors import Compressor, Context, GradientExchange
-from .exchange.flights import context_of
-from .flat.buckets import build_buckets
-from .flat.gradient import GradientBucket, SparseSum
-from .flat.store import Memory, Store
-from .gradients.optimizer import DistributedOptimizer
+from ..collectives import Collective, watched
+from ..comm import simulate, simulated_world
+from ..compressors import Compressor, Context, GradientExchange
+from ..exchange.flights import context_of
+from ..flat.buckets import build_buckets
+from ..flat.gradient import GradientBucket, SparseSum
+from ..flat.store import Memory, Store
+from ..gradients.optimizer import DistributedOptimizer
+from .report import Report, checked
 
-__all__ = ["ConformanceError", "Report", "check_compressor"]
+__all__ = ["check_compressor"]
 
 Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 
@@ -37,28 +34,6 @@ SHAPES: tuple[tuple[int, ...], ...] = ((33, 17), (1,), (65,), (8, 3, 3, 3), (64,
 
 SIZES = (1, 2, 3, 4, 5, 8)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class ConformanceError(AssertionError):
-    """A compressor breaks a promise; the message is the report."""
-
-
-@dataclass
-class Report:
-    """What was checked of a compressor. `failures` is empty if it keeps all that it should."""
-
-    compressor: str
-    lines: list[tuple[str, str]]
-    """What was checked, and "ok", "not declared" or what is wrong."""
-
-    @property
-    def failures(self) -> list[str]:
-        """The checks that failed."""
-        return [name for name, outcome in self.lines if outcome not in ("ok", "not declared")]
-
-    def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.lines)
-        return "\n".join([self.compressor, *(f"  {name:{width}}  {outcome}" for name, outcome in self.lines)])
 
 
 def check_compressor(
@@ -85,20 +60,8 @@ def check_compressor(
 
     Returns the report; raises ConformanceError with it as the message if anything is wrong.
     """
-    make, lines = optimizer or functools.partial(SGD, lr=0.1), []
-    for name, check in _CHECKS.items():
-        outcome = "ok"
-        for size in sizes:
-            try:
-                outcome = check(_Case(compressor, make, size, torch.device(device))) or "ok"
-            except Exception as error:
-                outcome = f"with {size} rank(s): {type(error).__name__}: {error}"
-                break
-        lines.append((name, outcome))
-    report = Report(repr(compressor), lines)
-    if report.failures:
-        raise ConformanceError(str(report))
-    return report
+    make, where = optimizer or functools.partial(SGD, lr=0.1), torch.device(device)
+    return checked(repr(compressor), _CHECKS, [(size, _Case(compressor, make, size, where)) for size in sizes])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,212 @@
+"""What every averaging algorithm must keep, checked on simulated ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from ..averaging import AsyncAverage, Averaging
+from ..comm import simulated_world
+from ..errors import ConfigError
+from .report import Report, checked
+
+__all__ = ["check_averaging"]
+
+Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
+
+SIZES = (1, 2, 3)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WITHIN = 50
+"""Local steps, after a warm-up, within which there has to be an exchange."""
+
+QUIET = 24
+"""Exchanges without local steps between, in which ranks are to come together."""
+
+
+def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Sequence[int] = SIZES) -> Report:
+    """Train a small network on simulated ranks whose weights an algorithm averages.
+
+    Checked are, for every number of ranks in `sizes`: that weights stay finite, in four dtypes; that ranks which hold
+    the same weights and make no steps keep them; that ranks which are apart come closer without steps, by half in
+    24 exchanges; that all hold the same bits where `identical` says so; that memory is kept in `ctx`, where
+    checkpoints find it, and none in the algorithm; that a checkpoint goes on bit for bit, also between two exchanges;
+    and that settings can be compared and copied.
+
+    Args:
+        rule: with its settings, and an exchange within fifty steps (`every=2`); it is copied for every rank.
+        optimizer: makes what it is attached to, of any lr, which is set to zero where ranks are to make no steps; None
+            is SGD with momentum 0.9. It has to train parameters of half precision.
+        sizes: numbers of ranks; those that the algorithm refuses (ConfigError) must be left away.
+
+    Returns the report; raises ConformanceError with it as the message if anything is wrong, and ConfigError for an
+    algorithm that exchanges too seldom, or in a thread.
+    """
+    if isinstance(rule, AsyncAverage):
+        raise ConfigError("AsyncAverage exchanges in a thread, which simulated ranks do not have")
+    if not any(rule.due(step) for step in range(1, WITHIN + 1)):
+        raise ConfigError(f"{rule!r} makes no exchange within {WITHIN} steps: give it a small `every`")
+    make = optimizer or functools.partial(SGD, lr=0.1, momentum=0.9)
+    return checked(repr(rule), _CHECKS, [(size, _Case(rule, make, size)) for size in sizes])
+
+
+@dataclass(frozen=True)
+class _Case:
+    rule: Averaging
+    make: Make
+    size: int
+
+
+class _Ranks:
+    """As many ranks, each with its own data."""
+
+    def __init__(self, case: _Case, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).to(dtype)
+        self.dtype, self.steps = dtype, 0
+        self.models = [copy.deepcopy(model) for _ in range(case.size)]
+        self.optimizers: list[Any] = [
+            case.rule.attach(case.make(mine.parameters()), mine.named_parameters(), comm)
+            for mine, comm in zip(self.models, simulated_world(case.size), strict=True)
+        ]
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.steps += 1
+            for rank, (mine, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                optimizer.zero_grad()
+                generator = torch.Generator().manual_seed(100 * self.steps + rank)
+                x = torch.randn(6, 12, generator=generator, dtype=torch.float64).to(self.dtype)
+                (mine(x).float().square().mean() + mine(x).float().mean()).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def rest(self, steps: int) -> None:
+        """Steps that change nothing."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()  # momentum
+            for group in optimizer.param_groups:
+                group.update({name: 0.0 for name in ("lr", "weight_decay") if name in group})
+        self.train(steps)
+
+    def settle(self) -> None:
+        """End exchanges that are under way."""
+        for optimizer in self.optimizers:
+            optimizer.averaging.settle()
+
+    def weights(self) -> Tensor:
+        """A row for each rank."""
+        return torch.stack([nn.utils.parameters_to_vector(mine.parameters()).detach() for mine in self.models])
+
+    def apart(self) -> float:
+        """How far ranks are from their mean."""
+        rows = self.weights()
+        return float((rows - rows.mean(0)).norm())
+
+
+def _first_exchange(rule: Averaging) -> int:
+    return next(step for step in range(1, WITHIN + 1) if rule.due(step)) + rule.warmup_steps
+
+
+# -- the checks: each raises what is wrong, or returns an outcome ------------------------------------------------------
+
+
+def _finite(case: _Case) -> None:
+    for dtype in DTYPES:
+        ranks = _Ranks(case, dtype)
+        ranks.train(2 * _first_exchange(case.rule) + 1)
+        ranks.settle()
+        if not ranks.weights().isfinite().all():
+            raise AssertionError(f"weights of {dtype} are not finite after an exchange")
+
+
+def _at_rest(case: _Case) -> None:
+    ranks = _Ranks(case)
+    before = ranks.weights()
+    ranks.rest(2 * _first_exchange(case.rule) + 1)
+    ranks.settle()
+    gap = float((ranks.weights() - before).abs().max())
+    if not gap < 1e-9:
+        raise AssertionError(f"weights that all ranks have alike, and no step has changed, were moved by {gap:g}")
+
+
+def _together(case: _Case) -> str | None:
+    if case.size == 1:
+        return None
+    ranks = _Ranks(case)
+    ranks.train(_first_exchange(case.rule) + 1)  # a warm-up holds them together
+    if ranks.apart() == 0:
+        ranks.train(1)
+    before = ranks.apart()
+    local = ranks.steps - case.rule.warmup_steps
+    due = [step for step in range(local + 1, local + QUIET * WITHIN + 1) if case.rule.due(step)][:QUIET]
+    ranks.rest(due[-1] - local)
+    ranks.settle()
+    if not ranks.apart() <= before / 2:
+        raise AssertionError(f"ranks were {before:.3g} apart, and are {ranks.apart():.3g} after {len(due)} exchanges")
+    return None
+
+
+def _identical(case: _Case) -> str | None:
+    ranks, rule = _Ranks(case), case.rule
+    says_so = False
+    for _ in range(3 * _first_exchange(rule)):
+        ranks.train(1)
+        local = ranks.steps - rule.warmup_steps
+        if local > 0 and rule.due(local) and rule.identical(local) and not rule.overlap:
+            says_so = True
+            rows = ranks.weights()
+            if not bool((rows == rows[:1]).all()):
+                raise AssertionError(f"ranks have other bits after step {local}, where identical({local}) is true")
+    return None if says_so else "not declared"
+
+
+def _nothing_in_itself(case: _Case) -> None:
+    ranks = _Ranks(case)
+    rules = [optimizer.averaging.rule for optimizer in ranks.optimizers]
+    before = [dict(vars(rule)) for rule in rules]
+    ranks.train(2 * _first_exchange(case.rule) + 1)
+    for rule, settings in zip(rules, before, strict=True):
+        changed = [name for name, value in vars(rule).items() if name not in settings or value is not settings[name]]
+        if changed:
+            raise AssertionError(f"training has changed its attribute(s) {', '.join(changed)}: keep memory in ctx")
+
+
+def _resume(case: _Case) -> None:
+    for more in (0, 1):
+        straight = _Ranks(case)
+        straight.train(_first_exchange(case.rule) + more)
+        models = [copy.deepcopy(mine.state_dict()) for mine in straight.models]
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in straight.optimizers]
+        resumed = _Ranks(case)
+        for mine, optimizer, model, state in zip(resumed.models, resumed.optimizers, models, states, strict=True):
+            mine.load_state_dict(model)
+            optimizer.load_state_dict(state)
+        resumed.steps = straight.steps
+        for ranks in (straight, resumed):
+            ranks.train(2 * _first_exchange(case.rule))
+            ranks.settle()
+        if not torch.equal(straight.weights(), resumed.weights()):
+            raise AssertionError(f"saved {more} step(s) after an exchange and loaded, it goes on otherwise")
+
+
+def _settings(case: _Case) -> None:
+    if repr(copy.deepcopy(case.rule)) != repr(case.rule):
+        raise AssertionError(f"a copy has another repr, by which ranks compare settings: {case.rule!r}")
+
+
+_CHECKS: dict[str, Callable[[_Case], str | None]] = {
+    "weights are finite, in four dtypes": _finite,
+    "at rest and alike, nothing moves": _at_rest,
+    "at rest and apart, ranks come together": _together,
+    "the same bits where it says so": _identical,
+    "memory is in ctx, none in itself": _nothing_in_itself,
+    "a checkpoint goes on bit for bit": _resume,
+    "settings can be compared and copied": _settings,
+}

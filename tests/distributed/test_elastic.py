@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Outcome, launch, missing
+from launching import HERE, ROOT, Outcome, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
@@ -75,6 +75,30 @@ def test_torchrun_starts_all_workers_anew(tmp_path: Path) -> None:
     fewer = torchrun(2, tmp_path, "--steps", str(STEPS + 6))
     assert set(starts(fewer)) == everyone(2, STEPS)
     assert_right(fewer, 2)
+
+
+def test_torchrun_takes_in_agents_and_goes_on_without(tmp_path: Path) -> None:
+    """The script of the test above, but for how long it trains: 1 rank, then 2, then 1 again."""
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    code = (EXAMPLES / "elastic_torchrun.py").read_text()
+    for old, new in (
+        ("while step < args.steps:", "while not dgcopt.broadcast_object((args.directory / 'enough').exists()):"),
+        ('parser.add_argument("--steps", type=int, required=True)', ""),
+        ("applied}, step)", "applied}, step)\n        print('committed', step, flush=True)\n        time.sleep(0.2)"),
+        ("import argparse", f"import argparse, sys, time\nsys.path.append({str(EXAMPLES)!r})"),
+    ):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    (tmp_path / "train.py").write_text(code)
+    program = [str(HERE / "resize_torchrun.py"), str(tmp_path / "train.py"), str(tmp_path)]
+    outcome = done(launch("torch", 1, program, limit=LIMIT, bare=True))
+    first = outcome.output.partition("== second")[0]
+    sizes = [int(size) for size in re.findall(r"rank \d of (\d) goes on from step", first)]
+    assert sizes == [1, 2, 1], outcome.tail
+    steps = [int(step) for step in re.findall(r"goes on from step (\d+)", first)]
+    assert 0 == steps[0] < steps[1] < steps[2], "each went on from a commit of the one before"
+    assert_right(outcome, 1)
 
 
 def test_horovod_goes_on_with_those_that_are_left(tmp_path: Path) -> None:

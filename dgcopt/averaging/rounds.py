@@ -43,6 +43,9 @@ from .weights import Weights, distance
 
 __all__ = ["Rounds"]
 
+FAR = 1_000_000
+"""Steps ahead in which a rank without data looks for the next exchange."""
+
 KEY = "averaging"
 """Where `optimizer.state_dict()` keeps what is here."""
 
@@ -271,10 +274,14 @@ class Rounds:
     def _round_without_data(self) -> Job:
         """Take part in the next round of the ranks that still have data; or learn that there are none."""
         before = self.step
-        while True:
-            self.step += 1
-            if self.local_step > 0 and self.rule.due(self.local_step):
-                break
+        ahead = range(max(1, self.local_step + 1), self.local_step + FAR)
+        due = next((step for step in ahead if self.rule.due(step)), None)
+        if due is None:
+            raise ConfigError(
+                f"rank {self.comm.rank} has run out of data, and no exchange in which it could take part is due in the "
+                f"next {FAR:,} steps: let {self.rule!r} exchange more often"
+            )
+        self.step += due - self.local_step
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, self.local_step)
         yield from self.sync.run()

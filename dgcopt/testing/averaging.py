@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..averaging import AsyncAverage, Averaging
+from ..checkpoint import reshare
 from ..comm import simulated_world
 from ..errors import ConfigError
+from ..uneven import join
 from .report import Report, checked
 
 __all__ = ["check_averaging"]
@@ -37,7 +40,8 @@ def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Seque
     the same weights and make no steps keep them; that ranks which are apart come closer without steps, by half in
     24 exchanges; that all hold the same bits where `identical` says so; that memory is kept in `ctx`, where
     checkpoints find it, and none in the algorithm; that a checkpoint goes on bit for bit, also between two exchanges;
-    and that settings can be compared and copied.
+    that one of other numbers of ranks goes on from the mean; that ranks may run out of data (`dgcopt.join`); that
+    another run has the same bits; and that settings can be compared and copied.
 
     Args:
         rule: with its settings, and an exchange within fifty steps (`every=2`); it is copied for every rank.
@@ -76,15 +80,21 @@ class _Ranks:
             for mine, comm in zip(self.models, simulated_world(case.size), strict=True)
         ]
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int, active: Sequence[int] | None = None) -> None:
+        """All ranks, or those that have data."""
+        ranks = [
+            (rank, mine, optimizer)
+            for rank, (mine, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True))
+            if active is None or rank in active
+        ]
         for _ in range(steps):
             self.steps += 1
-            for rank, (mine, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            for rank, mine, optimizer in ranks:
                 optimizer.zero_grad()
                 generator = torch.Generator().manual_seed(100 * self.steps + rank)
                 x = torch.randn(6, 12, generator=generator, dtype=torch.float64).to(self.dtype)
                 (mine(x).float().square().mean() + mine(x).float().mean()).backward()
-            for optimizer in self.optimizers:
+            for _, _, optimizer in ranks:
                 optimizer.step()
 
     def rest(self, steps: int) -> None:
@@ -99,6 +109,25 @@ class _Ranks:
         """End exchanges that are under way."""
         for optimizer in self.optimizers:
             optimizer.averaging.settle()
+
+    def states(self) -> list[dict[str, Any]]:
+        """What every rank would save."""
+        return [
+            copy.deepcopy({"model": mine.state_dict(), "optimizer": optimizer.state_dict()})
+            for mine, optimizer in zip(self.models, self.optimizers, strict=True)
+        ]
+
+    def load(self, states: Sequence[dict[str, Any]], steps: int) -> None:
+        """Go on where others left off."""
+        self.steps = steps
+        for mine, optimizer, state in zip(self.models, self.optimizers, states, strict=True):
+            mine.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+    def average(self) -> None:
+        """End with the mean."""
+        for optimizer in self.optimizers:
+            optimizer.averaging.average()
 
     def weights(self) -> Tensor:
         """A row for each rank."""
@@ -146,6 +175,8 @@ def _together(case: _Case) -> str | None:
     before = ranks.apart()
     local = ranks.steps - case.rule.warmup_steps
     due = [step for step in range(local + 1, local + QUIET * WITHIN + 1) if case.rule.due(step)][:QUIET]
+    if not due:
+        raise AssertionError(f"no exchange is due in the {QUIET * WITHIN} steps after step {local}")
     ranks.rest(due[-1] - local)
     ranks.settle()
     if not ranks.apart() <= before / 2:
@@ -180,20 +211,56 @@ def _nothing_in_itself(case: _Case) -> None:
 
 def _resume(case: _Case) -> None:
     for more in (0, 1):
-        straight = _Ranks(case)
+        straight, resumed = _Ranks(case), _Ranks(case)
         straight.train(_first_exchange(case.rule) + more)
-        models = [copy.deepcopy(mine.state_dict()) for mine in straight.models]
-        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in straight.optimizers]
-        resumed = _Ranks(case)
-        for mine, optimizer, model, state in zip(resumed.models, resumed.optimizers, models, states, strict=True):
-            mine.load_state_dict(model)
-            optimizer.load_state_dict(state)
-        resumed.steps = straight.steps
+        resumed.load(straight.states(), straight.steps)
         for ranks in (straight, resumed):
             ranks.train(2 * _first_exchange(case.rule))
             ranks.settle()
         if not torch.equal(straight.weights(), resumed.weights()):
             raise AssertionError(f"saved {more} step(s) after an exchange and loaded, it goes on otherwise")
+
+
+def _reshared(case: _Case) -> None:
+    old = _Ranks(case)
+    old.train(_first_exchange(case.rule) + 1)
+    states, center = old.states(), old.weights().mean(0)
+    for size in {1, 2, case.size + 1} - {case.size}:
+        new = _Ranks(replace(case, size=size))
+        new.load([reshare(states, rank, size) for rank in range(size)], old.steps)
+        new.average()
+        gap = float((new.weights() - center).abs().max())
+        if not gap < 1e-9:
+            raise AssertionError(f"{size} rank(s) go on {gap:g} away from the mean of the weights that there were")
+        new.train(2 * _first_exchange(case.rule))
+
+
+def _uneven(case: _Case) -> str | None:
+    if case.rule.warmup_steps:
+        return "not declared"  # join does not go with a warm-up
+    ranks = _Ranks(case)
+    lengths = [_first_exchange(case.rule) + 2 * rank for rank in range(case.size)]
+    with contextlib.ExitStack() as stack:
+        own = [stack.enter_context(contextlib.ExitStack()) for _ in lengths]
+        for each, optimizer in zip(own, ranks.optimizers, strict=True):
+            each.enter_context(join(optimizer))
+        for step in range(max(lengths)):
+            for each, length in zip(own, lengths, strict=True):
+                if step >= length:
+                    each.close()
+            ranks.train(1, [rank for rank, length in enumerate(lengths) if step < length])
+    steps = sorted({optimizer.averaging.step for optimizer in ranks.optimizers})
+    if len(steps) > 1:
+        raise AssertionError(f"after ranks have run out of data they are at different steps, {steps}")
+    return None
+
+
+def _again(case: _Case) -> None:
+    ranks, others = _Ranks(case), _Ranks(case)
+    for each in (ranks, others):
+        each.train(2 * _first_exchange(case.rule) + 1)
+    if not torch.equal(ranks.weights(), others.weights()):
+        raise AssertionError("another run of the same batches has other weights: derive what is random from ctx.step")
 
 
 def _settings(case: _Case) -> None:
@@ -208,5 +275,8 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "the same bits where it says so": _identical,
     "memory is in ctx, none in itself": _nothing_in_itself,
     "a checkpoint goes on bit for bit": _resume,
+    "other numbers of ranks go on from the mean": _reshared,
+    "ranks may run out of data": _uneven,
+    "another run has the same bits": _again,
     "settings can be compared and copied": _settings,
 }

@@ -190,7 +190,8 @@ def test_averaging_as_the_page_shows_it():
     assert torch.allclose(models[0].weight, start - 0.5) and torch.allclose(models[1].weight, start - 1.5)
 
 
-def test_the_loops_of_the_data_page():
+def test_the_loops_of_the_data_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     dataset = [(torch.zeros(length),) for length in (3, 1, 2)]
     for code in code_of("docs/data.md"):
         exec(code, {"dataset": dataset, "DataLoader": torch.utils.data.DataLoader, "epochs": 2, "pad": list})

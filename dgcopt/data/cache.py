@@ -1,0 +1,108 @@
+"""Samples that are made once: a dataset, or any function of a key, with a store behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from ..checks import check_flag
+from ..errors import ConfigError, PayloadError
+from .plain import decode, encode
+from .stores import Store, open_store
+
+__all__ = ["CacheLoader", "CachedDataset"]
+
+
+class CacheLoader:
+    """Values by key, each made once and then taken from a store.
+
+    Args:
+        store: "memory", "disk", "disk:PATH", URLs of Redis servers such as "redis://host:6379", or a store.
+        key_prefix: sets these keys apart from others in the same store. Change it when what they stand for changes.
+        capacity: bytes, for "memory" and "disk".
+        pickle: pickle what is not plain data, and unpickle what is found. Whoever can write to the store can then run
+            code in this process; without it nothing is ever unpickled.
+
+    Attributes: `hits` and `misses`, of this process.
+    """
+
+    def __init__(
+        self,
+        store: str | Sequence[str] | Store = "memory",
+        key_prefix: str = "",
+        *,
+        capacity: int | None = None,
+        pickle: bool = False,
+    ) -> None:
+        self.pickle = check_flag(pickle, "pickle")
+        self.store = open_store(store, capacity)
+        self.key_prefix = key_prefix
+        self.hits = self.misses = 0
+
+    def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
+        """What the store has for `key`; else `load_fn(key)`, which it has from then on, if there is place.
+
+        A key is plain data, and what comes back is a copy. Bytes in the store that are damaged are made anew. Raises
+        ConfigError for values that are not plain data, unless `pickle`.
+        """
+        place = hashlib.blake2b(encode((self.key_prefix, key)), digest_size=20).digest()
+        kept = self.store.get(place)
+        if kept is not None:
+            try:
+                value = decode(kept, self.pickle)
+            except PayloadError as error:
+                self.store.warn(f"what the cache has for {key!r} is made anew: {error}")
+            else:
+                self.hits += 1
+                return value
+        self.misses += 1
+        value = load_fn(key)
+        self.store.put(place, encode(value, self.pickle))
+        return value
+
+    def num_keys(self) -> int:
+        """How many values the store has, of all prefixes."""
+        return len(self.store)
+
+
+class CachedDataset(Dataset):
+    """A dataset whose samples are made once, and then taken from a store: their transforms, too, run once.
+
+    What is to differ in each epoch, such as random crops, belongs behind it.
+
+    Args:
+        dataset: with a length, and samples that are plain data.
+        store, capacity, pickle: see `CacheLoader`.
+        name: of the dataset and its transforms, for stores that outlive this process: change it when either changes,
+            else old samples come back.
+
+    Raises ConfigError for a dataset without length, and for a store that outlives this process without a name.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Sequence[Any],
+        store: str | Sequence[str] | Store = "memory",
+        name: str = "",
+        *,
+        capacity: int | None = None,
+        pickle: bool = False,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ConfigError(f"{type(dataset).__name__} has no samples by number: only datasets that have are cached")
+        self.dataset = dataset
+        self.loader = CacheLoader(store, name, capacity=capacity, pickle=pickle)
+        if self.loader.store.outlives and not name:
+            raise ConfigError(
+                "this store outlives the process: give the dataset a name, and another one whenever the dataset or its "
+                "transforms change, else old samples come back"
+            )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.loader.get(int(index), self.dataset.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self.dataset)

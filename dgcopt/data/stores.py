@@ -1,0 +1,301 @@
+"""Where cached samples are kept: in this process, on this node's disk, or on Redis servers that all nodes share.
+
+A store maps keys to bytes. When it is full it keeps what it has: an epoch visits every sample once, in an order that
+differs from the last one's, so that a sample which made place for another would be missed as often as it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..checks import check_whole
+from ..errors import CommError, ConfigError
+
+__all__ = ["DiskStore", "MemoryStore", "RedisStore", "Store", "open_store"]
+
+log = logging.getLogger("dgcopt")
+
+GIGABYTE = 2**30
+
+
+class Store:
+    """Keys and values are bytes. `put` may keep nothing, and says why in the log, once.
+
+    Attributes: `outlives`, whether it is there when this process has ended.
+    """
+
+    outlives: bool = True
+    _said: bool = False
+
+    def get(self, key: bytes) -> bytes | None:
+        """What was put there; None if nothing was, or it is not there any more."""
+        raise NotImplementedError
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Keep it, in place of what was there."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Forget everything, whoever put it there."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """How many keys there are."""
+        raise NotImplementedError
+
+    def warn(self, what: str) -> None:
+        """Say it in the log, once."""
+        if not self._said:
+            self._said = True
+            log.warning("dgcopt: %s", what)
+
+
+class MemoryStore(Store):
+    """In this process: not shared with others, and in a DataLoader's workers only as long as they live.
+
+    Args:
+        capacity: bytes that it may hold.
+    """
+
+    outlives = False
+
+    def __init__(self, capacity: int = 4 * GIGABYTE) -> None:
+        self.capacity = check_whole(capacity, "capacity", 1)
+        self._values: dict[bytes, bytes] = {}
+        self._bytes = 0
+
+    def get(self, key: bytes) -> bytes | None:
+        return self._values.get(key)
+
+    def put(self, key: bytes, value: bytes) -> None:
+        more = len(value) - len(self._values.get(key, b""))
+        if self._bytes + more > self.capacity:
+            self.warn(f"the cache in memory is full ({len(self)} samples, {self._bytes} bytes): others are made anew")
+            return
+        self._values[key] = value
+        self._bytes += more
+
+    def clear(self) -> None:
+        self._values.clear()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class DiskStore(Store):
+    """A file on this node's disk, shared by all its processes, with SQLite, which comes with Python.
+
+    A process that is killed while it writes, or a machine that goes down, costs the last samples and no others. The
+    file must not lie on a network's file system.
+
+    Args:
+        path: a folder, which is made where it is missing, for this user alone. None is `dgcopt` in $XDG_CACHE_HOME or
+            ~/.cache.
+        capacity: bytes that its file may grow to, as this process sees it.
+
+    Raises ConfigError if what is there is no store.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, capacity: int = 64 * GIGABYTE) -> None:
+        if path is None:
+            path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgcopt"
+        self.path = Path(path)
+        self.capacity = check_whole(capacity, "capacity", 10 * PAGE)
+        self._opened: tuple[int, sqlite3.Connection, threading.Lock] | None = None
+        self._run("SELECT count(*) FROM samples")
+
+    def get(self, key: bytes) -> bytes | None:
+        found = self._run("SELECT value FROM samples WHERE key = ?", key)
+        return found[0][0] if found and isinstance(found[0][0], bytes) else None
+
+    def put(self, key: bytes, value: bytes) -> None:
+        try:
+            self._run("INSERT OR REPLACE INTO samples VALUES (?, ?)", key, value)
+        except sqlite3.OperationalError as error:
+            if "full" not in str(error):
+                raise
+            self.warn(f"the cache {self.file} is full (capacity {self.capacity} bytes): other samples are made anew")
+
+    def clear(self) -> None:
+        self._run("DELETE FROM samples")
+
+    def __len__(self) -> int:
+        return int(self._run("SELECT count(*) FROM samples")[0][0])
+
+    @property
+    def file(self) -> Path:
+        return self.path / "samples.sqlite"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Each process opens the file for itself."""
+        return {"path": self.path, "capacity": self.capacity, "_opened": None}
+
+    def _run(self, command: str, *values: bytes) -> list[Any]:
+        if self._opened is None or self._opened[0] != os.getpid():
+            if self._opened is not None:
+                _inherited.append(self._opened)
+            self._opened = os.getpid(), self._open(), threading.Lock()
+        _, connection, lock = self._opened
+        try:
+            with lock:
+                return connection.execute(command, values).fetchall()
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            raise self._is_no_store(error) from None
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            connection = sqlite3.connect(self.file, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ConfigError(f"the cache {self.file} cannot be opened ({error}): choose another path") from None
+        try:
+            connection.execute(f"PRAGMA page_size = {PAGE}")
+            # readers do not wait for a writer, and nothing is lost but what was written last
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute(f"PRAGMA max_page_count = {self.capacity // PAGE}")
+            connection.execute(f"PRAGMA mmap_size = {self.capacity}")
+            connection.execute("CREATE TABLE IF NOT EXISTS samples (key BLOB PRIMARY KEY, value BLOB)")
+        except sqlite3.DatabaseError as error:
+            raise self._is_no_store(error) from None
+        return connection
+
+    def _is_no_store(self, error: Exception) -> ConfigError:
+        return ConfigError(f"{self.file} is damaged, or no store ({error}): delete it, or choose another path")
+
+
+PAGE = 16384
+"""Bytes of a page of SQLite's: few of them make a sample."""
+
+PATIENCE = 60.0
+"""Seconds to wait for another process that writes."""
+
+_inherited: list[Any] = []
+"""What a forked process must neither use nor close: it is the parent's."""
+
+
+class RedisStore(Store):
+    """Redis servers, shared by all nodes; each key is on one of them.
+
+    A server's own `maxmemory` and `maxmemory-policy` say how much it keeps. One that fails is left alone for half a
+    minute, in which its samples are made anew: training goes on.
+
+    Args:
+        urls: of servers, in the same order everywhere: `redis://[[user]:password@]host[:port][/database]`, `rediss://`
+            with TLS, or `unix://`.
+
+    Raises ConfigError if the package redis is missing, or for other URLs; CommError if a server does not answer.
+    """
+
+    def __init__(self, urls: str | Sequence[str]) -> None:
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self.urls:
+            raise ConfigError("a RedisStore needs the URL of a server at least")
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+                raise ConfigError(
+                    f"a URL of a Redis server begins with redis://, rediss:// or unix://, not {_named(url)}"
+                )
+        self._connect()
+        for place, client in enumerate(self._clients):
+            try:
+                client.ping()
+            except self._failures as error:
+                raise CommError(f"the Redis server {_named(self.urls[place])} does not answer: {error}") from None
+
+    def _connect(self) -> None:
+        try:
+            import redis
+        except ImportError:
+            raise ConfigError(
+                "a store on Redis servers needs the package redis: pip install 'dgcopt[cache]', or pip install redis"
+            ) from None
+        self._clients = [
+            redis.Redis.from_url(url, socket_timeout=ANSWER, socket_connect_timeout=ANSWER) for url in self.urls
+        ]
+        self._failures, self._lost = redis.RedisError, (redis.ConnectionError, redis.TimeoutError)
+        self._away_until = [0.0] * len(self.urls)
+
+    def get(self, key: bytes) -> bytes | None:
+        found = self._ask(key, lambda client: client.get(PREFIX + key))
+        return found if isinstance(found, bytes) else None
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self._ask(key, lambda client: client.set(PREFIX + key, value))
+
+    def clear(self) -> None:
+        for client in self._clients:
+            keys = list(client.scan_iter(PREFIX + b"*", count=1000))
+            for start in range(0, len(keys), 1000):
+                client.delete(*keys[start : start + 1000])
+
+    def __len__(self) -> int:
+        return sum(1 for client in self._clients for _ in client.scan_iter(PREFIX + b"*", count=1000))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Each process connects for itself."""
+        return {"urls": self.urls}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._connect()
+
+    def _ask(self, key: bytes, question: Callable[[Any], Any]) -> Any:
+        place = int.from_bytes(key[-4:], "little") % len(self._clients)
+        if time.monotonic() < self._away_until[place]:
+            return None
+        try:
+            return question(self._clients[place])
+        except self._failures as error:
+            if isinstance(error, self._lost):
+                self._away_until[place] = time.monotonic() + AWAY
+            self.warn(f"the Redis server {_named(self.urls[place])} failed, its samples are made anew: {error}")
+            return None
+
+
+PREFIX = b"dgcopt:"
+"""Of all keys on a Redis server, which may hold others."""
+
+ANSWER = 5.0
+"""Seconds within which a server is to answer."""
+
+AWAY = 30.0
+"""Seconds for which a server that has failed is not asked."""
+
+
+def _named(url: str) -> str:
+    """A URL without its password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def open_store(store: str | Sequence[str] | Store, capacity: int | None = None) -> Store:
+    """The store of a name: "memory", "disk", "disk:PATH", or one or several URLs of Redis servers.
+
+    Raises ConfigError for others, and for a capacity where the store has one of its own.
+    """
+    if isinstance(store, Store):
+        if capacity is not None:
+            raise ConfigError("capacity goes to the store, where that is given as an object")
+        return store
+    size = {} if capacity is None else {"capacity": capacity}
+    if store == "memory":
+        return MemoryStore(**size)
+    if store == "disk" or (isinstance(store, str) and store.startswith("disk:")):
+        return DiskStore(store.removeprefix("disk").removeprefix(":") or None, **size)
+    if isinstance(store, str) and "://" not in store:
+        raise ConfigError(f'store must be "memory", "disk", "disk:PATH", or URLs of Redis servers, not {store!r}')
+    if capacity is not None:
+        raise ConfigError("a Redis server's capacity is its own setting, maxmemory")
+    return RedisStore(store)

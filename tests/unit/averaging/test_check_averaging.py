@@ -126,7 +126,7 @@ class Throws(Mean):
     """Dice."""
 
     def exchange(self, x, ctx):
-        x *= 1 + 1e-9 * (torch.rand(()) - 0.5)
+        x *= 1 + 1e-9 * torch.rand((), dtype=torch.float64)
         return (yield AllReduce(x))
 
 

@@ -81,11 +81,11 @@ class ChunkedTopK(ScheduledRatio, Sparse):
 
         return self.chooser(ctx, of_chunks)
 
-    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if not self.error_feedback:
-            return grad, self.selection(ctx).largest(grad)
+            return grad, *self.selection(ctx).largest(grad)
         e, v = ctx.residual()
-        return v, self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
+        return v, *self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
 
     def payload_bytes(self, ctx: Context) -> int | None:
         return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
@@ -107,10 +107,10 @@ class ChunkSelection:
         """How many coordinates are selected."""
         return self._chunks.count
 
-    def largest(self, flat: Tensor) -> Tensor:
-        """Positions of the largest magnitudes of `flat`, int64, ascending. NaN counts as largest."""
+    def largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of the largest magnitudes of `flat`, int64, ascending, and values there. NaN counts as largest."""
         return select_chunks(flat, self._chunks)
 
-    def largest_of_sum(self, g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
+    def largest_of_sum(self, g: Tensor, e: Tensor, decay: float, out: Tensor) -> tuple[Tensor, Tensor]:
         """The same of g + decay * e, which is written to `out`."""
         return add_and_select_chunks(g, e, decay, out, self._chunks)

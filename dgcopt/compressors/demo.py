@@ -83,8 +83,8 @@ class DeMo(Compressor):
             ctx.scratch["frequencies"] = torch.zeros_like(m), torch.zeros_like(m)
         frequencies, chosen = ctx.scratch["frequencies"]
         dct(m, matrices, out=frequencies)
-        indices = selection.largest(frequencies)
-        message, sent, arriving = code.encode(indices, frequencies[indices], ctx.numel)
+        indices, values = selection.largest(frequencies)
+        message, sent, arriving = code.encode(indices, values, ctx.numel)
         inverse_dct(chosen.index_copy_(0, sent, arriving), matrices, m, "subtract")
         clear_at(chosen, sent)  # which is zero between steps
 

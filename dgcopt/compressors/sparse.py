@@ -42,10 +42,11 @@ class Sparse(Compressor):
         """Positions in the flat `v` that are sent: int64, ascending, as many on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} must define select()")
 
-    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
-        """v, and the positions in it that are sent: for subclasses that look for them while they add the residual."""
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """v, the positions in it that are sent, and what is there: for subclasses that find all of it in one pass."""
         v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
-        return v, self.select(v, ctx)
+        indices = self.select(v, ctx)
+        return v, indices, gather(v, indices)
 
     @property
     def code(self) -> SparseCode:
@@ -62,9 +63,9 @@ class Sparse(Compressor):
 
     def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Reduction]:
         """This rank's message, and how it becomes a part of the sum; what it leaves out is kept."""
-        v, indices = self.choose(grad, ctx)
+        v, indices, values = self.choose(grad, ctx)
         reduction = self.reduction(len(indices), ctx)
-        message, sent, arriving = reduction.encode(indices, gather(v, indices), ctx)
+        message, sent, arriving = reduction.encode(indices, values, ctx)
         if self.error_feedback:
             subtract_at(v, sent, arriving)
             ctx.keep_residual(v)

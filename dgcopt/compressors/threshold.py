@@ -12,7 +12,7 @@ from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
-from ..kernels import positions_above
+from ..kernels import add_and_select_above, select_above
 from .base import GradientExchange, Source
 from .context import Context, at_least_float32
 from .schedule import check_ratio
@@ -65,8 +65,11 @@ class Threshold(Sparse):
         """How many coordinates of this bucket a step may send."""
         return count_of(self.at_most, sum(segment.numel for segment in ctx.segments))
 
-    def select(self, v: Tensor, ctx: Context) -> Tensor:
-        return positions_above(v, self.threshold, self.most(ctx))
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.error_feedback:
+            return grad, *select_above(grad, self.threshold, self.most(ctx))
+        e, v = ctx.residual()
+        return v, *add_and_select_above(grad, e, self.decay, v, self.threshold, self.most(ctx))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         message, mine = self.message(grad, ctx)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..coding import SparseCode
-from ..kernels import add_and_maxima, block_maxima
+from ..kernels import add_and_maxima, block_maxima, gather
 from .base import Source
 from .context import Context
 from .reduction import Reduce, check_reduce
@@ -65,13 +65,14 @@ class TopK(ScheduledRatio, Sparse):
         together = self.granularity == "bucket"
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 
-    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if self.error_feedback:
             e, v = ctx.residual()
             maxima = add_and_maxima(grad, e, self.decay, v)
         else:
             v, maxima = grad, block_maxima(grad)
-        return v, self.selection(ctx).largest(v, maxima)
+        indices = self.selection(ctx).largest(v, maxima)
+        return v, indices, gather(v, indices)
 
     def payload_bytes(self, ctx: Context) -> int | None:
         return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)

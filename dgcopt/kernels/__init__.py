@@ -45,6 +45,7 @@ __all__ = [
     "accumulate",
     "add_and_maxima",
     "add_and_norms",
+    "add_and_select_above",
     "add_and_select_chunks",
     "add_at",
     "ahead",
@@ -80,7 +81,6 @@ __all__ = [
     "pack_signs",
     "pack_small",
     "peaks",
-    "positions_above",
     "put",
     "put_levels",
     "put_minmax",
@@ -96,6 +96,7 @@ __all__ = [
     "round_steps",
     "round_trits",
     "select",
+    "select_above",
     "select_chunks",
     "split_signs",
     "split_sum",
@@ -130,7 +131,8 @@ put_product = Kernel(torch.put_product, (takes_float32, native.put_product))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
-positions_above = Kernel(torch.positions_above, (takes_float32, native.positions_above))
+add_and_select_above = Kernel(torch.add_and_select_above, (takes_float32, native.add_and_select_above))
+select_above = Kernel(torch.select_above, (takes_float32, native.select_above))
 select = Kernel(torch.select, (takes_floats, native.select))
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small))

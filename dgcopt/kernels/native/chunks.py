@@ -12,13 +12,13 @@ from .library import FLOATS, Float, Length, Pointer, at, check_flat, function
 __all__ = ["add_and_select_chunks", "select_chunks"]
 
 
-def select_chunks(flat: Tensor, chunks: Chunks) -> Tensor:
+def select_chunks(flat: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.select_chunks`."""
     check_flat(len(flat), flat)
     return _select(flat, None, None, 0.0, chunks)
 
 
-def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> Tensor:
+def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.add_and_select_chunks`."""
     check_flat(len(out), g, e, out, dtype=torch.float32)
     if len(chunks.spans) == 0 or chunks.spans[0][0] != 0:
@@ -27,15 +27,16 @@ def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunk
     return _select(out, g, e, decay, chunks)
 
 
-def _select(flat: Tensor, g: Tensor | None, e: Tensor | None, decay: float, chunks: Chunks) -> Tensor:
+def _select(flat: Tensor, g: Tensor | None, e: Tensor | None, decay: float, chunks: Chunks) -> tuple[Tensor, Tensor]:
     starts, stops, counts = chunks.table
     if len(stops) and int(stops.amax()) > len(flat):
         raise ValueError(f"chunks reach beyond the {len(flat)} elements that there are")
-    positions = torch.empty(chunks.count, dtype=torch.int64)
+    positions, values = torch.empty(chunks.count, dtype=torch.int64), torch.empty(chunks.count, dtype=flat.dtype)
     loop = function(
-        f"select_chunks_{FLOATS[flat.dtype]}", *[Pointer] * 3, Float, Length, *[Pointer] * 3, Length, Pointer
+        f"select_chunks_{FLOATS[flat.dtype]}", *[Pointer] * 3, Float, Length, *[Pointer] * 3, Length, *[Pointer] * 2
     )
     added = (at(flat, 0), at(g, 0), at(e, 0), decay, len(flat))
-    if loop(*added, *(x.data_ptr() for x in (starts, stops, counts)), len(counts), positions.data_ptr()):
+    table = (*(x.data_ptr() for x in (starts, stops, counts)), len(counts))
+    if loop(*added, *table, positions.data_ptr(), values.data_ptr()):
         raise MemoryError("there is no memory left to select in")
-    return positions
+    return positions, values

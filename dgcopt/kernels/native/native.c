@@ -17,7 +17,8 @@
 /* Which sources this was built from; empty if it was not setup.py that built it. */
 const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
 
-/* STREAM writes so many floats past the caches, to an address that is a multiple of their size; FENCE lets others see them. */
+/* STREAM writes so many floats past the caches, to an address that is a multiple of their size; FENCE lets others see them.
+   FLAGS makes 64 bytes of 0 or 1 the bits of a word, where an instruction does. */
 
 #if defined(__x86_64__) || defined(__i386__)
 
@@ -39,6 +40,7 @@ const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
 #define FN(name) name##_avx512
 #define STREAMED 16
 #define STREAM(to, from) _mm512_stream_ps(to, _mm512_loadu_ps(from))
+#define FLAGS(bytes) _mm512_test_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(1))
 #include "loops.h"
 #undef TARGET
 #undef FN

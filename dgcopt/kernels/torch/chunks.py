@@ -54,8 +54,8 @@ class Chunks:
         return groups
 
 
-def select_chunks(flat: Tensor, chunks: Chunks) -> Tensor:
-    """Positions of each chunk's largest magnitudes in `flat`, whose gaps hold zeros: int64, ascending.
+def select_chunks(flat: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
+    """Positions of each chunk's largest magnitudes in `flat`, whose gaps are zero: int64, ascending; and their values.
 
     Of equal magnitudes those that come first are taken. NaN counts as largest.
     """
@@ -71,9 +71,10 @@ def select_chunks(flat: Tensor, chunks: Chunks) -> Tensor:
             columns = (rows.long() * rows.shape[1] - later).topk(most).indices
         positions = blocks.gather(1, columns // BLOCK) * BLOCK + columns % BLOCK
         chosen.append(positions[torch.arange(most, device=flat.device) < count])
-    return torch.cat(chosen).sort().values
+    positions = torch.cat(chosen).sort().values
+    return positions, flat.index_select(0, positions)
 
 
-def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> Tensor:
+def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """Write g + decay * e to `out`, of the dtype of e, all of which lies in chunks or gaps; and select from that."""
     return select_chunks(torch.add(g, e, alpha=decay, out=out), chunks)

@@ -7,7 +7,7 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, built, numbers, numels
+from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, numels
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
@@ -23,15 +23,26 @@ from dgcopt.kernels import torch as specification
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_positions_above(numel, kind, least, share, shift, seed):
+def test_select_above(numel, kind, least, share, shift, seed):
     flat = numbers(numel + shift, torch.float32, kind, seed)[shift:]
     magnitudes, bound = flat.abs().tolist(), torch.tensor(least).item()
     reach = [i for i in range(numel) if magnitudes[i] >= bound]
     for most in {int(share * numel), int(share * len(reach)), len(reach), numel + 1}:
-        found = native.positions_above(flat, least, most)
-        assert torch.equal(found, specification.positions_above(flat, least, most))
+        found, values = native.select_above(flat, least, most)
+        expected_positions, expected_values = specification.select_above(flat, least, most)
+        assert torch.equal(found, expected_positions)
+        assert_same_bits(values, expected_values)
+        assert_same_bits(values, flat[found])
         largest = sorted(reach, key=lambda i: -magnitudes[i])[:most]
         assert found.tolist() == sorted(largest)
+        sums = torch.full((2, numel + shift), 7.0)[:, shift:]
+        ours, theirs = (
+            of.add_and_select_above(flat, flat.flip(0), 0.9, out, least, most)
+            for of, out in zip((native, specification), sums, strict=True)
+        )
+        assert_same_bits(*sums)
+        assert torch.equal(ours[0], theirs[0])
+        assert_same_bits(ours[1], theirs[1])
 
 
 @built
@@ -39,6 +50,12 @@ def test_a_sample_that_misleads():
     flat = torch.linspace(1, 2, 2**20)
     flat[:: 2**20 // 4096] = 3.0  # all that is looked at first
     for most in (1000, 5000, 400_000):
-        found = native.positions_above(flat, 0.5, most)
-        assert torch.equal(found, specification.positions_above(flat, 0.5, most))
+        expected, _ = specification.select_above(flat, 0.5, most)
+        out = torch.empty_like(flat)
+        for found, values in (
+            native.select_above(flat, 0.5, most),
+            native.add_and_select_above(flat, flat, 0.0, out, 0.5, most),
+        ):
+            assert torch.equal(found, expected) and torch.equal(values, flat[found])
+        assert torch.equal(out, flat)
         flat[:: 2**20 // 4096] = 0.1

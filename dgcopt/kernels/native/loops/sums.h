@@ -53,15 +53,22 @@ INLINE TARGET double FN(fold_doubles)(double *t) {
     return two_of[0] + two_of[1];
 }
 
-/* 64 bytes, each 0 or 1, as the bits of eight. */
-INLINE TARGET void FN(pack_flags)(const uint8_t *flags, uint8_t *packed) {
-    uint64_t words[BLOCK / 8];
-    memcpy(words, flags, BLOCK);
+/* 64 bytes, each 0 or 1, as the bits of a word, and as eight bytes. */
+INLINE TARGET uint64_t FN(word_of)(const uint8_t *flags) {
+#ifdef FLAGS
+    return FLAGS(flags);
+#else
+    uint64_t word = 0, eight;
     for (int i = 0; i < BLOCK / 8; i++) {
-        uint64_t word = words[i];
-        word |= word >> 7, word |= word >> 14, word |= word >> 28; /* the bits above are those of other bytes */
-        packed[i] = (uint8_t)word;
+        memcpy(&eight, flags + 8 * i, 8);
+        word |= (eight * 0x0102040810204080 >> 56) << 8 * i; /* their lowest bits side by side */
     }
+    return word;
+#endif
+}
+INLINE TARGET void FN(pack_flags)(const uint8_t *flags, uint8_t *packed) {
+    uint64_t word = FN(word_of)(flags);
+    memcpy(packed, &word, sizeof word);
 }
 
 /* What decoded values do: 0 take the place of what is there, 1 are added to it, 2 are taken away from it. */

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..torch import Chunks
-from .library import FLOATS, Float, Length, Pointer, at, check_flat, function
+from .library import FLOATS, Float, Length, Pointer, at, check_flat, function, shared
 
 __all__ = ["add_and_select_chunks", "select_chunks"]
 
@@ -35,8 +35,16 @@ def _select(flat: Tensor, g: Tensor | None, e: Tensor | None, decay: float, chun
     loop = function(
         f"select_chunks_{FLOATS[flat.dtype]}", *[Pointer] * 3, Float, Length, *[Pointer] * 3, Length, *[Pointer] * 2
     )
-    added = (at(flat, 0), at(g, 0), at(e, 0), decay, len(flat))
-    table = (*(x.data_ptr() for x in (starts, stops, counts)), len(counts))
-    if loop(*added, *table, positions.data_ptr(), values.data_ptr()):
-        raise MemoryError("there is no memory left to select in")
+    before = counts.cumsum(0) - counts
+
+    def span(start: int, stop: int) -> None:
+        first, last = torch.searchsorted(starts, torch.tensor([start, stop])).tolist()
+        if first == last:
+            return
+        end, place = int(starts[last]) if last < len(starts) else len(flat), int(before[first])
+        table = (*(at(x, first) for x in (starts, stops, counts)), last - first)
+        if loop(at(flat, 0), at(g, 0), at(e, 0), decay, end, *table, at(positions, place), at(values, place)):
+            raise MemoryError("there is no memory left to select in")
+
+    shared(span, len(flat))
     return positions, values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Matrices, Put, waves
-from .library import Int, Length, Pointer, check_flat, function
+from .library import Int, Length, Pointer, check_flat, function, shared
 from .sums import HOW
 
 __all__ = ["dct", "inverse_dct"]
@@ -21,7 +22,11 @@ def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
     """See `dgcopt.kernels.torch.dct`."""
     numbers = _checked(flat, matrices, out)
     loop = function("dct", *[Pointer] * 2, Length, *[Pointer] * 3)
-    loop(flat.data_ptr(), matrices.table.data_ptr(), len(matrices.shapes), *numbers, out.data_ptr())
+
+    def span(strips: Tensor) -> None:
+        loop(flat.data_ptr(), strips.data_ptr(), len(strips), *numbers, out.data_ptr())
+
+    _shared_strips(span, matrices, len(flat))
     increment_version(out)
 
 
@@ -29,11 +34,24 @@ def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put 
     """See `dgcopt.kernels.torch.inverse_dct`."""
     numbers = _checked(flat, matrices, frequencies)
     loop = function("inverse_dct", *[Pointer] * 2, Length, *[Pointer] * 3, Int)
-    loop(
-        *(frequencies.data_ptr(), matrices.table.data_ptr(), len(matrices.shapes), *numbers),
-        *(flat.data_ptr(), 3 if how == "sign" else HOW[how]),
-    )
+    effect = 3 if how == "sign" else HOW[how]
+
+    def span(strips: Tensor) -> None:
+        loop(frequencies.data_ptr(), strips.data_ptr(), len(strips), *numbers, flat.data_ptr(), effect)
+
+    _shared_strips(span, matrices, len(flat))
     increment_version(flat)
+
+
+def _shared_strips(loop: Callable[[Tensor], None], matrices: Matrices, numel: int) -> None:
+    """Run `loop` over the strips, which ascend, in as many threads as torch has."""
+    strips, starts = matrices.table, matrices.table[:, 0].contiguous()
+
+    def span(start: int, stop: int) -> None:
+        first, last = torch.searchsorted(starts, torch.tensor([start, stop])).tolist()
+        loop(strips[first:last])
+
+    shared(span, numel)
 
 
 def _checked(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> tuple[int, int]:

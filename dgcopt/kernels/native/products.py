@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .library import Length, Pointer, at, check_flat, function
+from .library import Length, Pointer, at, check_flat, function, shared
 
 __all__ = ["put_product"]
 
@@ -21,7 +21,19 @@ def put_product(left: Tensor, right: Tensor, out: Tensor, less: Tensor | None) -
     check_flat(right.numel(), across.view(-1), dtype=torch.float32)
     check_flat(rows * columns, *(flat for flat in (out, less) if flat is not None), dtype=torch.float32)
     loop = function("put_product", Pointer, Pointer, *[Length] * 3, Pointer, Pointer)
-    loop(left.data_ptr(), across.data_ptr(), rows, columns, rank, out.data_ptr(), at(less, 0))
+
+    def span(start: int, stop: int) -> None:
+        first, last = (end // max(columns, 1) for end in (start, stop))  # rows that end within it
+        loop(
+            at(left, first * rank),
+            at(across, 0),
+            last - first,
+            columns,
+            rank,
+            *(at(x, first * columns) for x in (out, less)),
+        )
+
+    shared(span, rows * columns)
     for flat in (out, less):
         if flat is not None:
             increment_version(flat)

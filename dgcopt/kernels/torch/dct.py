@@ -25,7 +25,7 @@ __all__ = ["Matrices", "dct", "inverse_dct", "waves"]
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """Where matrices lie in a flat tensor: start, rows and columns of each, none empty."""
+    """Where matrices lie in a flat tensor: start, rows and columns of each, in order, none empty."""
 
     shapes: Sequence[tuple[int, int, int]]
 
@@ -40,8 +40,13 @@ class Matrices:
 
     @cached_property
     def table(self) -> Tensor:
-        """The shapes, int64 on the CPU, `[matrices, 3]`."""
-        return torch.tensor(self.shapes, dtype=torch.int64).view(-1, 3)
+        """The shapes of strips that are a tile high, from which tiles are the same: int64 on the CPU, `[strips, 3]`."""
+        strips = [
+            (start + top * columns, min(BLOCK, rows - top), columns)
+            for start, rows, columns in self.shapes
+            for top in range(0, rows, BLOCK)
+        ]
+        return torch.tensor(strips, dtype=torch.int64).view(-1, 3)
 
 
 def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:

@@ -177,6 +177,40 @@ def test_threads_change_no_bits(threads):
 
 
 @built
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_what_is_not_cut_by_blocks(threads, monkeypatch):
+    """Tiles, chunks and rows: each is worked on once, by one thread."""
+    cuts: list[int] = []
+    pool = library._pool
+    monkeypatch.setattr(library, "_pool", lambda *args: cuts.append(args[1]) or pool(*args))
+    shapes = [(0, 70, 2000), (140_032, 500, 700), (490_048, 3, 5)]
+    flat, other = (numbers(490_112, torch.float32, "normal", seed) for seed in range(2))
+    spans = [(first, min(first + 4096, stop)) for first in range(0, 490_112, 4096) for stop in [490_112]]
+    chunks, matrices = kernels.Chunks(spans, [7] * len(spans), flat.device), kernels.Matrices(shapes)
+    left, right = (
+        numbers(3000, torch.float32, "normal", 2).view(-1, 3),
+        numbers(1500, torch.float32, "normal", 3).view(-1, 3),
+    )
+    results = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for of in (native, specification):
+            frequencies, again, sums, product = (torch.zeros(n) for n in (490_112, 490_112, 490_112, 500_000))
+            of.dct(flat, matrices, frequencies)
+            of.inverse_dct(frequencies, matrices, again, "set")
+            found = of.add_and_select_chunks(flat, other, 0.9, sums, chunks)
+            of.put_product(left, right, product, None)
+            results.append((frequencies, again, sums, product, found[1]))
+            assert torch.equal(sums[found[0]], found[1])
+    finally:
+        torch.set_num_threads(before)
+    for mine, specified in zip(*results, strict=True):
+        assert_same_bits(mine, specified)
+    assert len(cuts) == (0 if threads == 1 else 2 * 4)  # two helpers of each loop
+
+
+@built
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     sizes=st.lists(numels, min_size=1, max_size=3),

@@ -2,33 +2,39 @@
 
     python scripts/bench_reduce.py                                    # bytes and time on ResNet-50's shapes
     python scripts/bench_reduce.py --plot docs/reduce.png
-    python scripts/bench_reduce.py --energy --ranks 4 16 64           # on digits, simulated ranks
+    python scripts/bench_reduce.py --energy --ranks 4 16              # on digits, simulated ranks
+    python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 4 16 --steps 60 --seeds 1
 
 The first table is of one rank among N, whose peers are made up: each sends what this rank sends, and an owner gets from
 N ranks what it sends to N owners. Bytes are those of the collectives' own account: of the weights alone,
 vectors apart. Time is this rank's CPU time to select, encode and decode, on one thread.
 
-The second trains on digits with N simulated ranks, and says in every 10th step which share of the energy (sum of
-squares) of the k largest coordinates of all that waits on all ranks the step has caught, where k is what one rank
-selects; and how many of the coordinates that ranks selected found no room. Batches are N times as many for N ranks, of
-the same size together. All ways see the same batches and start from the same weights.
+The second trains with N simulated ranks, and says in every 10th step which share of the energy (sum of squares) of the
+k largest coordinates of all that waits on all ranks the step has caught, where k is what one rank selects, of the whole
+model at once; how many of the coordinates that ranks selected found no room; and how well the model does in the end.
+Batches are N times as many for N ranks, of the same size together. All ways see the same batches and start from the
+same weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from synthetic import resnet50_shapes
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 import dgcopt
 from dgcopt.collectives import AllReduce, AllToAll, Broadcast, Collective
@@ -136,50 +142,72 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
 # -- what is caught ----------------------------------------------------------------------------------------------------
 
 
-def energy(size: int, reduce: Any, ratio: float, steps: int, seed: int) -> dict[str, Any]:
-    """Train on digits; returns shares of energy, of coordinates without room, and the test accuracy."""
+TASKS: dict[str, tuple[int, Callable[[Iterable[Tensor]], Optimizer]]] = {
+    "digits": (128, functools.partial(SGD, lr=0.05)),
+    "stdlib_gpt": (32, functools.partial(torch.optim.AdamW, lr=1e-3, betas=(0.0, 0.95))),
+}
+"""Samples in all ranks' batches together, and the optimizer."""
+
+
+def settings_of(task: str) -> Any:
     from train import make_parser
 
     parser = make_parser()
-    settings = parser.instantiate(parser.parse_args([f"--config={ROOT}/configs/tasks/digits.yaml"]))
+    return parser.instantiate(parser.parse_args([f"--config={ROOT}/configs/tasks/{task}.yaml"]))
+
+
+def columns(data: Any, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """All inputs and all targets."""
+    samples = itertools.islice(((x, torch.as_tensor(y)) for x, y in (data[i] for i in range(len(data)))), most)
+    x, y = map(torch.stack, zip(*samples, strict=True))
+    return x, y
+
+
+def energy(task: str, size: int, reduce: Any, ratio: float, steps: int, seed: int) -> dict[str, Any]:
+    """Train; returns shares of energy in every 10th step, of coordinates without room, and the test accuracy."""
+    settings, (batch, make) = settings_of(task), TASKS[task]
     torch.manual_seed(seed)
-    start = settings.model.state_dict()
-    images, targets = map(torch.stack, zip(*((x, torch.as_tensor(y)) for x, y in settings.train_data), strict=True))
-    comms = dgcopt.simulated_world(size)
+    start = copy.deepcopy(settings.model)
+    for module in start.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    inputs, targets = columns(settings.train_data)
     models, optimizers = [], []
-    for comm in comms:
-        model = make_parser().instantiate(parser.parse_args([f"--config={ROOT}/configs/tasks/digits.yaml"])).model
-        model.load_state_dict(start)
+    for comm in dgcopt.simulated_world(size):
+        model = copy.deepcopy(start)
+        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, source="gradient", granularity="bucket")
+        whole = {"bucket_mb": 1000.0, "first_bucket_mb": 1000.0, "comm": comm}
+        wrapped = dgcopt.DistributedOptimizer(make(model.parameters()), model.named_parameters(), compressor, **whole)
         models.append(model)
-        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, source="gradient")
-        inner = SGD(model.parameters(), lr=0.05)
-        optimizers.append(dgcopt.DistributedOptimizer(inner, model.named_parameters(), compressor, comm=comm))
-    batch, caught = 128, []
+        optimizers.append(wrapped)
+    caught = []
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
-        chosen = torch.randint(len(images), (batch,), generator=generator)
+        chosen = torch.randint(len(inputs), (batch,), generator=generator)
         for optimizer in optimizers:
             optimizer.zero_grad()
         for rank, model in enumerate(models):
             mine = chosen[rank::size]
-            nn.functional.cross_entropy(model(images[mine]), targets[mine]).backward()
+            output = model(inputs[mine])
+            nn.functional.cross_entropy(output.flatten(0, -2), targets[mine].flatten()).backward()
         looked_at = step % 10 == 9
         if looked_at:
             waiting = all_that_waits(models, optimizers)
+            best = waiting.square().topk(math.ceil(ratio * len(waiting))).values.sum()
         for optimizer in optimizers:
             optimizer.step()
         if looked_at:
             there = torch.cat([param.grad.flatten() for param in models[0].parameters()]) * size
-            k = sum(-(-param.numel() * ratio // 1) for param in models[0].parameters())
-            best = waiting.abs().topk(int(k)).values
-            caught.append(float(there.square().sum() / best.square().sum()))
-    test_images, test_targets = map(
-        torch.stack, zip(*((x, torch.as_tensor(y)) for x, y in settings.test_data), strict=True)
-    )
+            caught.append(float(there.square().sum() / best))
+    overflow = statistics.mean(optimizer.telemetry.overflow for optimizer in optimizers)
+    inputs, targets = columns(settings.test_data, 400)
     models[0].eval()
     with torch.no_grad():
-        right = (models[0](test_images).argmax(1) == test_targets).double().mean()
-    return {"size": size, "reduce": reduce, "seed": seed, "caught": caught, "accuracy": float(right)}
+        output = torch.cat([models[0](part) for part in inputs.split(50)])
+    right = (output.argmax(-1) == targets).double().mean()
+    record = {"size": size, "reduce": reduce, "seed": seed, "caught": caught, "overflow": overflow}
+    print({**record, "caught": caught[-1:], "accuracy": float(right)}, file=sys.stderr, flush=True)
+    return {**record, "accuracy": float(right)}
 
 
 def all_that_waits(models: list[nn.Module], optimizers: list[Any]) -> Tensor:
@@ -198,16 +226,18 @@ def all_that_waits(models: list[nn.Module], optimizers: list[Any]) -> Tensor:
 
 
 def energy_table(records: list[dict[str, Any]]) -> str:
-    lines = ["| ranks | way | energy caught, first third | last third | accuracy (range) |", "|---|---|---|---|---|"]
+    lines = ["| ranks | way | energy caught, first third | last third | overflow | accuracy (range) |"]
+    lines.append("|---" * 6 + "|")
     key = lambda r: (r["size"], r["reduce"])  # noqa: E731
     for (size, reduce), group in itertools.groupby(sorted(records, key=key), key):
         runs = list(group)
         third = len(runs[0]["caught"]) // 3
         first = statistics.mean(statistics.mean(run["caught"][:third]) for run in runs)
         last = statistics.mean(statistics.mean(run["caught"][-third:]) for run in runs)
+        overflow = statistics.mean(run["overflow"] for run in runs)
         found = [100 * run["accuracy"] for run in runs]
         spread = f"{statistics.mean(found):.2f}% ({min(found):.2f}-{max(found):.2f})"
-        lines.append(f"| {size} | {reduce} | {first:.2f} | {last:.2f} | {spread} |")
+        lines.append(f"| {size} | {reduce} | {first:.2f} | {last:.2f} | {overflow:.2%} | {spread} |")
     return "\n".join(lines)
 
 
@@ -216,6 +246,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     parser.add_argument("--energy", action="store_true", help="the second table")
+    parser.add_argument("--task", choices=TASKS, default="digits", help="what the second table is trained on")
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
@@ -225,7 +256,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.energy:
         jobs = itertools.product(args.ranks, ("gather", "owner"), range(args.seeds))
-        records = [energy(size, reduce, args.ratio, args.steps, seed) for size, reduce, seed in jobs]
+        records = [energy(args.task, size, reduce, args.ratio, args.steps, seed) for size, reduce, seed in jobs]
         print(energy_table(records))
     else:
         records = growth(args.ranks, args.rounds)

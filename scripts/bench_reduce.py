@@ -143,7 +143,7 @@ def plot(records: list[dict[str, Any]], path: str) -> None:
 
 
 TASKS: dict[str, tuple[int, Callable[[Iterable[Tensor]], Optimizer]]] = {
-    "digits": (128, functools.partial(SGD, lr=0.05)),
+    "digits": (128, functools.partial(SGD, lr=0.2)),
     "stdlib_gpt": (32, functools.partial(torch.optim.AdamW, lr=1e-3, betas=(0.0, 0.95))),
 }
 """Samples in all ranks' batches together, and the optimizer."""

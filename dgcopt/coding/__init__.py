@@ -1,7 +1,7 @@
 """Values and indices as bytes, and back."""
 
 from .dense import DENSE_CODES, decode_dense, dense_bytes, encode_dense
-from .message import SparseCode, largest
+from .message import SparseCode, largest, what_fits
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import one_row
 from .values import VALUE_CODES, VALUE_DTYPES, decode_values, encode_values, value_bytes
@@ -23,4 +23,5 @@ __all__ = [
     "rice_bytes",
     "rice_excess",
     "value_bytes",
+    "what_fits",
 ]

@@ -16,7 +16,7 @@ from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import named, one_row, put_parts, take_parts
 from .values import VALUE_CODES, ValueCode, code_of
 
-__all__ = ["SparseCode", "largest"]
+__all__ = ["SparseCode", "largest", "what_fits"]
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,9 @@ class SparseCode:
         """
         kept = None
         if self.indices == "rice":
-            room = counts.clamp(max=count)
-            if bool((room < counts).any()):
-                kept, counts = _largest_of_rows(values, counts, room), room
+            kept, counts = what_fits(indices, values, counts, count, numel)
+            if kept is not None:
                 indices, values = indices[kept], values[kept]
-            excess = rice_excess(indices, counts, count, numel)
-            if excess.any():
-                fit = _largest_of_rows(values, counts, counts - excess)
-                kept, counts = fit if kept is None else kept[fit], counts - excess
-                indices, values = indices[fit], values[fit]
         messages = torch.zeros(len(counts), self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
         index_part, value_part = self._parts(messages, count, numel)
         if self.indices == "rice":
@@ -135,6 +129,22 @@ class SparseCode:
 def largest(values: Tensor, count: int) -> Tensor:
     """Where the `count` values of largest magnitude are: int64, ascending."""
     return values.abs().topk(count, sorted=False).indices.sort().values
+
+
+def what_fits(indices: Tensor, values: Tensor, counts: Tensor, count: int, numel: int) -> tuple[Tensor | None, Tensor]:
+    """Which coordinates have room in Rice-coded messages for `count`, int64, ascending, and how many of each row.
+
+    Those of the smallest values are left out; None if all fit. `counts` is int64, on the CPU.
+    """
+    kept, room = None, counts.clamp(max=count)
+    if bool((room < counts).any()):
+        kept, counts = _largest_of_rows(values, counts, room), room
+        indices, values = indices[kept], values[kept]
+    excess = rice_excess(indices, counts, count, numel)
+    if excess.any():
+        fit = _largest_of_rows(values, counts, counts - excess)
+        kept, counts = fit if kept is None else kept[fit], counts - excess
+    return kept, counts
 
 
 def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from .powersgd import PowerSGD
 from .qadam import QAdam
 from .qsgd import QSGD
 from .randomk import RandomK
-from .reduction import Owner
+from .reduction import Owner, Partition
 from .sign import EFSignSGD, SignSGD, Signum
 from .sparse import Sparse
 from .terngrad import TernGrad
@@ -55,6 +55,7 @@ __all__ = [
     "OneBit",
     "OneBitAdam",
     "Owner",
+    "Partition",
     "PerParameter",
     "PowerSGD",
     "QAdam",

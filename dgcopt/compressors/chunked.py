@@ -43,6 +43,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
             with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links. "auto" takes the
             faster one for each bucket, by the wire's measured latency and bandwidth.
+            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding import decode_rice, encode_rice, largest, one_row, rice_bytes, rice_excess
+from ..coding import decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ..collectives import AllReduce, Broadcast
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
@@ -85,10 +85,8 @@ class CLTK(ScheduledRatio, Compressor):
         """The leader's message: where its own v is largest."""
         indices = self.selection(ctx).largest(v, maxima)
         count = len(indices)
-        excess = int(rice_excess(indices, one_row(count), count, ctx.numel))
-        if excess:
-            indices = indices[largest(v[indices], count - excess)]
-        return encode_rice(indices, one_row(len(indices)), count, ctx.numel)[0]
+        kept, counts = what_fits(indices, v[indices], one_row(count), count, ctx.numel)
+        return encode_rice(indices if kept is None else indices[kept], counts, count, ctx.numel)[0]
 
     def payload_bytes(self, ctx: Context) -> int:
         count = self.selection(ctx).count

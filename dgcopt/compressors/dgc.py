@@ -13,11 +13,11 @@ from ..coding import DENSE_CODES, SparseCode, decode_dense, dense_bytes, encode_
 from ..collectives import AllGather, AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
-from ..kernels import clear_at, gather, subtract_at
+from ..kernels import BLOCK, clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
-from .reduction import Reduce, Reduction, check_reduce, reduction
+from .reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
 from .sparse import Indices, Values
@@ -59,6 +59,7 @@ class DGC(ScheduledRatio, Compressor):
         reduce, keep: "gather" brings everyone's choice to everyone, as in the paper; with "owner" what a rank receives
             does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
             "auto" takes the faster one for each bucket, by the wire's measured latency and bandwidth.
+            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`.
         overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
             of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
             then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.
@@ -185,16 +186,21 @@ class DGC(ScheduledRatio, Compressor):
             ctx.peak = maxima.amax()
             indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
-        chosen = self.reduction(selection.count, ctx)
-        message, sent, arriving = chosen.encode(indices, values.to(at_least_float32(v.dtype)), ctx)
 
-        def forget_what_was_sent() -> None:
-            subtract_at(v, sent, arriving)
+        def at(positions: Tensor) -> Tensor:
+            if ctx.certain:
+                return gather(v, positions).to(at_least_float32(v.dtype))
+            blocks, row = (positions // BLOCK).unique(return_inverse=True)
+            rows = memory.ahead(local, v, u, runs, blocks)
+            return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
+
+        def forget(sent: Tensor, arriving: Tensor) -> None:
+            ctx.once_settled(lambda: subtract_at(v, sent, arriving))
             if u is not None and self.momentum_masking:
-                clear_at(u, sent)
+                ctx.once_settled(lambda: clear_at(u, sent))
 
-        ctx.once_settled(forget_what_was_sent)
-        return (yield from chosen.exchange(message, ctx))
+        choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, forget)
+        return (yield from self.reduction(selection.count, ctx).exchange(choice, ctx))
 
     @property
     def asks_link(self) -> bool:

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..coding import SparseCode
+from ..coding import SparseCode, decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ..collectives import AllGather, AllReduce, AllToAll
-from ..errors import ConfigError
+from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
 from ..flat.shard import Sharding
 from ..kernels import Groups, block_maxima, gather, select, subtract_at
 from .base import GradientExchange
 from .context import Context, at_least_float32
 
-__all__ = ["Gather", "Owner", "Reduce", "Reduction", "check_reduce", "reduction", "sum_of_messages"]
+__all__ = [
+    "Choice",
+    "Gather",
+    "Owner",
+    "Partition",
+    "Reduce",
+    "Reduction",
+    "check_reduce",
+    "reduction",
+    "sum_of_messages",
+]
 
-Reduce: TypeAlias = Literal["gather", "owner", "auto"]
-"""Whether every rank hears all that others have chosen, or only the largest sums of it from the ranks that own them.
+Reduce: TypeAlias = Literal["gather", "owner", "partition", "auto"]
+"""Whether every rank hears all that others have chosen, only the largest sums of it from the ranks that own them, or
+ranks choose for each other.
 
-"auto" is the one that should be faster: see `Reduction.seconds`.
+"auto" is the faster one of the first two: see `Reduction.seconds`.
 """
 
 log = logging.getLogger("dgcopt")
@@ -39,6 +51,22 @@ _READING, _PASSING, _CODING = 20e-9, 2e-9, 1e-3
 _SIGMAS = 2  # of the coordinates that fall to one owner at random, less than 1% find no room then
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What one rank has chosen of a bucket.
+
+    Attributes:
+        indices: where, int64, ascending. values: what is there.
+        at: what is at any positions.
+        forget: told the positions that are sent, and their values as they arrive: what the residual loses.
+    """
+
+    indices: Tensor
+    values: Tensor
+    at: Callable[[Tensor], Tensor]
+    forget: Callable[[Tensor, Tensor], None]
+
+
 class Reduction(Protocol):
     """What becomes of the coordinates that each rank has chosen.
 
@@ -48,11 +76,7 @@ class Reduction(Protocol):
     @property
     def count(self) -> int: ...
 
-    def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """What this rank sends of its choice (int64, ascending): the message, the indices that are in it, and their
-        values as they arrive, which its residual loses."""
-
-    def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
+    def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
         """The sum over ranks, divided as `ctx.op` says. Raises PayloadError for a message that cannot be right."""
 
     def nbytes(self, ctx: Context) -> int | None:
@@ -66,6 +90,8 @@ def reduction(
     way: Reduce, code: SparseCode, count: int, ctx: Context, keep: float = 1.0, decay: float = 1.0
 ) -> Reduction:
     """What a setting means for `count` coordinates of each rank, at most; the others are `Owner`'s."""
+    if way == "partition":
+        return Partition(count)
     ways: dict[str, Reduction] = {"gather": Gather(code, count), "owner": Owner(code, count, keep, decay)}
     if way != "auto":
         return ways[way]
@@ -83,8 +109,8 @@ def reduction(
 
 def check_reduce(way: Reduce, keep: float) -> None:
     """Raises ConfigError for settings that do not exist."""
-    if way not in ("gather", "owner", "auto"):
-        raise ConfigError(f'reduce must be "gather", "owner" or "auto", not {way!r}')
+    if way not in ("gather", "owner", "partition", "auto"):
+        raise ConfigError(f'reduce must be "gather", "owner", "partition" or "auto", not {way!r}')
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
 
@@ -96,14 +122,11 @@ class Gather:
     code: SparseCode
     count: int
 
-    def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        message, sent, arriving = self.code.encode(indices, values, ctx.numel)
-        ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
-        return message, sent, arriving
-
-    def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
-        if "residual" in ctx.memory and (SUMS in ctx.memory or SUMS in ctx.shards):
-            ctx.hand_back(SUMS)  # the ranks had owners until now
+    def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
+        _dismiss_owners(ctx)
+        message, sent, arriving = self.code.encode(choice.indices, choice.values, ctx.numel)
+        ctx.count(selected=len(choice.indices), left_out=len(choice.indices) - len(sent))
+        choice.forget(sent, arriving)
         return sum_of_messages((yield AllGather(message)), self.code, self.count, ctx)
 
     def nbytes(self, ctx: Context) -> int:
@@ -140,22 +163,25 @@ class Owner:
     keep: float = 1.0
     decay: float = 1.0
 
-    def encode(self, indices: Tensor, values: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, choice: Choice, ctx: Context) -> Tensor:
+        """The messages to all owners, and their part forgotten."""
         sharding = _sharding(ctx)
-        owners = sharding.owners(indices)
+        owners = sharding.owners(choice.indices)
         order = owners.argsort(stable=True)
-        indices, counts = indices[order], torch.bincount(owners, minlength=ctx.size).cpu()
+        indices, counts = choice.indices[order], torch.bincount(owners, minlength=ctx.size).cpu()
         messages, kept, arriving = self._code.encode_rows(
-            sharding.places(indices), values[order], counts, sharding.length, self._capacity(ctx.size)
+            sharding.places(indices), choice.values[order], counts, sharding.length, self._capacity(ctx.size)
         )
         sent, order = (indices if kept is None else indices[kept]).sort()
         ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
-        return messages, sent, arriving[order]
+        choice.forget(sent, arriving[order])
+        return messages
 
-    def exchange(self, message: Tensor, ctx: Context) -> GradientExchange:
+    def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
         sharding, code = _sharding(ctx), self._code
+        messages = self._encode(choice, ctx)
         sums = self._waiting(sharding, ctx)
-        received = yield AllToAll(message)
+        received = yield AllToAll(messages)
         arrived, values, counts = code.decode_rows(received, self._capacity(ctx.size), sharding.length, range(ctx.size))
         values = values.to(sums.dtype)
         # in rank order: a device other than a CPU adds what one call brings in any order
@@ -204,8 +230,7 @@ class Owner:
 
     def _capacity(self, size: int) -> int:
         """For how many coordinates a message to one owner has room."""
-        mean = self.count / size
-        return min(self.count, math.ceil(mean + _SIGMAS * math.sqrt(mean * (1 - 1 / size))))
+        return _room(self.count, size)
 
     def _forwarded(self, size: int, length: int) -> int:
         """How many sums each owner forwards."""
@@ -225,6 +250,69 @@ class Owner:
         received, read = (ctx.size - 1) * per_rank, self.count + ctx.size * forwarded
         work = _READING * read + _PASSING * length + _CODING
         return 2 * ctx.link.latency + received / ctx.link.bandwidth + work
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Each rank's choice counts only where it is the rank's turn to choose, and all ranks send what they have there.
+
+    (a) of its choice a rank keeps what lies in its share, which is another one in every step; (b) these positions,
+    k/N of them in the mean, go to all ranks; (c) an allreduce adds up what all have there.
+
+    So all apply about `count` coordinates, of which every rank has sent its whole value: nothing waits on other ranks
+    when a coordinate is applied, but a rank waits for its turn to choose one. In the manner of ExDyna (Yoon & Oh,
+    "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGRID 2024), without
+    its adaptive thresholds; shares are hashed as those of owners are.
+
+    Args:
+        count: how many coordinates each rank selects, of which about one in N counts.
+
+    Costs one allgather of Rice-coded positions, and one allreduce of `count` values of the parameters' dtype.
+    """
+
+    count: int
+
+    def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
+        _dismiss_owners(ctx)
+        sharding, capacity = _sharding(ctx), _room(self.count, ctx.size)
+        turn = (ctx.rank + ctx.step) % ctx.size
+        mine = (sharding.owners(choice.indices) == turn).nonzero().squeeze(1)
+        places, values = sharding.places(choice.indices[mine]), choice.values[mine]
+        kept, counts = what_fits(places, values, one_row(len(places)), capacity, sharding.length)
+        places = places if kept is None else places[kept]
+        ctx.count(selected=len(mine), left_out=len(mine) - len(places))
+        gathered = yield AllGather(encode_rice(places, counts, capacity, sharding.length)[0])
+
+        places, counts = decode_rice(gathered, capacity, sharding.length, range(ctx.size))
+        turns = ((torch.arange(ctx.size) + ctx.step) % ctx.size).repeat_interleave(counts)
+        positions = sharding.positions(places, turns.to(places.device)).sort().values
+        if len(positions) and int(positions[-1]) >= ctx.numel:
+            raise PayloadError(f"a rank has chosen position {int(positions[-1])} in a bucket of {ctx.numel}")
+        sent = choice.at(positions).to(ctx.dtype)
+        choice.forget(positions, sent.to(choice.values.dtype))
+        total = SparseSum()
+        if len(positions):
+            total.add(positions, (yield AllReduce(sent.clone(), op=ctx.op)))
+        return total
+
+    def nbytes(self, ctx: Context) -> None:
+        return None
+
+    def seconds(self, ctx: Context) -> float:
+        rest = 2 * self.count * ctx.dtype.itemsize + ctx.size * rice_bytes(_room(self.count, ctx.size), ctx.numel)
+        return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
+
+
+def _dismiss_owners(ctx: Context) -> None:
+    """What the ranks hold back as owners, which they are no more, is theirs to send."""
+    if "residual" in ctx.memory and (SUMS in ctx.memory or SUMS in ctx.shards):
+        ctx.hand_back(SUMS)
+
+
+def _room(count: int, size: int) -> int:
+    """For how many coordinates a message has room, of `count` that fall to `size` ranks."""
+    mean = count / size
+    return min(count, math.ceil(mean + _SIGMAS * math.sqrt(mean * (1 - 1 / size))))
 
 
 def _sharding(ctx: Context) -> Sharding:

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..kernels import gather, subtract_at
 from .base import Compressor, GradientExchange
 from .context import Context
-from .reduction import Reduce, Reduction, reduction
+from .reduction import Choice, Reduce, Reduction, reduction
 
 __all__ = ["Indices", "Sparse", "Values", "check_decay"]
 
@@ -61,19 +61,20 @@ class Sparse(Compressor):
         """How the ranks' choices become one sum, of `count` coordinates each at most."""
         return reduction(self.reduce, self.code, count, ctx, self.keep, self.decay if self.error_feedback else 0.0)
 
-    def message(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Reduction]:
-        """This rank's message, and how it becomes a part of the sum; what it leaves out is kept."""
-        v, indices, values = self.choose(grad, ctx)
-        reduction = self.reduction(len(indices), ctx)
-        message, sent, arriving = reduction.encode(indices, values, ctx)
-        if self.error_feedback:
-            subtract_at(v, sent, arriving)
-            ctx.keep_residual(v)
-        return message, reduction
-
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        message, reduction = self.message(grad, ctx)
-        return (yield from reduction.exchange(message, ctx))
+        v, indices, values = self.choose(grad, ctx)
+        if self.error_feedback:
+            ctx.keep_residual(v)
+
+        def at(positions: Tensor) -> Tensor:
+            return gather(v, positions)
+
+        def forget(sent: Tensor, arriving: Tensor) -> None:
+            if self.error_feedback:
+                subtract_at(v, sent, arriving)
+
+        choice = Choice(indices, values, at, forget)
+        return (yield from self.reduction(len(indices), ctx).exchange(choice, ctx))
 
 
 def check_decay(decay: float) -> float:

@@ -12,7 +12,7 @@ from ..coding import SparseCode
 from ..collectives import AllGather
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
-from ..kernels import add_and_select_above, select_above
+from ..kernels import add_and_select_above, select_above, subtract_at
 from .base import GradientExchange, Source
 from .context import Context, at_least_float32
 from .schedule import check_ratio
@@ -72,8 +72,13 @@ class Threshold(Sparse):
         return v, *add_and_select_above(grad, e, self.decay, v, self.threshold, self.most(ctx))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        message, mine = self.message(grad, ctx)
-        counts = (yield AllGather(torch.tensor([mine.count], device=message.device))).view(-1).tolist()
+        v, indices, values = self.choose(grad, ctx)
+        message, sent, arriving = self.code.encode(indices, values, ctx.numel)
+        ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
+        if self.error_feedback:
+            subtract_at(v, sent, arriving)
+            ctx.keep_residual(v)
+        counts = (yield AllGather(torch.tensor([len(indices)], device=message.device))).view(-1).tolist()
         for rank, count in enumerate(counts):
             if not 0 <= count <= self.most(ctx):
                 raise PayloadError(f"rank {rank} says that it sends {count} values where 0 to {self.most(ctx)} may be")

@@ -36,6 +36,7 @@ class TopK(ScheduledRatio, Sparse):
         reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
             with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links. "auto" takes the
             faster one for each bucket, by the wire's measured latency and bandwidth.
+            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`.
         granularity: whether the ratio holds for each "tensor" or for a "bucket" of them together.
         source: what travels, see `Compressor.source`.
         warmup: ratios for the first steps or epochs; None starts at `ratio`.

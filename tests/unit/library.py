@@ -31,6 +31,8 @@ SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.TopK(0.1, reduce="owner"), {}),
     (dgcopt.TopK(0.1, "int8", reduce="owner", keep=math.inf), {}),
     (dgcopt.TopK(0.1, reduce="auto"), {}),
+    (dgcopt.TopK(0.1, reduce="partition"), {}),
+    (dgcopt.DGC(0.1, vectors="sparse", overlap=True, reduce="partition"), {}),
     (dgcopt.RandomK(0.1), {}),
     (dgcopt.RandomK(0.1, warmup=dgcopt.Warmup((1.0, 0.5), steps=1)), {}),
     (dgcopt.RandomK(0.1, error_feedback=False, unbiased=True), {}),

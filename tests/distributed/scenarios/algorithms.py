@@ -53,6 +53,7 @@ LIBRARY: dict[str, tuple[Compressor, Callable[..., torch.optim.Optimizer]]] = {
     "TopK": (dgcopt.TopK(0.1), PLAIN),
     "TopK of updates": (dgcopt.TopK(0.1, "int2", "rice"), OPTIMIZERS["Adam"]),
     "TopK, owner": (dgcopt.TopK(0.1, reduce="owner"), PLAIN),
+    "TopK, partition": (dgcopt.TopK(0.1, reduce="partition"), PLAIN),
     "RandomK": (dgcopt.RandomK(0.1), PLAIN),
     "Threshold": (dgcopt.Threshold(0.05), PLAIN),
     "ChunkedTopK": (dgcopt.ChunkedTopK(0.1, 64), PLAIN),

@@ -63,8 +63,8 @@ def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.from_ddp_hook(state, powerSGD_hook))
 
     The hook sees buckets as DDP's: `index()`, `is_last()`, `buffer()`, `gradients()`, `parameters()`, `set_buffer()`.
-    It must return the mean over ranks, in whatever way. A process group that it is given as its state, or as
-    `state.process_group`, is replaced by one that sends over dgcopt's wire, whichever that is: allreduce, broadcast and
+    It must return the mean over ranks, in whatever way. A process group as its state, or as `state.process_group`, and
+    None in their place, is replaced by one that sends over dgcopt's wire, whichever that is: allreduce, broadcast and
     barrier; allgather, reduce-scatter and all-to-all of equal parts. So bytes are counted, deadlines hold, and hooks
     run over Horovod and MPI too. A hook that names no group talks over torch's default one behind dgcopt's back: on the
     wire torch alone, and no bytes are counted.

@@ -91,7 +91,7 @@ def channels_last() -> None:
     check(sgd, model)
 
 
-@trial(MODELS, "BatchNorm", note="statistics are each rank's own, as without DDP")
+@trial(MODELS, "BatchNorm", note="statistics are each rank's own, as without DDP, or alike by `sync_buffers`")
 def batch_norm() -> None:
     def model() -> nn.Module:
         torch.manual_seed(1)

@@ -172,6 +172,7 @@ class Run:
         self._addresses = [flat.data_ptr() + offset for offset in self._bytes]
         self._strides = [param.stride() for param in self.params]
         self.flat_grad = None if joined(self._grads(), self._own) is not None else torch.zeros_like(flat)
+        self._share_memory = _share_memory(self._grads())
         if self.flat_grad is not None:
             self._copies = [segment.view(self.flat_grad) for segment in self._own]
         self._states = states
@@ -221,12 +222,13 @@ class Run:
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
             return False
         grads = self._grads()
-        places = list(map(Tensor.data_ptr, grads))
-        lie = places[-1] - places[0] == self._bytes[-1] and _storage(grads[0]) == _storage(grads[-1])
+        if any(grad.layout != torch.strided for grad in grads) or _share_memory(grads) != self._share_memory:
+            return False
         if self.flat_grad is not None:
-            return not lie and all(grad.layout == torch.strided for grad in grads)
-        same = places == [places[0] + offset for offset in self._bytes]
-        return lie and same and list(map(Tensor.stride, grads)) == self._strides
+            return True
+        first = grads[0].data_ptr()
+        lie = list(map(Tensor.data_ptr, grads)) == [first + offset for offset in self._bytes]
+        return lie and list(map(Tensor.stride, grads)) == self._strides
 
     def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
         """Have the flat tensor ready for a step."""
@@ -491,6 +493,11 @@ def _count_change(params: list[Tensor]) -> None:
     except RuntimeError:  # an older torch takes one at a time
         for param in params:
             torch.autograd.graph.increment_version(param)
+
+
+def _share_memory(grads: Sequence[Tensor]) -> bool:
+    """Whether the first and the last of them are parts of the same memory, as those between are if they lie there."""
+    return _storage(grads[0]) == _storage(grads[-1])
 
 
 def _storage(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from worlds import Ranks, same, single
+from worlds import Ranks, same, single, small_batch
 
 import dgcopt
 
@@ -161,6 +161,30 @@ def test_what_lies_side_by_side_is_stepped_together_without_moving() -> None:
     params[1].grad = None
     fused.step()
     assert fused.seen == [[10, 10]] and memory.eq(torch.tensor([-1.5, -1, -1.5]).repeat_interleave(10)).all()
+
+
+def test_gradients_that_lie_together_now_and_then() -> None:
+    def train(fuse: bool) -> Any:
+        params = [nn.Parameter(torch.zeros(10)) for _ in range(3)]
+        optimizer: Any = optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+        if fuse:
+            optimizer = dgcopt.fuse_optimizer(optimizer)
+        copied = []
+        for step, way in enumerate(("apart", "together", "together", "one apart", "together", "apart", "turned")):
+            memory = torch.randn(3 * 64, generator=torch.Generator().manual_seed(step))
+            for place, param in enumerate(reversed(params)):
+                param.grad = memory[64 * place : 64 * place + 10]
+                if way == "apart" or (way == "one apart" and place == 1):
+                    param.grad = param.grad.clone()
+            if way == "turned":
+                params[0].grad, params[2].grad = params[2].grad, params[0].grad
+            optimizer.step()
+            copied.append(fuse and [run.flat_grad is not None for plan in optimizer._plans for run in plan.runs])
+        return [param.detach() for param in params], copied
+
+    weights, copied = train(True)
+    assert same(weights, train(False)[0])
+    assert copied == [[True], [False], [False], [True], [False], [True], [False]]
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD", "NAdam", "ASGD"])
@@ -321,6 +345,43 @@ def test_parameters_lie_as_their_gradients_do() -> None:
     (run,) = plan.runs
     assert run.flat_grad is None
     assert run.params[0] is ranks.models[0].last.bias, "what was used last has its gradient first"
+
+
+@pytest.mark.parametrize("rule", [dgcopt.LocalSGD(2), dgcopt.SlowMo(2), dgcopt.DiLoCo(2)])
+def test_where_weights_are_averaged(rule: dgcopt.Averaging) -> None:
+    def train(fuse: bool) -> list[Tensor]:
+        models = [Twisted() for _ in range(2)]
+        optimizers: list[Any] = [optim.SGD(model.parameters(), **SGD) for model in models]
+        for optimizer, model, comm in zip(optimizers, models, dgcopt.simulated_world(2), strict=True):
+            rule.attach(dgcopt.fuse_optimizer(optimizer) if fuse else optimizer, model.named_parameters(), comm)
+        for seed in range(6):
+            for rank, (optimizer, model) in enumerate(zip(optimizers, models, strict=True)):
+                optimizer.zero_grad()
+                inputs, targets = small_batch(seed=seed)
+                nn.functional.cross_entropy(model(inputs[rank::2]), targets[rank::2]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [param.detach() for model in models for param in model.parameters()]
+
+    assert same(train(True), train(False))
+
+
+def test_sparse_gradients_are_stepped_by_themselves() -> None:
+    def train(fuse: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        table = nn.Embedding(20, 3, sparse=True)
+        params = [nn.Parameter(torch.zeros(3)), table.weight, nn.Parameter(torch.ones(3))]
+        optimizer: Any = optim.Adagrad(params, lr=0.1)
+        optimizer = dgcopt.fuse_optimizer(optimizer) if fuse else optimizer
+        for step in range(4):
+            give_gradients(params, step)
+            if step in (1, 2):
+                optimizer.zero_grad()
+                ((table(torch.tensor([1, 5, 1])) + params[0]) * params[2]).square().sum().backward()
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    torch.testing.assert_close(train(True), train(False), rtol=1e-6, atol=1e-7)
 
 
 def test_a_distributed_one_is_pickled() -> None:

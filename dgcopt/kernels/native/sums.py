@@ -18,10 +18,9 @@ def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """See `dgcopt.kernels.torch.tensor_sums`."""
     check_place(place, numbers.shape[1] * BLOCK, count)
     sums = torch.zeros(len(numbers), count)
-    loop = function("tensor_sums", Pointer, Pointer, Length, Pointer)
-    for row, of in zip(numbers, sums, strict=True):
-        check_flat(len(place), row, dtype=torch.float32)
-        loop(row.data_ptr(), place.data_ptr(), len(place), of.data_ptr())
+    check_flat(len(numbers) * len(place), numbers.view(-1), dtype=torch.float32)
+    loop = function("tensor_sums", Pointer, Length, Pointer, *[Length] * 2, Pointer)
+    loop(numbers.data_ptr(), len(numbers), place.data_ptr(), len(place), count, sums.data_ptr())
     return sums
 
 

@@ -56,6 +56,8 @@ def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
     above, below, minuses = native.tensor_sums(sums, place, tensors)
     for mine, other in zip((above, below, minuses), specification.tensor_sums(sums, place, tensors), strict=True):
         assert_same_bits(mine, other)
+    five = torch.cat((sums, sums[:2].flip(1)))
+    assert_same_bits(native.tensor_sums(five, place, tensors), specification.tensor_sums(five, place, tensors))
     ours, theirs = values.clone(), values.clone()
     native.put_signs(packed, above, below, place, ours, how)
     specification.put_signs(packed, above, below, place, theirs, how)

@@ -83,12 +83,22 @@ INLINE TARGET float FN(put)(float before, float value, const int how) {
         case 2: call(2) break;                                                                                         \
     }
 
-TARGET void FN(tensor_sums)(const float *numbers, const int64_t *place, int64_t blocks, float *sums) {
-    for (int64_t b = 0; b < blocks;) {
-        int64_t here = place[b];
-        float sum = sums[here];
-        for (; b < blocks && place[b] == here; b++) sum += numbers[b];
-        sums[here] = sum;
+/* Of each row of numbers; of four side by side, as every sum waits for the one before it. */
+TARGET void FN(tensor_sums)(const float *numbers, int64_t rows, const int64_t *place, int64_t blocks, int64_t tensors,
+                            float *sums) {
+    for (int64_t row = 0; row < rows; row += 4) {
+        const float *of[4];
+        float *to[4];
+        for (int i = 0; i < 4; i++) {
+            int64_t there = row + i < rows ? row + i : row; /* twice the same, if there are no four */
+            of[i] = numbers + there * blocks, to[i] = sums + there * tensors;
+        }
+        for (int64_t b = 0; b < blocks;) {
+            int64_t here = place[b];
+            four sum = {to[0][here], to[1][here], to[2][here], to[3][here]};
+            for (; b < blocks && place[b] == here; b++) sum += (four){of[0][b], of[1][b], of[2][b], of[3][b]};
+            for (int i = 0; i < 4; i++) to[i][here] = sum[i];
+        }
     }
 }
 

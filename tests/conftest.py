@@ -1,4 +1,4 @@
-"""What all tests share: one thread per process, as ranks share few cores; and how often real processes were started.
+"""What all tests share: one thread per process, as ranks share few cores; one seed; how often processes were started.
 
 How often they had to be started once more is counted over all processes of pytest, shown at the end, and bounded.
 """
@@ -15,6 +15,11 @@ from launching import SESSION, launch_of
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when Triton is imported, which torch does when it likes
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The same numbers in every run, whichever tests ran before: what fails once fails again."""
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)

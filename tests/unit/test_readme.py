@@ -187,7 +187,8 @@ def test_averaging_as_the_page_shows_it():
         for optimizer in optimizers:
             optimizer.step()
     # rank 1 has gone two steps of 1, and both went half the way to the middle
-    assert torch.allclose(models[0].weight, start - 0.5) and torch.allclose(models[1].weight, start - 1.5)
+    torch.testing.assert_close(models[0].weight, start - 0.5, rtol=0, atol=1e-6)
+    torch.testing.assert_close(models[1].weight, start - 1.5, rtol=0, atol=1e-6)
 
 
 def test_the_loops_of_the_data_page(tmp_path, monkeypatch):

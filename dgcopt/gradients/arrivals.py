@@ -152,8 +152,12 @@ class EarlyLaunch:
 
     def may(self, step: int, compressor: Compressor, device: torch.device) -> bool:
         """Whether in this step those on a device may."""
-        fits = compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"
-        return fits and self.possible and step >= self._pause_until
+        return self.ever(compressor, device) and self.possible and step >= self._pause_until
+
+    @staticmethod
+    def ever(compressor: Compressor, device: torch.device) -> bool:
+        """Whether a compressor lets those on a device leave early at all."""
+        return compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"
 
     def was_mistaken(self, step: int) -> None:
         """Gradients have changed after they were sent: launch none for a while, longer each time."""

@@ -459,7 +459,8 @@ class Engine:
         wanted = () if self.layout.buckets or self.layout.sparse else self.layout.order  # which was restored
         self.store.release()
         self.layout, self._contexts = Layout(order=wanted), {}
-        lines = self.wrapped.describe(settings)
+        sizes = self._bucket_mb()
+        lines = [*self.wrapped.describe(settings), "buckets: {:g} MB, the first {:g}".format(*sizes)]
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
         else:  # before the first step over this wire: do all ranks start alike?
@@ -474,8 +475,7 @@ class Engine:
                 wanted or [self.names[param] for param in self._arrivals.additions],
                 self._sparse,
                 self.compressor.kind,
-                settings.bucket_mb,
-                settings.first_bucket_mb,
+                *sizes,
                 settings.groups,
             )
         )
@@ -487,6 +487,14 @@ class Engine:
             # a GPU copies gradients faster than it starts as many kernels as there are parameters
             bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
             self._contexts[bucket] = context_of(bucket, self.comm, op, self.store)
+
+    def _bucket_mb(self) -> tuple[float, float]:
+        """How much a bucket holds, and the first: little where buckets leave while backward runs."""
+        devices = {param.device for param in self._trained()}
+        early = any(self.early.ever(self.compressor, device) for device in devices)
+        most, first = (25.0, 1.0) if early else (100.0, 100.0)
+        asked = self.settings.bucket_mb, self.settings.first_bucket_mb
+        return most if asked[0] is None else asked[0], first if asked[1] is None else asked[1]
 
     # -- what persists -----------------------------------------------------------------------------------------------
 

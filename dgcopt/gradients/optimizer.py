@@ -49,8 +49,8 @@ def DistributedOptimizer(
     process_set: Any = None,
     *,
     comm: Comm | None = None,
-    bucket_mb: float = 25.0,
-    first_bucket_mb: float = 1.0,
+    bucket_mb: float | None = None,
+    first_bucket_mb: float | None = None,
     check_replicas_every: int = 0,
     on_divergence: OnDivergence = "raise",
 ) -> AnyOptimizer:
@@ -80,7 +80,9 @@ def DistributedOptimizer(
             Every rank must say the same. "node" or "across": among the ranks of this machine, or those of this local
             rank on all machines that have so many.
         comm: the wire; None is the one of `dgcopt.init()`.
-        bucket_mb, first_bucket_mb: megabytes of gradient per bucket. Larger costs overlap, smaller costs messages.
+        bucket_mb, first_bucket_mb: megabytes of gradient per bucket, and in the first one. Larger costs overlap,
+            smaller costs messages. None: 25 and 1 where exchanges start while backward runs, 100 each where all wait
+            for the step, as with DGC on a CPU.
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
         on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0. Before the first step they are
             always compared.
@@ -106,8 +108,8 @@ def DistributedOptimizer(
         check_predivide(gradient_predivide_factor, op),
         check_groups(names, groups, num_groups),
         bool(sparse_as_dense),
-        check_positive(bucket_mb, "bucket_mb"),
-        check_positive(first_bucket_mb, "first_bucket_mb"),
+        None if bucket_mb is None else check_positive(bucket_mb, "bucket_mb"),
+        None if first_bucket_mb is None else check_positive(first_bucket_mb, "first_bucket_mb"),
         check_whole(check_replicas_every, "check_replicas_every", 0),
         on_divergence,
     )

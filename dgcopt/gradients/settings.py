@@ -29,8 +29,8 @@ class Settings:
     gradient_predivide_factor: float = 1.0
     groups: dict[str, int] | None = None
     sparse_as_dense: bool = False
-    bucket_mb: float = 25.0
-    first_bucket_mb: float = 1.0
+    bucket_mb: float | None = None
+    first_bucket_mb: float | None = None
     check_replicas_every: int = 0
     on_divergence: OnDivergence = "raise"
 

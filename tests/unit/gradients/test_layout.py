@@ -503,3 +503,23 @@ def test_flatten_inverts_view() -> None:
         assert torch.equal(segment.flatten(tensor), flat[64:])
         assert segment.flatten(tensor).data_ptr() == tensor.data_ptr()
         assert torch.equal(segment.flatten(tensor.contiguous()), flat[64:])
+
+
+@pytest.mark.parametrize("overlap, buckets", [(True, 2), (False, 1)])
+def test_what_leaves_with_the_step_is_not_cut_into_small_buckets(overlap: bool, buckets: int) -> None:
+    """As nothing is gained by it, and every bucket costs messages. A size that is asked for holds either way."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(3)))  # 17 MB each
+
+    def count(**sizes: float) -> int:
+        ranks = Ranks(2, lambda p: SGD(p, lr=0.1), model, compression=dgcopt.DGC(0.001, overlap=overlap), **sizes)
+        for rank in ranks.models:
+            rank(torch.zeros(1, 2048)).sum().backward()
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        return len(ranks.optimizers[0].engine.layout.buckets)
+
+    assert count() == buckets
+    assert count(bucket_mb=1.0, first_bucket_mb=1.0) == 3

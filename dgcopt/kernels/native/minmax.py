@@ -101,6 +101,8 @@ def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Te
 
 def _outermost(parts: list[Tensor]) -> Tensor:
     """The ends of rows whose parts have these."""
+    if len(parts) == 1:
+        return parts[0]
     every = torch.stack(parts)
     return torch.stack((every[..., 0].amin(0), every[..., 1].amax(0)), 1)
 

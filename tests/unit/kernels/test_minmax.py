@@ -54,10 +54,12 @@ def test_minmax(rows, numel, offset, kind, how, shift, seed):
     exponent=st.integers(-40, 100),
     narrower=st.integers(0, 26),
     how=st.sampled_from(["set", "add"]),
+    kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**20),
 )
-def test_every_code_between_any_ends(exponent, narrower, how, seed):
-    """C multiplies by a reciprocal where torch divides."""
+def test_every_code_between_any_ends(exponent, narrower, how, kind, seed):
+    """C multiplies by a reciprocal where torch divides, and compares whole numbers where values are not too large."""
+    values = numbers(1100, torch.float32, kind, seed).unsqueeze(0)
     codes = torch.arange(256, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(20):
@@ -67,6 +69,10 @@ def test_every_code_between_any_ends(exponent, narrower, how, seed):
         native.put_minmax(codes, ends, mine, how)
         specification.put_minmax(codes, ends, other, how)
         assert_same_bits(mine, other)
+        ours, theirs = (torch.empty(values.shape, dtype=torch.uint8) for _ in range(2))
+        native.minmax_codes(values, ends.unsqueeze(0), ours)
+        specification.minmax_codes(values, ends.unsqueeze(0), theirs)
+        assert torch.equal(ours, theirs)
 
 
 def test_what_they_mean():

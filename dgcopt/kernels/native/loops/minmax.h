@@ -39,13 +39,38 @@ TARGET void FN(minmax_ends)(const float *v, int64_t rows, int64_t stride, int64_
 
 INLINE TARGET float FN(minmax_scale)(const float *ends) { return 255.0f / (ends[1] - ends[0] + 1e-7f); }
 
-INLINE TARGET void FN(codes_of_row)(const float *v, int64_t n, const float *ends, uint8_t *codes) {
-    float scale = FN(minmax_scale)(ends), upper = __builtin_rintf(ends[1] * scale), lower = upper - 255.0f;
+/* The codes of values whose levels are whole numbers that an int32 holds, by operations that take 16 of them at once;
+   returns the largest magnitude there is, as an integer, which tells whether they are. */
+INLINE TARGET int32_t FN(codes_of_small)(const float *v, int64_t n, float scale, int32_t upper, uint8_t *codes) {
+    int32_t most = 0, lower = upper - 255;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t size = FN(bits_of)(v[i]) & 0x7fffffff, level = __builtin_irintf(v[i] * scale);
+        most = size > most ? size : most;
+        level = level < upper ? level : upper;
+        codes[i] = (uint8_t)((level > lower ? level : lower) - lower);
+    }
+    return most;
+}
+
+/* Of whatever there is; costs three times as much. */
+INLINE TARGET void FN(codes_of_any)(const float *v, int64_t n, float scale, float upper, uint8_t *codes) {
+    float lower = upper - 255.0f;
     for (int64_t i = 0; i < n; i++) {
         float level = __builtin_rintf(FN(of_bits)(FN(finite)(v[i])) * scale);
         level = (level < upper ? level : upper) - lower;
         int32_t code = (int32_t)(level > 0.0f ? level : 0.0f);
         codes[i] = (uint8_t)(code < 255 ? code : 255); /* of floats, both bounds would not be one operation each */
+    }
+}
+
+INLINE TARGET void FN(codes_of_row)(const float *v, int64_t n, const float *ends, uint8_t *codes) {
+    float scale = FN(minmax_scale)(ends), upper = __builtin_rintf(ends[1] * scale);
+    int small = __builtin_fabsf(upper) < 0x1p22f;
+    for (int64_t left; n > 0; n -= PIECE, v += PIECE, codes += PIECE) {
+        left = n < PIECE ? n : PIECE;
+        int32_t most = small ? FN(codes_of_small)(v, left, scale, (int32_t)upper, codes) : INT32_MAX;
+        if (most > LARGEST_BITS || FN(of_bits)(most) * __builtin_fabsf(scale) > 0x1p30f)
+            FN(codes_of_any)(v, left, scale, upper, codes);
     }
 }
 
@@ -71,7 +96,22 @@ INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const flo
         for (int64_t i = 0; i < n; i++) out[i] = FN(put)(out[i], ((float)codes[i] + lower) / scale, how);
 }
 
+/* "set", past the caches. */
+INLINE TARGET void FN(stream_minmax)(const uint8_t *codes, int64_t n, const float *ends, float *out) {
+    float values[PIECE];
+    for (; n >= PIECE; n -= PIECE, codes += PIECE, out += PIECE) {
+        FN(put_minmax_how)(codes, PIECE, ends, values, 0);
+        for (int i = 0; i < PIECE; i += BLOCK) FN(write_block)(out + i, values + i, 1);
+    }
+    FENCE;
+    FN(put_minmax_how)(codes, n, ends, out, 0);
+}
+
 TARGET void FN(put_minmax)(const uint8_t *codes, int64_t n, const float *ends, float *out, int how) {
+    if (how == 0 && FN(streams)(out, n)) {
+        FN(stream_minmax)(codes, n, ends, out);
+        return;
+    }
 #define CALL(how) FN(put_minmax_how)(codes, n, ends, out, how);
     EVERY_HOW(CALL)
 #undef CALL

@@ -47,7 +47,7 @@ from dgcopt import kernels
 from dgcopt.__main__ import LATE, library
 from dgcopt.coding import SparseCode
 from dgcopt.collectives import Collective
-from dgcopt.compressors import Compressor, dgc
+from dgcopt.compressors import Compressor, whole
 from dgcopt.compressors.memory import ErrorFeedback
 from dgcopt.compressors.selection import Selection
 from dgcopt.errors import ConfigError
@@ -69,8 +69,8 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "correct")],
     "select": [(Selection, "largest"), (Selection, "largest_of")],
-    "encode": [(SparseCode, "encode_rows"), (dgc, "encode_dense")],
-    "decode": [(SparseCode, "decode_rows"), (dgc, "decode_dense")],
+    "encode": [(SparseCode, "encode_rows"), (whole, "encode_dense_rows")],
+    "decode": [(SparseCode, "decode_rows"), (whole, "decode_dense_rows")],
     "settle": [(dgcopt.Context, "settle")],
     "hand out": [(GradientBucket, "hand_out")],
 }

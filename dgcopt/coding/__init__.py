@@ -1,6 +1,6 @@
 """Values and indices as bytes, and back."""
 
-from .dense import DENSE_CODES, decode_dense, dense_bytes, encode_dense
+from .dense import DENSE_CODES, decode_dense, decode_dense_rows, dense_bytes, encode_dense, encode_dense_rows
 from .message import SparseCode, largest, what_fits
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import one_row
@@ -12,10 +12,12 @@ __all__ = [
     "VALUE_DTYPES",
     "SparseCode",
     "decode_dense",
+    "decode_dense_rows",
     "decode_rice",
     "decode_values",
     "dense_bytes",
     "encode_dense",
+    "encode_dense_rows",
     "encode_rice",
     "encode_values",
     "largest",

@@ -5,11 +5,16 @@ Neighbours in a vector differ more than selected coordinates do, so a block is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from .values import VALUE_DTYPES, Floats, Levels, Steps, ValueCode, code_of, decode_one, encode_one
+from ..errors import PayloadError
+from .rows import named, take_parts
+from .values import VALUE_DTYPES, Floats, Levels, Steps, ValueCode, code_of
 
-__all__ = ["DENSE_CODES", "decode_dense", "dense_bytes", "encode_dense"]
+__all__ = ["DENSE_CODES", "decode_dense", "decode_dense_rows", "dense_bytes", "encode_dense", "encode_dense_rows"]
 
 DENSE_CODES: dict[str, ValueCode] = {
     **{name: Floats(dtype) for name, dtype in VALUE_DTYPES.items()},
@@ -28,7 +33,7 @@ def dense_bytes(numel: int, kind: str) -> int:
 
 def encode_dense(flat: Tensor, kind: str) -> Tensor:
     """The one-dimensional `flat`, of any floating dtype, as uint8. NaN and Inf travel as zero but in whole floats."""
-    return encode_one(code_of(kind, DENSE_CODES), flat)
+    return encode_dense_rows(flat.unsqueeze(0), kind)[0][0]
 
 
 def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
@@ -36,4 +41,24 @@ def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
 
     Raises PayloadError if the length or a scale cannot be right. Waits for the device where there are scales.
     """
-    return decode_one(code_of(kind, DENSE_CODES), payload, numel, rank)
+    return decode_dense_rows(payload.unsqueeze(0), numel, kind, [rank])[0]
+
+
+def encode_dense_rows(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """`encode_dense` of each row of a matrix: the messages, and the values as they arrive, each as rows."""
+    code, counts = code_of(kind, DENSE_CODES), torch.full((len(rows),), rows.shape[1])
+    parts = code.encode(rows.reshape(-1), counts)
+    arriving = code.decode(parts, counts, [-1] * len(rows))
+    return torch.cat([part.view(len(rows), -1) for part in parts], 1), arriving.view(rows.shape)
+
+
+def decode_dense_rows(messages: Tensor, numel: int, kind: str, ranks: Sequence[int]) -> Tensor:
+    """`decode_dense` of each row of messages from `ranks`, as rows of `numel`."""
+    code, counts = code_of(kind, DENSE_CODES), torch.full((len(ranks),), numel)
+    expected = dense_bytes(numel, kind)
+    if messages.dtype != torch.uint8 or messages.shape != (len(ranks), expected):
+        raise PayloadError(
+            f"what came from {named(ranks)} has {messages.numel()} bytes of values where {numel} take {expected} "
+            f"from each"
+        )
+    return code.decode(take_parts(messages, code.sizes(counts)), counts, ranks).view(len(ranks), numel)

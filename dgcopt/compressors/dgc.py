@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..coding import DENSE_CODES, SparseCode, decode_dense, dense_bytes, encode_dense
-from ..collectives import AllGather, AllReduce
+from ..coding import DENSE_CODES, SparseCode
+from ..collectives import AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..kernels import BLOCK, clear_at, gather, subtract_at
@@ -21,6 +21,7 @@ from .reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
 from .sparse import Indices, Values
+from .whole import whole_sum
 
 __all__ = ["DGC"]
 
@@ -59,7 +60,8 @@ class DGC(ScheduledRatio, Compressor):
         reduce, keep: "gather" brings everyone's choice to everyone, as in the paper; with "owner" what a rank receives
             does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
             "auto" takes the faster one for each bucket, by the wire's measured latency and bandwidth.
-            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`.
+            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`. But with "gather",
+            vectors that travel in few bits are added up by owners, too, each of a part of them.
         overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
             of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
             then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.
@@ -172,10 +174,7 @@ class DGC(ScheduledRatio, Compressor):
             if ratio == 1:
                 ctx.once_settled(lambda: v.sub_(v.to(ctx.dtype)))
                 return (yield AllReduce(everything.to(ctx.dtype), op=ctx.op))
-            message = encode_dense(everything, self.vectors)
-            arriving = decode_dense(message, len(v), self.vectors, ctx.rank)
-            ctx.once_settled(lambda: v.sub_(arriving))
-            return self._mean((yield AllGather(message)), v, ctx)
+            return (yield from whole_sum(self.reduce, self.vectors, ctx).exchange(everything, ctx))
 
         selection = self.selection(ctx)
         if ctx.certain:
@@ -215,19 +214,12 @@ class DGC(ScheduledRatio, Compressor):
         together = self.granularity == "bucket"
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 
-    def _mean(self, messages: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        """The sum of the ranks' whole vectors, in rank order, divided by N."""
-        total: Tensor = ctx.scratch.setdefault("total", torch.zeros_like(v, dtype=at_least_float32(v.dtype))).zero_()
-        for rank, message in enumerate(messages):
-            total += decode_dense(message, len(v), self.vectors, rank).to(total.dtype) / ctx.divisor
-        return total
-
     def payload_bytes(self, ctx: Context) -> int | None:
         ratio = self.ratio_at(ctx.step)
         if ratio == 1 or (ctx.kind == "vector" and self.vectors == "dense"):
             return ctx.numel * ctx.dtype.itemsize
         if ctx.kind == "vector":
-            return dense_bytes(ctx.numel, self.vectors)
+            return whole_sum(self.reduce, self.vectors, ctx).nbytes(ctx)
         return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
 
     def before_step(self, optimizer: Optimizer) -> None:

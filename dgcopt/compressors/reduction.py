@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .base import GradientExchange
 from .context import Context, at_least_float32
 
 __all__ = [
+    "SUMS",
     "Choice",
     "Gather",
     "Owner",
@@ -28,6 +29,8 @@ __all__ = [
     "Reduce",
     "Reduction",
     "check_reduce",
+    "dismiss_owners",
+    "faster",
     "reduction",
     "sum_of_messages",
 ]
@@ -93,8 +96,20 @@ def reduction(
     if way == "partition":
         return Partition(count)
     ways: dict[str, Reduction] = {"gather": Gather(code, count), "owner": Owner(code, count, keep, decay)}
-    if way != "auto":
-        return ways[way]
+    return faster(ways, ctx) if way == "auto" else ways[way]
+
+
+class Timed(Protocol):
+    """What says how long it should take."""
+
+    def seconds(self, ctx: Context) -> float: ...
+
+
+Way = TypeVar("Way", bound=Timed)
+
+
+def faster(ways: dict[str, Way], ctx: Context) -> Way:
+    """The way that should take the least time, alike on all ranks; the log says when it is another one."""
     seconds = {name: one.seconds(ctx) for name, one in ways.items()}
     chosen = min(seconds, key=lambda name: seconds[name])
     if ctx.rank == 0 and ctx.scratch.get("reduce") != chosen:
@@ -123,7 +138,7 @@ class Gather:
     count: int
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        _dismiss_owners(ctx)
+        dismiss_owners(ctx)
         message, sent, arriving = self.code.encode(choice.indices, choice.values, ctx.numel)
         ctx.count(selected=len(choice.indices), left_out=len(choice.indices) - len(sent))
         choice.forget(sent, arriving)
@@ -273,7 +288,7 @@ class Partition:
     count: int
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        _dismiss_owners(ctx)
+        dismiss_owners(ctx)
         sharding, capacity = _sharding(ctx), _room(self.count, ctx.size)
         turn = (ctx.rank + ctx.step) % ctx.size
         mine = (sharding.owners(choice.indices) == turn).nonzero().squeeze(1)
@@ -303,7 +318,7 @@ class Partition:
         return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
 
 
-def _dismiss_owners(ctx: Context) -> None:
+def dismiss_owners(ctx: Context) -> None:
     """What the ranks hold back as owners, which they are no more, is theirs to send."""
     if "residual" in ctx.memory and (SUMS in ctx.memory or SUMS in ctx.shards):
         ctx.hand_back(SUMS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import BLOCK
 
-__all__ = ["Shard", "Sharding"]
+__all__ = ["Chunks", "Shard", "Sharding"]
 
 _MIX = 2654435761  # 2^32 over the golden ratio: neighbouring rows get unrelated remainders (Knuth, TAOCP 3, 6.4)
 
@@ -43,8 +43,31 @@ class Sharding:
         """The positions of places in the share of one rank, or of a rank each."""
         return places * self.size + (owner - self._turn(places)) % self.size
 
+    def within(self, span: slice, owner: int) -> Tensor:
+        """The positions of a span that a rank owns."""
+        positions = self.positions(torch.arange(span.start // self.size, -(-span.stop // self.size)), owner)
+        return positions[(positions >= span.start) & (positions < span.stop)]
+
     def _turn(self, rows: Tensor) -> Tensor:
         return (rows * _MIX & 0xFFFFFFFF) >> 16
+
+
+@dataclass(frozen=True)
+class Chunks(Sharding):
+    """The same, but a rank owns one stretch of neighbours: for what travels whole, and crowds nobody."""
+
+    def owners(self, positions: Tensor) -> Tensor:
+        return positions // self.length
+
+    def places(self, positions: Tensor) -> Tensor:
+        return positions % self.length
+
+    def positions(self, places: Tensor, owner: int | Tensor) -> Tensor:
+        return places + self.length * owner
+
+    def within(self, span: slice, owner: int) -> Tensor:
+        start, stop = max(span.start, owner * self.length), min(span.stop, (owner + 1) * self.length)
+        return torch.arange(start, max(start, stop))
 
 
 class Shard:
@@ -84,6 +107,4 @@ class Shard:
 
     def _positions(self, span: slice) -> Tensor:
         """Which positions of a span are owned."""
-        rows = torch.arange(span.start // self.sharding.size, -(-span.stop // self.sharding.size))
-        positions = self.sharding.positions(rows.to(self.held.device), self.owner)
-        return positions[(positions >= span.start) & (positions < span.stop)]
+        return self.sharding.within(span, self.owner).to(self.held.device)

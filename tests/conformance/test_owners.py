@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dgcopt
 from dgcopt.checkpoint import reshare
 from dgcopt.coding import SparseCode
-from dgcopt.collectives import AllGather, AllToAll, Link, watched
+from dgcopt.collectives import AllGather, AllToAll, Collective, Link, watched
 from dgcopt.compressors import Context
 from dgcopt.compressors.reduction import Owner, reduction
 from dgcopt.flat.buckets import Bucket, build_buckets
-from dgcopt.flat.gradient import GradientBucket
-from dgcopt.flat.shard import Shard, Sharding
+from dgcopt.flat.gradient import GradientBucket, SparseSum
+from dgcopt.flat.shard import Chunks, Shard, Sharding
 from dgcopt.flat.store import Store
 
 FAST, SLOW = Link(1e-6, 1e12), Link(0.0, 1.0)
@@ -32,8 +32,10 @@ SHAPES = [(130,), (40, 33), (5,), (64,), (3, 7, 2, 2)]
 class Ranks:
     """Simulated ranks with one bucket, and all that they were given and have applied."""
 
-    def __init__(self, compressor: dgcopt.Compressor, size: int, shapes: list[tuple[int, ...]] = SHAPES) -> None:
-        self.compressor, self.size, self.step, self.shapes = compressor, size, 0, shapes
+    def __init__(
+        self, compressor: dgcopt.Compressor, size: int, shapes: list[tuple[int, ...]] = SHAPES, kind: str | None = None
+    ) -> None:
+        self.compressor, self.size, self.step, self.shapes, self.kind = compressor, size, 0, shapes, kind
         self.stores = [Store() for _ in range(size)]
         self.given = self.applied = torch.zeros(0)
         self.link = Link()
@@ -46,8 +48,17 @@ class Ranks:
         self.contexts: list[Context] = []
         for rank, store in enumerate(self.stores):
             store.release()
-            (bucket,) = build_buckets(named, lambda name, param: None, 2**40, 2**40, None, GradientBucket)
-            place: Any = (rank, self.size, "sum", self.step, None, bucket.segments, store.adopt(bucket), store.shared)
+            (bucket,) = build_buckets(named, lambda name, param: self.kind, 2**40, 2**40, None, GradientBucket)
+            place: Any = (
+                rank,
+                self.size,
+                "sum",
+                self.step,
+                self.kind,
+                bucket.segments,
+                store.adopt(bucket),
+                store.shared,
+            )
             self.contexts.append(Context(*place, shards=store.shards(bucket), link=self.link))
             self.buckets.append(bucket)
         if not self.given.numel():
@@ -71,7 +82,7 @@ class Ranks:
             context.step = self.step
             exchanges.append(self.compressor.exchange(grad.clone(), context))
         flats = [
-            result.add_to(bucket.empty())
+            result.add_to(bucket.empty()) if isinstance(result, SparseSum) else result
             for result, bucket in zip(dgcopt.simulate(exchanges), self.buckets, strict=True)
         ]
         assert all(torch.equal(flat, flats[0]) for flat in flats), "ranks apply other bits"
@@ -222,7 +233,22 @@ events = st.lists(
 )
 def test_nothing_is_lost(events: list[Any], size: int, values: Any, ratio: float, keep: float, reduce: Any) -> None:
     """Whatever happens between steps: what was applied, and what waits anywhere, is what was given."""
-    ranks = Ranks(dgcopt.TopK(ratio, values, reduce=reduce, keep=keep), size)
+    assert_nothing_is_lost(Ranks(dgcopt.TopK(ratio, values, reduce=reduce, keep=keep), size), events)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    events=events,
+    size=st.integers(1, 5),
+    vectors=st.sampled_from(["fp64", "fp16", "int8", "int2", "sign"]),
+    reduce=st.sampled_from(["owner", "partition", "auto"]),
+)
+def test_nothing_of_vectors_is_lost(events: list[Any], size: int, vectors: Any, reduce: Any) -> None:
+    """The same for what travels whole, in few bits."""
+    assert_nothing_is_lost(Ranks(dgcopt.DGC(0.1, vectors=vectors, reduce=reduce), size, kind="vector"), events)
+
+
+def assert_nothing_is_lost(ranks: Ranks, events: list[Any]) -> None:
     for seed, event in enumerate(events):
         what, which = event if isinstance(event, tuple) else (event, 0)
         grads = ranks.gradients(seed)
@@ -285,9 +311,9 @@ def test_few_find_no_room() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 3000), st.integers(1, 70))
-def test_every_coordinate_has_one_owner(numel: int, size: int) -> None:
-    sharding = Sharding(numel, size)
+@given(st.sampled_from([Sharding, Chunks]), st.integers(1, 3000), st.integers(1, 70))
+def test_every_coordinate_has_one_owner(make: type[Sharding], numel: int, size: int) -> None:
+    sharding = make(numel, size)
     positions = torch.arange(numel)
     owners, places = sharding.owners(positions), sharding.places(positions)
     for owner in range(size):
@@ -319,6 +345,36 @@ def test_bytes_do_not_grow_with_the_ranks() -> None:
     assert sent[16] < 1.5 * sent[4] and sent[64] < 1.5 * sent[16]
     alone = dgcopt.TopK(0.05, "int2", "rice", granularity="bucket").payload_bytes(ranks.contexts[0])
     assert alone is not None and sent[4] < 2.5 * alone
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_vectors_are_added_up_by_owners(size: int) -> None:
+    """Whole values make whole sums; in 8 bits, what rounding loses on the way and of the sum is sent later."""
+    whole = Ranks(dgcopt.DGC(0.1, vectors="fp64", reduce="owner"), size, kind="vector")
+    coded = Ranks(dgcopt.DGC(0.1, vectors="int8", reduce="owner"), size, kind="vector")
+    for seed in range(3):
+        grads = whole.gradients(seed)
+        torch.testing.assert_close(whole.exchange(grads), sum(grads, torch.zeros(())), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(coded.exchange(grads), sum(grads, torch.zeros(())), rtol=0, atol=float(size))
+    for _ in range(8):
+        coded.exchange([torch.zeros_like(grad) for grad in grads])
+        coded.assert_nothing_is_lost()
+    torch.testing.assert_close(coded.applied, coded.given, rtol=1e-4, atol=1e-4)
+
+
+def test_bytes_of_vectors_do_not_grow_with_the_ranks() -> None:
+    """8 bits to the owners, and 8 from them."""
+    for size in (4, 16, 64):
+        ranks = Ranks(dgcopt.DGC.compact(warmup=None, reduce="owner"), size, [(50_000,)], "vector")
+        told: list[Collective] = []
+        dgcopt.simulate(
+            [
+                watched(ranks.compressor.exchange(grad, context), told.append if rank == 0 else lambda _: None)
+                for rank, (context, grad) in enumerate(zip(ranks.contexts, ranks.gradients(0), strict=True))
+            ]
+        )
+        assert sum(c.nbytes for c in told) == ranks.compressor.payload_bytes(ranks.contexts[0])
+        assert sum(c.sent(size) for c in told) < 2.2 * 50_000
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16])

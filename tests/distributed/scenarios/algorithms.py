@@ -40,7 +40,7 @@ SPARSE = {
     "DGC, bf16": DGC(0.1, values="bf16"),
     "DGC, int8": DGC(0.05, values="int8", indices="rice", vectors="int8"),
     "DGC, int2": DGC(0.05, values="int2", indices="rice", vectors="int4", overlap=True),
-    "DGC, owner": DGC(0.05, values="int2", indices="rice", reduce="owner"),
+    "DGC, owner": DGC(0.05, values="int2", indices="rice", vectors="int8", reduce="owner"),
     "DGC, clipped per model": DGC(0.1, clip=LocalClip(0.05)),
     "DGC, clipped per tensor": DGC(0.1, clip=LocalClip(0.05, per="tensor")),
 }

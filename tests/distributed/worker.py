@@ -40,9 +40,6 @@ def main() -> int:
     if not any(name in IN_DDP for name in names):  # DistributedDataParallel asks for its settings
         leave_out_compiler()
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    # what is loaded need not be looked through ever again
-    gc.collect()
-    gc.freeze()
 
     def agree(name: str, error: str) -> bool:
         """Whether a rank has failed; if one left the scenario half-way this raises, and nothing more is tried."""
@@ -78,6 +75,9 @@ def run(
     """
     path, any_failed = Path(os.environ["DGCOPT_TEST_RECORDS"]) / f"rank-{rank}.jsonl", False
     for name in names:
+        # what is loaded, and what is left of other scenarios, need not be looked through ever again
+        gc.collect()
+        gc.freeze()
         start, record = time.monotonic(), {"scenario": name, "rank": rank, **facts}
         try:
             record["result"] = scenario(name)

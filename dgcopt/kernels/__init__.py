@@ -1,14 +1,14 @@
 """The inner loops of compression: what passes over as many elements as there are parameters.
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
-everywhere; native/ is C for the CPU; triton/ is for CUDA, for memory so far. Files are named after what they do:
+everywhere; native/ is C for the CPU; triton/ is for CUDA. Files are named after what they do:
 copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, products, packing, rice, minmax,
 rounding, signs, trits, values; sums is what those have in common that quantise.
 """
 
 from . import native, torch
 from .blocks import BLOCK, CHUNK, bits_of, chunks
-from .cuda import in_triton, takes_cuda
+from .cuda import in_triton, takes_cuda, takes_cuda_chunks, takes_cuda_rows
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .parts import Parts
@@ -109,58 +109,76 @@ __all__ = [
     "unpack_small",
 ]
 
-accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), (takes_cuda, in_triton(torch.accumulate)))
+accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), in_triton(torch.accumulate, takes_cuda))
 decay = Kernel(torch.decay, (takes_float32, native.decay))
-mix = Kernel(torch.mix, (native.takes_parts, native.mix))
-mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs))
-unmix = Kernel(torch.unmix, (native.takes_parts, native.unmix))
-look = Kernel(torch.look, (takes_floats, native.look), (takes_cuda, in_triton(torch.look)))
-ahead = Kernel(torch.ahead, (takes_floats, native.ahead), (takes_cuda, in_triton(torch.ahead)))
+mix = Kernel(torch.mix, (native.takes_parts, native.mix), in_triton(torch.mix))
+mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
+unmix = Kernel(torch.unmix, (native.takes_parts, native.unmix), in_triton(torch.unmix))
+look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
+ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead, takes_cuda))
 candidate_blocks = Kernel(torch.candidate_blocks, (takes_floats, native.candidate_blocks))
-block_maxima = Kernel(torch.block_maxima, (takes_floats, native.block_maxima))
+block_maxima = Kernel(
+    torch.block_maxima, (takes_floats, native.block_maxima), in_triton(torch.block_maxima, takes_cuda)
+)
 gather = Kernel(torch.gather, (takes_floats, native.gather))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
 copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
 add_at = Kernel(torch.add_at, (takes_float32, native.add_at))
 step_at = Kernel(torch.step_at, (takes_float32, native.step_at))
-add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima))
-add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms))
+add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima), in_triton(torch.add_and_maxima))
+add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms), in_triton(torch.add_and_norms))
 dct = Kernel(torch.dct, (takes_float32, native.dct))
-draw_from_spans = Kernel(torch.draw_from_spans, (takes_flat, native.draw_from_spans))
-put_product = Kernel(torch.put_product, (takes_float32, native.put_product))
+draw_from_spans = Kernel(
+    torch.draw_from_spans, (takes_flat, native.draw_from_spans), in_triton(torch.draw_from_spans, takes_cuda)
+)
+put_product = Kernel(torch.put_product, (takes_float32, native.put_product), in_triton(torch.put_product))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 add_and_select_above = Kernel(torch.add_and_select_above, (takes_float32, native.add_and_select_above))
 select_above = Kernel(torch.select_above, (takes_float32, native.select_above))
 select = Kernel(torch.select, (takes_floats, native.select))
-pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small))
-unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small))
+pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small), in_triton(torch.pack_small, takes_cuda))
+unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small), in_triton(torch.unpack_small, takes_cuda))
 rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))
 rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack))
 rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack))
-tensor_norms = Kernel(torch.tensor_norms, (takes_float32, native.tensor_norms))
-tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums))
-minmax_codes = Kernel(torch.minmax_codes, (native.takes_rows, native.minmax_codes))
-minmax_ends = Kernel(torch.minmax_ends, (native.takes_rows, native.minmax_ends))
-minmax_of_mean = Kernel(torch.minmax_of_mean, (native.takes_rows, native.minmax_of_mean))
-put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax))
-add_and_select_chunks = Kernel(torch.add_and_select_chunks, (takes_float32, native.add_and_select_chunks))
-select_chunks = Kernel(torch.select_chunks, (takes_floats, native.select_chunks))
-nearest_levels = Kernel(torch.nearest_levels, (takes_float32, native.nearest_levels))
-of_levels = Kernel(torch.of_levels, (takes_float32, native.of_levels))
-of_steps = Kernel(torch.of_steps, (takes_float32, native.of_steps))
-round_steps = Kernel(torch.round_steps, (takes_float32, native.round_steps))
-means = Kernel(torch.means, (takes_float32, native.means))
-pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs))
-split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs))
-split_sum = Kernel(torch.split_sum, (takes_float32, native.split_sum))
-split_sum_of_signs = Kernel(torch.split_sum_of_signs, (native.takes_signs, native.split_sum_of_signs))
-put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs))
-put_levels = Kernel(torch.put_levels, (takes_float32, native.put_levels))
-put_powers = Kernel(torch.put_powers, (takes_float32, native.put_powers))
-round_levels = Kernel(torch.round_levels, (takes_float32, native.round_levels))
-round_powers = Kernel(torch.round_powers, (takes_float32, native.round_powers))
-round_trits = Kernel(torch.round_trits, (takes_float32, native.round_trits))
-majority = Kernel(torch.majority, (takes_flat, native.majority))
-put_trits = Kernel(torch.put_trits, (takes_float32, native.put_trits))
+tensor_norms = Kernel(torch.tensor_norms, (takes_float32, native.tensor_norms), in_triton(torch.tensor_norms))
+tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums), in_triton(torch.tensor_sums))
+minmax_codes = Kernel(
+    torch.minmax_codes, (native.takes_rows, native.minmax_codes), in_triton(torch.minmax_codes, takes_cuda_rows)
+)
+minmax_ends = Kernel(
+    torch.minmax_ends, (native.takes_rows, native.minmax_ends), in_triton(torch.minmax_ends, takes_cuda_rows)
+)
+minmax_of_mean = Kernel(
+    torch.minmax_of_mean, (native.takes_rows, native.minmax_of_mean), in_triton(torch.minmax_of_mean, takes_cuda_rows)
+)
+put_minmax = Kernel(torch.put_minmax, (takes_float32, native.put_minmax), in_triton(torch.put_minmax))
+add_and_select_chunks = Kernel(
+    torch.add_and_select_chunks,
+    (takes_float32, native.add_and_select_chunks),
+    in_triton(torch.add_and_select_chunks, takes_cuda_chunks),
+)
+select_chunks = Kernel(
+    torch.select_chunks, (takes_floats, native.select_chunks), in_triton(torch.select_chunks, takes_cuda_chunks)
+)
+nearest_levels = Kernel(torch.nearest_levels, (takes_float32, native.nearest_levels), in_triton(torch.nearest_levels))
+of_levels = Kernel(torch.of_levels, (takes_float32, native.of_levels), in_triton(torch.of_levels))
+of_steps = Kernel(torch.of_steps, (takes_float32, native.of_steps), in_triton(torch.of_steps))
+round_steps = Kernel(torch.round_steps, (takes_float32, native.round_steps), in_triton(torch.round_steps))
+means = Kernel(torch.means, (takes_float32, native.means), in_triton(torch.means))
+pack_signs = Kernel(torch.pack_signs, (takes_float32, native.pack_signs), in_triton(torch.pack_signs))
+split_signs = Kernel(torch.split_signs, (takes_float32, native.split_signs), in_triton(torch.split_signs))
+split_sum = Kernel(torch.split_sum, (takes_float32, native.split_sum), in_triton(torch.split_sum))
+split_sum_of_signs = Kernel(
+    torch.split_sum_of_signs, (native.takes_signs, native.split_sum_of_signs), in_triton(torch.split_sum_of_signs)
+)
+put_signs = Kernel(torch.put_signs, (takes_float32, native.put_signs), in_triton(torch.put_signs))
+put_levels = Kernel(torch.put_levels, (takes_float32, native.put_levels), in_triton(torch.put_levels))
+put_powers = Kernel(torch.put_powers, (takes_float32, native.put_powers), in_triton(torch.put_powers))
+round_levels = Kernel(torch.round_levels, (takes_float32, native.round_levels), in_triton(torch.round_levels))
+round_powers = Kernel(torch.round_powers, (takes_float32, native.round_powers), in_triton(torch.round_powers))
+round_trits = Kernel(torch.round_trits, (takes_float32, native.round_trits), in_triton(torch.round_trits))
+majority = Kernel(torch.majority, (takes_flat, native.majority), in_triton(torch.majority, takes_cuda))
+put_trits = Kernel(torch.put_trits, (takes_float32, native.put_trits), in_triton(torch.put_trits))

@@ -6,7 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from .parts import Parts
 
-__all__ = ["in_triton", "takes_cuda"]
+__all__ = ["in_triton", "takes_cuda", "takes_cuda_chunks", "takes_cuda_float32", "takes_cuda_rows"]
+
+_WIDEST = 2**14
+"""Elements that one program can hold."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,22 +29,54 @@ def _has_triton() -> bool:
 
 
 def takes_cuda(*arguments: Any) -> bool:
-    """Whether all tensors among the arguments lie flat on a CUDA device, and floats are of float32 or bfloat16."""
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    in_one_piece = not any(isinstance(x, Parts) for x in arguments)
-    return all(_is_flat(x) for x in tensors) and bool(tensors) and in_one_piece and _has_triton()
+    """Whether all tensors among the arguments lie flat on one CUDA device, and floats are of float32 or bfloat16."""
+    return _takes(arguments, (torch.float32, torch.bfloat16))
 
 
-def _is_flat(x: Tensor) -> bool:
-    known = not x.is_floating_point() or x.dtype in (torch.float32, torch.bfloat16)
-    return x.is_cuda and known and x.is_contiguous()
+def takes_cuda_float32(*arguments: Any) -> bool:
+    """Whether all tensors among the arguments lie flat on one CUDA device, and floats are of float32."""
+    return _takes(arguments, (torch.float32,))
 
 
-def in_triton(specification: Callable[P, R]) -> Callable[P, R]:
-    """What has the same name in dgcopt.kernels.triton."""
+def takes_cuda_rows(*arguments: Any) -> bool:
+    """The same of tensors of which each row lies in one piece."""
+    return _takes(arguments, (torch.float32,), in_rows=True)
 
+
+def takes_cuda_chunks(*arguments: Any) -> bool:
+    """The same as `takes_cuda`, of chunks that one program can hold."""
+    *others, chunks = arguments
+    return takes_cuda(*others) and all(stop - start <= _WIDEST for start, stop in chunks.spans)
+
+
+def _takes(arguments: Sequence[Any], floats: Sequence[torch.dtype], in_rows: bool = False) -> bool:
+    if any(isinstance(x, Parts) for x in arguments):
+        return False
+    tensors = list(_tensors_in(arguments))
+    for x in tensors:
+        in_pieces = x.is_contiguous() or (in_rows and x.stride(-1) == 1)
+        if not x.is_cuda or not in_pieces or (x.is_floating_point() and x.dtype not in floats):
+            return False
+    return len({x.device for x in tensors}) == 1 and _has_triton()
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    for x in arguments:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from (each for each in x if isinstance(each, Tensor))
+
+
+def in_triton(
+    specification: Callable[P, R], takes: Callable[..., bool] = takes_cuda_float32
+) -> tuple[Callable[..., bool], Callable[P, R]]:
+    """What has the same name in dgcopt.kernels.triton, on the device where its tensors are; and what it takes."""
+
+    @functools.wraps(specification)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         module = importlib.import_module(f"{__package__}.triton")
-        return getattr(module, specification.__name__)(*args, **kwargs)
+        with torch.cuda.device_of(next(_tensors_in(args))):
+            return getattr(module, specification.__name__)(*args, **kwargs)
 
-    return run
+    return takes, run

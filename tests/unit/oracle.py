@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgcopt.kernels import Momentum, native
+from dgcopt.kernels import Chunks, Groups, Momentum, native
 
 built = pytest.mark.skipif(
     not native.instructions(),
     reason="the native kernels are not built here: install dgcopt with a C compiler, on a processor with AVX2 or NEON",
 )
 EXAMPLES = int(os.environ.get("DGCOPT_TEST_EXAMPLES", "250"))
+ON_CUDA = torch.cuda.is_available()
+IN_TRITON = EXAMPLES // (5 if ON_CUDA else 25)
+"""Examples in Triton: its interpreter is slow, and on a device many of them have to be compiled for."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+in_triton = [pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed"), *[pytest.mark.gpu] * ON_CUDA]
 
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-42, 3e38, -3e38])
 KINDS = ("of all sizes", "normal", "tied", "zero", "sparse")
@@ -56,3 +66,75 @@ def assert_same_bits(ours: Tensor | None, theirs: Tensor | None) -> None:
 def places(blocks: int, tensors: int, seed: int) -> Tensor:
     """To which of the tensors each block belongs."""
     return torch.randint(tensors, (blocks,), generator=torch.Generator().manual_seed(seed)).sort().values
+
+
+class Sizes(NamedTuple):
+    """How large operands are in all implementations, and what only those are given that are compiled."""
+
+    few: st.SearchStrategy[Any]
+    many: st.SearchStrategy[Any]
+
+    def of(self, compiled: bool) -> st.SearchStrategy[Any]:
+        return self.few | self.many if compiled else self.few
+
+
+class OnCuda:
+    """The kernels in Triton, for operands on a CPU: they are copied to the device, as badly aligned, and back."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        inner = getattr(importlib.import_module("dgcopt.kernels.triton"), name)
+
+        def outer(*operands: Any) -> Any:
+            there = [_moved(operand, "cuda") for operand in operands]
+            found = inner(*there)
+            for mine, theirs in zip(operands, there, strict=True):
+                if isinstance(mine, Tensor):
+                    mine.copy_(theirs)
+            return _moved(found, "cpu")
+
+        return outer
+
+
+def _moved(x: Any, device: str) -> Any:
+    if isinstance(x, Tensor):
+        beside = x.storage_offset() % 16
+        moved = torch.empty(beside + math.prod(x.shape[:1]) * (x.stride(0) if x.dim() else 1) + 64, dtype=x.dtype)
+        return moved.to(device).as_strided(x.shape, x.stride(), beside).copy_(x)
+    if isinstance(x, list | tuple):
+        return type(x)(_moved(each, device) for each in x)
+    if isinstance(x, Chunks | Groups):
+        return type(x)(*[value for name, value in vars(x).items() if name in ("spans", "pieces", "counts")], device)
+    return x
+
+
+def all_implementations(**strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like `given`, for a test of `of`, first in C, then in Triton, compiled where there is CUDA, else interpreted."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def with_one(of: Any, examples: int) -> Callable[[], None]:
+            def run(**drawn: Any) -> None:
+                test(of, **drawn)
+
+            run.__name__ = test.__name__  # by which hypothesis remembers what failed
+            phases = tuple(Phase) if of is native else (Phase.reuse, Phase.generate)  # no smaller ones: they are slow
+            compiled = of is native or ON_CUDA
+            fitting = {name: x.of(compiled) if isinstance(x, Sizes) else x for name, x in strategies.items()}
+            return settings(max_examples=examples, deadline=None, phases=phases)(given(**fitting)(run))
+
+        def run_it(run: Callable[[], None]) -> None:
+            run()
+
+        run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
+        return pytest.mark.parametrize(
+            "run",
+            [
+                pytest.param(with_one(native, EXAMPLES), id="native", marks=built),
+                pytest.param(with_one(_triton(), IN_TRITON), id="triton", marks=in_triton),
+            ],
+        )(run_it)
+
+    return decorate
+
+
+def _triton() -> Any:
+    return OnCuda() if ON_CUDA else importlib.import_module("dgcopt.kernels.triton") if HAS_TRITON else None

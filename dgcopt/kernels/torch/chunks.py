@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,22 @@ class Chunks:
         """Starts, stops and counts: int64, on the CPU."""
         starts, stops = torch.tensor(self.spans, dtype=torch.int64).view(-1, 2).T.contiguous()
         return starts, stops, torch.tensor(self.counts, dtype=torch.int64)
+
+    def placed(self, numel: int) -> tuple[Tensor, int]:
+        """Where each chunk starts, and stops, and the gap behind it, of `numel` elements in all; its count, and the
+        counts before it: int64 `[5, chunks]`, on the device. And how long the longest is, with its gap."""
+        if numel not in self._placed:
+            starts, stops = zip(*self.spans, strict=True) if self.spans else ((), ())
+            ends = [*starts[1:], numel][: len(starts)]
+            before = [0, *itertools.accumulate(self.counts)][: len(starts)]
+            table = torch.tensor([starts, stops, ends, self.counts, before], device=self.device)
+            widest = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
+            self._placed[numel] = table, widest
+        return self._placed[numel]
+
+    @cached_property
+    def _placed(self) -> dict[int, tuple[Tensor, int]]:
+        return {}
 
     @cached_property
     def by_width(self) -> list[tuple[Tensor, Tensor, int]]:

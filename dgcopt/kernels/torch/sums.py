@@ -31,15 +31,18 @@ def sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """Sums of blocks' numbers, float32 `[kinds, blocks]`, in order: `[kinds, count]`, of block b in `place[b]`."""
+    """Sums of blocks' numbers, float32 `[kinds, blocks]`, in order: `[kinds, count]`, of block b in `place[b]`.
+
+    Places ascend.
+    """
     return numbers.new_zeros(len(numbers), count).index_add_(1, place, numbers)
 
 
 def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest magnitude, float32, and the sum of squares, float64, of each of `count` tensors.
 
-    Block b is of the tensor `place[b]`. Squares are added up within blocks, as in `sum_of_rows`, and then in order. NaN
-    and Inf count as zero.
+    Block b is of the tensor `place[b]`, and places ascend. Squares are added up within blocks, as in `sum_of_rows`, and
+    then in order. NaN and Inf count as zero.
     """
     rows = finite(values).view(-1, BLOCK)
     squares = sum_of_rows(rows.double().square_())

@@ -1,5 +1,15 @@
 """The inner loops in Triton, for CUDA tensors; imported when first used, so that Triton need not be installed."""
 
-from .memory import accumulate, ahead, look
-
-__all__ = ["accumulate", "ahead", "look"]
+from .chunks import *
+from .drawing import *
+from .memory import *
+from .minmax import *
+from .mixing import *
+from .packing import *
+from .products import *
+from .residual import *
+from .rounding import *
+from .signs import *
+from .sums import *
+from .trits import *
+from .values import *

@@ -1,7 +1,4 @@
-"""Adding a gradient to what has not been sent, on a GPU: each operation is one pass, and waits for nothing.
-
-Triton's compiler is told not to fuse multiplications with additions, and `fma` stands where torch's own kernels fuse.
-"""
+"""Adding a gradient to what has not been sent, on a GPU: each operation is one pass, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -13,21 +10,12 @@ from torch import Tensor
 
 from ..blocks import BLOCK, bits_of
 from ..torch import Momentum
+from .floats import UNFUSED, magnitudes, rounded, wide
 
 __all__ = ["accumulate", "ahead", "look"]
 
 _ROWS = 32
 """Blocks of 64 that one program works on."""
-
-
-@triton.jit
-def _wide(x):
-    """As float32. By integers, as Triton's interpreter knows no denormal bfloat16."""
-    if x.dtype == tl.bfloat16:
-        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = x
-    return wide
 
 
 @triton.jit
@@ -46,13 +34,13 @@ def _added(
 ):
     """What g adds to v, and u'."""
     if HAS_G:
-        x = _wide(tl.load(g + at, mask=there, other=0)) * scale
+        x = wide(tl.load(g + at, mask=there, other=0)) * scale
     else:
         x = tl.zeros(at.shape, tl.float32)
     step = x
     after = x
     if MOVES:
-        before = _wide(tl.load(u + at, mask=there, other=0))
+        before = wide(tl.load(u + at, mask=there, other=0))
         if DAMPENED:
             after = tl.fma(x, tl.full(at.shape, keep, tl.float32), before * m)
         else:
@@ -61,29 +49,6 @@ def _added(
         if NESTEROV:
             step = tl.fma(after, tl.full(at.shape, m, tl.float32), x)
     return step, after
-
-
-@triton.jit
-def _rounded(x, dtype: tl.constexpr):
-    """float32 to the nearest of a dtype, ties to even. By integers, as Triton's interpreter cuts bfloat16 off."""
-    if dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        near = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, near)
-        rounded = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        rounded = x
-    return rounded
-
-
-@triton.jit
-def _largest(rounded, BITS: tl.constexpr):
-    """The bits of each row's largest magnitude; NaN is larger than all others."""
-    if BITS == 16:
-        bits = rounded.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-    else:
-        bits = rounded.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, 1)
 
 
 @triton.jit
@@ -101,7 +66,6 @@ def _blocks(
     MOVES: tl.constexpr,
     DAMPENED: tl.constexpr,
     NESTEROV: tl.constexpr,
-    BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -109,13 +73,13 @@ def _blocks(
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = at < numel
     step, after = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    new = _rounded(_wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
+    new = rounded(wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
     new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
-    tl.store(maxima + rows, _largest(new, BITS).to(maxima.dtype.element_ty), mask=rows * BLOCK < numel)
+    tl.store(maxima + rows, tl.max(magnitudes(new), 1).to(maxima.dtype.element_ty), mask=rows * BLOCK < numel)
     if WRITES:
         tl.store(v + at, new, mask=there)
         if MOVES:
-            tl.store(u + at, _rounded(after, u.dtype.element_ty), mask=there)
+            tl.store(u + at, rounded(after, u.dtype.element_ty), mask=there)
         if HAS_G:
             tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=there)
 
@@ -144,7 +108,7 @@ def _some_blocks(
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     there = (place < number)[:, None] & (at < numel)
     step, _ = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    new = _rounded(_wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
+    new = rounded(wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
     new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
     to = place[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(rows + to, new, mask=(place < number)[:, None])
@@ -197,7 +161,6 @@ def _pass(
             *(v, v if u is None else u, v if g is None else g, bits_of(maxima), len(v), *numbers),
             **settings,
             WRITES=writes,
-            BITS=8 * v.element_size(),
         )
 
 
@@ -208,5 +171,5 @@ def _settings(g: Tensor | None, rule: Momentum | None, scale: float) -> tuple[tu
         **modes,
         "BLOCK": BLOCK,
         "ROWS": _ROWS,
-        "enable_fp_fusion": False,
+        **UNFUSED,
     }

@@ -6,24 +6,21 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, halves_and_wholes, numbers
+from oracle import KINDS, all_implementations, assert_same_bits, built, halves_and_wholes, numbers
 
 from dgcopt.kernels import Chunks, native
 from dgcopt.kernels import torch as specification
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     sizes=st.lists(st.one_of(st.integers(1, 300), st.sampled_from([64, 1000, 4096])), min_size=1, max_size=5),
     dtype=halves_and_wholes,
     kind=st.sampled_from(KINDS),
     ratio=st.sampled_from([0.001, 1 / 128, 1 / 64, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 2**20),
 )
-def test_select_chunks(sizes, dtype, kind, ratio, seed):
+def test_select_chunks(of, sizes, dtype, kind, ratio, seed):
     spans, start = [], 0
     for size in sizes:
         spans.append((start, start + size))
@@ -34,7 +31,7 @@ def test_select_chunks(sizes, dtype, kind, ratio, seed):
         added[first:last] = numbers(last - first, dtype, kind, seed + 100 + place)
     counts = [math.ceil(ratio * size) for size in sizes]
     chunks = Chunks(spans, counts, flat.device)
-    chosen, values = native.select_chunks(flat, chunks)
+    chosen, values = of.select_chunks(flat, chunks)
     expected_positions, expected_values = specification.select_chunks(flat, chunks)
     assert torch.equal(chosen, expected_positions)
     assert_same_bits(values, expected_values)
@@ -47,8 +44,8 @@ def test_select_chunks(sizes, dtype, kind, ratio, seed):
     assert chosen.tolist() == expected
     sums = torch.full((2, start), 7.0)
     ours, theirs = (
-        of.add_and_select_chunks(flat.float(), added.float(), 0.9, out, chunks)
-        for of, out in zip((native, specification), sums, strict=True)
+        each.add_and_select_chunks(flat.float(), added.float(), 0.9, out, chunks)
+        for each, out in zip((of, specification), sums, strict=True)
     )
     assert_same_bits(*sums)
     assert torch.equal(ours[0], theirs[0])

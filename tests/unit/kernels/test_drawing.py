@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, built
+from oracle import all_implementations
 
-from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     count=st.integers(0, 300),
     longest=st.sampled_from([1, 2, 10, 1000, 2**31 - 1]),
     key=st.integers(0, 2**64 - 1),
     seed=st.integers(0, 2**20),
 )
-def test_draw_from_spans(count, longest, key, seed):
+def test_draw_from_spans(of, count, longest, key, seed):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     starts = lengths.cumsum(0) - lengths
-    drawn = native.draw_from_spans(starts, lengths, key)
+    drawn = of.draw_from_spans(starts, lengths, key)
     assert torch.equal(drawn, specification.draw_from_spans(starts, lengths, key))
     assert ((starts <= drawn) & (drawn < starts + lengths)).all()
 

@@ -13,7 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, halves_and_wholes, momenta, numbers, numels
+from oracle import (
+    EXAMPLES,
+    KINDS,
+    all_implementations,
+    assert_same_bits,
+    built,
+    halves_and_wholes,
+    momenta,
+    numbers,
+    numels,
+)
 from torch import Tensor
 
 from dgcopt import kernels
@@ -326,14 +336,12 @@ def test_select(sizes, large, dtype, kind, ratio, together, seed):
     assert chosen.tolist() == expected
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(numel=st.integers(0, 300), width=st.integers(0, 7), seed=st.integers(0, 2**20))
-def test_pack_small(numel, width, seed):
+@all_implementations(numel=st.integers(0, 300), width=st.integers(0, 7), seed=st.integers(0, 2**20))
+def test_pack_small(of, numel, width, seed):
     fields = torch.randint(2**width, (numel,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    packed = native.pack_small(fields, width)
+    packed = of.pack_small(fields, width)
     assert torch.equal(packed, specification.pack_small(fields, width))
-    assert torch.equal(native.unpack_small(packed, numel, width), fields)
+    assert torch.equal(of.unpack_small(packed, numel, width), fields)
 
 
 @built

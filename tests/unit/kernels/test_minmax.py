@@ -6,36 +6,34 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
+from oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     rows=st.integers(0, 4),
-    numel=st.one_of(st.integers(1, 300), st.just(2000), st.just(140_001)),
+    numel=Sizes(st.integers(1, 300) | st.just(3000), st.just(140_001)),
     offset=st.sampled_from([0.0, 1.0, -3.7, 1e6, 1e30]),
     kind=st.sampled_from(KINDS),
     how=st.sampled_from(["set", "add", "subtract"]),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_minmax(rows, numel, offset, kind, how, shift, seed):
+def test_minmax(of, rows, numel, offset, kind, how, shift, seed):
     flat = numbers(rows * (numel + shift), torch.float32, kind, seed) + offset
     values = flat.view(rows, numel + shift)[:, shift:]
-    ends = native.minmax_ends(values)
+    ends = of.minmax_ends(values)
     assert_same_bits(ends, specification.minmax_ends(values))
     ours, theirs = (torch.empty(rows, 8 + numel, dtype=torch.uint8)[:, 8:] for _ in range(2))
-    native.minmax_codes(values, ends, ours)
+    of.minmax_codes(values, ends, ours)
     specification.minmax_codes(values, ends, theirs)
     assert torch.equal(ours, theirs)
     for row, of_row, its_ends in zip(values, ours, ends, strict=True):
         mine, other = row.clone(), row.clone()
-        native.put_minmax(of_row, its_ends, mine, how)
+        of.put_minmax(of_row, its_ends, mine, how)
         specification.put_minmax(of_row, its_ends, other, how)
         assert_same_bits(mine, other)
     if not rows:
@@ -43,7 +41,7 @@ def test_minmax(rows, numel, offset, kind, how, shift, seed):
     for divisor in (1, 3):
         mine, other = torch.empty(numel, dtype=torch.uint8), torch.empty(numel, dtype=torch.uint8)
         assert_same_bits(
-            native.minmax_of_mean(ours, ends, divisor, mine), specification.minmax_of_mean(ours, ends, divisor, other)
+            of.minmax_of_mean(ours, ends, divisor, mine), specification.minmax_of_mean(ours, ends, divisor, other)
         )
         assert torch.equal(mine, other)
 

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
+from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
+
+def lists_of(large):
+    return st.lists(st.integers(0, 200) | large, max_size=4)
+
+
 weights = st.sampled_from([0.0, 0.1, 0.5, 0.9, 1 - 0.9, 0.999, 1.0, 3.0])
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    lengths=st.lists(st.one_of(st.integers(0, 200), st.sampled_from([5000, 140_001])), max_size=4),
+@all_implementations(
+    lengths=Sizes(lists_of(st.just(5000)), lists_of(st.just(140_001))),
     gap=st.integers(0, 3),
     keep=weights,
     add=weights,
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 2**20),
 )
-def test_mix_and_unmix(lengths, gap, keep, add, kind, seed):
+def test_mix_and_unmix(of, lengths, gap, keep, add, kind, seed):
     starts = [gap + sum(lengths[:place]) + gap * place for place in range(len(lengths))]
     parts = [numbers(length + gap, torch.float32, kind, seed + length)[gap:] for length in lengths]
     ours = numbers(2 * gap + sum(lengths) + gap * len(lengths), torch.float32, kind, seed)
     theirs = ours.clone()
-    for of, flat in ((native, ours), (specification, theirs)):
-        of.mix(flat, keep, starts, parts, add)
+    for each, flat in ((of, ours), (specification, theirs)):
+        each.mix(flat, keep, starts, parts, add)
     assert_same_bits(ours, theirs)
-    for of, flat in ((native, ours), (specification, theirs)):
-        of.unmix(flat, keep, starts, parts, add)
+    for each, flat in ((of, ours), (specification, theirs)):
+        each.unmix(flat, keep, starts, parts, add)
     assert_same_bits(ours, theirs)
 
 

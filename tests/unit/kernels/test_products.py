@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
+from oracle import KINDS, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     rows=st.integers(0, 40),
     columns=st.one_of(st.integers(0, 40), st.sampled_from([64, 300])),
     rank=st.integers(1, 5),
@@ -23,12 +20,12 @@ from dgcopt.kernels import torch as specification
     taken_away=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_put_product(rows, columns, rank, kind, shift, taken_away, seed):
+def test_put_product(of, rows, columns, rank, kind, shift, taken_away, seed):
     left, right = (numbers(n * rank, torch.float32, kind, seed + n).view(n, rank) for n in (rows, columns))
     before = numbers(rows * columns + shift, torch.float32, kind, seed + 1)[shift:]
     outs, rests = torch.full((2, rows * columns), 7.0), [before.clone(), before.clone()]
-    for of, out, less in zip((native, specification), outs, rests, strict=True):
-        of.put_product(left, right, out, less if taken_away else None)
+    for each, out, less in zip((of, specification), outs, rests, strict=True):
+        each.put_product(left, right, out, less if taken_away else None)
     assert_same_bits(*outs)
     assert_same_bits(*rests)
     if kind == "tied":

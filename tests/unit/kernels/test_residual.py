@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
+from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    blocks=st.one_of(st.integers(0, 5), st.sampled_from([100, 2000])),
+@all_implementations(
+    blocks=Sizes(st.integers(0, 5) | st.just(100), st.just(2000)),
     kind=st.sampled_from(KINDS),
     decay=st.sampled_from([1.0, 0.95, 0.3]),
     what=st.sampled_from(["add_and_maxima", "add_and_norms"]),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_add_and(blocks, kind, decay, what, shift, seed):
+def test_add_and(of, blocks, kind, decay, what, shift, seed):
     g, e = (numbers(64 * blocks + shift, torch.float32, kind, seed + i)[shift:] for i in range(2))
     sums = torch.full((2, 64 * blocks + shift), 7.0)[:, shift:]
-    ours, theirs = (getattr(of, what)(g, e, decay, out) for of, out in zip((native, specification), sums, strict=True))
+    ours, theirs = (getattr(each, what)(g, e, decay, out) for each, out in zip((of, specification), sums, strict=True))
     assert_same_bits(*sums)
     assert_same_bits(ours, theirs)
 

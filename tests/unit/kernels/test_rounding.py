@@ -1,4 +1,4 @@
-"""Rounding at random: the same bits in C as in torch, from numbers that look random."""
+"""Rounding at random: the same bits in C and Triton as in torch, from numbers that look random."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, places
+from oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 from dgcopt import kernels
 from dgcopt.compressors import Context
@@ -14,7 +14,7 @@ from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
 tensors = st.integers(1, 5)
-blocks = st.sampled_from([0, 1, 2, 3, 17, 2200])
+blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
 keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
 hows = st.sampled_from(["set", "add", "subtract"])
 
@@ -56,19 +56,17 @@ def test_every_bit_is_one_half_of_the_time_and_says_nothing_of_its_neighbours_or
         assert (first[:-64] * other[64:]).mean().abs() < near
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(blocks=blocks, tensors=tensors, kind=st.sampled_from(KINDS), shift=st.integers(0, 3), seed=st.integers(0, 2**20))
-def test_norms(blocks, tensors, kind, shift, seed):
+@all_implementations(
+    blocks=blocks, tensors=tensors, kind=st.sampled_from(KINDS), shift=st.integers(0, 3), seed=st.integers(0, 2**20)
+)
+def test_norms(of, blocks, tensors, kind, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
-    (largest, squares), expected = (of.tensor_norms(values, place, tensors) for of in (native, specification))
+    (largest, squares), expected = (each.tensor_norms(values, place, tensors) for each in (of, specification))
     assert_same_bits(largest, expected[0])
     assert squares.dtype == torch.float64 and torch.equal(squares, expected[1])
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     blocks=blocks,
     tensors=tensors,
     levels=st.sampled_from([1, 2, 5, 7, 100, 127]),
@@ -79,22 +77,20 @@ def test_norms(blocks, tensors, kind, shift, seed):
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
+def test_levels(of, blocks, tensors, levels, share, key, kind, how, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
     norms, _ = specification.tensor_norms(values, place, tensors)
     norms *= max(share, 1.0)  # a norm is at least as large as the largest
-    packed = native.round_levels(values, norms, place, levels, key)
+    packed = of.round_levels(values, norms, place, levels, key)
     assert torch.equal(packed, specification.round_levels(values, norms, place, levels, key))
     ours, theirs = values.clone(), values.clone()
     arguments = (packed, levels.bit_length(), norms * share, place)
-    most = native.put_levels(*arguments, ours, how)
+    most = of.put_levels(*arguments, ours, how)
     assert most == specification.put_levels(*arguments, theirs, how) <= levels
     assert_same_bits(ours, theirs)
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     blocks=blocks,
     key=keys,
     kind=st.sampled_from(KINDS),
@@ -102,12 +98,12 @@ def test_levels(blocks, tensors, levels, share, key, kind, how, shift, seed):
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_powers(blocks, key, kind, how, shift, seed):
+def test_powers(of, blocks, key, kind, how, shift, seed):
     values = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:]
-    message = native.round_powers(values, key)
+    message = of.round_powers(values, key)
     assert torch.equal(message, specification.round_powers(values, key))
     ours, theirs = values.clone(), values.clone()
-    assert native.put_powers(message, ours, how) == specification.put_powers(message, theirs, how) < 255
+    assert of.put_powers(message, ours, how) == specification.put_powers(message, theirs, how) < 255
     assert_same_bits(ours, theirs)
 
 

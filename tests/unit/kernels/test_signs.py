@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, places
+from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
-blocks = st.sampled_from([0, 1, 2, 3, 17, 2200])
+blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
 hows = st.sampled_from(["set", "add", "subtract"])
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     numel=st.integers(0, 300),
     zero_is_minus=st.booleans(),
     kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_pack_signs(numel, zero_is_minus, kind, shift, seed):
+def test_pack_signs(of, numel, zero_is_minus, kind, shift, seed):
     values = numbers(numel + shift, torch.float32, kind, seed)[shift:]
     assert torch.equal(
-        native.pack_signs(values, zero_is_minus), specification.pack_signs(values, zero_is_minus=zero_is_minus)
+        of.pack_signs(values, zero_is_minus), specification.pack_signs(values, zero_is_minus=zero_is_minus)
     )
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     blocks=blocks,
     tensors=st.integers(1, 5),
     kind=st.sampled_from(KINDS),
@@ -42,31 +37,29 @@ def test_pack_signs(numel, zero_is_minus, kind, shift, seed):
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
+def test_split_and_put_signs(of, blocks, tensors, kind, how, shift, seed):
     values = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:]
     place = places(blocks, tensors, seed)
-    packed, sums = native.split_signs(values)
+    packed, sums = of.split_signs(values)
     for mine, other in zip((packed, sums), specification.split_signs(values), strict=True):
         assert torch.equal(mine, other)
     other_values, total, other_total = values.flip(0), torch.empty_like(values), torch.empty_like(values)
-    of_sum = native.split_sum(values, other_values, total)
+    of_sum = of.split_sum(values, other_values, total)
     for mine, other in zip(of_sum, specification.split_sum(values, other_values, other_total), strict=True):
         assert torch.equal(mine, other)
     assert_same_bits(total, other_total)
-    above, below, minuses = native.tensor_sums(sums, place, tensors)
+    above, below, minuses = of.tensor_sums(sums, place, tensors)
     for mine, other in zip((above, below, minuses), specification.tensor_sums(sums, place, tensors), strict=True):
         assert_same_bits(mine, other)
     five = torch.cat((sums, sums[:2].flip(1)))
-    assert_same_bits(native.tensor_sums(five, place, tensors), specification.tensor_sums(five, place, tensors))
+    assert_same_bits(of.tensor_sums(five, place, tensors), specification.tensor_sums(five, place, tensors))
     ours, theirs = values.clone(), values.clone()
-    native.put_signs(packed, above, below, place, ours, how)
+    of.put_signs(packed, above, below, place, ours, how)
     specification.put_signs(packed, above, below, place, theirs, how)
     assert_same_bits(ours, theirs)
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     blocks=blocks,
     tensors=st.integers(1, 5),
     ranks=st.integers(0, 4),
@@ -74,33 +67,31 @@ def test_split_and_put_signs(blocks, tensors, kind, how, shift, seed):
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_split_sum_of_signs(blocks, tensors, ranks, kind, shift, seed):
+def test_split_sum_of_signs(of, blocks, tensors, ranks, kind, shift, seed):
     generator = torch.Generator().manual_seed(seed)
     base, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
     packed = [torch.randint(256, (8 * blocks + 3,), generator=generator, dtype=torch.uint8)[3:] for _ in range(ranks)]
     scales = numbers(ranks * tensors, torch.float32, "normal", seed).view(ranks, tensors)
     lengths = torch.randint(65, (blocks,), generator=generator)
     ours, theirs = torch.empty_like(base), torch.empty_like(base)
-    message = native.split_sum_of_signs(base, packed, scales, place, lengths, ours)
+    message = of.split_sum_of_signs(base, packed, scales, place, lengths, ours)
     expected = specification.split_sum_of_signs(base, packed, scales, place, lengths, theirs)
     for mine, other in zip(message, expected, strict=True):
         assert torch.equal(mine, other)
     assert_same_bits(ours, theirs)
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     numel=st.integers(0, 300),
     zero_is_minus=st.booleans(),
     kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_mix_signs(numel, zero_is_minus, kind, shift, seed):
+def test_mix_signs(of, numel, zero_is_minus, kind, shift, seed):
     x, y = (numbers(numel + shift, torch.float32, kind, seed + of)[shift:] for of in range(2))
     ours, theirs = torch.empty_like(x), torch.empty_like(x)
-    packed = native.mix_signs(x, 0.9, y, 1 - 0.9, ours, zero_is_minus)
+    packed = of.mix_signs(x, 0.9, y, 1 - 0.9, ours, zero_is_minus)
     assert torch.equal(packed, specification.mix_signs(x, 0.9, y, 1 - 0.9, theirs, zero_is_minus))
     assert_same_bits(ours, theirs)
 

@@ -1,41 +1,39 @@
 """The kernels in Triton give the bits of the specification: compiled where there is CUDA, else in its interpreter.
 
-The interpreter has no fused multiply-add: it rounds products. So momenta are those whose products are exact there.
+What takes their operations in other files is `all_implementations`.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, halves_and_wholes, numbers, numels
+from oracle import IN_TRITON, KINDS, ON_CUDA, assert_same_bits, halves_and_wholes, momenta, numbers, numels
 from torch import Tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Momentum
+from dgcopt.kernels import Chunks, native
 from dgcopt.kernels import torch as specification
 
 triton = pytest.importorskip("dgcopt.kernels.triton")
-ON_CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 pytestmark = [pytest.mark.gpu] if ON_CUDA else []
-exact = (0.0, 0.5) if not ON_CUDA else (0.0, 0.5, 0.9)
-rules = st.sampled_from(
-    [None, *(Momentum(m, d, n) for m in exact for d, n in [(0.0, False), (0.5, False), (0.0, True), (0.5, True)])]
-)
 
 
-@settings(max_examples=EXAMPLES // 2 if not ON_CUDA else EXAMPLES, deadline=None)
+@settings(max_examples=3 * IN_TRITON, deadline=None)
 @given(
     numel=numels.filter(lambda numel: numel < 6000 or ON_CUDA),
     memory=halves_and_wholes,
     gradient=halves_and_wholes,
-    rule=rules,
+    rule=momenta,
     scale=st.sampled_from([1.0, 0.37]),
     has_gradient=st.booleans(),
     kind=st.sampled_from(KINDS),
@@ -72,38 +70,54 @@ def test_cuda_tensors_come_here(monkeypatch):
     assert ran == [True]
 
 
-COMPILES = """
-import itertools
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dgcopt.kernels.triton import memory
-
-def compiles(function, types, constants):
-    source = ASTSource(function, {**types, **dict.fromkeys(constants, "constexpr")}, constants)
-    triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": False})
-
-for bits, (has_g, moves, dampened, nesterov) in itertools.product((32, 16), MODES):
-    dtype, g = ("*fp32", "*bf16") if bits == 32 else ("*bf16", "*fp32")
-    modes = {"HAS_G": has_g, "MOVES": moves, "DAMPENED": dampened, "NESTEROV": nesterov, "BLOCK": 64, "ROWS": 32}
-    of_step = {"numel": "i64", "m": "fp32", "keep": "fp32", "scale": "fp32"}
-    flat = {"v": dtype, "u": dtype, "g": g}
-    for writes in (True, False):
-        types = {**flat, "maxima": f"*i{bits}", **of_step}
-        compiles(memory._blocks, types, {"WRITES": writes, **modes, "BITS": bits})
-    compiles(memory._some_blocks, {**flat, "blocks": "*i64", "rows": dtype, "number": "i64", **of_step}, modes)
-print("compiled")
-"""
-
-
 def test_it_compiles_for_cuda(tmp_path):
-    """The interpreter runs what Triton's compiler refuses; which needs no device."""
-    modes = [(True, True, False, False), (True, True, True, True), (False, False, False, False)]
+    """Every operation that is there, exactly as rounded as it says, and none waits; which needs no device."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILES.replace("MODES", repr(modes))],
+        [sys.executable, Path(__file__).with_name("compiling.py")],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "compiled\n", done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == sorted(operations())
+
+
+def operations():
+    """What there is in Triton of what is specified in torch."""
+    return {name for name in vars(triton) if isinstance(getattr(triton, name), types.FunctionType)}
+
+
+def test_all_that_is_there_is_used():
+    for name in operations():
+        specified = getattr(specification, name)
+        parameters, expected = (inspect.signature(each).parameters for each in (getattr(triton, name), specified))
+        assert [(x.name, x.default) for x in parameters.values()] == [(x.name, x.default) for x in expected.values()], (
+            name
+        )
+        used = [run for _, run in getattr(kernels, name).others if run is not getattr(native, name)]
+        assert [inspect.unwrap(run) for run in used] == [specified], name
+
+
+@pytest.mark.skipif(ON_CUDA, reason="what lies outside is not looked for on a device")
+def test_what_does_not_fit_is_refused():
+    one, place, eight = torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(8, dtype=torch.uint8)
+    for length in (63, 65):
+        with pytest.raises(ValueError, match=f"whole blocks of 64 elements are needed, not {length}"):
+            triton.split_signs(torch.zeros(length))
+        with pytest.raises(ValueError, match="whole blocks"):
+            triton.round_levels(torch.zeros(length), one, place, 7, 0)
+    with pytest.raises(ValueError, match="at least 16 elements are needed, not 8"):
+        triton.put_signs(eight, one, one, place.expand(2), torch.zeros(128), "set")
+    with pytest.raises(ValueError, match="at least 26 elements are needed, not 8"):
+        triton.put_trits(eight, one, place.expand(2), torch.zeros(128), "set")
+    with pytest.raises(ValueError, match="at least 2 elements are needed, not 1"):
+        triton.tensor_norms(torch.zeros(128), place, 1)
+    with pytest.raises(ValueError, match="at least 9 elements are needed, not 8"):
+        triton.unpack_small(eight, 24, 3)
+    with pytest.raises(ValueError, match="at least 65 elements are needed, not 64"):
+        triton.select_chunks(torch.zeros(64), Chunks([(0, 65)], [1], torch.device("cpu")))
+    with pytest.raises(ValueError, match="begin with the first"):
+        triton.add_and_select_chunks(
+            *torch.zeros(2, 128), 1.0, torch.zeros(128), Chunks([(64, 128)], [1], torch.device("cpu"))
+        )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers, places
+from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 
-blocks = st.sampled_from([0, 1, 3, 17, 100, 2200])
+blocks = Sizes(st.sampled_from([0, 1, 3, 17, 100]), st.just(2200))
 keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
 
 
@@ -26,9 +25,7 @@ def test_every_byte():
             assert specification.pack_trits(trits).tolist() == [byte]
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     blocks=blocks,
     tensors=st.integers(1, 5),
     share=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
@@ -37,17 +34,15 @@ def test_every_byte():
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_round_trits(blocks, tensors, share, key, kind, shift, seed):
+def test_round_trits(of, blocks, tensors, share, key, kind, shift, seed):
     values, place = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:], places(blocks, tensors, seed)
     scales = specification.tensor_norms(values, place, tensors)[0] * share
-    packed = native.round_trits(values, scales, place, key)
+    packed = of.round_trits(values, scales, place, key)
     assert torch.equal(packed, specification.round_trits(values, scales, place, key))
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    numel=st.one_of(st.integers(0, 700), st.sampled_from([6400, 140_001])),
+@all_implementations(
+    numel=Sizes(st.integers(0, 700) | st.just(6400), st.just(140_001)),
     tensors=st.integers(1, 5),
     more=st.integers(0, 9),
     how=st.sampled_from(["set", "add", "subtract"]),
@@ -55,32 +50,30 @@ def test_round_trits(blocks, tensors, share, key, kind, shift, seed):
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_put_trits(numel, tensors, more, how, damaged, shift, seed):
+def test_put_trits(of, numel, tensors, more, how, damaged, shift, seed):
     generator = torch.Generator().manual_seed(seed)
     length = -(-numel // 5) + more
     packed = torch.randint(256 if damaged else 243, (length + shift,), generator=generator, dtype=torch.uint8)[shift:]
     scales, place = numbers(tensors, torch.float32, "normal", seed), places(-(-numel // 64), tensors, seed)
     ours = numbers(numel, torch.float32, "of all sizes", seed)
     theirs = ours.clone()
-    right = native.put_trits(packed, scales, place, ours, how)
+    right = of.put_trits(packed, scales, place, ours, how)
     assert right == specification.put_trits(packed, scales, place, theirs, how) == bool((packed < 243).all())
     if right:
         assert_same_bits(ours, theirs)
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     voters=st.integers(1, 9),
     count=st.one_of(st.integers(0, 40), st.sampled_from([641, 1400])),
     alike=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_majority(voters, count, alike, seed):
+def test_majority(of, voters, count, alike, seed):
     votes = torch.randint(256, (voters, count), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     if alike:
         votes[:] = votes[:1].clone()
-    assert torch.equal(native.majority(votes), specification.majority(votes))
+    assert torch.equal(of.majority(votes), specification.majority(votes))
 
 
 @built

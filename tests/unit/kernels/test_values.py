@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, numbers
+from oracle import KINDS, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
@@ -17,9 +16,7 @@ numels = st.one_of(st.integers(0, 300), st.sampled_from([512, 1000, 5000]))
 blocks = st.sampled_from([64, 128, 256, 512])
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     numel=numels,
     block=blocks,
     most=st.sampled_from([1, 7, 127]),
@@ -27,18 +24,16 @@ blocks = st.sampled_from([64, 128, 256, 512])
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_steps(numel, block, most, kind, shift, seed):
+def test_steps(of, numel, block, most, kind, shift, seed):
     values = numbers(numel + shift, torch.float32, kind, seed)[shift:]
-    (steps, multiples), theirs = native.round_steps(values, block, most), specification.round_steps(values, block, most)
+    (steps, multiples), theirs = of.round_steps(values, block, most), specification.round_steps(values, block, most)
     assert_same_bits(steps, theirs[0])
     assert torch.equal(multiples, theirs[1])
-    mine, other = (of.of_steps(multiples, steps.float(), block) for of in (native, specification))
+    mine, other = (each.of_steps(multiples, steps.float(), block) for each in (of, specification))
     assert_same_bits(mine, other)
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     numel=numels,
     block=blocks,
     count=st.sampled_from([1, 2, 8]),
@@ -46,44 +41,42 @@ def test_steps(numel, block, most, kind, shift, seed):
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_levels(numel, block, count, kind, shift, seed):
+def test_levels(of, numel, block, count, kind, shift, seed):
     values = numbers(numel + shift, torch.float32, kind, seed)[shift:]
     levels = numbers(-(-numel // block) * count, torch.float32, "normal", seed).abs().view(-1, count).sort(1).values
-    fields = native.nearest_levels(values, levels, block)
+    fields = of.nearest_levels(values, levels, block)
     assert torch.equal(fields, specification.nearest_levels(values, levels, block))
-    assert_same_bits(native.of_levels(fields, levels, block), specification.of_levels(fields, levels, block))
+    assert_same_bits(of.of_levels(fields, levels, block), specification.of_levels(fields, levels, block))
     for how_many in (1, 2):
-        mine, other = (of.means(values, block, how_many) for of in (native, specification))
+        mine, other = (each.means(values, block, how_many) for each in (of, specification))
         assert_same_bits(mine[0], other[0])
         assert_same_bits(mine[1], other[1])
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=20),
     kind=st.sampled_from(KINDS),
     count=st.sampled_from([1, 2, 8]),
     seed=st.integers(0, 2**20),
 )
-def test_blocks_of_several_lengths(lengths, kind, count, seed):
+def test_blocks_of_several_lengths(of, lengths, kind, count, seed):
     """Each is coded as if it were alone."""
     cuts = torch.tensor([0, *itertools.accumulate(lengths)])
     values = numbers(sum(lengths), torch.float32, kind, seed)
     levels = numbers(len(lengths) * count, torch.float32, "normal", seed).abs().view(-1, count).sort(1).values
     steps = numbers(len(lengths), torch.float32, "normal", seed)
     alone = list(zip(values.split(lengths), levels.split(1), steps.split(1), strict=True))
-    for of in (native, specification):
-        fields = of.nearest_levels(values, levels, 64, cuts)
-        multiples = of.round_steps(values, 64, 7, cuts)[1]
+    for each in (of, specification):
+        fields = each.nearest_levels(values, levels, 64, cuts)
+        multiples = each.round_steps(values, 64, 7, cuts)[1]
         results = (
-            (of.round_steps(values, 64, 7, cuts), [native.round_steps(v, 64, 7) for v, _, _ in alone]),
-            (of.means(values, 64, 2, cuts), [native.means(v, 64, 2) for v, _, _ in alone]),
-            ((fields,), [(native.nearest_levels(v, level, 64),) for v, level, _ in alone]),
+            (each.round_steps(values, 64, 7, cuts), [specification.round_steps(v, 64, 7) for v, _, _ in alone]),
+            (each.means(values, 64, 2, cuts), [specification.means(v, 64, 2) for v, _, _ in alone]),
+            ((fields,), [(specification.nearest_levels(v, level, 64),) for v, level, _ in alone]),
             (
-                (of.of_levels(fields, levels, 64, cuts), of.of_steps(multiples, steps, 64, cuts)),
+                (each.of_levels(fields, levels, 64, cuts), each.of_steps(multiples, steps, 64, cuts)),
                 [
-                    (native.of_levels(f, level, 64), native.of_steps(m, step, 64))
+                    (specification.of_levels(f, level, 64), specification.of_steps(m, step, 64))
                     for (_, level, step), f, m in zip(
                         alone, fields.split(lengths), multiples.split(lengths), strict=True
                     )

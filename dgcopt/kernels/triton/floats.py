@@ -1,0 +1,79 @@
+"""What the kernels in Triton do to floats, each operation rounded as torch rounds it on a CPU.
+
+Quotients and roots are by `tl.div_rn` and `tl.sqrt_rn`: Triton's own operators are faster, and a unit off.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..torch import LARGEST
+
+__all__ = ["UNFUSED", "finite", "magnitudes", "nearest", "put", "rounded", "wide"]
+
+UNFUSED = {"enable_fp_fusion": False}
+"""Tells Triton's compiler not to fuse multiplications with additions: `fma` stands where torch's own kernels fuse."""
+
+_MOST: tl.constexpr = tl.constexpr(LARGEST)
+
+
+@triton.jit
+def wide(x):
+    """As float32. By integers, as Triton's interpreter knows no denormal bfloat16."""
+    if x.dtype == tl.bfloat16:
+        wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x
+    return wide
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 to the nearest of a dtype, ties to even. By integers, as Triton's interpreter cuts bfloat16 off."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        near = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, near)
+        rounded = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = x
+    return rounded
+
+
+@triton.jit
+def finite(x):
+    """float32 within +-LARGEST, NaN and Inf as zero."""
+    there = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+    x = tl.where(there, x, 0.0)
+    return tl.where(x > _MOST, _MOST, tl.where(x < -_MOST, -_MOST, x))
+
+
+@triton.jit
+def nearest(x):
+    """The nearest whole number; of two the even one. Below 2^23 by adding that, as larger floats have no fraction."""
+    size = tl.abs(x)
+    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
+    return tl.where(x < 0, -whole, whole)
+
+
+@triton.jit
+def magnitudes(x):
+    """The bits of magnitudes, int32, which have their order; NaN is larger than all others."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    else:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return bits
+
+
+@triton.jit
+def put(x, before, out, at, there, HOW: tl.constexpr):
+    """Write to `out` what values make of what was there `before`, as `dgcopt.kernels.put`."""
+    if HOW == "add":
+        new = tl.load(before + at, mask=there, other=0) + x
+    elif HOW == "subtract":
+        new = tl.load(before + at, mask=there, other=0) - x
+    else:
+        new = x
+    tl.store(out + at, new, mask=there)

@@ -1,0 +1,152 @@
+"""Values rounded at random, in Triton: the random numbers and what comes of them in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..blocks import BLOCK
+from ..torch import Put, halves
+from .floats import UNFUSED, finite, put
+from .lengths import blocks_of, check_length
+from .packing import GROUPS, pack, unpack
+
+__all__ = ["KEY", "chances", "drawn", "put_levels", "put_powers", "round_levels", "round_powers"]
+
+KEY = ["first", "second"]
+"""Arguments that are as good as random: Triton would compile a kernel once more where one is divisible by 16."""
+
+_PER_BLOCK: tl.constexpr = tl.constexpr(BLOCK // 8)
+_LARGEST_FLOAT: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit
+def drawn(at, first, second):
+    """What `dgcopt.kernels.draws` has at some places, as uint32."""
+    x = at.to(tl.uint32) * 0x9E3779B9 + first.to(tl.uint32)
+    x ^= x >> 16
+    x = x * 0x21F0AAAD + second.to(tl.uint32)
+    x ^= x >> 15
+    x = x * 0x735A2D97
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def chances(at, first, second):
+    """In [0, 1), multiples of 2^-24."""
+    return (drawn(at, first, second) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit(do_not_specialize=KEY)
+def _round_levels(
+    values, norms, place, groups, levels, first, second, packed, BITS: tl.constexpr, GROUPS: tl.constexpr
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    there = group < groups
+    at = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    v = finite(tl.load(values + at, mask=there[:, None], other=0))
+    norm = tl.load(norms + tl.load(place + group // _PER_BLOCK, mask=there, other=0), mask=there, other=1)
+    scale = tl.div_rn(tl.zeros(norm.shape, tl.float32) + levels, norm)
+    scale = tl.where(scale > _LARGEST_FLOAT, _LARGEST_FLOAT, scale)
+    position = tl.abs(v) * scale[:, None]
+    level = position.to(tl.int32).to(tl.float32)  # none is below zero
+    level += tl.where(chances(at, first, second) < position - level, 1.0, 0.0)
+    fields = tl.where(level > levels, levels, level).to(tl.int32) | ((v < 0).to(tl.int32) << BITS)
+    if BITS == 7:
+        tl.store(packed + at, fields.to(tl.uint8), mask=there[:, None])
+    else:
+        pack(fields, packed, group, there, 1 + BITS)
+
+
+@triton.jit
+def _put_levels(
+    packed, scales, place, groups, out, highest, BITS: tl.constexpr, HOW: tl.constexpr, GROUPS: tl.constexpr
+):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    there = group < groups
+    at = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    if BITS == 7:
+        fields = tl.load(packed + at, mask=there[:, None], other=0).to(tl.int32)
+    else:
+        fields = unpack(packed, group, there, 1 + BITS)
+    scale = tl.load(scales + tl.load(place + group // _PER_BLOCK, mask=there, other=0), mask=there, other=0)
+    level = fields & ((1 << BITS) - 1)
+    size = level.to(tl.float32) * scale[:, None]
+    put(tl.where((fields >> BITS) > 0, -size, size), out, out, at, there[:, None], HOW)
+    tl.atomic_max(highest, tl.max(level))
+
+
+@triton.jit(do_not_specialize=KEY)
+def _round_powers(values, first, second, numel, exponents, signs, GROUPS: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    v = finite(tl.load(values + at, mask=at < numel, other=0))
+    up = (drawn(at, first, second) >> 9).to(tl.int32)
+    exponent = (tl.abs(v).to(tl.int32, bitcast=True) + up) >> 23
+    tl.store(exponents + at, exponent.to(tl.uint8), mask=at < numel)
+    pack((v < 0).to(tl.int32), signs, group, group * 8 < numel, 1)
+
+
+@triton.jit
+def _put_powers(exponents, signs, numel, out, highest, HOW: tl.constexpr, GROUPS: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    exponent = tl.load(exponents + at, mask=at < numel, other=0).to(tl.int32)
+    size = (exponent << 23).to(tl.float32, bitcast=True)
+    minus = unpack(signs, group, group * 8 < numel, 1)
+    put(tl.where(minus > 0, -size, size), out, out, at, at < numel, HOW)
+    tl.atomic_max(highest, tl.max(exponent))
+
+
+def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
+    """See `dgcopt.kernels.torch.round_levels`."""
+    blocks = blocks_of(values)
+    check_length(blocks, place)
+    bits, groups = levels.bit_length(), blocks * (BLOCK // 8)
+    packed = torch.empty(groups * (1 + bits), dtype=torch.uint8, device=values.device)
+    if groups:
+        _round_levels[(triton.cdiv(groups, GROUPS),)](
+            values, norms, place, groups, float(levels), *halves(key), packed, BITS=bits, GROUPS=GROUPS, **UNFUSED
+        )
+    return packed
+
+
+def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+    """See `dgcopt.kernels.torch.put_levels`. What it returns is waited for."""
+    blocks = blocks_of(out)
+    check_length(blocks, place)
+    groups = blocks * (BLOCK // 8)
+    check_length(groups * (1 + bits), packed)
+    highest = torch.zeros((), dtype=torch.int32, device=out.device)
+    if groups:
+        _put_levels[(triton.cdiv(groups, GROUPS),)](
+            packed, scales, place, groups, out, highest, BITS=bits, HOW=how, GROUPS=GROUPS, **UNFUSED
+        )
+    return int(highest)
+
+
+def round_powers(values: Tensor, key: int) -> Tensor:
+    """See `dgcopt.kernels.torch.round_powers`."""
+    numel, groups = len(values), triton.cdiv(len(values), 8)
+    message = torch.empty(numel + groups, dtype=torch.uint8, device=values.device)
+    if numel:
+        exponents, signs = message.split((numel, groups))
+        _round_powers[(triton.cdiv(groups, GROUPS),)](
+            values, *halves(key), numel, exponents, signs, GROUPS=GROUPS, **UNFUSED
+        )
+    return message
+
+
+def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
+    """See `dgcopt.kernels.torch.put_powers`. What it returns is waited for."""
+    numel = len(out)
+    check_length(numel + triton.cdiv(numel, 8), message)
+    highest = torch.zeros((), dtype=torch.int32, device=out.device)
+    if numel:
+        exponents, signs = message.split((numel, len(message) - numel))
+        _put_powers[(triton.cdiv(numel, 8 * GROUPS),)](
+            exponents, signs, numel, out, highest, HOW=how, GROUPS=GROUPS, **UNFUSED
+        )
+    return int(highest)

@@ -41,8 +41,9 @@ def join(
 
     Args:
         members: optimizers that step in the loop, in the order in which they step. Also whatever else
-            `torch.distributed.algorithms.Join` takes (DistributedDataParallel, ZeroRedundancyOptimizer), where the loop
-            uses it; over Horovod or MPI one of those must come first, and all of one process group.
+            `torch.distributed.algorithms.Join` takes (DistributedDataParallel, or what you have written for it), where
+            the loop uses it; over Horovod or MPI one of those must come first, and all of one process group. A
+            ZeroRedundancyOptimizer must be the one that DistributedOptimizer was given.
         divide_by: averages divide by the ranks that still have data ("active"), so that each of their steps is as long
             as ever, or by all of them ("all"), which is what torch's Join and DDP do unless told otherwise.
         enable: False if all ranks are known to have as much data, and nobody is to be served.
@@ -111,6 +112,14 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
         raise ConfigError(
             "join cannot serve averaged weights together with torch's members, which take part in each iteration: "
             "average gradients, or give all ranks as much data"
+        )
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which torch.distributed does not import
+
+    if any(isinstance(other, ZeroRedundancyOptimizer) for other in others):
+        raise ConfigError(
+            "join cannot serve a ZeroRedundancyOptimizer by itself: a rank that has run out of data would step its "
+            "part of the parameters by the gradients of its own last batch, as DistributedDataParallel leaves it no "
+            "others. Give it to DistributedOptimizer, without DistributedDataParallel, and that to join"
         )
     group = others[0].join_process_group
     theirs = torch.distributed.get_world_size(group)

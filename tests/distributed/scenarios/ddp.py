@@ -11,6 +11,7 @@ import runpy
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
@@ -772,20 +775,26 @@ def buffers_are_shared_as_in_ddp() -> None:
 
 @scenario
 def uneven_data_of_two_models() -> None:
-    """One in DDP, one of ours, in one loop: each ends as it would by itself, in either order."""
+    """One in DDP, one of ours, in one loop: each ends as it would by itself, in either order and join."""
+
+    def torchs(*members: Any, divide_by: str) -> Join:
+        return Join([*members], divide_by_initial_world_size=divide_by == "all")
+
     found = []
-    for order, divide_by in (
-        ("do", "active"),
-        ("d", "active"),
-        ("o", "active"),
-        ("od", "all"),
-        ("d", "all"),
-        ("o", "all"),
+    for order, divide_by, join in (
+        ("do", "active", dgcopt.join),
+        ("do", "active", torchs),
+        ("d", "active", dgcopt.join),
+        ("o", "active", dgcopt.join),
+        ("od", "all", dgcopt.join),
+        ("od", "all", torchs),
+        ("d", "all", dgcopt.join),
+        ("o", "all", dgcopt.join),
     ):
         training, replica = Training(make=plain), small_model()
         optimizer = dgcopt.DistributedOptimizer(plain(replica.parameters()), replica.named_parameters())
         members = {"d": training.ddp, "o": optimizer}
-        with dgcopt.join(*(members[each] for each in order), divide_by=divide_by):
+        with join(*(members[each] for each in order), divide_by=divide_by):
             for step in range(4 + 3 * dist.get_rank()):
                 for each in order:
                     if each == "d":
@@ -796,10 +805,14 @@ def uneven_data_of_two_models() -> None:
                         nn.functional.cross_entropy(replica(inputs), targets).backward()
                         optimizer.step()
         found.append({"d": training.weights(), "o": flat(replica.parameters())})
-    for both, first, second in (found[:3], found[3:]):
-        assert_close(both["d"], first["d"])
-        assert_close(both["o"], second["o"])
+    for *both, first, second in (found[:4], found[4:]):
+        for together in both:
+            assert_close(together["d"], first["d"])
+            assert_close(together["o"], second["o"])
     with pytest.raises(dgcopt.ConfigError, match="only where it is the first"), dgcopt.join(optimizer, training.ddp):
+        pass
+    zero = ZeroRedundancyOptimizer(training.model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(dgcopt.ConfigError, match="own last batch"), dgcopt.join(training.ddp, zero):
         pass
     with pytest.raises(RuntimeError, match="exhausted"), dgcopt.join(training.ddp, throw_on_early_termination=True):
         for step in range(4 + 3 * dist.get_rank()):

@@ -668,13 +668,26 @@ def join_with_one_of_torchs(comm: Comm) -> Loop:
 
 @only(wires=["torch"])
 def torch_join(comm: Comm) -> Loop:
-    """torch's own Join takes our optimizer; averages divide by all ranks unless it is told otherwise, as in DDP."""
-    from torch.distributed.algorithms import Join
+    """torch's own Join takes our optimizer; averages divide by all ranks unless it is told otherwise, as in DDP.
 
-    for told, by_all in (({}, True), *(({"divide_by_initial_world_size": flag}, flag) for flag in (True, False))):
+    So does ours, and either may be given one that shares out its state: by itself, torch's ZeroRedundancyOptimizer goes
+    on with the last gradient of a rank that has run out of data.
+    """
+    from torch.distributed.algorithms import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    sharded = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, **SGD.keywords)
+    told = {"divide_by_initial_world_size": True}, {"divide_by_initial_world_size": False}
+    for kind, join, by_all in (
+        (SGD, lambda ours: Join([ours]), True),
+        (SGD, lambda ours: Join([ours], **told[0]), True),
+        (SGD, lambda ours: Join([ours], **told[1]), False),
+        (sharded, lambda ours: Join([ours]), True),
+        (sharded, dgcopt.join, False),
+    ):
         whole, mine = make_model(), make_model()
         bare = SGD(whole.parameters())
-        ours = wrap(SGD(mine.parameters()), mine, comm)
+        ours = wrap(kind(mine.parameters()), mine, comm)
         for step in range(batches_of(comm.size - 1)):
             bare.zero_grad()
             active = [rank for rank in range(comm.size) if step < batches_of(rank)]
@@ -683,13 +696,16 @@ def torch_join(comm: Comm) -> Loop:
                 loss = mse_loss(whole(x[rank :: comm.size]), y[rank :: comm.size])
                 (loss / (comm.size if by_all else len(active))).backward()
             bare.step()
-        with Join([ours], **told):
+        with join(ours):
             for step in range(batches_of(comm.rank)):
                 ours.zero_grad()
                 x, y = batch(step, 0, comm)
                 mse_loss(mine(x), y).backward()
                 ours.step()
-        assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, f"torch's Join with {told}")
+        assert_close(list(mine.parameters()), list(whole.parameters()), 1e-9, f"{kind}, divided by all: {by_all}")
+    alone = sharded(make_model().parameters())
+    with refused(comm, dgcopt.ConfigError, "last batch", "DistributedOptimizer"), dgcopt.join(ours, alone):
+        raise AssertionError("entered")
     yield
 
 

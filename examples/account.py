@@ -1,7 +1,7 @@
 """A small model to train, and the account of it: what was computed was applied, or some rank holds it back.
 
 In float64, for every parameter: the gradients of all ranks and steps, added up, are the updates that were applied plus
-the residuals that ranks hold back, whichever ranks there were and are.
+the residuals that ranks hold back, their own and as owners of sums, whichever ranks there were and are.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import dgcopt
 from dgcopt.collectives import AllReduce
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(reduce: str = "gather") -> tuple[nn.Module, torch.optim.Optimizer]:
     """Residuals of everything, in many small buckets, so that some have been sent when a later gradient is lost."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Linear(50, 30), nn.Tanh(), nn.Linear(30, 4)).double()
     optimizer = dgcopt.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.02),
         model.named_parameters(),
-        dgcopt.DGC(ratio=0.03, vectors="sparse"),
+        dgcopt.DGC(ratio=0.03, vectors="sparse", reduce=reduce),
         op="sum",
         bucket_mb=0.002,
         first_bucket_mb=0.002,
@@ -68,10 +68,17 @@ class Account:
     def flat(self, by_name: dict[str, Tensor]) -> Tensor:
         return torch.cat([by_name[name].detach().flatten().clone() for name in self.parameters])
 
+    def held(self) -> Tensor:
+        """What all ranks hold back."""
+        memory = self.optimizer.state_dict().get("dgcopt", {"memory": {}})["memory"]
+        held = nothing(self.model)
+        for kind in ("residual", "residual of the owner"):
+            held += self.flat(memory[kind]) if memory.get(kind) else 0
+        return self.optimizer.comm.run(AllReduce(held, op="sum"))
+
     def close(self, computed: Tensor, applied: Tensor) -> None:
         """Print the account and assert that it is right, and that the replicas are equal."""
-        comm = self.optimizer.comm
-        held = comm.run(AllReduce(self.flat(self.optimizer.state_dict()["dgcopt"]["memory"]["residual"]), op="sum"))
+        comm, held = self.optimizer.comm, self.held()
         off = float((applied + held - computed).abs().max())
         if comm.rank == 0:
             print(

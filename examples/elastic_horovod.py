@@ -26,11 +26,12 @@ parser.add_argument("directory", type=Path)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--seconds", type=float, default=0.0, help="how long a step takes at least")
 parser.add_argument("--kill-at", type=int)
+parser.add_argument("--reduce", default="gather", help="how sums are made, see dgcopt.DGC")
 parser.add_argument("--kill-host")
 args = parser.parse_args()
 
 dgcopt.init("horovod", deadline=15)  # a survivor may wait that long for another that has given up already
-model, optimizer = make()
+model, optimizer = make(args.reduce)
 state = dgcopt.elastic.State(
     args.directory, model=model, optimizer=optimizer, step=0, computed=nothing(model), applied=nothing(model), worlds=[]
 )

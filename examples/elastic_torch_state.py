@@ -44,9 +44,7 @@ account = Account(model, optimizer, before_gradient)
 def train(state) -> None:
     print(f"rank {hvd.rank()} of {hvd.size()} goes on from step {state.step}", flush=True)
     state.worlds = [*state.worlds, hvd.size()]
-    applied, computed = nothing(model), nothing(model)
-    if "residual" in (kept := optimizer.state_dict().get("dgcopt", {"memory": {}})["memory"]):
-        computed = hvd.allreduce(account.flat(kept["residual"]), op=hvd.Sum)
+    applied, computed = nothing(model), account.held()
     print(f"rank {hvd.rank()} begins with {computed.norm():.6f} held back", flush=True)
     while state.step < args.steps:
         new, taken = account.step(state.step)

@@ -23,10 +23,11 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory", type=Path)
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--kill-at", type=int)
+parser.add_argument("--reduce", default="gather", help="how sums are made, see dgcopt.DGC")
 args = parser.parse_args()
 
 comm = dgcopt.init()
-model, optimizer = make()
+model, optimizer = make(args.reduce)
 step, computed, applied = 0, nothing(model), nothing(model)
 found = dgcopt.checkpoint.load(args.directory)
 if found is None:

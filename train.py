@@ -4,10 +4,13 @@
     torchrun --nproc-per-node 2 train.py --config configs/tasks/digits.yaml --config configs/compressors/dgc.yaml
     horovodrun -np 2 python train.py --config configs/tasks/digits.yaml --optimizer.lr 0.1
     mpirun -n 2 python train.py --config configs/tasks/digits.yaml --compressor dgcopt.DGC --compressor.ratio 0.01
+    horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts \\
+        python train.py --config configs/tasks/digits.yaml --output /shared/run1 --resume
 
 Config files are composed from left to right and the command line overrides them; --print_config shows the outcome.
 """
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -24,7 +27,7 @@ try:
     import torch
     import torch.nn.functional as F
     from jsonargparse import set_parsing_settings
-    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
+    from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -33,9 +36,9 @@ try:
     from tqdm import tqdm
 
     import dgcopt
-    from dgcopt import checkpoint
+    from dgcopt import checkpoint, elastic
     from dgcopt.collectives import AllReduce, Broadcast
-    from dgcopt.comm import Comm
+    from dgcopt.comm import DEADLINE, Comm
     from dgcopt.config import Parser
     from dgcopt.tasks.shard import Shard
 except ModuleNotFoundError as error:
@@ -78,6 +81,8 @@ class Settings:
     """of initial parameters, order of the data, augmentation and dropout"""
     wire: Literal["torch", "horovod", "mpi", "local"] | None = None
     """what carries the collectives; null follows the launcher"""
+    deadline: PositiveFloat = DEADLINE
+    """seconds after which a worker that waits for another gives up; fewer if some may be lost, under Horovod Elastic"""
     output: str = "runs/train"
     """folder for checkpoints, history.jsonl, the TensorBoard log and result.json; numbered unless --output names it"""
     log_steps: PositiveInt = 10
@@ -107,6 +112,29 @@ class Record:
         self.bar.set_postfix({name: values[name] for name in ("loss", "ratio_fp32", "accuracy") if name in values})
         self.bar.update(step - self.bar.n)
 
+    def close(self) -> None:
+        """Write what is still to be written; another rank, or this one, may go on."""
+        self.tensorboard.close()
+        self.bar.close()
+
+
+class RandomNumbers:
+    """Torch's generators, each rank's own, with a state like a module's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.has_cuda = device.type == "cuda"
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Where they are."""
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if self.has_cuda else None}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Go back to where they were."""
+        if (cpu := state["cpu"]) is not None:
+            torch.set_rng_state(cpu)
+        if (cuda := state["cuda"]) is not None and self.has_cuda:
+            torch.cuda.set_rng_state(cuda)
+
 
 def cross_entropy(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """Of logits (N, C) with targets (N,), or logits (N, T, C) with targets (N, T)."""
@@ -126,29 +154,31 @@ class Trainer:
     """One rank's part in a run: what its settings describe, and how far it has come."""
 
     def __init__(self, settings: Settings, comm: Comm) -> None:
-        self.settings, self.comm, self.output = settings, comm, Path(settings.output)
+        self.settings, self.output = settings, Path(settings.output)
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         self.samples = len(cast(Sized, settings.train_data))
-        self.samples_per_step = settings.batch_size * settings.batches_per_step * comm.size
-        self.steps_per_epoch = self.samples // self.samples_per_step
-        if not self.steps_per_epoch:
-            per_worker = self.samples // comm.size
-            raise dgcopt.ConfigError(f"{per_worker} samples per worker are no full step: lower batch_size")
         self.model = settings.model.to(self.device)
-        dgcopt.broadcast_parameters(self.model.state_dict(), root_rank=0, comm=comm)
         optimizer = settings.optimizer(self.model.parameters())
-        self.lr_scale = comm.size * settings.batches_per_step if settings.scale_lr else 1
         self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
-        self.optimizer = self.distribute(optimizer)
-        self.stateful: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
-        self.stateful |= {"scheduler": self.scheduler} if self.scheduler else {}
-        self.step, self.epoch, self.seen, self.best = 0, 0, 0, 0.0  # seen: samples of this epoch
+        self.optimizer = self.distribute(optimizer, comm)
+        self.state = elastic.State(
+            self.output / "checkpoints",
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            random=RandomNumbers(self.device),
+            step=0,
+            epoch=0,
+            seen=0,  # samples of this epoch
+            best=0.0,
+            workers=comm.size,
+        )
         torch.manual_seed(settings.seed + comm.rank)  # from here on ranks differ, in dropout for one
 
-    def distribute(self, optimizer: Optimizer) -> Any:
+    def distribute(self, optimizer: Optimizer, comm: Comm) -> Any:
         """Wrap the optimizer: gradients are averaged, or weights are."""
         settings, named = self.settings, self.model.named_parameters()
         if settings.averaging is not None:
@@ -156,15 +186,13 @@ class Trainer:
                 raise dgcopt.ConfigError(
                     "compressor is for gradients; what averaging sends is for its init_args to say"
                 )
-            settings.averaging.set_steps_per_epoch(self.steps_per_epoch)
-            return settings.averaging.attach(optimizer, named, self.comm)
-        settings.compressor.set_steps_per_epoch(self.steps_per_epoch)
+            return settings.averaging.attach(optimizer, named, comm)
         return dgcopt.DistributedOptimizer(
             optimizer,
             named_parameters=named,
             compression=settings.compressor,
             backward_passes_per_step=settings.batches_per_step,
-            comm=self.comm,
+            comm=comm,
         )
 
     @property
@@ -173,49 +201,40 @@ class Trainer:
         return self.optimizer if self.settings.averaging is None else self.optimizer.averaging
 
     @property
+    def comm(self) -> Comm:
+        """The workers that there are now."""
+        return self.exchange.comm
+
+    @property
     def position(self) -> float:
         """Epochs so far. Warm-ups go by it, as the steps of an epoch depend on the number of workers."""
-        return self.epoch + min(1.0, self.seen / (self.steps_per_epoch * self.samples_per_step))
+        return self.state.epoch + min(1.0, self.state.seen / (self.steps_per_epoch * self.samples_per_step))
 
-    def save(self) -> None:
-        """Write a checkpoint, to which each rank adds what only it has: above all, what it has not sent yet."""
-        state: dict[str, Any] = {name: part.state_dict() for name, part in self.stateful.items()}
-        state |= {"epoch": self.epoch, "seen": self.seen, "best": self.best, "workers": self.comm.size}
-        state["rng"] = torch.get_rng_state()
-        state["cuda_rng"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
-        checkpoint.save(self.output / "checkpoints", state, self.step, self.comm)
-
-    def restore(self) -> bool:
-        """Return to where the newest checkpoint was written; False if there is none."""
-        found = checkpoint.load(self.output / "checkpoints", self.comm)
-        if found is None:
-            return False
-        self.step, state = found
-        self.epoch, self.seen, self.best = state["epoch"], state["seen"], state["best"]
-        resized = state["workers"] != self.comm.size
-        if resized:
-            self.resize(state)
-        for name, part in self.stateful.items():
-            part.load_state_dict(state[name])
-        if not resized:
-            torch.set_rng_state(state["rng"])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["cuda_rng"])
-        return True
-
-    def resize(self, state: dict[str, Any]) -> None:
-        """Fit a checkpoint of more or fewer workers, as it was loaded, to those there are now."""
-        rank, size = self.comm.rank, self.comm.size
-        alone = checkpoint.kept_by(rank, size)  # a single worker may have kept nothing
-        step = round(self.position * self.steps_per_epoch)  # where the warm-up of the ratio goes on
-        kept = alone | state["optimizer"].get(checkpoint.STATE_KEY, {}) | {"step": step}
-        if self.settings.averaging is None:
-            state["optimizer"][checkpoint.STATE_KEY] = kept
-        torch.manual_seed(hash((self.settings.seed, self.step, rank)))  # there may be more ranks than saved states
-        if rank == 0:
+    def fit_workers(self) -> None:
+        """Fit all that depends on the number of workers to those there are, however many have trained so far."""
+        settings, state, size = self.settings, self.state, self.comm.size
+        self.samples_per_step = settings.batch_size * settings.batches_per_step * size
+        self.steps_per_epoch = self.samples // self.samples_per_step
+        if not self.steps_per_epoch:
+            per_worker = self.samples // size
+            raise dgcopt.ConfigError(f"{per_worker} samples per worker are no full step: lower batch_size")
+        self.lr_scale = size * settings.batches_per_step if settings.scale_lr else 1
+        schedules = self.optimizer.compressor if settings.averaging is None else self.optimizer.averaging
+        schedules.set_steps_per_epoch(self.steps_per_epoch)
+        before, state.workers = state.workers, size
+        if before == size:
+            return
+        kept = self.optimizer.state_dict()
+        if settings.averaging is None and checkpoint.STATE_KEY in kept:
+            kept[checkpoint.STATE_KEY]["step"] = round(self.position * self.steps_per_epoch)  # of the ratio's warm-up
+            self.optimizer.load_state_dict(kept)
+        torch.manual_seed(
+            hash((settings.seed, state.step, self.comm.rank))
+        )  # there may be more ranks than saved states
+        if self.comm.rank == 0:
             print(
-                f"step {self.step} was saved by {state['workers']} worker(s), and now there are {size}: what they held "
-                f"back is shared out anew, weights become their mean, lr and the rest of the epoch follow"
+                f"step {state.step} was saved by {before} worker(s), and now there are {size}: what they held back is "
+                f"shared out anew, weights become their mean, lr and the rest of the epoch follow"
             )
 
     def train_step(self) -> float:
@@ -232,18 +251,18 @@ class Trainer:
             group["lr"] = rate
         if self.scheduler and self.settings.scheduler_interval == "step":
             self.scheduler.step()
-        self.step, self.seen = self.step + 1, self.seen + self.samples_per_step
+        self.state.step, self.state.seen = self.state.step + 1, self.state.seen + self.samples_per_step
         return lr
 
     def train_epoch(self, record: Record | None) -> None:
         """Train for what is left of the epoch."""
-        settings = self.settings
+        settings, state = self.settings, self.state
         # One order for all: a step takes the next samples of it, however many workers share them.
-        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(settings.seed + self.epoch))
-        steps = (self.samples - self.seen) // self.samples_per_step
-        left = order[self.seen : self.seen + steps * self.samples_per_step]
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(settings.seed + state.epoch))
+        steps = (self.samples - state.seen) // self.samples_per_step
+        left = order[state.seen : state.seen + steps * self.samples_per_step]
         loader = DataLoader(
-            Shard(settings.train_data, left[self.comm.rank :: self.comm.size].tolist(), settings.seed, self.epoch),
+            Shard(settings.train_data, left[self.comm.rank :: self.comm.size].tolist(), settings.seed, state.epoch),
             settings.batch_size,
             num_workers=settings.loader_workers,
             pin_memory=self.device.type == "cuda",
@@ -259,16 +278,16 @@ class Trainer:
             if batch % settings.batches_per_step:
                 continue
             lr = self.train_step()
-            if self.step % settings.log_steps == 0:
+            if state.step % settings.log_steps == 0:
                 mean_loss = self.comm.run(AllReduce(torch.stack(losses).mean())).item()
                 if record:
                     values = {"epoch": self.position, "loss": mean_loss, "lr": lr}
                     values["residual_norm"] = self.exchange.residual_norm()
-                    record.write(self.step, values | per_step(self.exchange.telemetry, before))
+                    record.write(state.step, values | per_step(self.exchange.telemetry, before))
                 before, losses = copy.copy(self.exchange.telemetry), []
-            in_between = settings.checkpoint_steps and self.samples - self.seen >= self.samples_per_step
-            if in_between and self.step % settings.checkpoint_steps == 0:
-                self.save()
+            in_between = settings.checkpoint_steps and self.samples - state.seen >= self.samples_per_step
+            if in_between and state.step % settings.checkpoint_steps == 0:
+                state.commit()
 
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy over the test data, of the mean of all ranks' weights where they differ."""
@@ -295,30 +314,40 @@ class Trainer:
         return {"test_loss": loss / count, "accuracy": correct / count}
 
     def train(self) -> dict[str, Any]:
-        """Train to the last epoch and return what came of it; rank 0 keeps the record."""
-        steps = self.step + (self.settings.epochs - self.epoch - 1) * self.steps_per_epoch
-        steps += (self.samples - self.seen) // self.samples_per_step
-        record = Record(self.output, self.step, steps) if self.comm.rank == 0 else None
+        """Train to the last epoch and return what came of it, from the newest checkpoint, if there is one.
+
+        Whenever workers were lost or have come, those there are go on: under Horovod Elastic here, elsewhere the
+        launcher starts the script anew.
+        """
+        return elastic.run(self.train_on)(self.state)
+
+    def train_on(self, state: Any) -> dict[str, Any]:
+        """Train to the last epoch with the workers that there are; rank 0 keeps the record."""
+        self.fit_workers()
+        steps = state.step + (self.settings.epochs - state.epoch - 1) * self.steps_per_epoch
+        steps += (self.samples - state.seen) // self.samples_per_step
         began, before, metrics = time.perf_counter(), copy.copy(self.exchange.telemetry), {}
-        while self.epoch < self.settings.epochs:
-            self.train_epoch(record)
-            if self.settings.averaging is not None and self.epoch == self.settings.epochs - 1:
-                self.optimizer.averaging.average()  # the outcome is one model
-            metrics = self.evaluate()
-            if isinstance(self.scheduler, ReduceLROnPlateau):
-                self.scheduler.step(metrics["test_loss"])
-            elif self.scheduler and self.settings.scheduler_interval == "epoch":
-                self.scheduler.step()
-            self.epoch, self.seen, self.best = self.epoch + 1, 0, max(self.best, metrics["accuracy"])
-            self.save()
-            if record:
-                record.write(self.step, {"epoch": self.epoch, **metrics})
-                record.bar.write(
-                    f"epoch {self.epoch}: accuracy {metrics['accuracy']:.2%}, loss {metrics['test_loss']:.4f}"
-                )
+        keep = contextlib.closing(Record(self.output, state.step, steps)) if self.comm.rank == 0 else None
+        with keep or contextlib.nullcontext() as record:
+            while state.epoch < self.settings.epochs:
+                self.train_epoch(record)
+                if self.settings.averaging is not None and state.epoch == self.settings.epochs - 1:
+                    self.optimizer.averaging.average()  # the outcome is one model
+                metrics = self.evaluate()
+                if isinstance(self.scheduler, ReduceLROnPlateau):
+                    self.scheduler.step(metrics["test_loss"])
+                elif self.scheduler and self.settings.scheduler_interval == "epoch":
+                    self.scheduler.step()
+                state.epoch, state.seen, state.best = state.epoch + 1, 0, max(state.best, metrics["accuracy"])
+                if record:
+                    record.write(state.step, {"epoch": state.epoch, **metrics})
+                    record.bar.write(
+                        f"epoch {state.epoch}: accuracy {metrics['accuracy']:.2%}, loss {metrics['test_loss']:.4f}"
+                    )
+                state.commit()
         result: dict[str, Any] = metrics or self.evaluate()
         parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
-        result |= {"best_accuracy": self.best, "steps": self.step, "seconds": time.perf_counter() - began}
+        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": time.perf_counter() - began}
         result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.exchange.telemetry, before)
         return result | {
             "parameters_sha256": hashlib.sha256(parameters.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -340,11 +369,10 @@ def choose_output(output: Path, fresh: bool, comm: Comm) -> Path:
 def run(trainer: Trainer, resume: bool, evaluate: bool) -> None:
     """Train or evaluate; rank 0 writes what came of it to result.json or evaluation.json in the output."""
     checkpoints = trainer.output / "checkpoints"
-    if resume or evaluate:
-        if not trainer.restore() and evaluate:
-            raise dgcopt.ConfigError(f"nothing to evaluate: no checkpoint in {checkpoints}")
-    elif any(checkpoints.glob("step-*")):
+    if not (resume or evaluate) and any(checkpoints.glob("step-*")):
         raise dgcopt.ConfigError(f"{checkpoints} is of an earlier run: --resume it, or choose another --output")
+    if evaluate and not trainer.state.sync():
+        raise dgcopt.ConfigError(f"nothing to evaluate: no checkpoint in {checkpoints}")
     result = trainer.evaluate() if evaluate else trainer.train()
     if trainer.comm.rank == 0:
         path = trainer.output / ("evaluation.json" if evaluate else "result.json")
@@ -371,8 +399,14 @@ def main() -> None:
     logging.getLogger("dgcopt").setLevel(logging.INFO)  # says which wire was joined, and why
     comm: Comm | None = None
     try:
-        comm = dgcopt.init(config.wire)
-        if not any(argument.split("=")[0] == "--output" for argument in sys.argv[1:]):
+        comm = dgcopt.init(config.wire, deadline=config.deadline)
+        named = any(argument.split("=")[0] == "--output" for argument in sys.argv[1:])
+        if comm.elastic and not (named and (config.resume or config.evaluate)):
+            raise dgcopt.ConfigError(
+                "under Horovod Elastic, workers that come later find the run by its checkpoints: say --output and "
+                "--resume, for a run that begins too"
+            )
+        if not named:
             config.output = str(choose_output(Path(config.output), not (config.resume or config.evaluate), comm))
         torch.manual_seed(config.seed)
         try:

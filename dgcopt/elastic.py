@@ -1,15 +1,18 @@
-"""Continue when workers are lost or come, under Horovod Elastic, without losing what the lost ones held back.
+"""Continue when workers are lost or come, without losing what the lost ones held back.
 
     optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parameters(), dgcopt.DGC())
     state = dgcopt.elastic.State("/shared/run1", model=model, optimizer=optimizer, epoch=0, batch=0)
 
-    @hvd.elastic.run
+    @dgcopt.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, 90):
             ...
             state.commit()
 
     train(state)
+
+Under Horovod Elastic those that are left go on in the same process. Under torchrun all workers start the same script
+anew, and go on from the newest commit too.
 
 With Horovod's own TorchState the optimizer rejoins by itself too, but what is committed stays in each worker's memory,
 where a residual dies with its worker. Here it is a checkpoint of all ranks in a directory that all machines share,
@@ -27,8 +30,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import checkpoint
-from .comm import current_comm, init, shutdown
-from .errors import CommError, ConfigError
+from .comm import current_comm, horovod_torch, init, shutdown
+from .errors import CheckpointError, ConfigError
 from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 if TYPE_CHECKING:
@@ -36,28 +39,49 @@ if TYPE_CHECKING:
 else:
     _HorovodsState = object  # the package can be imported without Horovod
 
-__all__ = ["State"]
+__all__ = ["State", "run"]
+
+
+def run(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of a State, and of whatever else, go on from the newest commit: `hvd.elastic.run` everywhere.
+
+    Under Horovod Elastic it is called again whenever workers were lost or have come. Elsewhere it is called once: a
+    launcher that goes on after a loss (`torchrun --max-restarts`) starts the script anew.
+    """
+
+    @functools.wraps(train)
+    def synchronised(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_comm().elastic:
+            return horovod_torch().elastic.run(train)(state, *args, **kwargs)
+        state.sync()
+        return train(state, *args, **kwargs)
+
+    return synchronised
 
 
 def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **values: Any) -> Any:
-    """What training goes back to after workers were lost or have come: a `horovod.common.elastic.State`.
+    """What training goes back to after workers were lost or have come; over Horovod, a `horovod.common.elastic.State`.
 
     Args:
         directory: where commits go, shared by all machines. If it holds commits, training continues from the newest.
         model: its parameters and buffers; after a loss, each rank takes those of one rank.
         optimizer: as `DistributedOptimizer` or an algorithm of `dgcopt.averaging` returned it, for all ranks.
-        values: become attributes and are committed, as rank 0 has them: where training is, and whatever else has to
-            be taken back with it. Tensors, numbers, text, None, and dicts, lists and tuples of them.
+        values: become attributes and are committed: where training is, and whatever else has to be taken back with it.
+            Tensors, numbers, text, None, and dicts, lists and tuples of them, as rank 0 has them; and what has a
+            `state_dict()` and a `load_state_dict()`, such as a scheduler, as each rank has it. A number named `step`
+            names the commits, which are counted otherwise.
 
-    Methods that are used, besides those for `hvd.elastic.run`:
+    Methods that are used, besides those for `run`:
         `commit()` writes a checkpoint and then looks for hosts that were added or are to be removed. Collective.
         `check_host_updates()` only looks; if the hosts have changed, it commits before it says so.
+        `sync()` loads the newest commit, or takes rank 0's state and returns False if there is none. Collective; `run`
+        does it.
         `register_reset_callbacks(callbacks)`: called on every rank, new ones too, whenever a commit has been loaded,
         so that none of them keeps a learning rate that was scaled for another number of ranks.
 
-    As with every Horovod Elastic script, nothing between wrapping the optimizer and `hvd.elastic.run` may be
-    collective: workers that come later have nobody to do it with. Parameters need no broadcast: `hvd.elastic.run`
-    begins by taking rank 0's. An error in the middle of a step costs what was done since the last commit.
+    As with every Horovod Elastic script, nothing between wrapping the optimizer and `run` may be collective: workers
+    that come later have nobody to do it with. Parameters need no broadcast: `run` begins by taking rank 0's. An error
+    in the middle of a step costs what was done since the last commit.
 
     Give `dgcopt.init(deadline=...)` fewer seconds than the default: a worker that is left may have to wait so long for
     another that has already given up. Horovod 0.28.1 as released sometimes hangs after a worker has died (about
@@ -66,59 +90,121 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     "across" therefore do not exist under Horovod Elastic.
 
     With averaging, training continues from the mean of all ranks' weights at the commit, those of lost ranks too; it is
-    taken right before the first step. `AsyncAverage` cannot be used.
+    taken right before the first step. `AsyncAverage` cannot be used under Horovod Elastic.
 
     Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
-    method; CommError if Horovod is not installed.
+    method; CheckpointError, at `sync`, for commits of other values.
     """
-    return _class()(directory, model, optimizer, values)
+    member: Any = getattr(optimizer, "averaging", optimizer)
+    if not hasattr(member, "rejoin"):
+        raise ConfigError(
+            "dgcopt.elastic.State needs the optimizer that DistributedOptimizer, or an algorithm of "
+            "dgcopt.averaging, returned"
+        )
+    kind: type[_State] = _over_horovod() if member.comm.wire == "horovod" else _Fixed
+    return kind(directory, model, optimizer, values)
 
 
 @functools.cache
-def _class() -> type[_State]:
-    """`_State` as a subclass of Horovod's, which is imported no earlier than it is needed."""
-    try:
-        from horovod.common.elastic import State as base
-    except ImportError as error:
-        raise CommError(
-            f"dgcopt.elastic.State is for Horovod Elastic, but Horovod cannot be imported ({error}); "
-            f"scripts/install_horovod.sh installs it"
-        ) from error
-    return type("State", (_State, base), {"__module__": __name__, "__doc__": State.__doc__})
+def _over_horovod() -> type[_State]:
+    """`_Rejoining` as a subclass of Horovod's, which is imported no earlier than it is needed."""
+    from horovod.common.elastic import State as base
+
+    return type("State", (_Rejoining, base), {"__module__": __name__, "__doc__": State.__doc__})
 
 
-class _State(_HorovodsState):
-    """What differs from Horovod's base class, which listens for changes of hosts."""
+class _State:
+    """What is committed and loaded, whatever the wire."""
 
     def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
-        member = getattr(optimizer, "averaging", optimizer)
-        if not hasattr(member, "rejoin"):
-            raise ConfigError(
-                "dgcopt.elastic.State needs the optimizer that DistributedOptimizer, or an algorithm of "
-                "dgcopt.averaging, returned"
-            )
-        joined = member.comm.wire == "horovod"
-        if joined and {member.comm, getattr(optimizer, "comm", member.comm)} != {current_comm()}:
+        self._member = getattr(optimizer, "averaging", optimizer)  # of the current world
+        everyone = current_comm() if self._comm.wire == "horovod" else self._comm
+        if {self._comm, getattr(optimizer, "comm", self._comm)} != {everyone} or everyone.is_part:
             raise ConfigError("dgcopt.elastic.State needs an optimizer of all ranks: wrap it without process_set")
-        super().__init__(bcast_object=broadcast_object, get_rank=lambda: member.comm.rank)
         self.model = model
         self.optimizer = optimizer
-        self._member = member  # of the current world
         self._directory = directory
-        self._names = list(values)
+        self._parts = {name: value for name, value in values.items() if hasattr(value, "load_state_dict")}
+        self._names = [name for name in values if name not in self._parts]
         self._commits = 0
-        self._joined = joined
         self._after_loading: list[Callable[[], None]] = []
-        if taken := [name for name in values if hasattr(self, name)]:
+        if taken := [name for name in values if hasattr(self, name) or hasattr(_Rejoining, name)]:
             raise ConfigError(f"dgcopt.elastic.State has {taken[0]!r} itself: give that value another name")
         self._set(values)
+
+    @property
+    def _comm(self) -> Any:
+        return self._member.comm
 
     def save(self) -> None:
         """Write the next checkpoint; `commit()` is the one to call."""
         values = self._values_of_rank_0()
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "values": values}
-        checkpoint.save(self._directory, state, self._commits + 1)
-        self._commits += 1
+        state["parts"] = {name: part.state_dict() for name, part in self._parts.items()}
+        number = values.get("step", self._commits + 1)
+        checkpoint.save(self._directory, state, number, self._comm)
+        self._commits = number
+
+    def sync(self) -> bool:
+        """Load the newest commit; without one, take rank 0's state, and return False."""
+        found = checkpoint.load(self._directory, self._comm)
+        if found is None:
+            broadcast_parameters(self.model.state_dict(), comm=self._comm)
+            broadcast_optimizer_state(self.optimizer, comm=self._comm)
+            self._set(self._values_of_rank_0())
+            self._commits = 0
+            return False
+        self._commits, state = found
+        values, parts = state.get("values", {}), state.get("parts", {})
+        if values.keys() != set(self._names) or parts.keys() != self._parts.keys():
+            raise CheckpointError(
+                f"rank {self._comm.rank}: a commit in {self._directory} has the values {[*values]} and states of "
+                f"{[*parts]}, where this State has {self._names} and {[*self._parts]}: give it the same, or another "
+                f"directory"
+            )
+        self.model.load_state_dict(state["model"])
+        # a single rank commits no memory, and what was held back since must not stay
+        nothing = checkpoint.kept_by(self._comm.rank, self._comm.size)
+        self.optimizer.load_state_dict({checkpoint.STATE_KEY: nothing} | state["optimizer"])
+        for name, part in self._parts.items():
+            part.load_state_dict(parts[name])
+        self._set(values)
+        for callback in self._after_loading:
+            callback()
+        return True
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """As Horovod's, but run after the commit is loaded, which would undo what they change."""
+        self._after_loading.extend(callbacks)
+
+    def _values_of_rank_0(self) -> dict[str, Any]:
+        return broadcast_object({name: getattr(self, name) for name in self._names}, comm=self._comm)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class _Fixed(_State):
+    """Where the ranks stay the same for as long as the process lives."""
+
+    def commit(self) -> None:
+        self.save()
+
+    def check_host_updates(self) -> None:
+        """Hosts do not change."""
+
+
+class _Rejoining(_State, _HorovodsState):
+    """What differs from Horovod's base class, which listens for changes of hosts."""
+
+    def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
+        self._joined = True
+        # Horovod's, which comes after _State
+        super(_State, self).__init__(
+            bcast_object=lambda value: broadcast_object(value, comm=self._comm), get_rank=lambda: self._comm.rank
+        )
+        super().__init__(directory, model, optimizer, values)
 
     def restore(self) -> None:
         """Drop the gradients of the step that failed; the rest is for `sync`, when it is known who is left."""
@@ -129,34 +215,18 @@ class _State(_HorovodsState):
         """Horovod was restarted. `sync` joins it, because Horovod catches its errors there."""
         self._joined = False
 
-    def sync(self) -> None:
-        """Join the current ranks and load the newest commit; without one, take rank 0's state."""
+    def sync(self) -> bool:
+        """Join the current ranks before anything is loaded."""
         if not self._joined:
-            left = self._member.comm
+            left = self._comm
             shutdown()
             init("horovod", deadline=left.deadline, checksums=left.checksums)
             self._member.rejoin()
             self._joined = True
-        found = checkpoint.load(self._directory)
-        if found is None:
-            broadcast_parameters(self.model.state_dict())
-            broadcast_optimizer_state(self.optimizer)
-            self._set(self._values_of_rank_0())
-            self._commits = 0
+        found = super().sync()
+        if not found:
             self.save()  # so that there is a commit to return to from the first step on
-            return
-        self._commits, state = found
-        self.model.load_state_dict(state["model"])
-        # a single rank commits no memory, and what was held back since must not stay
-        nothing = checkpoint.kept_by(self._member.comm.rank, self._member.comm.size)
-        self.optimizer.load_state_dict({checkpoint.STATE_KEY: nothing} | state["optimizer"])
-        self._set(state["values"])
-        for callback in self._after_loading:
-            callback()
-
-    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """As Horovod's, but run after the commit is loaded, which would undo what they change."""
-        self._after_loading.extend(callbacks)
+        return found
 
     def check_host_updates(self) -> None:
         """As Horovod's, but everything is committed, and every rank synchronises even if ranks only left."""
@@ -167,10 +237,3 @@ class _State(_HorovodsState):
         except HostsUpdatedInterrupt:
             self.save()
             raise HostsUpdatedInterrupt(skip_sync=False) from None
-
-    def _values_of_rank_0(self) -> dict[str, Any]:
-        return broadcast_object({name: getattr(self, name) for name in self._names})
-
-    def _set(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import dgcopt
 from dgcopt.comm import LocalComm
 
 pytest.importorskip("jsonargparse")
@@ -251,7 +252,7 @@ class TestExactResumption:
         files = sorted(straight.glob("checkpoints/step-00000044/rank-*.pt"))
         first, second = (torch.load(file, weights_only=True) for file in files)
         assert all(torch.equal(first["model"][name], second["model"][name]) for name in first["model"])
-        assert not torch.equal(first["rng"], second["rng"])
+        assert not torch.equal(first["parts"]["random"]["cpu"], second["parts"]["random"]["cpu"])
 
     def test_loader_processes_change_nothing(
         self, task: Callable[..., dict[str, Any]], straight: Path, tmp_path: Path
@@ -387,9 +388,10 @@ class TestOtherWorkers:
         objects = parser.instantiate(parser.parse_args([*settings, "--output", str(path / "run")]))
         fields = [field.name for field in dataclasses.fields(module.Settings)]
         trainer = module.Trainer(module.Settings(**{name: objects[name] for name in fields}), LocalComm())
-        assert trainer.restore() and trainer.step == 18
+        assert trainer.state.sync() and trainer.state.step == 18
         states = [torch.load(path / f"run/checkpoints/step-00000018/rank-{rank}.pt") for rank in range(2)]
-        assert all(state["seen"] == 18 * 64 and state["optimizer"]["param_groups"][0]["lr"] == 0.03 for state in states)
+        assert all(state["values"]["seen"] == 18 * 64 for state in states)
+        assert all(state["optimizer"]["param_groups"][0]["lr"] == 0.03 for state in states)
         before = [state["optimizer"]["dgcopt"]["memory"] for state in states]
         memory = trainer.optimizer.state_dict()["dgcopt"]["memory"]
         assert memory["residual"] and memory.keys() == before[0].keys()
@@ -545,6 +547,19 @@ class TestRefusals:
 
     def test_too_little_data(self, tmp_path: Path) -> None:
         assert "batch_size" in refusal(*SMALL, "--batch_size", "2000", "--output", str(tmp_path))
+
+    @pytest.mark.parametrize("more", [[], ["--resume"], ["--output", "somewhere"]], ids=" ".join)
+    def test_a_place_that_workers_do_not_find(
+        self, more: list[str], parser: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Under Horovod Elastic they come later, when nobody tells them where the run is and that it has begun."""
+        comm = LocalComm()
+        comm.elastic = True
+        monkeypatch.setattr(dgcopt, "init", lambda wire, deadline: comm)
+        monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, *more])
+        with pytest.raises(SystemExit) as stop:
+            importlib.import_module("train").main()
+        assert stop.value.code == 1 and "say --output and --resume" in capsys.readouterr().err
 
     def test_nothing_to_evaluate(self, tmp_path: Path) -> None:
         assert str(tmp_path) in refusal(*SMALL, "--evaluate", "--output", str(tmp_path))

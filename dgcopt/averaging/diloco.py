@@ -119,7 +119,11 @@ class DiLoCo(Averaging):
 
     def set_steps_per_epoch(self, steps: int) -> None:
         if self.compression is not None:
-            self.compression.set_steps_per_epoch(max(1, steps // self.every))
+            self.compression.set_steps_per_epoch(self.rounds_per_epoch(steps))
+
+    def rounds_per_epoch(self, steps: int) -> int:
+        """Steps of an outer optimizer in an epoch of so many local steps; at least 1."""
+        return max(1, steps // self.every)
 
     def sync(self, rounds: Rounds) -> Sync:
         return OuterSync(self, rounds)
@@ -197,6 +201,11 @@ class OuterSync(Sync):
             else:
                 named = [(self.rounds.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
+
+    def set_steps_per_epoch(self, steps: int) -> None:
+        super().set_steps_per_epoch(steps)
+        for outer in self.outers:
+            outer.compressor.set_steps_per_epoch(self.rule.rounds_per_epoch(steps))
 
     def add_parameters(self, params: Iterable[Tensor]) -> None:
         for param in params:

@@ -363,6 +363,10 @@ class Rounds:
         self.restore(state)
         self.sync.join()
 
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """As `Averaging.set_steps_per_epoch`, for an optimizer that is averaged already."""
+        self.sync.set_steps_per_epoch(steps)
+
     # -- uneven data -------------------------------------------------------------------------------------------------
 
     def join(self) -> None:

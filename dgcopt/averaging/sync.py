@@ -36,6 +36,10 @@ class Sync:
     def join(self) -> None:
         """`rounds` has joined a wire, its first or another one."""
 
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """Tell schedules that count epochs how many local steps one has."""
+        self.rounds.rule.set_steps_per_epoch(steps)
+
     def start(self, bucket: Bucket) -> None:
         """See the weights that local steps start from."""
 

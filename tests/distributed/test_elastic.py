@@ -5,18 +5,23 @@ The scripts of examples/ assert it themselves; here they are launched, and what 
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from launching import HERE, ROOT, Outcome, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
 EXAMPLES = ROOT / "examples"
-LIMIT = 120.0
+LIMIT = 200.0
 STEPS, KILL_AT, LAST_COMMIT = 12, 7, 6
+TRAIN = str(ROOT / "train.py")
 GROWS = "ls | grep -q 'step-0000000[3-9]' && touch grown\n"
 GROWS += "echo localhost:2; [ -e grown ] && echo 127.0.0.1:2 || echo 127.0.0.1:1"
 """Two hosts of 3 slots, and of 4 from the third commit on."""
@@ -31,7 +36,14 @@ def torchrun(size: int, directory: Path, *options: str) -> Outcome:
     return done(launch("torch", size, [*program, str(directory), *options], limit=LIMIT, env=env, bare=True))
 
 
-def horovodrun(size: int, hosts: str, directory: Path, *options: str, script: str = "elastic_horovod.py") -> Outcome:
+def horovodrun(
+    size: int,
+    hosts: str,
+    directory: Path,
+    *options: str,
+    script: str = "elastic_horovod.py",
+    env: dict[str, str] | None = None,
+) -> Outcome:
     """`hosts` are shell commands that print a host and its slots per line; Horovod runs them again every second."""
     if missing("horovod-gloo"):
         pytest.skip(missing("horovod-gloo"))
@@ -40,7 +52,8 @@ def horovodrun(size: int, hosts: str, directory: Path, *options: str, script: st
     discover.chmod(0o755)
     program = ["-m", "horovod.runner.launch", "-np", str(size), "--min-np", "2", "--elastic-timeout", "60"]
     program += ["--host-discovery-script", str(discover), sys.executable, str(EXAMPLES / script)]
-    return done(launch("horovod-gloo", size, [*program, str(directory), *options], limit=LIMIT, bare=True))
+    options = options if script == TRAIN else (str(directory), *options)
+    return done(launch("horovod-gloo", size, [*program, *options], limit=LIMIT, env=env, bare=True))
 
 
 def done(outcome: Outcome) -> Outcome:
@@ -65,14 +78,14 @@ def assert_right(outcome: Outcome, size: int) -> None:
 
 
 def test_torchrun_starts_all_workers_anew(tmp_path: Path) -> None:
-    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT)]
+    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT), "--reduce", "owner"]
     outcome = torchrun(3, tmp_path, *options)
     assert "exitcode: -9" in outcome.output, outcome.tail
     assert len(starts(outcome)) == 6
     assert set(starts(outcome)) == everyone(3, 0) | everyone(3, LAST_COMMIT)
     assert_right(outcome, 3)
 
-    fewer = torchrun(2, tmp_path, "--steps", str(STEPS + 6))
+    fewer = torchrun(2, tmp_path, "--steps", str(STEPS + 6), "--reduce", "owner")
     assert set(starts(fewer)) == everyone(2, STEPS)
     assert_right(fewer, 2)
 
@@ -85,6 +98,7 @@ def test_torchrun_takes_in_agents_and_goes_on_without(tmp_path: Path) -> None:
     for old, new in (
         ("while step < args.steps:", "while not dgcopt.broadcast_object((args.directory / 'enough').exists()):"),
         ('parser.add_argument("--steps", type=int, required=True)', ""),
+        ('default="gather"', 'default="owner"'),
         ("applied}, step)", "applied}, step)\n        print('committed', step, flush=True)\n        time.sleep(0.2)"),
         ("import argparse", f"import argparse, sys, time\nsys.path.append({str(EXAMPLES)!r})"),
     ):
@@ -102,7 +116,7 @@ def test_torchrun_takes_in_agents_and_goes_on_without(tmp_path: Path) -> None:
 
 
 def test_horovod_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
-    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT), "--kill-host", "127.0.0.1"]
+    options = ["--steps", str(STEPS), "--kill-at", str(KILL_AT), "--kill-host", "127.0.0.1", "--reduce", "owner"]
     outcome = horovodrun(3, "echo localhost:2; echo 127.0.0.1:1", tmp_path, *options)
     assert "exit with status code 137" in outcome.output, outcome.tail
     assert set(starts(outcome)) == everyone(3, 0) | everyone(2, LAST_COMMIT)
@@ -134,7 +148,7 @@ def test_averaging_goes_on_from_the_mean_of_all_ranks_that_there_were(tmp_path: 
 
 def test_horovod_takes_in_workers_that_come(tmp_path: Path) -> None:
     """Nothing is lost, as what was done is committed first."""
-    outcome = horovodrun(3, GROWS, tmp_path, "--steps", "60", "--seconds", "0.2")
+    outcome = horovodrun(3, GROWS, tmp_path, "--steps", "60", "--seconds", "0.2", "--reduce", "auto")
     assert [size for _, size, _ in starts(outcome)] == [3] * 3 + [4] * 4, outcome.tail
     assert outcome.output.count("has seen worlds of [3, 4]") == 4, outcome.tail
     assert_right(outcome, 4)
@@ -146,3 +160,70 @@ def test_averaging_takes_in_workers_that_come(tmp_path: Path) -> None:
     outcome = horovodrun(3, GROWS, tmp_path, *options, script="elastic_averaging.py")
     assert [size for _, size, _ in starts(outcome)] == [3] * 3 + [4] * 4, outcome.tail
     assert len(re.findall("weights on 4 ranks: .* off by at most", outcome.output)) == 4, outcome.tail
+
+
+# Says which samples were drawn: a line per sample, in a file per worker. A step takes 0.1 s, so that hosts can change
+# meanwhile; and one of three workers kills itself in its tenth step with them.
+DRAWN = """
+import os, signal, time
+from pathlib import Path
+import horovod.torch as hvd
+from dgcopt.tasks.digits import Digits
+
+
+class DrawnDigits(Digits):
+    among_three = 0
+
+    def __getitem__(self, index):
+        with open(Path(__file__).with_name(f"drawn-{os.getpid()}"), "a") as file:
+            file.write(f"{index}\\n")
+        time.sleep(0.003)
+        self.among_three += hvd.size() == 3
+        if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1" and self.among_three == 300:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+"""
+
+
+def test_train_py_takes_in_a_worker_and_goes_on_when_one_is_lost(tmp_path: Path) -> None:
+    """One run of 2 workers, then 3, then 2 again: each step is by those there are, and no sample is left out."""
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("sklearn")
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    hosts = "ls run/checkpoints 2>&1 | grep -q 'step-000000[1-9]' && touch grown\n"
+    hosts += "echo 127.0.0.1:1; [ -e grown ] && echo localhost:2 || echo localhost:1"
+    options = [f"--config={ROOT}/configs/{name}.yaml" for name in ("tasks/digits", "compressors/dgc")]
+    options += ["--train_data", "drawn.DrawnDigits", "--train_data.split", "train", "--compressor.reduce", "owner"]
+    options += ["--epochs", "4", "--log_steps", "1", "--checkpoint_steps", "5"]
+    options += ["--scheduler", "torch.optim.lr_scheduler.StepLR", "--scheduler.step_size", "100"]
+    options += ["--optimizer.lr", "0.03", "--warmup_epochs", "0", "--compressor.ratio", "0.1", "--deadline", "60"]
+    options += ["--output", f"{tmp_path}/run"]
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
+    outcome = horovodrun(2, hosts, tmp_path, *options, "--resume", script=TRAIN, env=env)
+    resized = re.findall(r"step (\d+) was saved by (\d) worker\(s\), and now there are (\d)", outcome.output)
+    assert [(before, now) for _, before, now in resized] == [("2", "3"), ("3", "2")], outcome.tail
+    grown, shrunk = (int(step) for step, _, _ in resized)
+    assert 10 <= grown < shrunk
+
+    history = [json.loads(line) for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    steps = [entry for entry in history if "loss" in entry]
+    workers = [3 if grown < step <= shrunk else 2 for step in range(1, len(steps) + 1)]
+    assert [entry["step"] for entry in steps] == list(range(1, len(steps) + 1)), "each once"
+    assert [entry["lr"] for entry in steps] == pytest.approx([0.03 * size for size in workers])
+
+    taken, at, seen = Counter(), 0, 0
+    for epoch in range(4):
+        order = torch.randperm(1438, generator=torch.Generator().manual_seed(epoch)).tolist()
+        while at < len(workers) and 1438 - seen >= 32 * workers[at]:
+            taken.update(order[seen : seen + 32 * workers[at]])
+            at, seen = at + 1, seen + 32 * workers[at]
+        assert [entry["step"] for entry in history if "accuracy" in entry][epoch] == at
+        seen = 0
+    assert at == len(steps)
+    drawn = Counter(int(line) for path in tmp_path.glob("drawn-*") for line in path.read_text().split())
+    assert not taken - drawn, "samples were left out"
+    assert 0 < (drawn - taken).total() <= 5 * 3 * 32, "more was taken again than what was done since the last commit"
+
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["workers"] == 2 and result["wire"] == "horovod" and result["steps"] == len(steps)
+    assert result["accuracy"] > 0.5

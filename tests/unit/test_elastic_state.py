@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 
 import dgcopt
-from dgcopt import DGC, CommError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
+from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
 from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import STATE_KEY
-from dgcopt.comm import LocalComm
+from dgcopt.comm import LocalComm, launch
 
 LR, MOMENTUM = 0.1, 0.9
 
@@ -59,10 +59,14 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     pytest.importorskip("horovod")
     calls: list[dict[str, Any]] = []
 
+    class AsHorovod(LocalComm):
+        wire = "horovod"
+
     def init(wire: str, **settings: Any) -> dgcopt.Comm:
         calls.append({"wire": wire} | settings)
         return dgcopt.init("local", **settings)
 
+    monkeypatch.setitem(launch._makers, "local", AsHorovod)
     monkeypatch.setattr(elastic, "init", init)
     dgcopt.shutdown()
     dgcopt.init("local", deadline=7, checksums=True)
@@ -96,7 +100,7 @@ def test_back_to_what_was_committed(tmp_path: Path, joined, monkeypatch: pytest.
     fresh.train(5)
     fresh.state.sync()
     assert same(copy_of(fresh.everything()), committed)
-    assert joined == [{"wire": "horovod", "deadline": 7, "checksums": True}] * 3
+    assert joined == [{"wire": "horovod", "deadline": 7, "checksums": True}]
 
     for expected in ("step-00000003", "step-00000004"):  # numbers go on where the commit was that was gone back to
         worker.state.commit()
@@ -187,12 +191,44 @@ def test_what_cannot_be_a_state(tmp_path: Path, joined) -> None:
 
 
 def test_without_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a launcher starts scripts anew: from the newest commit, which a number named step names."""
     code = "import sys, dgcopt.elastic; sys.exit('horovod' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    monkeypatch.setitem(sys.modules, "horovod.common.elastic", None)
-    elastic._class.cache_clear()
-    with pytest.raises(CommError, match="install_horovod"):
-        elastic.State(tmp_path, model=nn.Linear(1, 1), optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters(), LR))
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    begun = []
+
+    @elastic.run
+    def train(state: Any, steps: int) -> str:
+        begun.append((state.step, state.counter.counted))
+        for _ in range(steps):
+            worker.train()
+            state.step += 5
+            state.counter.counted += 1
+            state.commit()
+            state.check_host_updates()
+        return "trained"
+
+    for steps, folders in ((0, []), (1, [5]), (3, [15, 20])):
+        worker = Worker(tmp_path, step=0, counter=Counter())
+        assert train(worker.state, steps) == "trained"
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in folders]
+    assert begun == [(0, 0), (0, 0), (5, 1)]
+    for values in ({"step": 0}, {"step": 0, "counter": 0}, {"step": 0, "counter": Counter(), "more": 1}):
+        with pytest.raises(CheckpointError, match=r"\['step'\] and states of \['counter'\].*another directory"):
+            Worker(tmp_path, **values).state.sync()
+
+
+class Counter:
+    """Something with a state, as a scheduler has."""
+
+    def __init__(self) -> None:
+        self.counted = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"counted": self.counted}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.counted = state["counted"]
 
 
 # -- worlds that change ----------------------------------------------------------------------------------------------

@@ -760,3 +760,14 @@ def test_an_algorithm_says_itself_what_a_round_does():
         assert_worlds_close(ours, theirs, 0)
     with pytest.raises(ConfigError, match="base must be"):
         SlowMo(base=OfRankZero())
+
+
+def test_an_epoch_of_another_length_is_told_to_all_that_count_epochs() -> None:
+    """As after a change of ranks: wrapping took copies, of the algorithm and of what outer optimizers send by."""
+    code = dgcopt.DGC(warmup=dgcopt.Warmup(epochs=1, steps_per_epoch=2))
+    rule = dgcopt.DiLoCo(4, fragments=2, compression=code)
+    model = small_model()
+    averaging = rule.attach(SGD(model.parameters(), lr=0.1), model.named_parameters()).averaging
+    averaging.set_steps_per_epoch(44)
+    assert [outer.compressor.warmup.steps_per_epoch for outer in averaging.sync.outers] == [11, 11]
+    assert averaging.rule.compression.warmup.steps_per_epoch == 11 and code.warmup.steps_per_epoch == 2

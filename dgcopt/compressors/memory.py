@@ -93,8 +93,10 @@ class ErrorFeedback:
         if blocks is None:
             blocks = torch.arange(len(v) // BLOCK, device=v.device)
         rows = torch.empty(len(blocks), BLOCK, dtype=v.dtype, device=v.device)
-        ends = torch.tensor([[run.blocks.start, run.blocks.stop] for run in runs], device=v.device)
-        cuts = torch.searchsorted(blocks, ends).tolist()
+        cuts = [(0, len(blocks))]
+        if len(runs) > 1:
+            ends = torch.tensor([[run.blocks.start, run.blocks.stop] for run in runs], device=v.device)
+            cuts = torch.searchsorted(blocks, ends).tolist()  # waits for a device
         for run, (first, last) in zip(runs, cuts, strict=True):
             if first < last:
                 span, mine = run.span, blocks[first:last] - run.blocks.start

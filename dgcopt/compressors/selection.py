@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..flat.segments import Segment
-from ..kernels import BLOCK, Groups, candidate_blocks, select
+from ..kernels import Groups, select, select_ahead
 
 __all__ = ["Selection", "count_of"]
 
@@ -44,8 +44,4 @@ class Selection:
 
     def largest_of(self, rows_of: Callable[[Tensor], Tensor], maxima: Tensor) -> tuple[Tensor, Tensor]:
         """The same of what is not there yet, and the values; `rows_of` makes the blocks of those numbers of it."""
-        blocks, numbers = candidate_blocks(maxima, self._groups)
-        rows = rows_of(blocks).view(-1)
-        chosen = select(rows, maxima.index_select(0, blocks), self._groups.among(blocks, numbers))
-        positions = blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK
-        return positions, rows.index_select(0, chosen)
+        return select_ahead(rows_of, maxima, self._groups)

@@ -53,7 +53,6 @@ __all__ = [
     "block_maxima",
     "by_block",
     "by_row",
-    "candidate_blocks",
     "chunks",
     "clear_at",
     "copy_scaled",
@@ -97,6 +96,7 @@ __all__ = [
     "round_trits",
     "select",
     "select_above",
+    "select_ahead",
     "select_chunks",
     "split_signs",
     "split_sum",
@@ -116,7 +116,6 @@ mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton
 unmix = Kernel(torch.unmix, (native.takes_parts, native.unmix), in_triton(torch.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead, takes_cuda))
-candidate_blocks = Kernel(torch.candidate_blocks, (takes_floats, native.candidate_blocks))
 block_maxima = Kernel(
     torch.block_maxima, (takes_floats, native.block_maxima), in_triton(torch.block_maxima, takes_cuda)
 )
@@ -137,7 +136,10 @@ peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 add_and_select_above = Kernel(torch.add_and_select_above, (takes_float32, native.add_and_select_above))
 select_above = Kernel(torch.select_above, (takes_float32, native.select_above))
-select = Kernel(torch.select, (takes_floats, native.select))
+select = Kernel(torch.select, (takes_floats, native.select), in_triton(torch.select, takes_cuda))
+select_ahead = Kernel(
+    torch.select_ahead, (takes_floats, native.select_ahead), in_triton(torch.select_ahead, takes_cuda)
+)
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small), in_triton(torch.pack_small, takes_cuda))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small), in_triton(torch.unpack_small, takes_cuda))
 rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import math
@@ -103,7 +104,7 @@ def _moved(x: Any, device: str) -> Any:
     if isinstance(x, list | tuple):
         return type(x)(_moved(each, device) for each in x)
     if isinstance(x, Chunks | Groups):
-        return type(x)(*[value for name, value in vars(x).items() if name in ("spans", "pieces", "counts")], device)
+        return dataclasses.replace(x, device=torch.device(device))
     return x
 
 

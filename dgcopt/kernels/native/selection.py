@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from ..blocks import BLOCK
 from ..torch import Groups
 from .library import FLOATS, Length, Pointer, at, check_flat, function, shared
 
-__all__ = ["block_maxima", "candidate_blocks", "select"]
+__all__ = ["block_maxima", "candidate_blocks", "select", "select_ahead"]
 
 
 def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
@@ -51,6 +53,14 @@ def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     if loop(*places, len(groups.counts), blocks.data_ptr(), numbers.data_ptr(), found.data_ptr()):
         raise MemoryError("there is no memory left to select in")
     return blocks[: int(found)], numbers
+
+
+def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.select_ahead`."""
+    blocks, numbers = candidate_blocks(maxima, groups)
+    rows = rows_of(blocks).view(-1)
+    chosen = select(rows, maxima.index_select(0, blocks), groups.among(blocks, numbers))
+    return blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK, rows.index_select(0, chosen)
 
 
 def _table(maxima: Tensor, groups: Groups) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,10 +13,52 @@ from torch import Tensor
 
 from ..blocks import BLOCK, bits_of
 
-__all__ = ["Groups", "block_maxima", "candidate_blocks", "select"]
+__all__ = ["Groups", "Search", "block_maxima", "candidate_blocks", "select", "select_ahead"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
+
+
+_TILE = 2048  # elements that a program on a GPU works on
+
+
+@dataclass(frozen=True)
+class Search:
+    """What kernels on a GPU search, of each group: in tiles, so many elements.
+
+    Attributes: `count`, how many are selected of all groups; `wanted`, of each; `firsts`, `[2, groups]`, each group's
+    first tile, and the elements that are selected before its own; `tiles`, `[3, tiles]`: the group, from where on and
+    up to where; `tile`, how many elements one has at most. int64, on the device.
+    """
+
+    count: int
+    wanted: Tensor
+    firsts: Tensor
+    tiles: Tensor
+    tile: int
+
+    @staticmethod
+    def of(spans: Sequence[tuple[int, int]], counts: Sequence[int], device: torch.device) -> Search:
+        """A search for so many elements of each span."""
+        cuts = [[*range(start, stop, _TILE), stop] for start, stop in spans]
+        tiles = [(i, *ends) for i, ends_of in enumerate(cuts) for ends in itertools.pairwise(ends_of)]
+        firsts = [sum(map(len, cuts[:i])) - i for i in range(len(cuts))]
+        before = list(itertools.accumulate(counts, initial=0))[:-1]
+        table = torch.tensor(tiles).view(-1, 3).T.contiguous()
+        numbers = torch.tensor(counts, device=device), torch.tensor([firsts, before], device=device)
+        return Search(sum(counts), *numbers, table.to(device), _TILE)
+
+
+@dataclass(frozen=True)
+class Searches:
+    """Those for the blocks that hold what is selected, as many as that at most, and in them for elements.
+
+    Attributes: `lengths`, uint8, on the device: how many elements each block has.
+    """
+
+    lengths: Tensor
+    of_blocks: Search
+    of_elements: Search
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +87,32 @@ class Groups:
         spans = torch.tensor([span for pieces in self.pieces for span in pieces], dtype=torch.int64).view(-1, 2)
         number, counts = [len(pieces) for pieces in self.pieces], list(self.counts)
         return spans[:, 0].contiguous(), spans[:, 1].contiguous(), torch.tensor(number), torch.tensor(counts)
+
+    @property
+    def stop(self) -> int:
+        """Where the last one ends."""
+        return max((stop for _, stop, _ in self.spans), default=0)
+
+    @cached_property
+    def search(self) -> Searches:
+        """What kernels on a GPU search."""
+        lengths = torch.zeros(-(-self.stop // BLOCK), dtype=torch.uint8)
+        number = []
+        for pieces in self.pieces:
+            for start, stop in pieces:
+                lengths[start // BLOCK : -(-stop // BLOCK)] = BLOCK
+                if stop % BLOCK:
+                    lengths[stop // BLOCK] = stop % BLOCK
+            number.append(sum(-(-(stop - start) // BLOCK) for start, stop in pieces))
+        held = [min(k, n) for k, n in zip(self.counts, number, strict=True)]
+        ends = list(itertools.accumulate(held, initial=0))
+        blocks = [(start // BLOCK, -(-stop // BLOCK)) for start, stop, _ in self.spans]
+        elements = [(first * BLOCK, last * BLOCK) for first, last in itertools.pairwise(ends)]
+        return Searches(
+            lengths.to(self.device),
+            Search.of(blocks, held, self.device),
+            Search.of(elements, self.counts, self.device),
+        )
 
     def among(self, blocks: Tensor, numbers: Tensor) -> Groups:
         """The same elements where only some blocks of each piece are left, and follow one another: see `reaching`."""
@@ -139,6 +207,17 @@ def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     least[some.to(maxima.device)] = down[kth.to(maxima.device)]
     chosen = (codes >= least[of_group]) & (counts > 0).to(maxima.device)[of_group]
     return own[chosen], torch.bincount(of_piece[chosen], minlength=len(starts)).cpu()
+
+
+def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """What `select` will select of a tensor that is not there yet; and the values.
+
+    `rows_of` makes the blocks of those numbers (int64, ascending) of it, `[blocks, 64]`; only a few are asked for.
+    """
+    blocks, numbers = candidate_blocks(maxima, groups)
+    rows = rows_of(blocks).view(-1)
+    chosen = select(rows, maxima.index_select(0, blocks), groups.among(blocks, numbers))
+    return blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK, rows.index_select(0, chosen)
 
 
 def _of_whole(flat: Tensor, groups: Groups, group: int) -> Tensor:

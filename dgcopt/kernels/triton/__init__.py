@@ -9,6 +9,7 @@ from .packing import *
 from .products import *
 from .residual import *
 from .rounding import *
+from .selection import *
 from .signs import *
 from .sums import *
 from .trits import *

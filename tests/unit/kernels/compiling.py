@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Momentum
+from dgcopt.kernels import Chunks, Groups, Momentum
 
 TYPES = {
     **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
@@ -83,6 +83,9 @@ def calls() -> Any:
             yield operation, (v, u, g, maxima, rule, 0.5)
         yield "ahead", (v, u, g, place, flat(n, dtype).view(-1, 64), rule)
         yield "block_maxima", (v,)
+        groups = Groups([[(0, 1000)], [(1024, 2000), (2048, n)]], [10, 40], x.device)
+        yield "select", (v, maxima, groups)
+        yield "select_ahead", (lambda blocks, v=v: v.new_empty(len(blocks), 64), maxima, groups)
         yield "select_chunks", (v, Chunks([(0, 1000), (1024, n)], [10, 30], x.device))
     yield "accumulate", (x, None, None, flat(blocks), None)
     yield "add_and_maxima", (x, y, 0.9, out)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oracle import (
     EXAMPLES,
     KINDS,
+    Sizes,
     all_implementations,
     assert_same_bits,
     built,
@@ -291,18 +292,19 @@ def test_copies_do_not_leave_their_place():
         native.copy_scaled([torch.ones(10, 2)], [out], 1.0)
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    sizes=st.lists(st.one_of(st.integers(1, 700), st.just(5000)), min_size=1, max_size=6),
-    large=st.sampled_from([0, 0, 0, 0, 0, 0, 0, 280_000]),
+@all_implementations(
+    sizes=Sizes(
+        st.lists(st.integers(1, 700), min_size=1, max_size=3),
+        st.lists(st.integers(1, 700) | st.just(5000), min_size=1, max_size=6),
+    ),
+    large=Sizes(st.sampled_from([0, 0, 5000]), st.sampled_from([0] * 6 + [280_000])),
     dtype=halves_and_wholes,
     kind=st.sampled_from(KINDS),
     ratio=st.sampled_from([0.0, 0.001, 0.01, 0.1, 0.5, 1.0]),
     together=st.booleans(),
     seed=st.integers(0, 2**20),
 )
-def test_select(sizes, large, dtype, kind, ratio, together, seed):
+def test_select(of, sizes, large, dtype, kind, ratio, together, seed):
     spans, start = [], 0
     for size in [*sizes, *([large] if large else [])]:
         spans.append((start, start + size))
@@ -313,19 +315,20 @@ def test_select(sizes, large, dtype, kind, ratio, together, seed):
     pieces = [spans] if together else [[span] for span in spans]
     counts = [math.ceil(ratio * sum(last - first for first, last in group)) for group in pieces]
     groups = Groups(pieces, counts, flat.device)
-    assert_same_bits(native.block_maxima(flat), block_maxima(flat))
-    chosen = native.select(flat, block_maxima(flat), groups)
+    assert_same_bits(of.block_maxima(flat), block_maxima(flat))
+    chosen = of.select(flat, block_maxima(flat), groups)
     assert torch.equal(chosen, specification.select(flat, block_maxima(flat), groups))
-    blocks, numbers_of = native.candidate_blocks(block_maxima(flat), groups)
-    for ours, theirs in zip(
-        (blocks, numbers_of), specification.candidate_blocks(block_maxima(flat), groups), strict=True
-    ):
-        assert torch.equal(ours, theirs)
-    # what those blocks hold is enough
-    rows, left = flat.view(-1, 64)[blocks], groups.among(blocks, numbers_of)
-    for of in (native, specification):
-        among = of.select(rows.view(-1), block_maxima(rows.view(-1)), left)
-        assert torch.equal(blocks[among // 64] * 64 + among % 64, chosen)
+    asked: list[Tensor] = []
+
+    def rows_of(blocks: Tensor) -> Tensor:
+        asked.append(blocks)
+        return flat.to(blocks.device).view(-1, 64)[blocks]
+
+    ahead, values = of.select_ahead(rows_of, block_maxima(flat), groups)
+    assert torch.equal(ahead, chosen)
+    assert_same_bits(values, flat[chosen])
+    assert all(torch.equal(blocks, blocks.unique()) for blocks in asked)
+    assert_same_bits(specification.select_ahead(rows_of, block_maxima(flat), groups)[1], values)
     # and both are right: the largest of each group, of equal ones the first
     width = {2: torch.int16, 4: torch.int32}[flat.element_size()]
     magnitudes = (flat.view(width) & torch.iinfo(width).max).tolist()

@@ -5,6 +5,7 @@ What takes their operations in other files is `all_implementations`.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -20,7 +21,7 @@ from oracle import IN_TRITON, KINDS, ON_CUDA, assert_same_bits, halves_and_whole
 from torch import Tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, native
+from dgcopt.kernels import Chunks, Groups, native
 from dgcopt.kernels import torch as specification
 
 triton = pytest.importorskip("dgcopt.kernels.triton")
@@ -60,6 +61,17 @@ def test_memory(numel, memory, gradient, rule, scale, has_gradient, kind, shift,
         of.accumulate(*each, rule, scale)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_bits(None if mine is None else mine.cpu(), other)
+
+
+def test_what_is_equal_lies_in_several_tiles(monkeypatch):
+    """The first are taken, of blocks and of elements."""
+    monkeypatch.setattr("dgcopt.kernels.torch.selection._TILE", 64)
+    flat = numbers(70 * 64, torch.float32, "tied", 7)
+    groups = Groups([[(0, 2000), (2048, 4300)], [(4352, 70 * 64)]], [10, 3], DEVICE)
+    maxima = specification.block_maxima(flat)
+    chosen = triton.select(flat.to(DEVICE), maxima.to(DEVICE), groups)
+    assert torch.equal(chosen.cpu(), specification.select(flat, maxima, dataclasses.replace(groups, device="cpu")))
+    assert groups.search.of_blocks.tiles.shape[1] == 3 and groups.search.of_elements.tiles.shape[1] == 10 + 2
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="no CUDA device on this machine")

@@ -55,11 +55,15 @@ class SlowMo(Averaging):
         warmup_steps: so many steps of dense data-parallel training first; the base must not have any.
         frequency: an older name of `every`, as fairscale's slowmo_frequency.
 
+    Where weights are of half precision, a and u are float32, and a is what is trained: weights are a rounded, which is
+    no change to a, and changes too small for half precision add up in it.
+
     Costs, every H steps, an allreduce of the weights, or its equal in a reduce-scatter and an allgather if sharded,
-    padded to a multiple of N; nothing if not exact. Memory: 8 bytes per parameter, 16 for float64, of which a sharded
-    rank holds 1/N; all of it is in the state. As shards are cut from buckets, the first slow step after state was
-    loaded, or parameters were added or frozen, brings them together anew: a reduce-scatter of 9 bytes per parameter.
-    What a lost rank held begins anew. After an exact slow step all ranks hold the same bits.
+    padded to a multiple of N; nothing if not exact. Means are of float32 at least. Memory: 8 bytes per parameter, 16
+    for float64, of which a sharded rank holds 1/N; all of it is in the state. As shards are cut from buckets, the
+    first slow step after state was loaded, or parameters were added or frozen, brings them together anew: a reduce-
+    scatter of 9 bytes per parameter. What a lost rank held begins anew. After an exact slow step all ranks hold the
+    same bits.
 
     Raises ConfigError for settings out of range or at odds, for state of the other `sharded`, and for a base that is
     not carried out as LocalSGD is, has a warm-up, or overlaps: the learning rate of a slow step is that of the local
@@ -145,12 +149,13 @@ class SlowMo(Averaging):
             x = yield from self.base.exchange(x, ctx)
         if not slow:
             return x
+        x = x.to(at_least_float32(ctx.dtype))  # the mean of half precision would be rounded to what the anchor was
         if self.sharded:
             x = (yield ReduceScatter(_by_rank(x if ctx.weight == 1 else x.mul_(ctx.weight), ctx)))[0]
         elif self.exact:
             x = yield from mean(x, ctx)
         anchor, u = yield from self._recall(x, ctx)
-        moved = anchor - x
+        moved = anchor.to(ctx.dtype) - x  # from where local steps have started
         anchor = anchor - self.slow_lr * (self.momentum * lr * u + moved)
         if lr > 0:
             u = self.momentum * u + moved / lr

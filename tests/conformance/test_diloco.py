@@ -326,6 +326,23 @@ def test_rounding_of_the_anchor_is_no_change(dtype: torch.dtype) -> None:
     assert all(anchor.dtype == torch.float32 for anchor in before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_local_sgd_with_float32_weights_under_half_precision(dtype: torch.dtype) -> None:
+    """As an outer SGD of lr 1: what one of four ranks has learned adds up, though no mean of weights would show it."""
+    ulp, steps = torch.finfo(dtype).eps, 8  # of numbers from 1 to 2
+    weights = [nn.Parameter(torch.full((130,), 1.25, dtype=dtype)) for _ in range(4)]
+    rule = DiLoCo(1, partial(SGD, lr=1.0))
+    optimizers = [
+        rule.attach(SGD([x], lr=1.0), comm=comm) for x, comm in zip(weights, dgcopt.simulated_world(4), strict=True)
+    ]
+    for _ in range(steps):
+        for rank, (x, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
+            x.grad = torch.full_like(x, ulp if rank == 0 else 0.0)
+            optimizer.step()
+    for x in weights:
+        assert torch.equal(x, torch.full_like(x, 1.25 - steps * ulp / 4))
+
+
 def test_a_fragment_alone_is_sent() -> None:
     world = World(2, DiLoCo(4, partial(SGD, lr=1.0), fragments=2))
     sent = []

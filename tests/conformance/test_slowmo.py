@@ -282,6 +282,23 @@ def test_a_single_rank_without_momentum_is_lookahead() -> None:
     torch.testing.assert_close(slow, anchor + 0.5 * (fast - anchor), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("mode", "share"), [("sharded", 1 / 4), ("whole", 1 / 4), ("own", 1.0)])
+def test_changes_below_a_rounding_step_of_half_precision_add_up(mode: str, share: float, dtype: torch.dtype) -> None:
+    """Anchors in float32 are what ranks train; their weights are roundings of it, which slow steps do not take back."""
+    ulp, steps = torch.finfo(dtype).eps, 16  # of numbers from 1 to 2
+    rule = SlowMo(1, 0.0, 0.5, LocalSGD(64), **MODES[mode])
+    weights = [nn.Parameter(torch.full((130,), 1.25, dtype=dtype)) for _ in range(4)]
+    optimizers = [
+        rule.attach(SGD([x], lr=1.0), comm=comm) for x, comm in zip(weights, dgcopt.simulated_world(4), strict=True)
+    ]
+    for _ in range(steps):
+        for rank, (x, optimizer) in enumerate(zip(weights, optimizers, strict=True)):
+            x.grad = torch.full_like(x, ulp if rank == 0 else 0.0)
+            optimizer.step()
+    assert torch.equal(weights[0], torch.full_like(weights[0], 1.25 - steps * 0.5 * ulp * share))
+
+
 class TestState:
     @pytest.mark.parametrize("at", [1, 4, 6])
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

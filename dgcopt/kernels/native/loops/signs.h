@@ -26,11 +26,18 @@ TARGET void FN(pack_signs)(const float *v, int64_t n, int zero_is_minus, uint8_t
 
 TARGET void FN(mix_signs)(const float *x, float keep, const float *y, float add, int64_t n, float *out,
                           int zero_is_minus, uint8_t *packed) {
+    int streams = FN(streams)(out, n);
     for (int64_t left; n > 0; n -= BLOCK, x += BLOCK, y += BLOCK, out += BLOCK, packed += BLOCK / 8) {
+        float mixed[BLOCK];
         left = n < BLOCK ? n : BLOCK;
-        FN(mix_span)(x, keep, y, add, left, out);
-        FN(pack_signs)(out, left, zero_is_minus, packed);
+        FN(mix_span)(x, keep, y, add, left, mixed);
+        FN(pack_signs)(mixed, left, zero_is_minus, packed);
+        if (left == BLOCK)
+            FN(write_block)(out, mixed, streams);
+        else
+            memcpy(out, mixed, left * sizeof(float));
     }
+    FENCE;
 }
 
 /* The signs of a block, the sums of what is above and of what is below zero, and how many are below. */
@@ -97,8 +104,18 @@ TARGET void FN(split_sum_of_signs)(const float *base, const uint8_t *const *pack
 
 INLINE TARGET void FN(put_signs_how)(const uint8_t *packed, const float *above, const float *below,
                                      const int64_t *place, int64_t n, float *out, const int how) {
-    for (int64_t b = 0; b < n / BLOCK; b++, out += BLOCK, packed += BLOCK / 8)
-        FN(put_block)(packed, FN(bits_of)(above[place[b]]), FN(bits_of)(-below[place[b]]), out, how);
+    int streams = how == 0 && FN(streams)(out, n);
+    for (int64_t b = 0; b < n / BLOCK; b++, out += BLOCK, packed += BLOCK / 8) {
+        int32_t plus = FN(bits_of)(above[place[b]]), minus = FN(bits_of)(-below[place[b]]);
+        if (streams) {
+            float values[BLOCK];
+            FN(put_block)(packed, plus, minus, values, 0);
+            FN(write_block)(out, values, 1);
+        } else {
+            FN(put_block)(packed, plus, minus, out, how);
+        }
+    }
+    if (streams) FENCE;
 }
 
 TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float *below, const int64_t *place,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import runpy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, Momentum
 
+OPERATIONS = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "bench_operations.py"))
 TYPES = {
     **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
     **{torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"},
@@ -67,66 +69,6 @@ def wait(_: torch.Tensor) -> Any:
     raise Waits
 
 
-def flat(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype, device="cuda")
-
-
-def calls() -> Any:
-    """Every operation that there is in Triton, by name, and operands; those that other code runs for come first."""
-    n, blocks, tensors, key = 4096, 64, 3, 0x123456789ABCDEF1
-    x, y, out, bits, place = flat(n), flat(n), flat(n), flat(n, torch.uint8), flat(blocks, torch.int64)
-    scales, half = flat(tensors), torch.bfloat16
-    for dtype, g in ((torch.float32, flat(n, half)), (half, flat(n))):
-        v, u, maxima = flat(n, dtype), flat(n, dtype), flat(blocks, dtype)
-        rule = Momentum(0.9, 0.1, True) if dtype == half else Momentum(0.9)
-        for operation in ("accumulate", "look"):
-            yield operation, (v, u, g, maxima, rule, 0.5)
-        yield "ahead", (v, u, g, place, flat(n, dtype).view(-1, 64), rule)
-        yield "block_maxima", (v,)
-        groups = Groups([[(0, 1000)], [(1024, 2000), (2048, n)]], [10, 40], x.device)
-        yield "select", (v, maxima, groups)
-        yield "select_ahead", (lambda blocks, v=v: v.new_empty(len(blocks), 64), maxima, groups)
-        yield "select_chunks", (v, Chunks([(0, 1000), (1024, n)], [10, 30], x.device))
-    yield "accumulate", (x, None, None, flat(blocks), None)
-    yield "add_and_maxima", (x, y, 0.9, out)
-    yield "add_and_norms", (x, y, 0.9, out)
-    yield "add_and_select_chunks", (x, y, 0.9, out, Chunks([(0, n)], [10], x.device))
-    yield "draw_from_spans", (place, place, key)
-    yield "pack_small", (bits, 3)
-    yield "pack_small", (bits, 5)
-    yield "unpack_small", (bits, n, 5)
-    yield "round_levels", (x, scales, place, 7, key)
-    yield "round_levels", (x, scales, place, 127, key)
-    yield "put_levels", (bits, 3, scales, place, out, "set")
-    yield "put_levels", (bits, 7, scales, place, out, "add")
-    yield "round_powers", (x, key)
-    yield "put_powers", (flat(n + n // 8, torch.uint8), out, "subtract")
-    yield "round_trits", (x, scales, place, key)
-    yield "put_trits", (bits, scales, place, out, "add")
-    yield "majority", (bits.view(4, -1),)
-    yield "pack_signs", (x, True)
-    yield "mix_signs", (x, 0.9, y, 0.1, out)
-    yield "split_signs", (x,)
-    yield "split_sum", (x, y, out)
-    yield "split_sum_of_signs", (x, [bits, bits], flat(2 * tensors).view(2, -1), place, place, out)
-    yield "put_signs", (bits, scales, scales, place, out, "set")
-    yield "tensor_sums", (flat(3 * blocks).view(3, -1), place, tensors)
-    yield "tensor_norms", (x, place, tensors)
-    yield "minmax_ends", (x.view(2, -1).narrow(1, 8, n // 2 - 8),)
-    yield "minmax_codes", (x.view(2, -1), flat(4).view(2, 2), bits.view(2, -1))
-    yield "put_minmax", (bits, flat(2), out, "add")
-    yield "minmax_of_mean", (bits.view(2, -1), flat(4).view(2, 2), 2, flat(n // 2, torch.uint8))
-    yield "mix", (out, 0.9, [64], [flat(100)], 0.1)
-    yield "unmix", (out, 0.9, [64], [flat(100)], 0.1)
-    yield "put_product", (flat(256).view(-1, 4), flat(256).view(-1, 4), out, x)
-    for cuts in (None, flat(9, torch.int64)):
-        yield "round_steps", (x, 512, 127, cuts)
-        yield "of_steps", (flat(n, torch.int8), flat(8), 512, cuts)
-        yield "nearest_levels", (x, flat(64).view(8, 8), 512, cuts)
-        yield "of_levels", (bits, flat(64).view(8, 8), 512, cuts)
-        yield "means", (x, 512, 2, cuts)
-
-
 def main() -> None:
     JITFunction.run = compiled
     CUDABackend.make_cubin = lambda *_, **__: b""  # what a device would need is what takes longest
@@ -134,7 +76,7 @@ def main() -> None:
     torch.cuda.device_of = lambda _: contextlib.nullcontext()
     names = []
     with FakeTensorMode():
-        for name, operands in calls():
+        for name, operands in OPERATIONS["calls"](8192, torch.device("cuda", 0)):
             before = len(done)
             with contextlib.suppress(Waits) if name in WAIT else contextlib.nullcontext():
                 getattr(kernels, name)(*operands)

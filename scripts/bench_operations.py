@@ -1,0 +1,154 @@
+"""How fast each kernel is: bytes per second, against a copy on the same device, and against its specification in torch.
+
+    python scripts/bench_operations.py --device cuda
+    python scripts/bench_operations.py --numel 2000000 select round_levels
+
+A row for each operation that runs in Triton (C on a CPU), on random numbers. Its bytes are those of all tensors that it
+takes and returns, each counted once, which is less than it touches. Launches are part of its time. Medians over the
+rounds, in which operations take turns with the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgcopt import kernels
+from dgcopt.kernels import Chunks, Groups, Momentum
+
+KEY = 0x123456789ABCDEF1
+WARMUP = 3
+
+
+def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Operations by name, and operands of n elements, a multiple of 8192; some in several of their variants."""
+    blocks, tensors, half, float32 = n // 64, 8, torch.bfloat16, torch.float32
+
+    def flat(numel: int, dtype: torch.dtype = float32) -> Tensor:
+        return torch.randn(numel).to(dtype).to(device)
+
+    def whole(numel: int, below: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.randint(below, (numel,), dtype=dtype).to(device)
+
+    x, y, out, bits = flat(n), flat(n), flat(n), whole(n, 243)
+    place = torch.arange(blocks).mul(tensors).div(blocks, rounding_mode="floor").long().to(device)
+    scales = flat(tensors).abs() + 10
+    third = n // 192 * 64
+    groups = Groups([[(0, third - 24)], [(third, 2 * third - 24), (2 * third, n)]], [third // 1000, n // 1000], device)
+    some = torch.arange(0, blocks, 100).to(device)
+    for dtype, g in ((float32, flat(n, half)), (half, flat(n))):
+        v, u, maxima = flat(n, dtype), flat(n, dtype), flat(blocks, dtype)
+        rule = Momentum(0.9, 0.1, True) if dtype == half else Momentum(0.9)
+        for operation in ("accumulate", "look"):
+            yield operation, (v, u, g, maxima, rule, 0.5)
+        yield "ahead", (v, u, g, some, flat(64 * len(some), dtype).view(-1, 64), rule)
+        yield "block_maxima", (v,)
+        found = kernels.torch.block_maxima(v)
+        yield "select", (v, found, groups)
+        yield "select_ahead", (lambda chosen, v=v: v.view(-1, 64).index_select(0, chosen), found, groups)
+        spans = [(start, start + 4096) for start in range(0, n, 4096)]
+        yield "select_chunks", (v, Chunks(spans, [32] * len(spans), device))
+    yield "accumulate", (x, None, None, flat(blocks), None)
+    yield "add_and_maxima", (x, y, 0.9, out)
+    yield "add_and_norms", (x, y, 0.9, out)
+    yield "add_and_select_chunks", (x, y, 0.9, out, Chunks(spans, [32] * len(spans), device))
+    yield "draw_from_spans", (place, place + 1, KEY)
+    yield "pack_small", (bits & 7, 3)
+    yield "pack_small", (bits & 31, 5)
+    yield "unpack_small", (bits, n, 5)
+    yield "round_levels", (x, scales, place, 7, KEY)
+    yield "round_levels", (x, scales, place, 127, KEY)
+    yield "put_levels", (bits, 3, scales, place, out, "set")
+    yield "put_levels", (bits, 7, scales, place, out, "add")
+    yield "round_powers", (x, KEY)
+    yield "put_powers", (whole(n + n // 8, 140), out, "subtract")
+    yield "round_trits", (x, scales, place, KEY)
+    yield "put_trits", (bits, scales, place, out, "add")
+    yield "majority", (bits.view(4, -1),)
+    yield "pack_signs", (x, True)
+    yield "mix_signs", (x, 0.9, y, 0.1, out)
+    yield "split_signs", (x,)
+    yield "split_sum", (x, y, out)
+    yield (
+        "split_sum_of_signs",
+        (x, [bits, bits], flat(2 * tensors).view(2, -1), place, whole(blocks, 65, torch.int64), out),
+    )
+    yield "put_signs", (bits, scales, scales, place, out, "set")
+    yield "tensor_sums", (flat(3 * blocks).view(3, -1), place, tensors)
+    yield "tensor_norms", (x, place, tensors)
+    ends = torch.tensor([[-5.0, 5.0], [-4.0, 4.0]]).to(device)
+    yield "minmax_ends", (x.view(2, -1).narrow(1, 8, n // 2 - 8),)
+    yield "minmax_codes", (x.view(2, -1), ends, whole(n, 256).view(2, -1))
+    yield "put_minmax", (bits, torch.tensor([-5.0, 5.0]).to(device), out, "add")
+    yield "minmax_of_mean", (bits.view(2, -1), ends, 2, whole(n // 2, 256))
+    yield "mix", (out, 0.9, [64], [flat(n - 64)], 0.1)
+    yield "unmix", (out, 0.9, [64], [flat(n - 64)], 0.1)
+    yield "put_product", (flat(n // 16).view(-1, 4), flat(256).view(-1, 4), out, x)
+    for cuts in (None, torch.arange(0, n + 1, 512).to(device)):
+        yield "round_steps", (x, 512, 127, cuts)
+        yield "of_steps", (whole(n, 127, torch.int8), flat(n // 512), 512, cuts)
+        yield "nearest_levels", (x, flat(n // 64).view(-1, 8), 512, cuts)
+        yield "of_levels", (bits & 15, flat(n // 64).view(-1, 8), 512, cuts)
+        yield "means", (x, 512, 2, cuts)
+
+
+def nbytes(things: Any) -> int:
+    """Of all tensors among them."""
+    if isinstance(things, Tensor):
+        return things.numel() * things.element_size()
+    return sum(map(nbytes, things)) if isinstance(things, tuple | list) else 0
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """How long it takes until the device is done."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
+    parser.add_argument("--numel", type=int, default=2**25, help="elements, rounded down to a multiple of 8192")
+    parser.add_argument("--rounds", type=int, default=10, help="how often each operation runs")
+    parser.add_argument("--json", type=Path, help="file for all that was measured")
+    parser.add_argument("names", nargs="*", help="operations; all, unless some are named")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device, n = arguments.device, arguments.numel // 8192 * 8192
+    source = torch.randn(n).to(device)
+    target, records = torch.empty_like(source), []
+    print("| operation | MB | ms | GB/s | of a copy | torch: ms | |\n|---|---|---|---|---|---|---|")
+    for name, operands in calls(n, device):
+        if arguments.names and name not in arguments.names:
+            continue
+        kernel = getattr(kernels, name)
+        runs = (lambda k=kernel, o=operands: k(*o), lambda k=kernel, o=operands: k.specification(*o))
+        moved = nbytes(operands) + nbytes(kernel(*operands))
+        turns = [
+            [seconds(run, device) for run in (*runs, lambda: target.copy_(source))]
+            for _ in range(WARMUP + arguments.rounds)
+        ]
+        ours, theirs, copy = (statistics.median(column) for column in zip(*turns[WARMUP:], strict=True))
+        speed, of_copy = 1e-9 * moved / ours, 1e-9 * nbytes((source, target)) / copy
+        cells = f"{1e-6 * moved:.0f} | {1e3 * ours:.3f} | {speed:.1f} | {speed / of_copy:.0%}"
+        print(f"| {name} | {cells} | {1e3 * theirs:.3f} | {theirs / ours:.1f}x |", flush=True)
+        records.append({"operation": name, "bytes": moved, "seconds": ours, "torch": theirs, "copy GB/s": of_copy})
+    if arguments.json:
+        arguments.json.write_text(json.dumps(records, indent=1))
+
+
+if __name__ == "__main__":
+    main()

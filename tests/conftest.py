@@ -3,10 +3,12 @@
 How often they had to be started once more is counted over all processes of pytest, shown at the end, and bounded.
 """
 
+import gc
 import os
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every process would compile all modules of dgcopt and of tests anew
 
 import pytest
 import torch
@@ -15,6 +17,12 @@ from launching import SESSION, launch_of
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when Triton is imported, which torch does when it likes
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests are no garbage, and need not be looked through for any time and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

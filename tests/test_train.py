@@ -72,6 +72,7 @@ def launch(workers: int, launcher: str = "torchrun") -> list[str]:
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(REPOSITORY / "tests" / "lean"),
     "CUDA_VISIBLE_DEVICES": "",
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }
@@ -85,7 +86,7 @@ class Standing:
         self.workers, self.orders = workers, 0
         self.folder = tempfile.TemporaryDirectory(prefix="dgcopt-training-")
         command = [*launch(workers, "python" if workers == 1 else "torchrun"), "tests/training.py", self.folder.name]
-        environment = {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
+        environment = {**ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{ENVIRONMENT['PYTHONPATH']}"}
         self.output = open(Path(self.folder.name) / "output", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=self.output, stderr=subprocess.STDOUT, text=True
@@ -141,7 +142,7 @@ def execute(command: list[str] | int, *arguments: str, path: Path | None = None)
     return subprocess.run(
         [*command, "train.py", *arguments],
         cwd=REPOSITORY,
-        env={**ENVIRONMENT, **({"PYTHONPATH": str(path)} if path else {})},
+        env={**ENVIRONMENT, **({"PYTHONPATH": f"{path}:{ENVIRONMENT['PYTHONPATH']}"} if path else {})},
         capture_output=True,
         text=True,
         timeout=200,

@@ -25,6 +25,7 @@ from where import WIRES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+LEAN = ROOT / "tests" / "lean"
 BIN = str(Path(sys.executable).parent)
 MARK = "DGCOPT_TEST_LAUNCH"
 
@@ -78,9 +79,17 @@ class Outcome:
 
 
 def launch(
-    wire: str, size: int, program: list[str], *, limit: float, env: dict[str, str] | None = None, bare: bool = False
+    wire: str,
+    size: int,
+    program: list[str],
+    *,
+    limit: float,
+    env: dict[str, str] | None = None,
+    bare: bool = False,
+    compiler: bool = False,
 ) -> Outcome:
     """Run `python program` as `size` ranks and wait at most `limit` seconds. `bare` starts one process, no launcher.
+    Ranks have torch's compiler only if they are to have it: DistributedDataParallel needs it.
 
     Records are the JSON lines that ranks append to `rank-*.jsonl` in the folder named by DGCOPT_TEST_RECORDS.
     """
@@ -89,7 +98,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="dgcopt-test-") as folder:
         ours = {
             "PATH": os.pathsep.join([BIN, os.environ.get("PATH", "")]),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests" / "unit")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests" / "unit"), str(LEAN)]),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -98,6 +107,7 @@ def launch(
             # and Horovod would look for new collectives every millisecond
             "HOROVOD_CYCLE_TIME": "3",
             "DGCOPT_TEST_RECORDS": folder,
+            "DGCOPT_TEST_COMPILER": "1" if compiler else "",
             MARK: token,
         }
         with open(Path(folder) / "output", "w+b") as output:

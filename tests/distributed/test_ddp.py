@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 def outcome() -> Outcome:
     if missing("torch"):
         pytest.skip(missing("torch"))
-    return launch("torch", 2, [str(HERE / "worker.py"), *IN_DDP], limit=300, env={"DGCOPT_TEST_JOIN_FIRST": "torch"})
+    env = {"DGCOPT_TEST_JOIN_FIRST": "torch"}
+    return launch("torch", 2, [str(HERE / "worker.py"), *IN_DDP], limit=300, env=env, compiler=True)
 
 
 @pytest.mark.parametrize("name", IN_DDP)
@@ -33,7 +34,7 @@ def test_learns_in(framework: str) -> None:
     pytest.importorskip(framework)
     if missing("torch"):
         pytest.skip(missing("torch"))
-    run = launch("torch", 2, [str(ROOT / "examples" / f"{framework}_ddp.py")], limit=120)
+    run = launch("torch", 2, [str(ROOT / "examples" / f"{framework}_ddp.py")], limit=120, compiler=True)
     told = run.told("example")
     assert run.code == 0 and not run.orphans and len(told) == 2, run.tail
     assert told[0] == told[1], "replicas drifted apart"
@@ -64,5 +65,5 @@ def test_blocks_of_the_guide(tmp_path: Path) -> None:
     assert len(whole) == 2
     script = tmp_path / "guide.py"
     script.write_text(AROUND.format(code="\n".join(whole)))
-    run = launch("torch", 2, [str(script)], limit=60)
+    run = launch("torch", 2, [str(script)], limit=60, compiler=True)
     assert run.code == 0 and run.output.count("came to the end") == 2, run.tail

@@ -111,7 +111,7 @@ def test_blocks_of_the_migration_guide(wire: str, without: str, count: int, tmp_
     for number, code in enumerate(blocks):
         (tmp_path / f"block{number}.py").write_text(AROUND.format(code=code, name=f"block {number}"))
     paths = [str(tmp_path / f"block{number}") for number in range(len(blocks))]
-    outcome = launch(wire, 2, [RUN, *paths], limit=100)
+    outcome = launch(wire, 2, [RUN, *paths], limit=100, compiler=wire == "torch")
     for number, code in enumerate(blocks):
         assert outcome.output.count(f"came to the end of block {number}") == 2, f"{code}\n{outcome.tail}"
     assert outcome.code == 0 and not outcome.orphans, outcome.tail

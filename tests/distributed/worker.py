@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,14 +30,11 @@ def main() -> int:
     if bare:
         import failures
 
-        leave_out_compiler()
         for name in names:
             getattr(failures, name)(comm)
         return 0
-    from scenarios import IN_DDP, SCENARIOS, asynchronous
+    from scenarios import SCENARIOS, asynchronous
 
-    if not any(name in IN_DDP for name in names):  # DistributedDataParallel asks for its settings
-        leave_out_compiler()
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
     def agree(name: str, error: str) -> bool:
@@ -55,15 +51,6 @@ def main() -> int:
     if JOIN_FIRST == "torch":
         torch.distributed.destroy_process_group()
     return int(failed)
-
-
-def leave_out_compiler() -> None:
-    """torch would load its compiler with the first optimizer, for two seconds of each rank; nothing here compiles."""
-    torch._dynamo = sys.modules["torch._dynamo"] = SimpleNamespace(
-        disable=lambda function, *_, **__: function,
-        graph_break=lambda: None,
-        trace_rules=SimpleNamespace(clear_lru_cache=lambda: None),
-    )
 
 
 def run(

@@ -14,7 +14,7 @@ def example(name: str) -> None:
     """Both ranks come to the end with the same bits, and have learned."""
     if name == "trainer_ddp" and [int(part) for part in version().split(".")] < [2, 6]:
         raise Absent("transformers itself resumes with torch >= 2.6 only; training went well")
-    outcome = launch("torch", 2, [str(ROOT / "examples" / f"{name}.py")], limit=240)
+    outcome = launch("torch", 2, [str(ROOT / "examples" / f"{name}.py")], limit=240, compiler=True)
     told = outcome.told("example")
     assert outcome.code == 0 and not outcome.orphans and len(told) == 2, outcome.tail
     assert told[0] == told[1], f"replicas drifted apart: {told}"

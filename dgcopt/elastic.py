@@ -224,7 +224,7 @@ class _Rejoining(_State, _HorovodsState):
             self._member.rejoin()
             self._joined = True
         found = super().sync()
-        if not found:
+        if not found and self._comm.elastic:
             self.save()  # so that there is a commit to return to from the first step on
         return found
 

@@ -19,7 +19,7 @@ from launching import HERE, ROOT, Outcome, launch, missing
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
 EXAMPLES = ROOT / "examples"
-LIMIT = 200.0
+LIMIT = 240.0
 STEPS, KILL_AT, LAST_COMMIT = 12, 7, 6
 TRAIN = str(ROOT / "train.py")
 GROWS = "ls | grep -q 'step-0000000[3-9]' && touch grown\n"

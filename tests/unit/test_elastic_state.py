@@ -17,7 +17,7 @@ import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
 from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import STATE_KEY
-from dgcopt.comm import LocalComm, launch
+from dgcopt.comm import LocalComm, current_comm, launch
 
 LR, MOMENTUM = 0.1, 0.9
 
@@ -61,6 +61,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
 
     class AsHorovod(LocalComm):
         wire = "horovod"
+        elastic = True
 
     def init(wire: str, **settings: Any) -> dgcopt.Comm:
         calls.append({"wire": wire} | settings)
@@ -115,6 +116,15 @@ def test_the_start_is_a_commit(tmp_path: Path, joined) -> None:
     worker.state.epoch = 1
     worker.lose_a_worker()
     assert same(copy_of(worker.everything()), start)
+
+
+def test_without_others_to_come_the_start_is_no_commit(tmp_path: Path, joined) -> None:
+    """Horovod without its Elastic: a script that died early begins anew, and finds nothing of before."""
+    current_comm().elastic = False
+    worker = Worker(tmp_path, epoch=0)
+    assert not worker.state.sync() and not [*tmp_path.iterdir()]
+    worker.state.commit()
+    assert Worker(tmp_path, epoch=0).state.sync()
 
 
 def test_what_is_held_back_since_is_forgotten(tmp_path: Path, joined) -> None:

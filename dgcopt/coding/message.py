@@ -158,7 +158,8 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int]) -> Tensor:
     if indices.numel():
         ends = indices[:, [0, -1]]
-        right = (indices.diff(dim=1) > 0).all(1) & (ends[:, 0] >= 0) & (ends[:, 1] < numel)
+        # compared, not subtracted: the difference of two that are far apart wraps around
+        right = (indices[:, 1:] > indices[:, :-1]).all(1) & (ends[:, 0] >= 0) & (ends[:, 1] < numel)
         if not right.all():
             row = int((~right).nonzero()[0])
             raise PayloadError(

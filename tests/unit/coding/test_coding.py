@@ -49,12 +49,13 @@ def test_round_trip_wherever_the_message_lies(count, name, rows):
         assert torch.equal(read_values.double(), arriving)
 
 
-@pytest.mark.parametrize("indices", [[5, 2], [3, 3], [-1, 4], [0, 300]])
+@pytest.mark.parametrize("indices", [[5, 2], [3, 3], [-1, 4], [0, 300], [0, 2**31 - 1, -2, 10]])
 def test_indices_that_do_not_ascend_within_the_bucket_are_refused(indices):
-    message, _, _ = INT32.encode(torch.tensor([2, 5]), torch.ones(2), 300)
-    message[:8] = torch.tensor(indices, dtype=torch.int32).view(torch.uint8)
+    count = len(indices)
+    message, _, _ = INT32.encode(torch.arange(count), torch.ones(count), 300)
+    message[: 4 * count] = torch.tensor(indices, dtype=torch.int32).view(torch.uint8)
     with pytest.raises(PayloadError, match="from rank 3 holds indices that do not ascend within a bucket of 300"):
-        INT32.decode(message, 2, 300, rank=3)
+        INT32.decode(message, count, 300, rank=3)
 
 
 def test_size_is_what_the_docstring_says():

@@ -3,7 +3,8 @@
     python scripts/bench_reduce.py                                    # bytes and time on ResNet-50's shapes
     python scripts/bench_reduce.py --plot docs/reduce.png
     python scripts/bench_reduce.py --energy --ranks 4 16              # on digits, simulated ranks
-    python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 4 16 --steps 60 --seeds 1
+    python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150
+    python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150 --ways gather --ratio 0.000625
 
 The first table is of one rank among N, whose peers are made up: each sends what this rank sends, and an owner gets from
 N ranks what it sends to N owners. Bytes are those of the collectives' own account: of the weights alone,
@@ -56,7 +57,7 @@ WAYS: dict[str, Compressor] = {
 
 
 class OneOfMany:
-    """Rank 0 of `size`, with ResNet-50's matrices in buckets of 25 MB, and peers that are made up."""
+    """Rank 0 of `size`, with ResNet-50's matrices, and peers that are made up."""
 
     def __init__(self, compressor: Compressor, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -64,7 +65,9 @@ class OneOfMany:
         self.compressor, self.size, self.bytes = compressor, size, 0
         compressor.attach(SGD(params, lr=0.1, momentum=0.9))
         named = [(f"p{place}", param) for place, param in enumerate(params)][::-1]
-        self.buckets = build_buckets(named, compressor.kind, 25 * 2**20, 2**20, None, GradientBucket)
+        # as DistributedOptimizer cuts them on a CPU: small where they leave while backward runs
+        sizes = (25 * 2**20, 2**20) if compressor.overlaps(params[0].device) else (100 * 2**20, 100 * 2**20)
+        self.buckets = build_buckets(named, compressor.kind, *sizes, None, GradientBucket)
         self.contexts = [dgcopt.Context(0, size, "average", 9, b.kind, b.segments, {}) for b in self.buckets]
         self.gradients = [torch.randn(param.shape, generator=generator).pow_(3) for param in params][::-1]
 
@@ -163,7 +166,7 @@ def columns(data: Any, most: int | None = None) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def energy(task: str, size: int, reduce: Any, ratio: float, steps: int, seed: int) -> dict[str, Any]:
+def energy(task: str, size: int, reduce: Any, ratio: float, keep: float, steps: int, seed: int) -> dict[str, Any]:
     """Train; returns shares of energy in every 10th step, of coordinates without room, and the test accuracy."""
     settings, (batch, make) = settings_of(task), TASKS[task]
     torch.manual_seed(seed)
@@ -175,7 +178,7 @@ def energy(task: str, size: int, reduce: Any, ratio: float, steps: int, seed: in
     models, optimizers = [], []
     for comm in dgcopt.simulated_world(size):
         model = copy.deepcopy(start)
-        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, source="gradient", granularity="bucket")
+        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, keep=keep, source="gradient", granularity="bucket")
         whole = {"bucket_mb": 1000.0, "first_bucket_mb": 1000.0, "comm": comm}
         wrapped = dgcopt.DistributedOptimizer(make(model.parameters()), model.named_parameters(), compressor, **whole)
         models.append(model)
@@ -247,7 +250,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     parser.add_argument("--energy", action="store_true", help="the second table")
     parser.add_argument("--task", choices=TASKS, default="digits", help="what the second table is trained on")
+    parser.add_argument("--ways", nargs="+", default=["gather", "owner"], help="gather, owner, partition")
     parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--keep", type=float, default=1.0, help="how many sums owners forward, see DGC(keep=)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", help="where records are written")
@@ -255,8 +260,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.energy:
-        jobs = itertools.product(args.ranks, ("gather", "owner"), range(args.seeds))
-        records = [energy(args.task, size, reduce, args.ratio, args.steps, seed) for size, reduce, seed in jobs]
+        jobs = itertools.product(args.ranks, args.ways, range(args.seeds))
+        records = [energy(args.task, size, way, args.ratio, args.keep, args.steps, seed) for size, way, seed in jobs]
         print(energy_table(records))
     else:
         records = growth(args.ranks, args.rounds)

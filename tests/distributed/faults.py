@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import dgcopt
 from dgcopt import DGC, Comm, DGCError, MismatchError, PayloadError
-from dgcopt.collectives import AllGather, AllReduce, Barrier, Collective
+from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Collective
 
 STEPS, SAVE_EVERY, FROZEN = 8, 2, 15
 PARAMETERS = ("embed.weight", "body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias")
@@ -59,8 +59,23 @@ RECIPES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] 
         functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
         {"compression": DGC(0.05, momentum_masking=False, overlap=True, reduce="owner")},
     ),
+    "owner, coded": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"compression": DGC.compact(0.05, warmup=None, momentum_masking=False, overlap=True, reduce="owner")},
+    ),
+    "partition": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"compression": DGC(0.05, momentum_masking=False, overlap=True, reduce="partition")},
+    ),
+    "auto": (
+        functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        {"compression": DGC(0.05, momentum_masking=False, overlap=True, reduce="auto")},
+    ),
 }
 """How to train."""
+
+CORRECTED = ("momentum", "in place", "owner", "owner, coded", "partition", "auto")
+"""Where what was computed is momentum, of which nothing is dropped."""
 
 KEEPS_THE_GRADIENT = ("updates", "in place")
 """Where a step that the wire has lost leaves its gradient in memory, to be applied with the next."""
@@ -156,7 +171,7 @@ class Rank:
         for name, param in self.model.named_parameters() if not void else ():
             if name in self.local and param.grad is not None:
                 # sparse gradients travel whole, and get their momentum after the exchange
-                factor = 0.9 if self.recipe in ("momentum", "in place", "owner") and not param.grad.is_sparse else 0.0
+                factor = 0.9 if self.recipe in CORRECTED and not param.grad.is_sparse else 0.0
                 self.books["momentum"][name].mul_(factor).add_(self.local[name])
                 self.books["computed"][name] += self.books["momentum"][name]
                 self.books["applied"][name] += self.comm.size * param.grad.to_dense().double()
@@ -412,12 +427,11 @@ def flipped(comms: Sequence[Comm], fault: Fault, armed: bool = True) -> Iterator
 
     def wait(comm: Comm, original: Callable[..., Any], handle: Any, deadline: float | None = None) -> Tensor:
         result = original(handle, deadline)
-        kind = {"sum": AllReduce, "received": AllGather}.get(fault["where"])
-        if kind and isinstance(handle.collective, kind) and (kind is AllReduce or comm.rank == fault["rank"]):
-            if kind is AllGather:  # the others' part, not its own
-                meet(comm, result[(comm.rank + 1) % comm.size])
-            else:
-                meet(comm, result)
+        if fault["where"] == "sum" and isinstance(handle.collective, AllReduce):
+            meet(comm, result)
+        by_row = isinstance(handle.collective, AllGather | AllToAll)
+        if fault["where"] == "received" and by_row and comm.rank == fault["rank"]:
+            meet(comm, result[(comm.rank + 1) % comm.size])  # the others' part, not its own
         return result
 
     for comm in comms:

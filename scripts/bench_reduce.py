@@ -4,7 +4,7 @@
     python scripts/bench_reduce.py --plot docs/reduce.png
     python scripts/bench_reduce.py --energy --ranks 4 16              # on digits, simulated ranks
     python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150
-    python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150 --ways gather --ratio 0.000625
+    python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150 --source update
 
 The first table is of one rank among N, whose peers are made up: each sends what this rank sends, and an owner gets from
 N ranks what it sends to N owners. Bytes are those of the collectives' own account: of the weights alone,
@@ -166,8 +166,13 @@ def columns(data: Any, most: int | None = None) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def energy(task: str, size: int, reduce: Any, ratio: float, keep: float, steps: int, seed: int) -> dict[str, Any]:
-    """Train; returns shares of energy in every 10th step, of coordinates without room, and the test accuracy."""
+def energy(
+    task: str, size: int, reduce: Any, ratio: float, keep: float, source: Any, steps: int, seed: int
+) -> dict[str, Any]:
+    """Train; returns shares of energy in every 10th step, of coordinates without room, and the test accuracy.
+
+    No energy where updates travel.
+    """
     settings, (batch, make) = settings_of(task), TASKS[task]
     torch.manual_seed(seed)
     start = copy.deepcopy(settings.model)
@@ -178,7 +183,7 @@ def energy(task: str, size: int, reduce: Any, ratio: float, keep: float, steps: 
     models, optimizers = [], []
     for comm in dgcopt.simulated_world(size):
         model = copy.deepcopy(start)
-        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, keep=keep, source="gradient", granularity="bucket")
+        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, keep=keep, source=source, granularity="bucket")
         whole = {"bucket_mb": 1000.0, "first_bucket_mb": 1000.0, "comm": comm}
         wrapped = dgcopt.DistributedOptimizer(make(model.parameters()), model.named_parameters(), compressor, **whole)
         models.append(model)
@@ -193,7 +198,7 @@ def energy(task: str, size: int, reduce: Any, ratio: float, keep: float, steps: 
             mine = chosen[rank::size]
             output = model(inputs[mine])
             nn.functional.cross_entropy(output.flatten(0, -2), targets[mine].flatten()).backward()
-        looked_at = step % 10 == 9
+        looked_at = step % 10 == 9 and source == "gradient"
         if looked_at:
             waiting = all_that_waits(models, optimizers)
             best = waiting.square().topk(math.ceil(ratio * len(waiting))).values.sum()
@@ -235,12 +240,14 @@ def energy_table(records: list[dict[str, Any]]) -> str:
     for (size, reduce), group in itertools.groupby(sorted(records, key=key), key):
         runs = list(group)
         third = len(runs[0]["caught"]) // 3
-        first = statistics.mean(statistics.mean(run["caught"][:third]) for run in runs)
-        last = statistics.mean(statistics.mean(run["caught"][-third:]) for run in runs)
+        thirds = [
+            [share for run in runs for share in run["caught"][part]] for part in (slice(third), slice(-third, None))
+        ]
+        first, last = (f"{statistics.mean(shares):.2f}" if third else "" for shares in thirds)
         overflow = statistics.mean(run["overflow"] for run in runs)
         found = [100 * run["accuracy"] for run in runs]
         spread = f"{statistics.mean(found):.2f}% ({min(found):.2f}-{max(found):.2f})"
-        lines.append(f"| {size} | {reduce} | {first:.2f} | {last:.2f} | {overflow:.2%} | {spread} |")
+        lines.append(f"| {size} | {reduce} | {first} | {last} | {overflow:.2%} | {spread} |")
     return "\n".join(lines)
 
 
@@ -252,6 +259,7 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="digits", help="what the second table is trained on")
     parser.add_argument("--ways", nargs="+", default=["gather", "owner"], help="gather, owner, partition")
     parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--source", choices=("gradient", "update"), default="gradient", help="what travels")
     parser.add_argument("--keep", type=float, default=1.0, help="how many sums owners forward, see DGC(keep=)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
@@ -261,7 +269,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.energy:
         jobs = itertools.product(args.ranks, args.ways, range(args.seeds))
-        records = [energy(args.task, size, way, args.ratio, args.keep, args.steps, seed) for size, way, seed in jobs]
+        how = (args.ratio, args.keep, args.source, args.steps)
+        records = [energy(args.task, size, way, *how, seed) for size, way, seed in jobs]
         print(energy_table(records))
     else:
         records = growth(args.ranks, args.rounds)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import IN_TRITON, KINDS, ON_CUDA, assert_same_bits, halves_and_wholes, momenta, numbers, numels
+from oracle import IN_TRITON, KINDS, ON_CUDA, OnCuda, assert_same_bits, halves_and_wholes, momenta, numbers, numels
 from torch import Tensor
 
 from dgcopt import kernels
@@ -67,11 +67,28 @@ def test_what_is_equal_lies_in_several_tiles(monkeypatch):
     """The first are taken, of blocks and of elements."""
     monkeypatch.setattr("dgcopt.kernels.torch.selection._TILE", 64)
     flat = numbers(70 * 64, torch.float32, "tied", 7)
+    flat[4200] = 5.0  # and what is larger, wherever it lies
     groups = Groups([[(0, 2000), (2048, 4300)], [(4352, 70 * 64)]], [10, 3], DEVICE)
     maxima = specification.block_maxima(flat)
     chosen = triton.select(flat.to(DEVICE), maxima.to(DEVICE), groups)
     assert torch.equal(chosen.cpu(), specification.select(flat, maxima, dataclasses.replace(groups, device="cpu")))
     assert groups.search.of_blocks.tiles.shape[1] == 3 and groups.search.of_elements.tiles.shape[1] == 10 + 2
+
+
+def test_what_few_examples_do_not_meet():
+    """A norm so small that there is no quotient by it; a byte that is wrong by one; halves; equal magnitudes."""
+    small, place, zero = torch.full((64,), 1e-42), torch.zeros(1, dtype=torch.int64), torch.zeros(64)
+    cases = [
+        ("round_levels", (small, small[:1], place, 7, 5)),
+        ("put_trits", (torch.full((13,), 243, dtype=torch.uint8), small[:1], place, zero, "set")),
+        ("put_trits", (torch.full((13,), 242, dtype=torch.uint8), small[:1], place, zero, "set")),
+        ("nearest_levels", (torch.tensor([1.0, -2.0, 3.0, -3.0]), torch.tensor([[0.0, 2.0, 4.0, 8.0]]), 64)),
+        ("means", (torch.linspace(1, 4, 100).repeat_interleave(4), 64, 2, torch.arange(0, 401, 4))),
+    ]
+    for name, operands in cases:
+        mine, expected = (getattr(of, name)(*operands) for of in (OnCuda() if ON_CUDA else triton, specification))
+        for ours, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (mine, expected)), strict=True):
+            assert ours == theirs if isinstance(theirs, bool) else torch.equal(ours, theirs), name
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="no CUDA device on this machine")

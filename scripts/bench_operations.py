@@ -60,6 +60,8 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "add_and_maxima", (x, y, 0.9, out)
     yield "add_and_norms", (x, y, 0.9, out)
     yield "add_and_select_chunks", (x, y, 0.9, out, Chunks(spans, [32] * len(spans), device))
+    yield "copy_scaled", ([x.narrow(0, 0, n - 24)], [out], 0.5)
+    yield "copy_scaled", ([flat(n, half)], [flat(n, half)], 0.5)
     yield "draw_from_spans", (place, place + 1, KEY)
     yield "pack_small", (bits & 7, 3)
     yield "pack_small", (bits & 31, 5)

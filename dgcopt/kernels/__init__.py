@@ -8,7 +8,7 @@ rounding, signs, trits, values; sums is what those have in common that quantise.
 
 from . import native, torch
 from .blocks import BLOCK, CHUNK, bits_of, chunks
-from .cuda import in_triton, takes_cuda, takes_cuda_chunks, takes_cuda_rows
+from .cuda import in_triton, takes_cuda, takes_cuda_chunks, takes_cuda_copies, takes_cuda_rows
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .parts import Parts
@@ -121,7 +121,9 @@ block_maxima = Kernel(
 )
 gather = Kernel(torch.gather, (takes_floats, native.gather))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
-copy_scaled = Kernel(torch.copy_scaled, (native.takes_copies, native.copy_scaled))
+copy_scaled = Kernel(
+    torch.copy_scaled, (native.takes_copies, native.copy_scaled), in_triton(torch.copy_scaled, takes_cuda_copies)
+)
 add_at = Kernel(torch.add_at, (takes_float32, native.add_at))
 step_at = Kernel(torch.step_at, (takes_float32, native.step_at))
 add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima), in_triton(torch.add_and_maxima))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .parts import Parts
 
-__all__ = ["in_triton", "takes_cuda", "takes_cuda_chunks", "takes_cuda_float32", "takes_cuda_rows"]
+__all__ = ["in_triton", "takes_cuda", "takes_cuda_chunks", "takes_cuda_copies", "takes_cuda_float32", "takes_cuda_rows"]
 
 _WIDEST = 2**14
 """Elements that one program can hold."""
@@ -47,6 +47,11 @@ def takes_cuda_chunks(*arguments: Any) -> bool:
     """The same as `takes_cuda`, of chunks that one program can hold."""
     *others, chunks = arguments
     return takes_cuda(*others) and all(stop - start <= _WIDEST for start, stop in chunks.spans)
+
+
+def takes_cuda_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> bool:
+    """The same as `takes_cuda`, of tensors of one dtype."""
+    return len({x.dtype for x in (*grads, *outs)}) == 1 and takes_cuda(grads, outs)
 
 
 def _takes(arguments: Sequence[Any], floats: Sequence[torch.dtype], in_rows: bool = False) -> bool:

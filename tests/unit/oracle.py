@@ -89,8 +89,9 @@ class OnCuda:
             there = [_moved(operand, "cuda") for operand in operands]
             found = inner(*there)
             for mine, theirs in zip(operands, there, strict=True):
-                if isinstance(mine, Tensor):
-                    mine.copy_(theirs)
+                for old, new in zip(*((x if isinstance(x, list) else [x]) for x in (mine, theirs)), strict=True):
+                    if isinstance(old, Tensor):
+                        old.copy_(new)
             return _moved(found, "cpu")
 
         return outer

@@ -102,19 +102,24 @@ TARGET void FN(round_powers)(const float *v, int64_t start, int64_t n, int first
 INLINE TARGET uint8_t FN(put_powers_how)(const uint8_t *exponents, const uint8_t *signs, int64_t n, float *out,
                                          const int how) {
     uint8_t most = 0;
+    int streams = how == 0 && FN(streams)(out, n);
     for (int64_t b = 0; b < n / BLOCK; b++, exponents += BLOCK, signs += BLOCK / 8, out += BLOCK) {
+        float values[BLOCK];
         for (int i = 0; i < BLOCK; i++) most = exponents[i] > most ? exponents[i] : most;
         for (int half = 0; half < 2; half++) {
             uint32_t word;
             memcpy(&word, signs + 4 * half, 4);
-            float *to = out + 32 * half;
+            float *to = values + 32 * half;
+            const float *before = out + 32 * half;
             const uint8_t *of = exponents + 32 * half;
             for (int i = 0; i < 32; i++) {
                 uint32_t bits = (uint32_t)of[i] << 23 | (word >> i & 1) << 31;
-                to[i] = FN(put)(to[i], FN(of_bits)((int32_t)bits), how);
+                to[i] = FN(put)(before[i], FN(of_bits)((int32_t)bits), how);
             }
         }
+        FN(write_block)(out, values, streams);
     }
+    if (streams) FENCE;
     return most;
 }
 

@@ -60,6 +60,7 @@ def trainers(script: ModuleType, task: str, method: Path, seed: int, ranks: int)
         objects = parser.instantiate(config)
         settings = script.Settings(**{field.name: objects[field.name] for field in dataclasses.fields(script.Settings)})
         made.append(script.Trainer(settings, comm))
+        made[-1].fit_workers()
     return made
 
 
@@ -76,18 +77,18 @@ def train(script: ModuleType, task: str, method: Path, seed: int = 0, ranks: int
             return float(script.cross_entropy(first.model(held_out[0]), held_out[1]))
 
     before = loss()
-    while first.step < STEPS:
-        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed + first.epoch))
+    while first.state.step < STEPS:
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed + first.state.epoch))
         for batch in order[: first.steps_per_epoch * size * ranks].view(-1, ranks, size):
             for mine, chosen in zip(made, batch, strict=True):
                 script.cross_entropy(mine.model(inputs[chosen]), targets[chosen]).backward()
             for mine in made:
                 mine.train_step()
-            if first.step == STEPS:
+            if first.state.step == STEPS:
                 break
         for mine in made:
             mine.scheduler.step()
-            mine.epoch, mine.seen = mine.epoch + 1, 0
+            mine.state.epoch, mine.state.seen = mine.state.epoch + 1, 0
     return before, loss()
 
 

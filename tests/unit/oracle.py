@@ -79,11 +79,14 @@ class Sizes(NamedTuple):
         return self.few | self.many if compiled else self.few
 
 
-class OnCuda:
-    """The kernels in Triton, for operands on a CPU: they are copied to the device, as badly aligned, and back."""
+class InTriton:
+    """The kernels in Triton, for operands on a CPU: where there is CUDA they are copied there, as badly aligned, and
+    back."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        inner = getattr(importlib.import_module("dgcopt.kernels.triton"), name)
+        inner: Callable[..., Any] = getattr(importlib.import_module("dgcopt.kernels.triton"), name)
+        if not ON_CUDA:
+            return inner
 
         def outer(*operands: Any) -> Any:
             there = [_moved(operand, "cuda") for operand in operands]
@@ -131,12 +134,8 @@ def all_implementations(**strategies: Any) -> Callable[[Callable[..., None]], Ca
             "run",
             [
                 pytest.param(with_one(native, EXAMPLES), id="native", marks=built),
-                pytest.param(with_one(_triton(), IN_TRITON), id="triton", marks=in_triton),
+                pytest.param(with_one(InTriton(), IN_TRITON), id="triton", marks=in_triton),
             ],
         )(run_it)
 
     return decorate
-
-
-def _triton() -> Any:
-    return OnCuda() if ON_CUDA else importlib.import_module("dgcopt.kernels.triton") if HAS_TRITON else None

@@ -6,6 +6,7 @@ What takes their operations in other files is `all_implementations`.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import os
 import subprocess
@@ -17,16 +18,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import IN_TRITON, KINDS, ON_CUDA, OnCuda, assert_same_bits, halves_and_wholes, momenta, numbers, numels
+from oracle import (
+    IN_TRITON,
+    KINDS,
+    ON_CUDA,
+    InTriton,
+    assert_same_bits,
+    halves_and_wholes,
+    in_triton,
+    momenta,
+    numbers,
+    numels,
+)
 from torch import Tensor
 
 from dgcopt import kernels
 from dgcopt.kernels import Chunks, Groups, native
 from dgcopt.kernels import torch as specification
 
-triton = pytest.importorskip("dgcopt.kernels.triton")
+triton = InTriton()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
-pytestmark = [pytest.mark.gpu] if ON_CUDA else []
+pytestmark = in_triton
 
 
 @settings(max_examples=3 * IN_TRITON, deadline=None)
@@ -86,7 +98,7 @@ def test_what_few_examples_do_not_meet():
         ("means", (torch.linspace(1, 4, 100).repeat_interleave(4), 64, 2, torch.arange(0, 401, 4))),
     ]
     for name, operands in cases:
-        mine, expected = (getattr(of, name)(*operands) for of in (OnCuda() if ON_CUDA else triton, specification))
+        mine, expected = (getattr(of, name)(*operands) for of in (triton, specification))
         for ours, theirs in zip(*((x if isinstance(x, tuple) else (x,)) for x in (mine, expected)), strict=True):
             assert ours == theirs if isinstance(theirs, bool) else torch.equal(ours, theirs), name
 
@@ -94,7 +106,7 @@ def test_what_few_examples_do_not_meet():
 @pytest.mark.skipif(not ON_CUDA, reason="no CUDA device on this machine")
 def test_cuda_tensors_come_here(monkeypatch):
     ran = []
-    monkeypatch.setattr(triton, "look", lambda *_: ran.append(True))
+    monkeypatch.setattr("dgcopt.kernels.triton.look", lambda *_: ran.append(True))
     kernels.look(torch.zeros(4, device="cuda"), None, None, torch.zeros(1, device="cuda"), None)
     assert ran == [True]
 
@@ -114,7 +126,8 @@ def test_it_compiles_for_cuda(tmp_path):
 
 def operations():
     """What there is in Triton of what is specified in torch."""
-    return {name for name in vars(triton) if isinstance(getattr(triton, name), types.FunctionType)}
+    there = vars(importlib.import_module("dgcopt.kernels.triton"))
+    return {name for name, thing in there.items() if isinstance(thing, types.FunctionType)}
 
 
 def test_all_that_is_there_is_used():

@@ -4,6 +4,7 @@ How often they had to be started once more is counted over all processes of pyte
 """
 
 import gc
+import logging
 import os
 from typing import Any
 
@@ -26,8 +27,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The same numbers in every run, whichever tests ran before: what fails once fails again."""
+    """The same numbers and log in every run, whichever tests ran before: what fails once fails again."""
     torch.manual_seed(0)
+    logging.getLogger("dgcopt").setLevel(logging.NOTSET)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ torch loads its compiler with the first optimizer, for more than a second of eac
 it, where something compiles, or asks for the compiler's settings as DistributedDataParallel does.
 """
 
+import faulthandler
 import gc
 import os
 import sys
@@ -16,3 +17,6 @@ if not os.environ.get("DGCOPT_TEST_COMPILER"):
         trace_rules=SimpleNamespace(clear_lru_cache=lambda: None),
     )
 gc.set_threshold(10_000)  # looking for garbage among what is being imported takes a tenth of the start
+
+if os.environ.get("DGCOPT_TEST_LIMIT"):  # who hangs says where, before he is killed
+    faulthandler.dump_traceback_later(0.9 * float(os.environ["DGCOPT_TEST_LIMIT"]))

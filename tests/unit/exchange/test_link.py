@@ -12,7 +12,11 @@ from dgcopt.exchange.link import measure_link
 
 @pytest.mark.parametrize(
     ("little", "much", "latency", "bandwidth"),
-    [(0.001, 0.011, 0.001, 2**20 / 0.010), (0.003, 0.003, 0.003, 2**20 / 0.0003), (0.003, 0.002, 0.003, 2**20 / 0.0002)],
+    [
+        (0.001, 0.011, 0.001, 2**20 / 0.010),
+        (0.003, 0.003, 0.003, 2**20 / 0.0003),
+        (0.003, 0.002, 0.003, 2**20 / 0.0002),
+    ],
     ids=["a slow link", "no difference", "a little one that waited for longer"],
 )
 def test_what_it_makes_of_seconds(

@@ -8,7 +8,7 @@ rounding, signs, trits, values; sums is what those have in common that quantise.
 
 from . import native, torch
 from .blocks import BLOCK, CHUNK, bits_of, chunks
-from .cuda import in_triton, takes_cuda, takes_cuda_chunks, takes_cuda_copies, takes_cuda_rows
+from .cuda import in_triton, takes_cuda, takes_cuda_chunks, takes_cuda_copies, takes_cuda_dense, takes_cuda_rows
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .parts import Parts
@@ -110,7 +110,7 @@ __all__ = [
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), in_triton(torch.accumulate, takes_cuda))
-decay = Kernel(torch.decay, (takes_float32, native.decay))
+decay = Kernel(torch.decay, (takes_float32, native.decay), in_triton(torch.decay))
 mix = Kernel(torch.mix, (native.takes_parts, native.mix), in_triton(torch.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
 unmix = Kernel(torch.unmix, (native.takes_parts, native.unmix), in_triton(torch.unmix))
@@ -134,7 +134,7 @@ draw_from_spans = Kernel(
 )
 put_product = Kernel(torch.put_product, (takes_float32, native.put_product), in_triton(torch.put_product))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct))
-peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks))
+peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks), in_triton(torch.peaks, takes_cuda_dense))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
 add_and_select_above = Kernel(torch.add_and_select_above, (takes_float32, native.add_and_select_above))
 select_above = Kernel(torch.select_above, (takes_float32, native.select_above))

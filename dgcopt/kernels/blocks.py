@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks"]
+__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks", "is_dense"]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -26,3 +26,11 @@ def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
 def bits_of(flat: Tensor) -> Tensor:
     """The integers that floats are in memory. Without their sign bit they are ordered as the floats are, NaN last."""
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether nothing lies between the elements of a tensor, whatever their order."""
+    if x.layout is not torch.strided:
+        return False
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
+    return x.is_contiguous() or x.is_contiguous(memory_format=order)

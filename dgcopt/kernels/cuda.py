@@ -12,9 +12,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .blocks import is_dense
 from .parts import Parts
 
-__all__ = ["in_triton", "takes_cuda", "takes_cuda_chunks", "takes_cuda_copies", "takes_cuda_float32", "takes_cuda_rows"]
+__all__ = [
+    "in_triton",
+    "takes_cuda",
+    "takes_cuda_chunks",
+    "takes_cuda_copies",
+    "takes_cuda_dense",
+    "takes_cuda_float32",
+    "takes_cuda_rows",
+]
 
 _WIDEST = 2**14
 """Elements that one program can hold."""
@@ -40,7 +49,7 @@ def takes_cuda_float32(*arguments: Any) -> bool:
 
 def takes_cuda_rows(*arguments: Any) -> bool:
     """The same of tensors of which each row lies in one piece."""
-    return _takes(arguments, (torch.float32,), in_rows=True)
+    return _takes(arguments, (torch.float32,), _in_rows)
 
 
 def takes_cuda_chunks(*arguments: Any) -> bool:
@@ -54,15 +63,25 @@ def takes_cuda_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: fl
     return len({x.dtype for x in (*grads, *outs)}) == 1 and takes_cuda(grads, outs)
 
 
-def _takes(arguments: Sequence[Any], floats: Sequence[torch.dtype], in_rows: bool = False) -> bool:
+def takes_cuda_dense(tensors: Sequence[Tensor]) -> bool:
+    """The same as `takes_cuda`, of tensors of one dtype, whatever the order of their elements."""
+    return len({x.dtype for x in tensors}) == 1 and _takes(tensors, (torch.float32, torch.bfloat16), is_dense)
+
+
+def _takes(
+    arguments: Sequence[Any], floats: Sequence[torch.dtype], lies_well: Callable[[Tensor], bool] = Tensor.is_contiguous
+) -> bool:
     if any(isinstance(x, Parts) for x in arguments):
         return False
     tensors = list(_tensors_in(arguments))
     for x in tensors:
-        in_pieces = x.is_contiguous() or (in_rows and x.stride(-1) == 1)
-        if not x.is_cuda or not in_pieces or (x.is_floating_point() and x.dtype not in floats):
+        if not x.is_cuda or not lies_well(x) or (x.is_floating_point() and x.dtype not in floats):
             return False
     return len({x.device for x in tensors}) == 1 and _has_triton()
+
+
+def _in_rows(x: Tensor) -> bool:
+    return x.is_contiguous() or x.stride(-1) == 1
 
 
 def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..blocks import is_dense
 from .library import FLOATS, Float, Length, Pointer, check_flat, function, instructions, shared, takes_floats
 
 __all__ = ["copy_scaled", "peaks", "takes_copies", "takes_dense"]
@@ -42,14 +43,7 @@ def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -
 def takes_dense(tensors: Sequence[Tensor]) -> bool:
     """Whether loops know the one dtype of all these tensors, and nothing lies between the elements of any."""
     alike = len({x.dtype for x in tensors}) == 1 and tensors[0].dtype in FLOATS
-    return alike and all(map(_is_dense, tensors)) and bool(instructions())
-
-
-def _is_dense(x: Tensor) -> bool:
-    if not x.is_cpu or x.layout is not torch.strided:
-        return False
-    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    return x.is_contiguous() or x.is_contiguous(memory_format=order)
+    return alike and all(x.is_cpu and is_dense(x) for x in tensors) and bool(instructions())
 
 
 def peaks(tensors: Sequence[Tensor]) -> Tensor:

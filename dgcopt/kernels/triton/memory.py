@@ -11,11 +11,15 @@ from torch import Tensor
 from ..blocks import BLOCK, bits_of
 from ..torch import Momentum
 from .floats import UNFUSED, magnitudes, rounded, wide
+from .lengths import check_length
 
-__all__ = ["accumulate", "ahead", "look"]
+__all__ = ["accumulate", "ahead", "decay", "look"]
 
 _ROWS = 32
 """Blocks of 64 that one program works on."""
+
+_SIZE = 2048
+"""Elements that one program works on."""
 
 
 @triton.jit
@@ -114,6 +118,17 @@ def _some_blocks(
     tl.store(rows + to, new, mask=(place < number)[:, None])
 
 
+@triton.jit
+def _decay(w, b, numel, m, adds, weight_decay, minus_lr, NESTEROV: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    x = tl.load(w + at, mask=at < numel, other=0)
+    step = tl.fma(x, tl.full(at.shape, adds, tl.float32), tl.load(b + at, mask=at < numel, other=0) * m)
+    tl.store(b + at, step, mask=at < numel)
+    if NESTEROV:
+        step = step * m + x * weight_decay
+    tl.store(w + at, tl.fma(step, tl.full(at.shape, minus_lr, tl.float32), x), mask=at < numel)
+
+
 def accumulate(
     v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
@@ -144,6 +159,16 @@ def ahead(
             *(v, v if u is None else u, v if g is None else g, blocks, rows, len(blocks), len(v), *numbers),
             **settings,
         )
+
+
+def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
+    """See `dgcopt.kernels.torch.decay`."""
+    check_length(w.numel(), b)
+    if w.numel():
+        adds = weight_decay * (1 - rule.dampening)
+        numbers = (float(rule.momentum), float(adds), float(weight_decay), -float(lr))
+        modes = {"NESTEROV": rule.nesterov, "SIZE": _SIZE, **UNFUSED}
+        _decay[(triton.cdiv(w.numel(), _SIZE),)](w, b, w.numel(), *numbers, **modes)
 
 
 def _pass(

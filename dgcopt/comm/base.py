@@ -140,9 +140,12 @@ class Comm(ABC):
         groups = {*self._partitions["node"], *across} - {self._ranks["world"]}
         self._subgroups = sorted(group for group in groups if len(group) > 1)
 
-    def _find_nodes(self) -> None:
-        """Ask every rank for the name of its machine. DGCOPT_NODE overrides it where host names do not tell."""
-        name = os.environ.get("DGCOPT_NODE") or socket.gethostname()
+    def _find_nodes(self, launched_on: str = "") -> None:
+        """Ask every rank for the name of its machine: what the launcher calls it, or its own.
+
+        DGCOPT_NODE overrides it where host names do not tell.
+        """
+        name = os.environ.get("DGCOPT_NODE") or launched_on or socket.gethostname()
         mine = torch.zeros(256, dtype=torch.uint8)
         encoded = name.encode()[:256]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)

@@ -126,7 +126,8 @@ class HorovodComm(Comm):
                 self.node, self.nodes = self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
                 self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
                 return
-            self._find_nodes()
+            # horovodrun's name of it with Gloo, by which Horovod counts local ranks; MPI goes by the machine's own
+            self._find_nodes(os.environ.get("HOROVOD_HOSTNAME", ""))
             for members in self._subgroups:
                 self._sets[members] = self._register(members, list(members))
 

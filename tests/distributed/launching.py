@@ -28,6 +28,8 @@ ROOT = HERE.parent.parent
 LEAN = ROOT / "tests" / "lean"
 BIN = str(Path(sys.executable).parent)
 MARK = "DGCOPT_TEST_LAUNCH"
+HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
+"""Two names of this machine, by which horovodrun and dgcopt take it for two; no ssh is needed."""
 
 
 def missing(wire: str) -> str:
@@ -50,7 +52,8 @@ def launcher(wire: str, size: int) -> list[str]:
     if wire == "mpi":
         options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
         return ["mpirun", "-n", str(size), *options, sys.executable]
-    return ["horovodrun", "--gloo" if wire == "horovod-gloo" else "--mpi", "-np", str(size), sys.executable]
+    controller = ["--mpi"] if wire == "horovod-mpi" else ["--gloo", *(HOSTS if size == 4 else [])]
+    return ["horovodrun", *controller, "-np", str(size), sys.executable]
 
 
 @dataclass

@@ -25,8 +25,11 @@ HIERARCHICAL: dict[str, Compressor] = {
 
 @functools.cache
 def two_by_two(comm: Comm) -> Comm:
-    """The same ranks, the first two of which are on one machine and the others on another."""
-    machines = regrouped(comm, [0, 0, 1, 1])
+    """The same ranks, the first two of which are on one machine and the others on another, if that is not so already.
+
+    It is where horovodrun was given two host names.
+    """
+    machines = comm if comm.nodes == 2 else regrouped(comm, [0, 0, 1, 1])
     assert (machines.nodes, machines.local_size) == (2, 2)
     return machines
 

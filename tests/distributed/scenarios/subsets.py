@@ -107,6 +107,8 @@ def two_comms_of_the_same_ranks(comm: Comm) -> None:
 def every_collective_of_a_subset(comm: Comm) -> None:
     """All ranks but the first, or all if that leaves one; given backwards, twice, and closed in between."""
     members = range(comm.size - 1, 0 if comm.size > 2 else -1, -1)
+    if comm.nodes == 2:
+        members = range(3, 1, -1)  # three of two and two ranks hang Horovod 0.28.1 with Gloo, unless they are 0, 1, 2
     for first in (True, False):
         subset = comm.among(members)
         assert isinstance(subset, LocalComm) == (comm.rank not in members)
@@ -186,7 +188,7 @@ def process_sets_of_horovod(comm: Comm) -> None:
     import horovod.torch as hvd
 
     registered = hvd.add_process_set([1, 2])  # type: ignore[attr-defined]
-    made = hvd.ProcessSet([0, 2, 3])  # type: ignore[attr-defined]
+    made = hvd.ProcessSet([0, 1, 2] if comm.nodes == 2 else [0, 2, 3])  # type: ignore[attr-defined]
     for given in (registered, made, hvd.global_process_set):  # type: ignore[attr-defined]
         members = list(given.ranks)
         subset = comm.among(given)

@@ -8,7 +8,15 @@ rounding, signs, trits, values; sums is what those have in common that quantise.
 
 from . import native, torch
 from .blocks import BLOCK, CHUNK, bits_of, chunks
-from .cuda import in_triton, takes_cuda, takes_cuda_chunks, takes_cuda_copies, takes_cuda_dense, takes_cuda_rows
+from .cuda import (
+    in_triton,
+    takes_cuda,
+    takes_cuda_chunks,
+    takes_cuda_copies,
+    takes_cuda_dense,
+    takes_cuda_of_rows,
+    takes_cuda_rows,
+)
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .parts import Parts
@@ -144,9 +152,13 @@ select_ahead = Kernel(
 )
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small), in_triton(torch.pack_small, takes_cuda))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small), in_triton(torch.unpack_small, takes_cuda))
-rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure))
-rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack))
-rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack))
+rice_measure = Kernel(
+    torch.rice_measure, (takes_flat, native.rice_measure), in_triton(torch.rice_measure, takes_cuda_of_rows)
+)
+rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack), in_triton(torch.rice_pack, takes_cuda_of_rows))
+rice_unpack = Kernel(
+    torch.rice_unpack, (takes_flat, native.rice_unpack), in_triton(torch.rice_unpack, takes_cuda_of_rows)
+)
 tensor_norms = Kernel(torch.tensor_norms, (takes_float32, native.tensor_norms), in_triton(torch.tensor_norms))
 tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums), in_triton(torch.tensor_sums))
 minmax_codes = Kernel(

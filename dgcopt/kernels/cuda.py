@@ -22,6 +22,7 @@ __all__ = [
     "takes_cuda_copies",
     "takes_cuda_dense",
     "takes_cuda_float32",
+    "takes_cuda_of_rows",
     "takes_cuda_rows",
 ]
 
@@ -50,6 +51,11 @@ def takes_cuda_float32(*arguments: Any) -> bool:
 def takes_cuda_rows(*arguments: Any) -> bool:
     """The same of tensors of which each row lies in one piece."""
     return _takes(arguments, (torch.float32,), _in_rows)
+
+
+def takes_cuda_of_rows(tensor: Tensor, counts: Tensor, *others: Any) -> bool:
+    """The same as `takes_cuda`, with the counts of rows, which are on the CPU."""
+    return counts.is_cpu and takes_cuda(tensor)
 
 
 def takes_cuda_chunks(*arguments: Any) -> bool:

@@ -9,6 +9,7 @@ from .mixing import *
 from .packing import *
 from .products import *
 from .residual import *
+from .rice import *
 from .rounding import *
 from .selection import *
 from .signs import *

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, Momentum
+from dgcopt.kernels import Chunks, Groups, Matrices, Momentum
 
 KEY = 0x123456789ABCDEF1
 WARMUP = 3
@@ -64,6 +64,10 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "copy_scaled", ([flat(n, half)], [flat(n, half)], 0.5)
     yield "decay", (x, y, Momentum(0.9), 1e-4, 0.1)
     yield "decay", (x, y, Momentum(0.9, 0.1, True), 1e-4, 0.1)
+    matrices = Matrices([(0, n // 128, 128)])
+    yield "dct", (x, matrices, out)
+    yield "inverse_dct", (x, matrices, out, "subtract")
+    yield "inverse_dct", (x, matrices, out, "sign")
     yield "draw_from_spans", (place, place + 1, KEY)
     yield "pack_small", (bits & 7, 3)
     yield "pack_small", (bits & 31, 5)

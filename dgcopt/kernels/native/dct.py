@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..blocks import BLOCK
-from ..torch import Matrices, Put, waves
+from ..torch import Matrices, Put, waves_of_sides
 from .library import Int, Length, Pointer, check_flat, function, shared
 from .sums import HOW
 
@@ -59,12 +57,5 @@ def _checked(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> tuple[int
     check_flat(len(flat), flat, frequencies, dtype=torch.float32)
     if any(start < 0 or start + rows * columns > len(flat) for start, rows, columns in matrices.shapes):
         raise ValueError(f"matrices reach beyond the {len(flat)} elements that there are")
-    numbers, starts = _numbers()
+    numbers, starts = waves_of_sides(flat.device)
     return numbers.data_ptr(), starts.data_ptr()
-
-
-@functools.cache
-def _numbers() -> tuple[Tensor, Tensor]:
-    of_each = [waves(side or BLOCK, torch.float32, torch.device("cpu")) for side in range(BLOCK)]
-    lengths = torch.tensor([len(numbers) for numbers in of_each])
-    return torch.cat(of_each), lengths.cumsum(0) - lengths

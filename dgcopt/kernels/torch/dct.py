@@ -20,7 +20,7 @@ from torch import Tensor
 from ..blocks import BLOCK, CHUNK
 from .sums import Put, put
 
-__all__ = ["Matrices", "dct", "inverse_dct", "waves"]
+__all__ = ["Matrices", "dct", "inverse_dct", "waves", "waves_of_sides"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +38,36 @@ class Matrices:
                 for left in range(0, columns, BLOCK):
                     yield first + height * left, first + height * min(left + BLOCK, columns)
 
+    def tiles_on(self, device: torch.device) -> Tensor:
+        """Where each tile starts, how far its rows are apart, its height and width, and where its frequencies start.
+
+        int64 `[5, tiles]`, on the device.
+        """
+        if device not in self._tiles_on:
+            tiles = [
+                (first + left, columns, height, min(BLOCK, columns - left), first + height * left)
+                for first, height, columns in self._strips
+                for left in range(0, columns, BLOCK)
+            ]
+            self._tiles_on[device] = torch.tensor(tiles, dtype=torch.int64).view(-1, 5).T.contiguous().to(device)
+        return self._tiles_on[device]
+
+    @cached_property
+    def _tiles_on(self) -> dict[torch.device, Tensor]:
+        return {}
+
     @cached_property
     def table(self) -> Tensor:
         """The shapes of strips that are a tile high, from which tiles are the same: int64 on the CPU, `[strips, 3]`."""
-        strips = [
+        return torch.tensor(self._strips, dtype=torch.int64).view(-1, 3)
+
+    @property
+    def _strips(self) -> list[tuple[int, int, int]]:
+        return [
             (start + top * columns, min(BLOCK, rows - top), columns)
             for start, rows, columns in self.shapes
             for top in range(0, rows, BLOCK)
         ]
-        return torch.tensor(strips, dtype=torch.int64).view(-1, 3)
 
 
 def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
@@ -105,6 +126,14 @@ def waves(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if n > 1:
         numbers += [_cosine(k * (2 * j + 1), n) for k in range(n) for j in range(n)]
     return torch.tensor(numbers, dtype=torch.float64).to(device, dtype)
+
+
+@functools.cache
+def waves_of_sides(device: torch.device) -> tuple[Tensor, Tensor]:
+    """`waves` for tiles' sides of 64, 1, 2 ... 63 elements, one after the other, and where each of them starts."""
+    of_each = [waves(side or BLOCK, torch.float32, torch.device("cpu")) for side in range(BLOCK)]
+    lengths = torch.tensor([len(numbers) for numbers in of_each])
+    return torch.cat(of_each).to(device), (lengths.cumsum(0) - lengths).to(device)
 
 
 def _cosine(turns: int, n: int) -> float:

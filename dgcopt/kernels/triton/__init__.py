@@ -2,6 +2,7 @@
 
 from .chunks import *
 from .copying import *
+from .dct import *
 from .drawing import *
 from .memory import *
 from .minmax import *

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, Matrices, Momentum
+from dgcopt.kernels import Chunks, Groups, Matrices, Momentum, Parts
 
 KEY = 0x123456789ABCDEF1
 WARMUP = 3
@@ -41,6 +41,7 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     x, y, out, bits = flat(n), flat(n), flat(n), whole(n, 243)
     place = torch.arange(blocks).mul(tensors).div(blocks, rounding_mode="floor").long().to(device)
     scales = flat(tensors).abs() + 10
+    spread = torch.arange(0, n, 1000).to(device)  # one position of every thousand
     third = n // 192 * 64
     groups = Groups([[(0, third - 24)], [(third, 2 * third - 24), (2 * third, n)]], [third // 1000, n // 1000], device)
     some = torch.arange(0, blocks, 100).to(device)
@@ -74,7 +75,13 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "unpack_small", (bits, n, 5)
     yield "peaks", ([x, out.narrow(0, 1, n - 1).view(1, -1)],)
     yield "peaks", ([flat(n, half), flat(64, half)],)
-    spread = torch.arange(0, n, 1000).to(device)  # one index of every thousand
+    yield "gather", (x, spread)
+    yield "subtract_at", (flat(n, half), spread, flat(len(spread)))
+    yield "clear_at", (x, spread)
+    cuts = torch.tensor(range(0, n + 1, n // tensors))
+    parts = Parts([flat(n // tensors) for _ in range(tensors)], cuts[:-1], cuts[1:])
+    yield "add_at", (parts, spread.repeat(2), flat(2 * len(spread)))
+    yield "step_at", (parts, [0.1] * tensors, spread.repeat(2), flat(len(spread)).repeat(2))
     count, nbytes = torch.tensor([n // 1000 + 1]), n // 500
     yield "rice_measure", (spread, count, 9)
     yield "rice_pack", (spread, count, 9, nbytes)

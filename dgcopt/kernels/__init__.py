@@ -15,6 +15,7 @@ from .cuda import (
     takes_cuda_copies,
     takes_cuda_dense,
     takes_cuda_of_rows,
+    takes_cuda_parts,
     takes_cuda_rows,
 )
 from .kernel import Kernel
@@ -127,13 +128,13 @@ ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead,
 block_maxima = Kernel(
     torch.block_maxima, (takes_floats, native.block_maxima), in_triton(torch.block_maxima, takes_cuda)
 )
-gather = Kernel(torch.gather, (takes_floats, native.gather))
-subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at))
+gather = Kernel(torch.gather, (takes_floats, native.gather), in_triton(torch.gather, takes_cuda))
+subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at), in_triton(torch.subtract_at, takes_cuda))
 copy_scaled = Kernel(
     torch.copy_scaled, (native.takes_copies, native.copy_scaled), in_triton(torch.copy_scaled, takes_cuda_copies)
 )
-add_at = Kernel(torch.add_at, (takes_float32, native.add_at))
-step_at = Kernel(torch.step_at, (takes_float32, native.step_at))
+add_at = Kernel(torch.add_at, (takes_float32, native.add_at), in_triton(torch.add_at, takes_cuda_parts))
+step_at = Kernel(torch.step_at, (takes_float32, native.step_at), in_triton(torch.step_at, takes_cuda_parts))
 add_and_maxima = Kernel(torch.add_and_maxima, (takes_float32, native.add_and_maxima), in_triton(torch.add_and_maxima))
 add_and_norms = Kernel(torch.add_and_norms, (takes_float32, native.add_and_norms), in_triton(torch.add_and_norms))
 dct = Kernel(torch.dct, (takes_float32, native.dct), in_triton(torch.dct))
@@ -143,7 +144,7 @@ draw_from_spans = Kernel(
 put_product = Kernel(torch.put_product, (takes_float32, native.put_product), in_triton(torch.put_product))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct), in_triton(torch.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks), in_triton(torch.peaks, takes_cuda_dense))
-clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at))
+clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at), in_triton(torch.clear_at, takes_cuda))
 add_and_select_above = Kernel(torch.add_and_select_above, (takes_float32, native.add_and_select_above))
 select_above = Kernel(torch.select_above, (takes_float32, native.select_above))
 select = Kernel(torch.select, (takes_floats, native.select), in_triton(torch.select, takes_cuda))

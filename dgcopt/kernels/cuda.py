@@ -23,6 +23,7 @@ __all__ = [
     "takes_cuda_dense",
     "takes_cuda_float32",
     "takes_cuda_of_rows",
+    "takes_cuda_parts",
     "takes_cuda_rows",
 ]
 
@@ -72,6 +73,11 @@ def takes_cuda_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: fl
 def takes_cuda_dense(tensors: Sequence[Tensor]) -> bool:
     """The same as `takes_cuda`, of tensors of one dtype, whatever the order of their elements."""
     return len({x.dtype for x in tensors}) == 1 and _takes(tensors, (torch.float32, torch.bfloat16), is_dense)
+
+
+def takes_cuda_parts(parts: Parts, *others: Any) -> bool:
+    """The same as `takes_cuda_float32`, of parts too."""
+    return takes_cuda_float32([part for part in parts.tensors if part is not None], *others)
 
 
 def _takes(

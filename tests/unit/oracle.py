@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgcopt.kernels import Chunks, Groups, Momentum, native
+from dgcopt.kernels import Chunks, Groups, Momentum, Parts, native
 
 built = pytest.mark.skipif(
     not native.instructions(),
@@ -93,12 +93,16 @@ class InTriton:
             there = [x if place == stays else _moved(x, "cuda") for place, x in enumerate(operands)]
             found = inner(*there)
             for mine, theirs in zip(operands, there, strict=True):
-                for old, new in zip(*((x if isinstance(x, list) else [x]) for x in (mine, theirs)), strict=True):
-                    if isinstance(old, Tensor):
-                        old.copy_(new)
+                for old, new in zip(_tensors_in(mine), _tensors_in(theirs), strict=True):
+                    old.copy_(new)
             return _moved(found, "cpu")
 
         return outer
+
+
+def _tensors_in(x: Any) -> list[Tensor]:
+    of = x.tensors if isinstance(x, Parts) else x if isinstance(x, list) else [x]
+    return [each for each in of if isinstance(each, Tensor)]
 
 
 def _moved(x: Any, device: str) -> Any:
@@ -110,6 +114,8 @@ def _moved(x: Any, device: str) -> Any:
         return type(x)(_moved(each, device) for each in x)
     if isinstance(x, Chunks | Groups):
         return dataclasses.replace(x, device=torch.device(device))
+    if isinstance(x, Parts):
+        return dataclasses.replace(x, tensors=_moved(x.tensors, device))
     return x
 
 

@@ -1,6 +1,7 @@
 """The inner loops in Triton, for CUDA tensors; imported when first used, so that Triton need not be installed."""
 
 from .chunks import *
+from .coordinates import *
 from .copying import *
 from .dct import *
 from .drawing import *

@@ -18,15 +18,17 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def piece_of(tile, firsts, count):
-    """Which piece a tile is of, by each one's first."""
-    low = tl.zeros((), tl.int32)
+def piece_of(at, firsts, count):
+    """Which piece something is of, a tile or an element, by each one's first."""
+    low = at * 0
     high = low + count
-    while high - low > 1:
+    left = tl.zeros((), tl.int32) + count
+    while left > 0:
         middle = (low + high) // 2
-        behind = tl.load(firsts + middle) <= tile
+        behind = tl.load(firsts + middle) <= at
         low = tl.where(behind, middle, low)
         high = tl.where(behind, high, middle)
+        left = left // 2
     return low
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
@@ -28,7 +28,7 @@ TYPES = {
     **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
     **{torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"},
 }
-FUSES = {"_blocks", "_some_blocks", "_signs", "_add_and", "_select", "_mix", "_decay"}
+FUSES = {"_blocks", "_some_blocks", "_signs", "_add_and", "_select", "_mix", "_decay", "_stepped"}
 """Kernels that fuse a multiplication with an addition, as torch does there."""
 WAIT = {"put_levels", "put_powers", "put_trits", "rice_measure", "rice_unpack"}
 """Operations that return a number, and have to wait for it."""
@@ -80,11 +80,12 @@ def main() -> None:
     CUDABackend.make_cubin = lambda *_, **__: b""  # what a device would need is what takes longest
     for name in ("__int__", "__bool__", "item", "tolist", "cpu"):
         setattr(torch.Tensor, name, unless_on_device(getattr(torch.Tensor, name)))
+    fake_tensor.CONSTANT_NUMEL_LIMIT = 16  # so that a few numbers on the CPU can be read
     torch.Tensor.data_ptr = lambda _: 0
     torch.Tensor.pin_memory = lambda x: x
     torch.cuda.device_of = lambda _: contextlib.nullcontext()
     names = []
-    with FakeTensorMode():
+    with fake_tensor.FakeTensorMode():
         for name, operands in OPERATIONS["calls"](8192, torch.device("cuda", 0)):
             before = len(done)
             with contextlib.suppress(Waits) if name in WAIT else contextlib.nullcontext():

@@ -1,38 +1,46 @@
-"""What is done at few positions of a flat tensor, and where those are: in C the bits of the specification in torch."""
+"""What is done at few positions of a flat tensor: in C and in Triton the bits of the specification in torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, assert_same_bits, built, halves_and_wholes, numbers, numels
+from oracle import (
+    KINDS,
+    InTriton,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    halves_and_wholes,
+    in_triton,
+    numbers,
+    numels,
+)
 
 from dgcopt import kernels
 from dgcopt.kernels import Parts, native
 from dgcopt.kernels import torch as specification
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    numel=numels,
+@all_implementations(
+    numel=Sizes(numels.filter(lambda numel: numel < 6000), numels),
     dtype=halves_and_wholes,
     kind=st.sampled_from(KINDS),
     density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_few_positions(numel, dtype, kind, density, shift, seed):
+def test_few_positions(of, numel, dtype, kind, density, shift, seed):
     flat = numbers(numel + shift, dtype, kind, seed)[shift:]
     positions = (torch.rand(numel, generator=torch.Generator().manual_seed(seed)) < density).nonzero().squeeze(1)
     values = numbers(len(positions), torch.float32, kind, seed + 1)
-    assert_same_bits(native.gather(flat, positions), specification.gather(flat, positions))
+    assert_same_bits(of.gather(flat, positions), specification.gather(flat, positions))
     ours, theirs = flat.clone(), flat.clone()
-    native.subtract_at(ours, positions, values)
+    of.subtract_at(ours, positions, values)
     specification.subtract_at(theirs, positions, values)
     assert_same_bits(ours, theirs)
-    native.clear_at(ours, positions)
+    of.clear_at(ours, positions)
     specification.clear_at(theirs, positions)
     assert_same_bits(ours, theirs)
 
@@ -71,25 +79,23 @@ def some_positions(parts, count, seed):
     return torch.cat([owned[torch.rand(len(owned), generator=random) < count] for _ in range(2)])
 
 
-@built
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
+@all_implementations(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=6),
     missing=st.sets(st.integers(0, 5)),
     kind=st.sampled_from(KINDS),
     density=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
     seed=st.integers(0, 2**20),
 )
-def test_parts_that_lie_apart(sizes, missing, kind, density, seed):
+def test_parts_that_lie_apart(of, sizes, missing, kind, density, seed):
     gaps = torch.randint(0, 3, (len(sizes),), generator=torch.Generator().manual_seed(seed)).tolist()
     ours, theirs = (in_parts(sizes, gaps, kind, seed, missing) for _ in range(2))
     positions = some_positions(ours, density, seed)
     values = numbers(len(positions), torch.float32, kind, seed + 100)
     rates = torch.rand(len(sizes), generator=torch.Generator().manual_seed(seed)).neg().tolist()
     before = [None if part is None else part._version for part in ours.tensors]
-    sums = native.add_at(ours, positions, values)
+    sums = of.add_at(ours, positions, values)
     assert_same_bits(sums, specification.add_at(theirs, positions, values))
-    native.step_at(ours, rates, positions, sums)
+    of.step_at(ours, rates, positions, sums)
     specification.step_at(theirs, rates, positions, sums)
     for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
         assert_same_bits(mine, other)
@@ -124,3 +130,24 @@ def test_parts_that_do_not_fit_are_refused():
         native.add_at(whole, torch.tensor([1]), torch.ones(2))
     with pytest.raises(ValueError, match="as many rates"):
         native.step_at(whole, [1.0], torch.tensor([1]), torch.ones(1))
+
+
+@pytest.mark.parametrize("of", [pytest.param(InTriton(), id="triton", marks=in_triton)])
+def test_positions_outside_are_passed_over_where_nobody_waits(of):
+    whole, three, spans = torch.ones(104), torch.ones(3), (torch.tensor([0, 64]), torch.tensor([2, 66]))
+    flat, positions = whole[2:102], torch.tensor([-1, 3, 100])
+    assert of.gather(flat, positions).tolist() == [0, 1, 0]
+    of.subtract_at(flat, positions, three)
+    assert whole.nonzero().view(-1).tolist() == [i for i in range(104) if i != 5]
+    of.clear_at(flat, positions + 1)
+    assert whole.nonzero().view(-1).tolist() == [i for i in range(104) if i not in (2, 5, 6)]
+    parts = Parts([whole[8:10], whole[20:22]], *spans)
+    assert of.add_at(parts, torch.tensor([-1, 2, 63, 66, 65]), torch.ones(5)).tolist() == [0, 0, 0, 0, 2]
+    of.step_at(parts, [1.0, 1.0], torch.tensor([-1, 2, 63, 66, 2**40]), torch.ones(5))
+    assert whole.sum() == 101 + 1 and whole[21] == 2
+    with pytest.raises(ValueError, match="flat tensor of 2"):
+        of.add_at(Parts([None, whole[:3]], *spans), positions, three)
+    with pytest.raises(ValueError, match="at least 3 elements"):
+        of.subtract_at(flat, positions, three[:2])
+    with pytest.raises(ValueError, match="as many rates"):
+        of.step_at(parts, [1.0], positions, three)

@@ -61,6 +61,9 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "add_and_maxima", (x, y, 0.9, out)
     yield "add_and_norms", (x, y, 0.9, out)
     yield "add_and_select_chunks", (x, y, 0.9, out, Chunks(spans, [32] * len(spans), device))
+    for most in (n // 1000, n):
+        yield "select_above", (x, 2.5, most)
+        yield "add_and_select_above", (x, y, 0.9, out, 2.5, most)
     yield "copy_scaled", ([x.narrow(0, 0, n - 24)], [out], 0.5)
     yield "copy_scaled", ([flat(n, half)], [flat(n, half)], 0.5)
     yield "decay", (x, y, Momentum(0.9), 1e-4, 0.1)

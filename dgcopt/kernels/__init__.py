@@ -145,8 +145,10 @@ put_product = Kernel(torch.put_product, (takes_float32, native.put_product), in_
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct), in_triton(torch.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks), in_triton(torch.peaks, takes_cuda_dense))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at), in_triton(torch.clear_at, takes_cuda))
-add_and_select_above = Kernel(torch.add_and_select_above, (takes_float32, native.add_and_select_above))
-select_above = Kernel(torch.select_above, (takes_float32, native.select_above))
+add_and_select_above = Kernel(
+    torch.add_and_select_above, (takes_float32, native.add_and_select_above), in_triton(torch.add_and_select_above)
+)
+select_above = Kernel(torch.select_above, (takes_float32, native.select_above), in_triton(torch.select_above))
 select = Kernel(torch.select, (takes_floats, native.select), in_triton(torch.select, takes_cuda))
 select_ahead = Kernel(
     torch.select_ahead, (takes_floats, native.select_ahead), in_triton(torch.select_ahead, takes_cuda)

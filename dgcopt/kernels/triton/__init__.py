@@ -16,5 +16,6 @@ from .rounding import *
 from .selection import *
 from .signs import *
 from .sums import *
+from .threshold import *
 from .trits import *
 from .values import *

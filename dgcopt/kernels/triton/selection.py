@@ -150,29 +150,37 @@ def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
     """See `dgcopt.kernels.torch.select`."""
     check_length(blocks_of(flat), maxima)
     check_length(groups.stop, flat)
-    blocks = _search(maxima, maxima, groups, groups.search.of_blocks, block=0, held=True)
-    return _search(flat, blocks, groups, groups.search.of_elements, block=BLOCK, held=True)
+    lengths = groups.search.lengths
+    blocks = _search(maxima, maxima, lengths, groups.search.of_blocks, block=0, held=True)
+    return _search(flat, blocks, lengths, groups.search.of_elements, block=BLOCK, held=True)
 
 
 def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.select_ahead`."""
     check_length(-(-groups.stop // BLOCK), maxima)
-    blocks = _search(maxima, maxima, groups, groups.search.of_blocks, block=0, held=True)
+    lengths = groups.search.lengths
+    blocks = _search(maxima, maxima, lengths, groups.search.of_blocks, block=0, held=True)
     rows = rows_of(blocks).view(-1)
     check_length(len(blocks) * BLOCK, rows)
-    chosen = _search(rows, blocks, groups, groups.search.of_elements, block=BLOCK, held=False)
+    chosen = _search(rows, blocks, lengths, groups.search.of_elements, block=BLOCK, held=False)
     positions = blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK
     return positions, rows.index_select(0, chosen)
 
 
-def _search(x: Tensor, blocks: Tensor, groups: Groups, search: Search, block: int, held: bool) -> Tensor:
+def largest(values: Tensor, count: int) -> Tensor:
+    """Where the largest magnitudes are, of equal ones the first: int64, ascending."""
+    there = torch.ones(len(values), dtype=torch.uint8, device=values.device)
+    return _search(values, values, there, Search.of([(0, len(values))], [count], values.device), block=0, held=True)
+
+
+def _search(x: Tensor, blocks: Tensor, lengths: Tensor, search: Search, block: int, held: bool) -> Tensor:
     """The places of what is selected."""
     positions = torch.empty(search.count, dtype=torch.int64, device=x.device)
     if not search.count:
         return positions
-    digits, number, count = x.element_size(), search.tiles.shape[1], len(groups.counts)
+    digits, number, count = x.element_size(), search.tiles.shape[1], len(search.wanted)
     counts = torch.zeros(digits, count, 256, dtype=torch.int32, device=x.device)
-    operands = (x, groups.search.lengths, blocks, search.tiles, number, search.wanted, count, counts)
+    operands = (x, lengths, blocks, search.tiles, number, search.wanted, count, counts)
     modes = {"HELD": held, "BLOCK": block, "TILE": search.tile, **UNFUSED}
     for i in range(digits):
         _count_digits[(number,)](*operands, **modes, DIGITS=i, LEFT=digits - i)

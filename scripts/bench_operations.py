@@ -88,7 +88,7 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     count, nbytes = torch.tensor([n // 1000 + 1]), n // 500
     yield "rice_measure", (spread, count, 9)
     yield "rice_pack", (spread, count, 9, nbytes)
-    yield "rice_unpack", (whole(nbytes, 256).view(1, -1), count, 9, n)
+    yield "rice_unpack", (kernels.rice_pack(spread, count, 9, nbytes), count, 9, n)
     yield "round_levels", (x, scales, place, 7, KEY)
     yield "round_levels", (x, scales, place, 127, KEY)
     yield "put_levels", (bits, 3, scales, place, out, "set")

@@ -48,7 +48,7 @@ run kernels 150 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/unit/ker
 run compressors 150 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/unit --ignore tests/unit/kernels --ignore tests/unit/coding
 run ranks 120 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/distributed
 run bench 120 "$python" scripts/bench_kernels.py --device cuda --rounds 10 --json "$folder/kernels.json"
-run operations 60 "$python" scripts/bench_operations.py --device cuda --json "$folder/operations.json"
+run operations 120 "$python" scripts/bench_operations.py --device cuda --json "$folder/operations.json"
 
 cat "$folder/summary.txt"
 exit "$failed"

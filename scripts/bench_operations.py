@@ -86,7 +86,7 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "add_at", (parts, spread.repeat(2), flat(2 * len(spread)))
     yield "step_at", (parts, [0.1] * tensors, spread.repeat(2), flat(len(spread)).repeat(2))
     count, nbytes = torch.tensor([n // 1000 + 1]), n // 500
-    yield "rice_measure", (spread, count, 9)
+    yield "rice_measure", (spread, count, 9, n)
     yield "rice_pack", (spread, count, 9, nbytes)
     yield "rice_unpack", (kernels.rice_pack(spread, count, 9, nbytes), count, 9, n)
     yield "round_levels", (x, scales, place, 7, KEY)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
-from ..kernels import by_row
+from ..kernels import by_row, sent
 from .bits import aligned, read_as
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import named, one_row, put_parts, take_parts
@@ -88,7 +88,7 @@ class SparseCode:
             index_part.copy_(indices.int().view(torch.uint8).view(len(counts), -1))
         parts = self._values.encode(values, counts)
         put_parts(value_part, parts, self._values.sizes(counts))
-        arriving = self._values.decode(parts, counts, [-1] * len(counts))
+        arriving = self._values.decode(parts, counts, [])
         return messages, kept, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
     row, ordinal = by_row(counts, values.device)
     down = values.abs().argsort(descending=True, stable=True)
     down = down[row[down].argsort(stable=True)]  # of each row, from its largest
-    return down[ordinal < limits.to(values.device)[row]].sort().values
+    return down[ordinal < sent(limits, values.device)[row]].sort().values
 
 
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from ..kernels import rice_measure, rice_pack, rice_unpack
+from ..kernels import rice_measure, rice_pack, rice_unpack, sent
 from .bits import aligned, packed_bytes
 from .rows import named
 
@@ -73,8 +73,8 @@ def rice_excess(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tens
     if not len(indices):
         return torch.zeros_like(counts)
     b = remainder_bits(count, numel)
-    smallest, quotients = rice_measure(indices, counts, b)
-    if int(smallest.amin()) < 0 or int(indices.amax()) >= numel:
+    smallest, quotients = rice_measure(indices, counts, b, numel)
+    if int(smallest.amin()) < 0:
         raise ValueError(f"indices have to ascend strictly from 0 or more to less than {numel}")
     room = rice_bytes(count, numel) - _HEADER - packed_bytes(counts, b)
     missing = (-(-(counts + quotients) // 8) - room).clamp(min=0)
@@ -90,7 +90,7 @@ def encode_rice(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tens
     """
     messages = torch.zeros(len(counts), rice_bytes(count, numel), dtype=torch.uint8, device=indices.device)
     if count:
-        messages[:, :_HEADER] = counts.to(torch.int32).view(torch.uint8).view(-1, _HEADER)
+        messages[:, :_HEADER] = sent(counts.to(torch.int32), indices.device).view(torch.uint8).view(-1, _HEADER)
         nbytes = messages.shape[1] - _HEADER
         messages[:, _HEADER:] = rice_pack(indices, counts, remainder_bits(count, numel), nbytes)
     return messages

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels import sent
+
 __all__ = ["Lengths", "named", "one_row", "put_parts", "take_parts"]
 
 Lengths = tuple[Tensor, ...]
@@ -50,6 +52,6 @@ def _where(rows: Tensor, starts: Tensor, lengths: Tensor) -> slice | Tensor:
     """Which columns a part takes, or which places, where that differs from row to row."""
     if len(rows) == 1 or (bool((starts == starts[0]).all()) and bool((lengths == lengths[0]).all())):
         return slice(int(starts[0]), int(starts[0] + lengths[0]))
-    starts, stops = starts.to(rows.device).unsqueeze(1), (starts + lengths).to(rows.device).unsqueeze(1)
+    starts, stops = (sent(ends, rows.device).unsqueeze(1) for ends in (starts, starts + lengths))
     columns = torch.arange(rows.shape[1], device=rows.device)
     return (starts <= columns) & (columns < stops)

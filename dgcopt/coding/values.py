@@ -63,7 +63,7 @@ class ValueCode(Protocol):
         """One-dimensional `values` of any floating dtype, one message's after the other's: each part's bytes, alike."""
 
     def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The values of parts from `ranks`; PayloadError if they cannot be right."""
+        """The values of parts from `ranks`; PayloadError if they cannot be right. No ranks: one's own, which are."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,9 @@ def check_scales(scales: Tensor, rank: int) -> None:
 
 
 def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int]) -> None:
-    """`check_scales` of the scales of every block, in messages from `ranks`."""
+    """`check_scales` of the scales of every block, in messages from `ranks`; for one's own nobody waits."""
+    if not ranks:
+        return
     right = _right(scales)
     if not right.all():
         row, _ = by_row(-(-counts // block), scales.device)

@@ -21,7 +21,7 @@ from .cuda import (
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
 from .parts import Parts
-from .rows import by_row, firsts
+from .rows import by_row, firsts, sent
 from .torch import (
     LARGEST,
     PER_BYTE,
@@ -107,6 +107,7 @@ __all__ = [
     "select_above",
     "select_ahead",
     "select_chunks",
+    "sent",
     "split_signs",
     "split_sum",
     "split_sum_of_signs",

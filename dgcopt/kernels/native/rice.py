@@ -10,13 +10,15 @@ from .library import Int, Length, Pointer, check_flat, function, is_flat
 __all__ = ["rice_measure", "rice_pack", "rice_unpack"]
 
 
-def rice_measure(indices: Tensor, counts: Tensor, b: int) -> tuple[Tensor, Tensor]:
+def rice_measure(indices: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.rice_measure`."""
     _check_rows(counts, indices)
     measures = torch.empty(2, len(counts), dtype=torch.int64)
-    loop = function("rice_measure", Pointer, Pointer, Length, Int, Pointer, Pointer)
-    loop(indices.data_ptr(), counts.data_ptr(), len(counts), b, measures[0].data_ptr(), measures[1].data_ptr())
-    return measures[0], measures[1]
+    loop = function("rice_measure", Pointer, Pointer, Length, Int, Length, Pointer, Pointer)
+    smallest, quotients = measures.unbind()
+    operands = (indices.data_ptr(), counts.data_ptr(), len(counts), b, numel)
+    loop(*operands, smallest.data_ptr(), quotients.data_ptr())
+    return smallest, quotients
 
 
 def rice_pack(indices: Tensor, counts: Tensor, b: int, nbytes: int) -> Tensor:

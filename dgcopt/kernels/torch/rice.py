@@ -5,20 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..rows import by_row, firsts
+from ..rows import by_row, firsts, sent
 from .packing import pack_small, unpack_small
 
 __all__ = ["rice_measure", "rice_pack", "rice_unpack"]
 
 
-def rice_measure(indices: Tensor, counts: Tensor, b: int) -> tuple[Tensor, Tensor]:
+def rice_measure(indices: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, Tensor]:
     """Of int64 indices, `counts` (int64, on the CPU) of which make one row after the other and ascend in each.
 
-    Returns, int64 `[rows]` on the CPU, the smallest gap between neighbours, and the sum of all quotients by 2^b.
+    Returns, int64 `[rows]` on the CPU, the smallest gap between neighbours, or between the last one and `numel`, and
+    the sum of all quotients by 2^b.
     """
     row, _ = by_row(counts, indices.device)
     gaps, none = _gaps(indices, counts), indices.new_zeros(len(counts))
     smallest = none.scatter_reduce(0, row, gaps, "amin", include_self=False)
+    some = counts > 0
+    behind = numel - 1 - indices[sent((counts.cumsum(0) - 1)[some], indices.device)]
+    smallest = smallest.scatter_reduce(0, sent(some.nonzero().squeeze(1), indices.device), behind, "amin")
     measures = torch.stack((smallest, none.index_add(0, row, gaps >> b))).cpu()
     return measures[0], measures[1]
 
@@ -31,7 +35,7 @@ def rice_pack(indices: Tensor, counts: Tensor, b: int, nbytes: int) -> Tensor:
     """
     whole, rest = divmod(b, 8)
     (row, ordinal), gaps = by_row(counts, indices.device), _gaps(indices, counts)
-    starts = [column.to(indices.device) for column in _starts(counts, b)]
+    starts = [sent(column, indices.device) for column in _starts(counts, b)]
     packed = indices.new_zeros(len(counts) * nbytes, dtype=torch.uint8)
     unary = gaps.new_zeros(8 * len(packed), dtype=torch.uint8)
     longest = (gaps >> b) + 1
@@ -60,10 +64,10 @@ def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Ten
     """
     (rows, nbytes), (whole, rest) = packed.shape, divmod(b, 8)
     row, ordinal = by_row(counts, packed.device)
-    starts = [column.to(packed.device) for column in _starts(counts, b)]
+    starts = [sent(column, packed.device) for column in _starts(counts, b)]
     bits = unpack_small(packed.reshape(-1), 8 * rows * nbytes, 1).view(rows, 8 * nbytes)
     bits = bits * (torch.arange(8 * nbytes, device=bits.device) >= 8 * starts[1].unsqueeze(1))
-    wrong = (bits.sum(1) != counts.to(bits.device)).nonzero()
+    wrong = (bits.sum(1) != sent(counts, bits.device)).nonzero()
     if len(wrong):
         return counts, int(wrong[0])
     ends = bits.nonzero()[:, 1]
@@ -104,6 +108,6 @@ def _gaps(indices: Tensor, counts: Tensor) -> Tensor:
     """How many positions lie between an index and the one before it in its row."""
     gaps = indices.clone()
     gaps[1:] -= indices[:-1] + 1
-    starts = firsts(counts, indices.device)[counts.to(indices.device) > 0]
+    starts = sent((counts.cumsum(0) - counts)[counts > 0], indices.device)
     gaps[starts] = indices[starts]
     return gaps

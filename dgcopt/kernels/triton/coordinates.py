@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..parts import Parts
+from ..rows import sent
 from .floats import UNFUSED, rounded, wide
 from .lengths import check_length
-from .pieces import begins, piece_of, sent
+from .pieces import begins, piece_of
 
 __all__ = ["add_at", "clear_at", "gather", "step_at", "subtract_at"]
 

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Pieces", "begins", "piece_of", "sent"]
+from ..rows import sent
+
+__all__ = ["Pieces", "begins", "piece_of"]
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -36,11 +38,6 @@ def piece_of(at, firsts, count):
 def begins(addresses, piece, DTYPE: tl.constexpr):
     """Where a piece begins in memory."""
     return tl.load(addresses + piece).to(tl.pointer_type(DTYPE))
-
-
-def sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """A few numbers from the CPU; neither waits for the other."""
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

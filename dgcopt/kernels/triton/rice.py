@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..rows import sent
 from .floats import UNFUSED
-from .pieces import sent
 
 __all__ = ["rice_measure", "rice_pack", "rice_unpack"]
 
@@ -52,10 +52,12 @@ def _before(sums, first):
 
 
 @triton.jit(do_not_specialize=_VARIES)
-def _measure(indices, counts, firsts, b, smallest, quotients, SIZE: tl.constexpr):
+def _measure(indices, counts, firsts, b, numel, smallest, quotients, SIZE: tl.constexpr):
     row, first, count, at = _mine(counts, firsts, SIZE)
     gaps = _gaps(indices, first, at, at < count)
-    tl.atomic_min(smallest + row, tl.min(tl.where(at < count, gaps, _MOST), 0))
+    behind = numel - 1 - tl.load(indices + first + at, mask=at == count - 1, other=0)
+    least = tl.minimum(gaps, tl.where(at == count - 1, behind, _MOST))
+    tl.atomic_min(smallest + row, tl.min(tl.where(at < count, least, _MOST), 0))
     tl.atomic_add(quotients + row, tl.sum(tl.where(at < count, gaps >> b, 0), 0))
 
 
@@ -146,13 +148,13 @@ def _indices(up_to, counts, firsts, numel, indices, wrong, SIZE: tl.constexpr):
     tl.atomic_min(wrong, tl.where(beyond > 0, tl.program_id(1), tl.num_programs(1)))
 
 
-def rice_measure(indices: Tensor, counts: Tensor, b: int) -> tuple[Tensor, Tensor]:
+def rice_measure(indices: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.rice_measure`. What it returns is waited for."""
     rows = _rows(counts, b)
     at_first = [[2**63 - 1 if count else 0 for count in rows[0]], [0] * len(rows[0])]
     table, measures = sent(torch.tensor([*rows, *at_first]), indices.device).split((3, 2))
     if len(indices):
-        _measure[_grid(rows)](indices, *table.unbind()[:2], b, *measures.unbind(), SIZE=_SIZE, **UNFUSED)
+        _measure[_grid(rows)](indices, *table.unbind()[:2], b, numel, *measures.unbind(), SIZE=_SIZE, **UNFUSED)
     smallest, quotients = measures.cpu().unbind()
     return smallest, quotients
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -526,6 +527,42 @@ def test_random_bytes_are_read_or_refused(count, more, code, claimed, random):
     if claimed >= 0 and len(message):  # or else few would get beyond the header
         message[:4] = torch.tensor(list(claimed.to_bytes(4, "little")), dtype=torch.uint8)
     assert_read_or_refused(code, message, count, numel)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of which nobody knows a number without waiting, and all that is made of it."""
+
+    waits: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        mask = func is torch.Tensor.__getitem__ and getattr(args[1], "dtype", None) is torch.bool
+        if mask or func.__name__ in ("item", "tolist", "nonzero", "cpu", "__bool__", "__int__", "__float__"):
+            cls.waits.append(func.__name__)
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made.as_subclass(torch.Tensor) if func.__name__ == "cpu" else made
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", VALUE_CODES)
+def test_who_writes_messages_waits_in_kernels_alone(kind, rows, monkeypatch):
+    """Once there, to know whether all indices fit; who reads waits for the counts and for the scales too."""
+
+    def quiet(kernel, *args, **kwargs):
+        before = len(OnDevice.waits)
+        made = kernel.specification(*args, **kwargs)
+        del OnDevice.waits[before:]
+        return made
+
+    monkeypatch.setattr(kernels.Kernel, "__call__", quiet)
+    monkeypatch.setattr(OnDevice, "waits", [])
+    count, numel, code = 700, 70_000, SparseCode("rice", kind)
+    indices = torch.cat([spread(count, numel) for _ in range(rows)]).as_subclass(OnDevice)
+    values, counts = torch.randn(rows * count).as_subclass(OnDevice), torch.full((rows,), count)
+    messages, kept, _ = code.encode_rows(indices, values, counts, numel, count)
+    assert OnDevice.waits == [] and kept is None
+    code.decode_rows(messages.as_subclass(OnDevice), count, numel, range(rows))
+    assert OnDevice.waits == ["cpu", *["__bool__"] * (kind not in VALUE_DTYPES)]
 
 
 @pytest.mark.gpu

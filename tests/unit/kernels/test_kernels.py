@@ -355,17 +355,18 @@ def test_pack_small(of, numel, width, seed):
 def test_rice(of, rows, b, seed):
     counts = torch.tensor([len(gaps) for gaps in rows])
     indices = torch.cat([(torch.tensor(gaps, dtype=torch.int64) + 1).cumsum(0) - 1 for gaps in rows])
-    smallest, quotients = of.rice_measure(indices, counts, b)
-    assert smallest.tolist() == [min(gaps, default=0) for gaps in rows]
+    numel = int(indices.amax()) + 1 if len(indices) else 1
+    room = numel + seed % 5 - 2
+    smallest, quotients = of.rice_measure(indices, counts, b, room)
+    assert smallest.tolist() == [min([*gaps, room - sum(gaps) - len(gaps)]) if gaps else 0 for gaps in rows]
     assert quotients.tolist() == [sum(gap >> b for gap in gaps) for gaps in rows]
-    for mine, other in zip((smallest, quotients), specification.rice_measure(indices, counts, b), strict=True):
+    for mine, other in zip((smallest, quotients), specification.rice_measure(indices, counts, b, room), strict=True):
         assert torch.equal(mine, other)
 
     unary = [len(gaps) * (b // 8) + -(-len(gaps) // 8) * (b % 8) for gaps in rows]
     needed = [u - (-sum((gap >> b) + 1 for gap in gaps) // 8) for u, gaps in zip(unary, rows, strict=True)]
     packed = of.rice_pack(indices, counts, b, max(needed) + 3)
     assert torch.equal(packed, specification.rice_pack(indices, counts, b, max(needed) + 3))
-    numel = int(indices.amax()) + 1 if len(indices) else 1
     for each in (of, specification):
         arrived, wrong = each.rice_unpack(packed, counts, b, numel)
         assert wrong == -1 and torch.equal(arrived, indices)

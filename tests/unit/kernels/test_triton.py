@@ -111,7 +111,7 @@ def long_rows():
     indices = torch.cat([(part + 1).cumsum(0) - 1 for part in gaps.split(counts.tolist())])
     packed = specification.rice_pack(indices, counts, 5, 1301)
     return [
-        ("measure", (indices, counts, 5)),
+        ("measure", (indices, counts, 5, 10**6)),
         ("pack", (indices, counts, 5, 1301)),
         ("unpack", (packed, counts, 5, int(indices[599]) + 1)),
         ("unpack", (packed, counts, 5, int(indices[599]))),

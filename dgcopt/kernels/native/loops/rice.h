@@ -1,8 +1,9 @@
 /* Rice codes of ascending indices. */
 
-/* Of each of `rows`, which have `counts` indices: the smallest gap between neighbours, the sum of quotients by 2^b. */
-TARGET void FN(rice_measure)(const int64_t *indices, const int64_t *counts, int64_t rows, int b, int64_t *smallest,
-                             int64_t *quotients) {
+/* Of each of `rows`, which have `counts` indices: the smallest gap between neighbours, or behind the last one up to
+   `numel`; the sum of quotients by 2^b. */
+TARGET void FN(rice_measure)(const int64_t *indices, const int64_t *counts, int64_t rows, int b, int64_t numel,
+                             int64_t *smallest, int64_t *quotients) {
     for (int64_t row = 0; row < rows; indices += counts[row++]) {
         int64_t least = counts[row] ? indices[0] : 0, sum = counts[row] ? indices[0] >> b : 0;
         for (int64_t i = 1; i < counts[row]; i++) {
@@ -10,6 +11,7 @@ TARGET void FN(rice_measure)(const int64_t *indices, const int64_t *counts, int6
             least = gap < least ? gap : least;
             sum += gap >> b;
         }
+        if (counts[row] && numel - 1 - indices[counts[row] - 1] < least) least = numel - 1 - indices[counts[row] - 1];
         smallest[row] = least, quotients[row] = sum;
     }
 }

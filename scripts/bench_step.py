@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import os
 import resource
 import signal
@@ -123,6 +124,7 @@ def serve(system: str) -> None:
     """One rank: build, warm up, then measure as many steps as each line of standard input says."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not come between the replies
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=PATIENCE)
     model = Synthetic(dist.get_rank())
@@ -203,6 +205,11 @@ class Ranks:
             raise RuntimeError(f"rank {lines.index('')} ended:\n{self.errors.read()[-3000:].strip()}")
         return [json.loads(line) for line in lines]
 
+    def choices(self) -> list[str]:
+        """What `reduce="auto"` has chosen, as the log has it."""
+        self.errors.seek(0)
+        return [line.strip() for line in self.errors if 'reduce="auto"' in line]
+
     def measure(self, steps: int) -> dict[str, Any]:
         """Run `steps` steps; the mean over ranks of what they took."""
         for process in self.processes:
@@ -225,15 +232,20 @@ def run(network: Loopback, arguments: argparse.Namespace) -> Iterator[list[dict[
             if system in failures:
                 continue
             note(f"{size} ranks, round {number + 1} of {arguments.rounds}: {system}")
-            network.shape("none")
+            measures_link = "auto" in system  # and so needs ranks of its own on each, shaped before they start
+            starts = [(link, [link]) for link in arguments.links] if measures_link else [("none", arguments.links)]
             try:
-                with Ranks(system, network) as ranks:
-                    ranks.replies()
-                    for link in arguments.links:
-                        network.shape(link)
-                        once = ranks.measure(1)["seconds"][0]
-                        steps = max(1, min(arguments.steps, int(arguments.seconds / once)))
-                        runs.setdefault((link, system), []).append(ranks.measure(steps))
+                for at_start, links in starts:
+                    network.shape(at_start)
+                    with Ranks(system, network) as ranks:
+                        ranks.replies()
+                        for link in links:
+                            network.shape(link)
+                            once = ranks.measure(1)["seconds"][0]
+                            steps = max(1, min(arguments.steps, int(arguments.seconds / once)))
+                            runs.setdefault((link, system), []).append(ranks.measure(steps))
+                        for line in ranks.choices():
+                            note(f"{at_start}: {line}")
             except (RuntimeError, OSError) as error:
                 failures[system] = str(error)
                 note(f"{system} failed: {error}")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt import DGC, Comm
 
-FROZEN = 15
+FROZEN = {"torch": 15}
+"""Seconds after which a frozen rank is ended: torchrun waits for it, the other launchers do not."""
 
 
 def replica(comm: Comm) -> Replica:
@@ -63,14 +64,14 @@ def sleeps(comm: Comm) -> None:
 
 
 def freezes(comm: Comm) -> None:
-    """Not even the library's own threads go on, as when a machine dies; ended after FROZEN seconds."""
-    mine = replica(comm)
+    """Not even the library's own threads go on, as when a machine dies."""
+    mine, frozen = replica(comm), FROZEN.get(comm.wire, 60)
     train([mine], range(2))
     if is_last(comm):
         me = os.getpid()
         records = os.environ["DGCOPT_TEST_RECORDS"]
         note = json.dumps({"scenario": "was still frozen", "rank": comm.rank})
-        wake = f"sleep {FROZEN}; kill -0 {me} && echo '{note}' >{records}/rank-{comm.rank}.jsonl; kill -KILL {me}"
+        wake = f"sleep {frozen}; kill -0 {me} && echo '{note}' >{records}/rank-{comm.rank}.jsonl; kill -KILL {me}"
         apart = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {"PATH": os.environ["PATH"]}}
         subprocess.Popen(["sh", "-c", wake], start_new_session=True, **apart)
         os.kill(me, signal.SIGSTOP)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from meeting import together
 from torch import Tensor, nn
 
 import dgcopt
@@ -489,7 +490,8 @@ def end_badly(comm: Comm, plan: dict[str, Any], folder: Path) -> None:
         touched = last is not None and (now[0] != last[0] or (not may_keep and now[1] != last[1]))
         names = [kind.__name__ for kind in type(error).__mro__]
         record(comm.rank, "ended", names=names, dgc=isinstance(error, DGCError), said=str(error), touched=touched)
-        time.sleep(1)  # launchers end the other ranks when the first one has ended
+        # launchers end the other ranks when the first one has ended; each finds a mismatch by itself, and is to say so
+        together("ended", 10 if fault["kind"] == "mismatch" else 1)
         raise
     record(comm.rank, "ended", names=[], dgc=False, said="", touched=False)
 
@@ -577,6 +579,7 @@ def main() -> None:
         for fault in plan["faults"]:
             survivable.run(fault)
         return
+    together("here")
     comm = dgcopt.init(deadline=plan["deadline"], checksums=plan["checksums"])
     if plan["task"] == "survivable":
         survivable = Survivable(lambda: [comm], plan, folder)

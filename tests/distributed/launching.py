@@ -6,9 +6,11 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +44,16 @@ def missing(wire: str) -> str:
     if wire == "torch" and not torch.distributed.is_available():
         absent.append("torch.distributed")
     return f"{', '.join(absent)} not installed: bash scripts/install_horovod.sh" if absent else ""
+
+
+def free_port() -> int:
+    """A port that nobody has, of those that the kernel does not give to whoever asks for any, as many do meanwhile."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(lowest // 2, lowest)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def launcher(wire: str, size: int) -> list[str]:
@@ -110,6 +122,7 @@ def launch(
             # and Horovod would look for new collectives every millisecond
             "HOROVOD_CYCLE_TIME": "3",
             "DGCOPT_TEST_RECORDS": folder,
+            "DGCOPT_TEST_SIZE": str(size),
             "DGCOPT_TEST_COMPILER": "1" if compiler else "",
             "DGCOPT_TEST_LIMIT": str(limit),
             MARK: token,
@@ -221,7 +234,7 @@ def _end_survivors(token: str) -> list[int]:
                     found.append(int(folder.name))
         return found
 
-    deadline = time.monotonic() + 3  # launchers end a moment before their last child does
+    deadline = time.monotonic() + 10  # launchers end a moment before their last child does
     while (left := alive()) and time.monotonic() < deadline:
         time.sleep(0.1)
     for pid in left:

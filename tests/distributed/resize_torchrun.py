@@ -1,29 +1,25 @@
 """Agents of torchrun on one machine: a second one joins while the first trains, and dies while both do.
 
-    python resize_torchrun.py SCRIPT DIRECTORY
+    python resize_torchrun.py SCRIPT DIRECTORY PORT
 
 Each stage is awaited in what the agents print; a file tells the script in the end that it is enough.
 """
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-script, directory = sys.argv[1], Path(sys.argv[2])
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
+script, directory, port = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 
 AGENT = [sys.executable, "-m", "dgcopt", "run", "-np", "1", "--nnodes", "1:4", "--max-restarts", "9"]
 AGENT += ["--rdzv-endpoint", f"localhost:{port}"]
-# who is lost is missed after three seconds, and who may come is waited for one more
+# who is lost is missed after five seconds, and who may come is waited for one more
 AGENT += [
     "--launcher-args=--monitor-interval 0.3 --rdzv-conf "
-    "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
 ]
 
 

@@ -1,10 +1,8 @@
 """Whatever goes wrong on one rank ends the whole job, in bounded time, with an error that says who waited for what."""
 
 import re
-import warnings
 
 import pytest
-from failures import FROZEN
 from launching import HERE, WIRES, Outcome, launch, missing
 
 pytestmark = pytest.mark.processes
@@ -20,18 +18,12 @@ TIMED_OUT = rf"TimeoutExceeded: rank 0 waited {DEADLINE} s for \w+\[.*\] of opti
 LOST = rf"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 ({BUCKET}|vote.*{BUCKETS})"
 
 
-def fail(wire: str, what: str, limit: float, size: int = SIZE) -> Outcome:
+def fail(wire: str, what: str, limit: float, size: int = SIZE, deadline: int = DEADLINE) -> Outcome:
     if missing(wire):
         pytest.skip(missing(wire))
     program = [str(HERE / "worker.py"), "--bare", what]
-    # torchrun looks every tenth of a second for a dead rank, and would often end the others before they can speak
-    env = {"DGCOPT_TEST_DEADLINE": str(DEADLINE), "PET_MONITOR_INTERVAL": "2"}
-    for _ in range(3):
-        outcome = launch(wire, size, program, limit=limit + START, env=env)
-        if "Horovod background loop uncaught exception" not in outcome.output or "Error: rank 0" in outcome.output:
-            break
-        # Horovod 0.28.1 sometimes aborts a rank that has lost another before Python can say anything
-        warnings.warn(f"Horovod aborted:\n{outcome.tail}", stacklevel=2)
+    env = {"DGCOPT_TEST_DEADLINE": str(deadline)}
+    outcome = launch(wire, size, program, limit=limit + START, env=env)
     assert outcome.code is not None, f"did not end within {limit + START:g} s:\n{outcome.tail}"
     assert outcome.code != 0, f"ended as if nothing had happened:\n{outcome.tail}"
     assert not outcome.orphans, f"left {len(outcome.orphans)} process(es) behind:\n{outcome.tail}"
@@ -52,7 +44,7 @@ def test_other_shapes(wire: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 def test_exception(wire: str) -> None:
     """The exception itself is the first thing to read, not other ranks' errors about it."""
-    outcome = fail(wire, "raises", limit=DEADLINE)
+    outcome = fail(wire, "raises", limit=0, deadline=START + 30)
     assert_says(outcome, "ZeroDivisionError: the last rank had enough")
     assert "TimeoutExceeded" not in outcome.output, f"other ranks waited for the deadline:\n{outcome.tail}"
 
@@ -113,7 +105,7 @@ def test_frozen_machine(wire: str) -> None:
     """A rank whose very threads stand still, as when a machine hangs: the others leave without its help."""
     if wire == "horovod-mpi":
         pytest.xfail("Horovod's MPI controller holds its lock while it waits for a dead rank, also at exit")
-    outcome = fail(wire, "freezes", limit=FROZEN + DEADLINE)
+    outcome = fail(wire, "freezes", limit=4 * DEADLINE)
     assert_says(outcome, LOST)
     if wire != "torch":  # torchrun waits 30 s for a process that does not react to SIGTERM
         assert "was still frozen" not in outcome.records, f"waited for the frozen rank:\n{outcome.tail}"

@@ -1,11 +1,10 @@
 """`dgcopt run` with two real ranks of each launcher, and on two machines that an ssh of our own stands for."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
-from launching import launch, missing
+from launching import free_port, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
@@ -53,10 +52,7 @@ def test_two_machines(script: str, tmp_path: Path) -> None:
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/bash\necho "ssh to ${@: -2:1}"\nexec bash -c "${@: -1}"\n')
     ssh.chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.2", 0))
-        port = free.getsockname()[1]
-    hosts = ["-H", "127.0.0.2:1,127.0.0.3:1", "--rdzv-endpoint", f"127.0.0.2:{port}"]
+    hosts = ["-H", "127.0.0.2:1,127.0.0.3:1", "--rdzv-endpoint", f"127.0.0.2:{free_port()}"]
     run = ["-m", "dgcopt", "run", *hosts, script, "well", "an argument with 'quotes'"]
     path = os.pathsep.join([str(ssh.parent), os.environ["PATH"]])
     outcome = launch("torch", 2, run, limit=90, env={"PATH": path}, bare=True)

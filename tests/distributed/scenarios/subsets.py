@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from where import HOROVOD, only
 
@@ -208,8 +206,8 @@ def failures_of_horovod(comm: Comm) -> None:
     from horovod.common.exceptions import HorovodInternalError
 
     last = comm.rank == comm.size - 1
-    if last:
-        time.sleep(1)
+    if last:  # it comes when the others have met both
+        comm.run(Barrier(group="control"))
     handle = comm.start(AllReduce(torch.ones(2), op="sum", label="late"))
     if not last:
         try:
@@ -224,6 +222,7 @@ def failures_of_horovod(comm: Comm) -> None:
             assert isinstance(error, CommError) and f"rank {comm.rank}" in str(error)
         else:
             raise AssertionError("Horovod took the same name twice")
+        comm.run(Barrier(group="control"))
     assert comm.wait(handle).tolist() == [comm.size] * 2
 
 

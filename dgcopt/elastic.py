@@ -85,7 +85,8 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
 
     Give `dgcopt.init(deadline=...)` fewer seconds than the default: a worker that is left may have to wait so long for
     another that has already given up. Horovod 0.28.1 as released sometimes hangs after a worker has died (about
-    once in ten times here, inside the call that hands it a tensor); the one that scripts/install_horovod.sh builds does
+    once in ten times here, inside the call that hands it a tensor; or it loses a tensor that it is handed while it
+    shuts down, and the worker waits for that until its deadline); the one that scripts/install_horovod.sh builds does
     not. It aborts if process sets are registered; the groups "node" and
     "across" therefore do not exist under Horovod Elastic.
 

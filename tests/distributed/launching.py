@@ -193,15 +193,11 @@ def launch_world(wire: str, size: int, program: list[str], limit: float) -> Outc
     outcome = launch(wire, size, program, limit=limit, env=env)
     if not outcome.failed and ABORTED in outcome.output:
         # Horovod 0.28.1 now and then stands still by itself, between two of its own threads, until Gloo gives up
-        once_more(outcome, f"{wire}, {size} ranks, {Path(program[0]).name}: Horovod aborted")
+        why = f"{wire}, {size} ranks, {Path(program[0]).name}: Horovod aborted"
+        SESSION.again.append(why)
+        warnings.warn(f"{why}, trying once more:\n{outcome.tail}", stacklevel=2)
         outcome = launch(wire, size, program, limit=limit, env=env)
     return outcome
-
-
-def once_more(outcome: Outcome, why: str) -> None:
-    """Count a launch that is made once more, and show what it has said."""
-    SESSION.again.append(why)
-    warnings.warn(f"{why}, trying once more:\n{outcome.tail}", stacklevel=2)
 
 
 def assert_passed(wire: str, size: int, outcome: Outcome, name: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ABORTED, HERE, ROOT, Outcome, free_port, launch, missing, once_more
+from launching import HERE, ROOT, Outcome, free_port, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
@@ -52,15 +52,8 @@ def horovodrun(
     discover.chmod(0o755)
     program = ["-m", "horovod.runner.launch", "-np", str(size), "--min-np", "2", "--elastic-timeout", "60"]
     program += ["--host-discovery-script", str(discover), sys.executable, str(EXAMPLES / script)]
-    own, options = options, options if script == TRAIN else (str(directory), *options)
-    outcome = launch("horovod-gloo", size, [*program, *options], limit=LIMIT, env=env, bare=True)
-    if outcome.code is None and ABORTED in outcome.output and script != TRAIN and directory.name != "again":
-        # about once in forty launches among many others a worker stood still after Horovod had given up on a dead one
-        once_more(outcome, f"{script}, {size} workers: hung after Horovod aborted")
-        again = directory / "again"
-        again.mkdir()
-        return horovodrun(size, hosts, again, *own, script=script, env=env)
-    return done(outcome)
+    options = options if script == TRAIN else (str(directory), *options)
+    return done(launch("horovod-gloo", size, [*program, *options], limit=LIMIT, env=env, bare=True))
 
 
 def done(outcome: Outcome) -> Outcome:

@@ -93,14 +93,15 @@ class InTriton:
             there = [x if place == stays else _moved(x, "cuda") for place, x in enumerate(operands)]
             found = inner(*there)
             for mine, theirs in zip(operands, there, strict=True):
-                for old, new in zip(_tensors_in(mine), _tensors_in(theirs), strict=True):
+                for old, new in zip(tensors_in(mine), tensors_in(theirs), strict=True):
                     old.copy_(new)
             return _moved(found, "cpu")
 
         return outer
 
 
-def _tensors_in(x: Any) -> list[Tensor]:
+def tensors_in(x: Any) -> list[Tensor]:
+    """Those that an operand is or holds."""
     of = x.tensors if isinstance(x, Parts) else x if isinstance(x, list) else [x]
     return [each for each in of if isinstance(each, Tensor)]
 

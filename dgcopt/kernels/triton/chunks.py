@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..torch import Chunks
 from .floats import UNFUSED, magnitudes
@@ -46,6 +47,7 @@ def select_chunks(flat: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
 
 def add_and_select_chunks(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.add_and_select_chunks`."""
+    increment_version(out)
     return _selected(g, e, decay, out, chunks, adds=True)
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .floats import UNFUSED, magnitudes, rounded, wide
 from .lengths import check_length
@@ -43,6 +44,7 @@ def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -
         if len(out):
             grid = (triton.cdiv(len(out), _SIZE),)
             _copy[grid](g, len(g), out, len(out), float(scale), top, SIZE=_SIZE, **UNFUSED)
+        increment_version(out)
     return tops.view(torch.float32)
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Matrices, Put, waves_of_sides
@@ -129,11 +130,13 @@ def _turn(
 
 def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
     """See `dgcopt.kernels.torch.dct`."""
+    increment_version(out)
     _each_tile(flat, matrices, out, "set", forward=True)
 
 
 def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put | Literal["sign"]) -> None:
     """See `dgcopt.kernels.torch.inverse_dct`."""
+    increment_version(flat)
     _each_tile(flat, matrices, frequencies, how, forward=False)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK, bits_of
 from ..torch import Momentum
@@ -159,6 +160,7 @@ def ahead(
             *(v, v if u is None else u, v if g is None else g, blocks, rows, len(blocks), len(v), *numbers),
             **settings,
         )
+    increment_version(rows)
 
 
 def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
@@ -169,6 +171,7 @@ def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) 
         numbers = (float(rule.momentum), float(adds), float(weight_decay), -float(lr))
         modes = {"NESTEROV": rule.nesterov, "SIZE": _SIZE, **UNFUSED}
         _decay[(triton.cdiv(w.numel(), _SIZE),)](w, b, w.numel(), *numbers, **modes)
+    increment_version((w, b))
 
 
 def _pass(
@@ -187,6 +190,9 @@ def _pass(
             **settings,
             WRITES=writes,
         )
+    moved = u if rule is not None and rule.momentum else None
+    changed = (maxima, v, moved, g) if writes else (maxima,)
+    increment_version([x for x in changed if x is not None])  # as torch's own operations do: autograd looks for it
 
 
 def _settings(g: Tensor | None, rule: Momentum | None, scale: float) -> tuple[tuple[float, ...], dict[str, Any]]:

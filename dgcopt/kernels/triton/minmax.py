@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..torch import Put
 from .floats import UNFUSED, finite, nearest, put
@@ -89,6 +90,7 @@ def minmax_ends(rows: Tensor) -> Tensor:
 
 def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
     """See `dgcopt.kernels.torch.minmax_codes`."""
+    increment_version(codes)
     count, numel = rows.shape
     check_length(count * numel, codes)
     if count:
@@ -98,6 +100,7 @@ def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
 
 def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
     """See `dgcopt.kernels.torch.put_minmax`."""
+    increment_version(out)
     check_length(len(out), codes)
     if len(out):
         _put_minmax[(triton.cdiv(len(out), _SIZE),)](codes, ends, len(out), out, HOW=how, SIZE=_SIZE, **UNFUSED)

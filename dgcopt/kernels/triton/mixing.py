@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .floats import UNFUSED
 
@@ -38,6 +39,7 @@ def unmix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tens
 
 
 def _each(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float, back: bool) -> None:
+    increment_version(flat)
     for start, part in zip(starts, parts, strict=True):
         if len(part):
             operands = (flat.narrow(0, start, len(part)), float(keep), part, float(add), len(part))

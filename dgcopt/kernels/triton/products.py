@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .floats import UNFUSED
 from .lengths import check_length
@@ -47,6 +48,7 @@ def _product(
 
 def put_product(left: Tensor, right: Tensor, out: Tensor, less: Tensor | None) -> None:
     """See `dgcopt.kernels.torch.put_product`."""
+    increment_version([out] if less is None else [out, less])
     (rows, rank), columns = left.shape, len(right)
     check_length(rows * columns, out, *([] if less is None else [less]))
     if len(out):

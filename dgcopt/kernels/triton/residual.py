@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK, bits_of
 from .floats import UNFUSED, magnitudes
@@ -33,11 +34,13 @@ def _add_and(
 
 def add_and_maxima(g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
     """See `dgcopt.kernels.torch.add_and_maxima`."""
+    increment_version(out)
     return _of_blocks(g, e, decay, out, out.new_empty(len(out) // BLOCK), adds=True, norms=False)
 
 
 def add_and_norms(g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
     """See `dgcopt.kernels.torch.add_and_norms`."""
+    increment_version(out)
     return _of_blocks(g, e, decay, out, out.new_empty(len(out) // BLOCK), adds=True, norms=True)
 
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Put, halves
@@ -115,6 +116,7 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
 
 def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
     """See `dgcopt.kernels.torch.put_levels`. What it returns is waited for."""
+    increment_version(out)
     blocks = blocks_of(out)
     check_length(blocks, place)
     groups = blocks * (BLOCK // 8)
@@ -141,6 +143,7 @@ def round_powers(values: Tensor, key: int) -> Tensor:
 
 def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
     """See `dgcopt.kernels.torch.put_powers`. What it returns is waited for."""
+    increment_version(out)
     numel = len(out)
     check_length(numel + triton.cdiv(numel, 8), message)
     highest = torch.zeros((), dtype=torch.int32, device=out.device)

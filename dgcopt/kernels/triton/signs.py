@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import Put
@@ -86,6 +87,7 @@ def pack_signs(values: Tensor, zero_is_minus: bool = False) -> Tensor:
 
 def mix_signs(x: Tensor, keep: float, y: Tensor, add: float, out: Tensor, zero_is_minus: bool = False) -> Tensor:
     """See `dgcopt.kernels.torch.mix_signs`."""
+    increment_version(out)
     return _packed(x, keep, y, add, out, zero_is_minus, mixes=True)
 
 
@@ -106,6 +108,7 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.split_sum`."""
+    increment_version(out)
     return _parts(x, y, None, out)
 
 
@@ -113,6 +116,7 @@ def split_sum_of_signs(
     base: Tensor, packed: Sequence[Tensor], scales: Tensor, place: Tensor, lengths: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.split_sum_of_signs`."""
+    increment_version(out)
     before = base
     for signs, magnitudes in zip(packed, scales, strict=True):
         _put(signs, magnitudes, magnitudes, place, before, out, "add")
@@ -134,6 +138,7 @@ def _parts(x: Tensor, y: Tensor | None, lengths: Tensor | None, out: Tensor) -> 
 
 def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
     """See `dgcopt.kernels.torch.put_signs`."""
+    increment_version(out)
     _put(packed, above, below, place, out, out, how)
 
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
 from ..torch import PER_BYTE, Put, halves
@@ -100,6 +101,7 @@ def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tens
 
 def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> bool:
     """See `dgcopt.kernels.torch.put_trits`. What it returns is waited for."""
+    increment_version(out)
     check_length(triton.cdiv(len(out), BLOCK), place)
     check_length(triton.cdiv(len(out), PER_BYTE), packed)
     wrong = torch.zeros((), dtype=torch.int32, device=out.device)

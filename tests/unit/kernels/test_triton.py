@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import runpy
 import subprocess
 import sys
 import types
@@ -29,6 +30,7 @@ from oracle import (
     momenta,
     numbers,
     numels,
+    tensors_in,
 )
 from torch import Tensor
 
@@ -154,6 +156,23 @@ def test_all_that_is_there_is_used():
         )
         used = [run for _, run in getattr(kernels, name).others if run is not getattr(native, name)]
         assert [inspect.unwrap(run) for run in used] == [specified], name
+
+
+def test_autograd_notices_what_is_changed_in_place():
+    """Whatever the specification changes: who goes back through it is told, and gets no wrong result."""
+    scripts = Path(__file__).parents[3] / "scripts"
+    changing = set()
+    for name, operands in runpy.run_path(str(scripts / "bench_operations.py"))["calls"](8192, DEVICE):
+        tensors = [x for operand in operands for x in tensors_in(operand)]
+        changed = []
+        for of in (specification, importlib.import_module("dgcopt.kernels.triton")):
+            before = [x._version for x in tensors]
+            if of is specification or (changed[0] and name not in changing):
+                getattr(of, name)(*operands)
+                changed.append([place for place, x in enumerate(tensors) if x._version > before[place]])
+        assert changed[0] == changed[-1], name
+        changing |= {name} if changed[0] else set()
+    assert len(changing) > 20
 
 
 @pytest.mark.skipif(ON_CUDA, reason="what lies outside is not looked for on a device")

@@ -34,8 +34,12 @@ class Bucket:
         return f"bucket {self.index} ({first}{f' ... {last}' if len(self.segments) > 1 else ''})"
 
     @property
+    def device(self) -> torch.device:
+        return self.segments[0].param.device
+
+    @property
     def is_cpu(self) -> bool:
-        return self.segments[0].param.is_cpu
+        return self.device.type == "cpu"
 
     def empty(self) -> Tensor:
         """A flat tensor of zeros, of the parameters' dtype."""

@@ -162,10 +162,12 @@ class GradientBucket(Bucket):
     and is added to, while the other is sent.
 
     Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one;
-    `touched`, what a sparse sum has left, until the step is over.
+    `leaves_early`, whether it may be sent while backward runs; `touched`, what a sparse sum has left, until the step
+    is over.
     """
 
     in_place: bool = False
+    leaves_early: bool = False
 
     def __post_init__(self) -> None:
         self._starts = torch.tensor([segment.start for segment in self.segments])
@@ -196,6 +198,7 @@ class GradientBucket(Bucket):
         if any(sent.holds(place, segment.param.grad) for place, segment in enumerate(self.segments)):
             self._sent, self._other = self._other, sent
 
+    @torch.no_grad()
     def fill(self, places: Sequence[int], grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """Take `scale` times these parameters' gradients in, and make the gaps behind them zero; None counts as zero.
 

@@ -50,7 +50,7 @@ class Arrivals:
         self._usual: dict[Tensor, int] = {}
         self._peaks: dict[Tensor, Tensor] = {}
         self._waiting: dict[GradientBucket, dict[int, Tensor]] = {}
-        self._filled: dict[GradientBucket, int] = {}
+        self._filled: dict[GradientBucket, set[int]] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
         """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
@@ -76,10 +76,12 @@ class Arrivals:
 
     def take(self, param: Tensor, bucket: GradientBucket, place: int, scale: float) -> None:
         """Copy `scale` times a gradient into its bucket, if that wants it; a small one with `fill`."""
-        if bucket not in self._filled and not bucket.in_place:
-            bucket.keep_clear()
-        if param not in self.taken:
-            self._filled[bucket] = self._filled.get(bucket, 0) + 1
+        filled = self._filled.get(bucket)
+        if filled is None:
+            filled = self._filled[bucket] = set()
+            if not bucket.in_place:
+                bucket.keep_clear()
+        filled.add(place)
         grad = param.grad
         if not bucket.in_place:
             if param.numel() < LARGE:
@@ -97,7 +99,7 @@ class Arrivals:
 
     def has_filled(self, bucket: GradientBucket) -> bool:
         """Whether all of the bucket's gradients are in it."""
-        return self._filled.get(bucket, 0) == len(bucket.segments)
+        return len(self._filled.get(bucket, ())) == len(bucket.segments)
 
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
         """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
@@ -150,9 +152,9 @@ class EarlyLaunch:
         self._mistakes = 0
         self._pause_until = 0
 
-    def may(self, step: int, compressor: Compressor, device: torch.device) -> bool:
-        """Whether in this step those on a device may."""
-        return self.ever(compressor, device) and self.possible and step >= self._pause_until
+    def may(self, step: int) -> bool:
+        """Whether in this step those may that ever do."""
+        return self.possible and step >= self._pause_until
 
     @staticmethod
     def ever(compressor: Compressor, device: torch.device) -> bool:

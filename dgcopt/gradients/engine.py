@@ -161,22 +161,24 @@ class Engine:
                 f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
                 f"every {announced} passes."
             )
-        place, now = self.layout.place.get(param), self._now
-        if place is None or now.outdated or now.stale or not self.attendance.here:
+        found, now = self.layout.place.get(param), self._now
+        if found is None or now.outdated or now.stale or not self.attendance.here:
             return
-        if place[0].index < now.launched:
+        bucket, place = found
+        if bucket.index < now.launched:
             now.stale = True
             return
-        if not is_last or not self.early.may(self.step, self.compressor, param.device):
+        if not is_last or not bucket.leaves_early or not self.early.may(self.step):
             return
-        with torch.no_grad():
-            self._arrivals.take(param, *place, self._scale_taken(place[0]))
+        self._arrivals.take(param, bucket, place, self._scale_taken(bucket))
+        if self._arrivals.has_filled(bucket):
             try:
                 self._launch_filled()
             except Exception:
                 self.abandon()
                 raise
 
+    @torch.no_grad()
     def _launch_filled(self) -> None:
         """Launch the next buckets as long as all their gradients are there."""
         for bucket in self.layout.buckets[self._now.launched :]:
@@ -486,6 +488,7 @@ class Engine:
             op: Literal["average", "sum"] = "average" if divides else "sum"
             # a GPU copies gradients faster than it starts as many kernels as there are parameters
             bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
+            bucket.leaves_early = self.early.ever(self.compressor, bucket.device)
             self._contexts[bucket] = context_of(bucket, self.comm, op, self.store)
 
     def _bucket_mb(self) -> tuple[float, float]:

@@ -160,15 +160,17 @@ class Stepping(Optimizer):
 
     def gradient_arrived(self, param: Tensor) -> None:
         """`param.grad` was added to; called by autograd, or by who makes gradients without it."""
-        if not (self.engine is not None and self.engine.in_flight):
-            self._keep_up()
         engine = self.engine
+        is_first = engine is None or not engine.in_flight
+        if is_first:
+            self._keep_up()
+            engine = self.engine
         if engine is None:  # the only rank that is left after `rejoin`
             return
         self._grads = Grads.OWN
-        if self.mode in (Mode.ADD_UP, Mode.LOCAL):
+        if self.mode is Mode.ADD_UP or self.mode is Mode.LOCAL:
             return
-        if not engine.in_flight and getattr(self, "_join_config", None) is not None:
+        if is_first and getattr(self, "_join_config", None) is not None:
             torch.distributed.algorithms.Join.notify_join_context(self)  # type: ignore[arg-type]
         engine.arrived(param)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,34 +11,41 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import is_dense
-from .library import FLOATS, Float, Length, Pointer, check_flat, function, instructions, shared, takes_floats
+from .library import FLOATS, Float, Length, Pointer, function, instructions, is_flat, shared
 
 __all__ = ["copy_scaled", "peaks", "takes_copies", "takes_dense"]
 
 
 def takes_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> bool:
     """Whether loops can run over all of these tensors, and know their one dtype."""
-    return len({tensor.dtype for tensor in (*grads, *outs)}) == 1 and takes_floats(*grads, *outs)
+    dtype = grads[0].dtype
+    return dtype in FLOATS and bool(instructions()) and all(is_flat(x) and x.dtype is dtype for x in (*grads, *outs))
 
 
 def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> Tensor:
     """See `dgcopt.kernels.torch.copy_scaled`."""
     dtype = grads[0].dtype
-    for g, out in zip(grads, outs, strict=True):
-        check_flat(len(g), g, dtype=dtype)
-        check_flat(len(out), out, dtype=dtype)
-        if len(out) < len(g):
-            raise ValueError(f"{len(g)} elements do not fit into {len(out)}")
-    loop = function(f"copy_scaled_{FLOATS[dtype]}", *[Pointer] * 4, *[Length] * 3, Float, Pointer)
-    count, numels = len(grads), [g.numel() for g in grads]
+    for x in (*grads, *outs):
+        if x.dim() != 1 or x.dtype is not dtype or not is_flat(x):
+            raise ValueError(f"flat tensors of {dtype} are needed, not {tuple(x.shape)} of {x.dtype}")
+    count, numels, rooms = len(grads), [g.numel() for g in grads], [out.numel() for out in outs]
+    for numel, room in zip(numels, rooms, strict=True):
+        if numel > room:
+            raise ValueError(f"{numel} elements do not fit into {room}")
+    loop = _copy(dtype)
     places = (_array(Pointer, [g.data_ptr() for g in grads]), _array(Pointer, [out.data_ptr() for out in outs]))
-    lengths = (_array(Length, numels), _array(Length, [out.numel() for out in outs]))
+    lengths = (_array(Length, numels), _array(Length, rooms))
     tops = _shared_tops(
         count, sum(numels), lambda start, stop, found: loop(*places, *lengths, count, start, stop, scale, found)
     )
     for out in outs:
         increment_version(out)  # as torch's own operations do: autograd looks for it
     return tops
+
+
+@functools.cache
+def _copy(dtype: torch.dtype) -> Callable[..., int]:
+    return function(f"copy_scaled_{FLOATS[dtype]}", *[Pointer] * 4, *[Length] * 3, Float, Pointer)
 
 
 def takes_dense(tensors: Sequence[Tensor]) -> bool:

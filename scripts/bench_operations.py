@@ -4,8 +4,9 @@
     python scripts/bench_operations.py --numel 2000000 select round_levels
 
 A row for each operation that runs in Triton (C on a CPU), on random numbers. Its bytes are those of all tensors that it
-takes and returns, each counted once, which is less than it touches. Launches are part of its time. Medians over the
-rounds, in which operations take turns with the copy.
+takes and returns, each counted once, which is less than it touches; of what is done at few positions (gather and its
+like) only the time says something. Launches are part of its time. Medians over the rounds, in which operations take
+turns with the copy.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "decay", (x, y, Momentum(0.9, 0.1, True), 1e-4, 0.1)
     matrices = Matrices([(0, n // 128, 128)])
     yield "dct", (x, matrices, out)
-    yield "inverse_dct", (x, matrices, out, "subtract")
     yield "inverse_dct", (x, matrices, out, "sign")
     yield "draw_from_spans", (place, place + 1, KEY)
     yield "pack_small", (bits & 7, 3)

@@ -26,7 +26,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
@@ -811,6 +810,8 @@ def uneven_data_of_two_models() -> None:
             assert_close(together["o"], second["o"])
     with pytest.raises(dgcopt.ConfigError, match="only where it is the first"), dgcopt.join(optimizer, training.ddp):
         pass
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, which no other rank has to wait for
+
     zero = ZeroRedundancyOptimizer(training.model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(dgcopt.ConfigError, match="own last batch"), dgcopt.join(training.ddp, zero):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +17,7 @@ from .blocks import is_dense
 from .parts import Parts
 
 __all__ = [
+    "has_triton",
     "in_triton",
     "takes_cuda",
     "takes_cuda_chunks",
@@ -30,13 +32,30 @@ __all__ = [
 _WIDEST = 2**14
 """Elements that one program can hold."""
 
+_OLDEST = (3, 6)
+"""Triton before that makes zero of denormal quotients; and before 3.4 it knows no histogram of some elements."""
+
+log = logging.getLogger("dgcopt")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return os.environ.get("DGCOPT_KERNELS", "") != "torch" and importlib.util.find_spec("triton") is not None
+def has_triton() -> bool:
+    """Whether there is a Triton in which the kernels can be written; if not, one log line says why."""
+    if os.environ.get("DGCOPT_KERNELS", "") == "torch":
+        return False
+    needed = ".".join(map(str, _OLDEST))
+    if importlib.util.find_spec("triton") is None:
+        problem = "it is not installed"
+    else:
+        version = importlib.import_module("triton").__version__
+        if tuple(map(int, version.split(".")[:2])) >= _OLDEST:
+            return True
+        problem = f"version {version} is installed"
+    log.info("dgcopt: on CUDA compression runs in torch: its kernels need Triton %s or later, and %s", needed, problem)
+    return False
 
 
 def takes_cuda(*arguments: Any) -> bool:
@@ -89,7 +108,7 @@ def _takes(
     for x in tensors:
         if not x.is_cuda or not lies_well(x) or (x.is_floating_point() and x.dtype not in floats):
             return False
-    return len({x.device for x in tensors}) == 1 and _has_triton()
+    return len({x.device for x in tensors}) == 1 and has_triton()
 
 
 def _in_rows(x: Tensor) -> bool:

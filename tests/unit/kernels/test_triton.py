@@ -37,6 +37,7 @@ from torch import Tensor
 from dgcopt import kernels
 from dgcopt.kernels import Chunks, Groups, native
 from dgcopt.kernels import torch as specification
+from dgcopt.kernels.cuda import has_triton
 
 triton = InTriton()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
@@ -126,6 +127,19 @@ def test_cuda_tensors_come_here(monkeypatch):
     monkeypatch.setattr("dgcopt.kernels.triton.look", lambda *_: ran.append(True))
     kernels.look(torch.zeros(4, device="cuda"), None, None, torch.zeros(1, device="cuda"), None)
     assert ran == [True]
+
+
+@pytest.mark.parametrize(
+    ("version", "used"), [("2.1.0", False), ("3.5.1", False), ("3.6.0", True), ("3.10.1+git", True)]
+)
+def test_a_triton_that_rounds_otherwise_is_not_used(version, used, monkeypatch, caplog):
+    monkeypatch.setattr("triton.__version__", version)
+    with caplog.at_level("INFO", logger="dgcopt"):
+        assert has_triton.__wrapped__() == used
+    assert [record.getMessage() for record in caplog.records] == [
+        f"dgcopt: on CUDA compression runs in torch: its kernels need Triton 3.6 or later, and version {version} is "
+        f"installed"
+    ] * (not used)
 
 
 def test_it_compiles_for_cuda(tmp_path):

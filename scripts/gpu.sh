@@ -44,7 +44,7 @@ print(
 PYTHON
 [ "$failed" = 0 ] || exit 1
 
-run kernels 150 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/unit/kernels tests/unit/coding
+run kernels 240 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/unit/kernels tests/unit/coding
 run compressors 150 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/unit --ignore tests/unit/kernels --ignore tests/unit/coding
 run ranks 120 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/distributed
 run bench 120 "$python" scripts/bench_kernels.py --device cuda --rounds 10 --json "$folder/kernels.json"

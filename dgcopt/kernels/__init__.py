@@ -7,7 +7,7 @@ rounding, signs, trits, values; sums is what those have in common that quantise.
 """
 
 from . import native, torch
-from .blocks import BLOCK, CHUNK, bits_of, chunks
+from .blocks import BLOCK, CHUNK, bits_of, chunks, is_dense
 from .cuda import (
     in_triton,
     takes_cuda,
@@ -75,6 +75,7 @@ __all__ = [
     "in_blocks",
     "instructions",
     "inverse_dct",
+    "is_dense",
     "look",
     "majority",
     "means",

@@ -227,6 +227,35 @@ def test_a_coordinate_without_a_gradient_in_the_warm_up_stays_where_it_is() -> N
     assert torch.equal(params[0][::2], torch.ones(50)) and (params[0][1::2] < 0.97).all()
 
 
+@pytest.mark.parametrize("lies", ["in rows", "channels last", "otherwise"])
+@pytest.mark.parametrize("make", [Adam, AdamW])
+def test_the_step_in_parts_that_fit_into_a_cache_is_that_of_the_whole(make: type[Adam], lies: str) -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(3, 100, 30, 30) for _ in range(4)]  # more than one part, and a rest
+    if lies == "channels last":
+        weights = [x.to(memory_format=torch.channels_last) for x in weights]
+    x, grad, m, v = weights
+    if lies == "otherwise":
+        grad = grad.transpose(2, 3)
+    v.square_().masked_fill_(v > 3, 0)
+    param, start = torch.nn.Parameter(x.clone()), x.clone()
+    optimizer = make([param], lr=0.1, weight_decay=0.25, eps=0.0)
+    optimizer.state[param] = {"step": torch.tensor(7.0), "exp_avg": m.clone(), "exp_avg_sq": v.clone()}
+    compressor = OneBitAdam(2)
+    compressor.attach(optimizer)
+    param.grad = grad.clone()
+    assert list(compressor.before_step(optimizer)) == [param]
+
+    if make is AdamW:
+        start *= 1 - 0.1 * 0.25
+    else:
+        grad = grad + 0.25 * start
+    mean = m.lerp(grad, 1 - 0.9)
+    update = torch.where(v == 0, 0, mean / (v / (1 - 0.999**7)).sqrt())
+    assert torch.equal(optimizer.state[param]["exp_avg"], mean)
+    assert torch.equal(param, start.sub(update, alpha=0.1 / (1 - 0.9**8)))
+
+
 def naive_one_bit_reduce(
     grads: list[list[np.ndarray]], errors: list, server: list, cuts: list[slice]
 ) -> list[np.ndarray]:

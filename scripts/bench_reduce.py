@@ -5,16 +5,17 @@
     python scripts/bench_reduce.py --energy --ranks 4 16              # on digits, simulated ranks
     python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150
     python scripts/bench_reduce.py --energy --task stdlib_gpt --ranks 16 --steps 150 --source update
+    python scripts/bench_reduce.py --energy --ranks 4 16 64 --ways gather owner "owner 4 0.25" --plot docs/energy.png
 
 The first table is of one rank among N, whose peers are made up: each sends what this rank sends, and an owner gets from
 N ranks what it sends to N owners. Bytes are those of the collectives' own account: of the weights alone,
 vectors apart. Time is this rank's CPU time to select, encode and decode, on one thread.
 
 The second trains with N simulated ranks, and says in every 10th step which share of the energy (sum of squares) of the
-k largest coordinates of all that waits on all ranks the step has caught, where k is what one rank selects, of the whole
-model at once; how many of the coordinates that ranks selected found no room; and how well the model does in the end.
-Batches are N times as many for N ranks, of the same size together. All ways see the same batches and start from the
-same weights.
+k largest coordinates of all that waits on all ranks the step has caught, where k is `--ratio` of the whole model at
+once; how many of the coordinates that ranks selected found no room; and how well the model does in the end. With "owner
+4 0.25" each rank sends 4 k coordinates to owners, who forward a quarter of that, k in all. Batches are N times as many
+for N ranks, of the same size together. All ways see the same batches and start from the same weights.
 """
 
 from __future__ import annotations
@@ -167,13 +168,16 @@ def columns(data: Any, most: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def energy(
-    task: str, size: int, reduce: Any, ratio: float, keep: float, source: Any, steps: int, seed: int
+    task: str, size: int, way: str, ratio: float, keep: float, source: Any, steps: int, seed: int
 ) -> dict[str, Any]:
     """Train; returns shares of energy in every 10th step, of coordinates without room, and the test accuracy.
 
     No energy where updates travel.
     """
     settings, (batch, make) = settings_of(task), TASKS[task]
+    reduce, *more = way.split()
+    times, keep = map(float, more) if more else (1.0, keep)
+    compressor = functools.partial(dgcopt.TopK, times * ratio, **COMPACT, reduce=reduce, keep=keep, source=source)
     torch.manual_seed(seed)
     start = copy.deepcopy(settings.model)
     for module in start.modules():
@@ -183,9 +187,9 @@ def energy(
     models, optimizers = [], []
     for comm in dgcopt.simulated_world(size):
         model = copy.deepcopy(start)
-        compressor = dgcopt.TopK(ratio, **COMPACT, reduce=reduce, keep=keep, source=source, granularity="bucket")
         whole = {"bucket_mb": 1000.0, "first_bucket_mb": 1000.0, "comm": comm}
-        wrapped = dgcopt.DistributedOptimizer(make(model.parameters()), model.named_parameters(), compressor, **whole)
+        named, chooser = model.named_parameters(), compressor(granularity="bucket")
+        wrapped = dgcopt.DistributedOptimizer(make(model.parameters()), named, chooser, **whole)
         models.append(model)
         optimizers.append(wrapped)
     caught = []
@@ -213,7 +217,7 @@ def energy(
     with torch.no_grad():
         output = torch.cat([models[0](part) for part in inputs.split(50)])
     right = (output.argmax(-1) == targets).double().mean()
-    record = {"size": size, "reduce": reduce, "seed": seed, "caught": caught, "overflow": overflow}
+    record = {"task": task, "size": size, "way": way, "seed": seed, "caught": caught, "overflow": overflow}
     print({**record, "caught": caught[-1:], "accuracy": float(right)}, file=sys.stderr, flush=True)
     return {**record, "accuracy": float(right)}
 
@@ -236,8 +240,8 @@ def all_that_waits(models: list[nn.Module], optimizers: list[Any]) -> Tensor:
 def energy_table(records: list[dict[str, Any]]) -> str:
     lines = ["| ranks | way | energy caught, first third | last third | overflow | accuracy (range) |"]
     lines.append("|---" * 6 + "|")
-    key = lambda r: (r["size"], r["reduce"])  # noqa: E731
-    for (size, reduce), group in itertools.groupby(sorted(records, key=key), key):
+    key = lambda r: (r["size"], r["way"])  # noqa: E731
+    for (size, way), group in itertools.groupby(sorted(records, key=key), key):
         runs = list(group)
         third = len(runs[0]["caught"]) // 3
         thirds = [
@@ -247,8 +251,28 @@ def energy_table(records: list[dict[str, Any]]) -> str:
         overflow = statistics.mean(run["overflow"] for run in runs)
         found = [100 * run["accuracy"] for run in runs]
         spread = f"{statistics.mean(found):.2f}% ({min(found):.2f}-{max(found):.2f})"
-        lines.append(f"| {size} | {reduce} | {first} | {last} | {overflow:.2%} | {spread} |")
+        lines.append(f"| {size} | {way} | {first} | {last} | {overflow:.2%} | {spread} |")
     return "\n".join(lines)
+
+
+def plot_energy(records: list[dict[str, Any]], path: str) -> None:
+    """The share that is caught over the steps, mean over seeds: a panel per task and number of ranks."""
+    import matplotlib.pyplot as plt
+
+    places = sorted({(record["task"], record["size"]) for record in records})
+    colors = {way: f"C{place}" for place, way in enumerate(sorted({record["way"] for record in records}))}
+    figure, panels = plt.subplots(1, len(places), figsize=(4 * len(places), 3.5), sharey=True, squeeze=False)
+    for place, panel in zip(places, panels[0], strict=True):
+        mine = [record for record in records if (record["task"], record["size"]) == place]
+        for way in sorted({record["way"] for record in mine}):
+            runs = [record["caught"] for record in mine if record["way"] == way]
+            means = [statistics.mean(shares) for shares in zip(*runs, strict=True)]
+            panel.plot(range(10, 10 * len(means) + 1, 10), means, colors[way], label=way)
+        panel.set(title=f"{place[0]}, {place[1]} ranks", xlabel="step")
+    panels[0][0].set(ylabel="energy caught, of the k largest", ylim=(0, None))
+    panels[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -257,14 +281,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="steps that are measured")
     parser.add_argument("--energy", action="store_true", help="the second table")
     parser.add_argument("--task", choices=TASKS, default="digits", help="what the second table is trained on")
-    parser.add_argument("--ways", nargs="+", default=["gather", "owner"], help="gather, owner, partition")
+    parser.add_argument("--ways", nargs="+", default=["gather", "owner"], help="gather, owner, partition, or as above")
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--source", choices=("gradient", "update"), default="gradient", help="what travels")
     parser.add_argument("--keep", type=float, default=1.0, help="how many sums owners forward, see DGC(keep=)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", help="where records are written")
-    parser.add_argument("--plot", help="where the picture of the first table is written")
+    parser.add_argument("--plot", help="where a picture of the table is written")
+    parser.add_argument("--drawn", nargs="+", default=[], help="files of --json whose records are drawn, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.energy:
@@ -272,6 +297,9 @@ def main() -> None:
         how = (args.ratio, args.keep, args.source, args.steps)
         records = [energy(args.task, size, way, *how, seed) for size, way, seed in jobs]
         print(energy_table(records))
+        if args.plot:
+            drawn = [record for path in args.drawn for record in json.loads(Path(path).read_text())]
+            plot_energy(drawn + records, args.plot)
     else:
         records = growth(args.ranks, args.rounds)
         print(growth_table(records, args.ranks))

@@ -17,7 +17,7 @@ from ..kernels import BLOCK, clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
-from .reduction import Choice, Reduce, Reduction, check_reduce, reduction
+from .reduction import Choice, Reduce, Reduction, check_reduce, dismiss_owners, reduction
 from .schedule import ScheduledRatio, Warmup, check_ratio
 from .selection import Selection
 from .sparse import Indices, Values
@@ -167,6 +167,8 @@ class DGC(ScheduledRatio, Compressor):
         dtype = torch.bfloat16 if self.residual == "bf16" else None
         u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
         v = ctx.hold("residual", dtype=dtype)
+        if ratio == 1:
+            dismiss_owners(ctx)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.ahead(local, v, u, runs).view(-1)
             ctx.peak = everything.abs().amax()

@@ -19,7 +19,7 @@ from dgcopt.checkpoint import reshare
 from dgcopt.coding import SparseCode
 from dgcopt.collectives import AllGather, AllToAll, Collective, Link, watched
 from dgcopt.compressors import Context
-from dgcopt.compressors.reduction import Owner, reduction
+from dgcopt.compressors.reduction import SUMS, Owner, reduction
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket, SparseSum
 from dgcopt.flat.shard import Chunks, Shard, Sharding
@@ -293,6 +293,20 @@ def assert_nothing_is_lost(ranks: Ranks, events: list[Any]) -> None:
         if what not in ("unused", "void"):
             ranks.exchange(ranks.gradients(100 + seed) if what != "no data" else grads)
         ranks.assert_nothing_is_lost()
+
+
+@pytest.mark.parametrize("vectors", ["sparse", "int8"])
+def test_at_ratio_one_owners_keep_nothing(vectors: Any) -> None:
+    """What they have held back goes with the first step that sends everything, by a schedule or after a checkpoint."""
+    warmup = dgcopt.Warmup((0.05,), steps=3)
+    compressor = dgcopt.DGC(1.0, vectors=vectors, values="int2", reduce="owner", warmup=warmup)
+    ranks = Ranks(compressor, 4, kind="vector" if vectors == "int8" else None)
+    for seed in range(4):
+        ranks.exchange(ranks.gradients(seed))
+        held = sum(float(by_name.abs().sum()) for memory in ranks.memory() for by_name in memory.get(SUMS, {}).values())
+        assert (held > 0) == (seed < 3)
+    assert not any(context.memory["residual"].any() for context in ranks.contexts)
+    ranks.assert_nothing_is_lost()
 
 
 def test_few_find_no_room() -> None:

@@ -18,7 +18,17 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter, SendRecv
+from ..collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+    SendRecv,
+    reduce_rows,
+)
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
@@ -35,6 +45,15 @@ NCCL_STREAMS = "NCCL_SOCKET_NTHREADS"
 CUT = 2**18
 """Bytes of a piece of a message, at least, where it is cut to travel over several connections."""
 
+COPIES, PACKET = 2**20, 1400
+"""Bytes that a rank sends to all others together, at most, where everyone tells everyone: of a message to be gathered,
+and of numbers to be reduced.
+
+Gloo passes both around a ring, in which each of N - 1 or 2 (N - 1) messages waits for the one before: eight ranks on
+two cores take 2.8 ms of CPU time to gather, and 1.1 if each sends to all at once. But the bytes of a ring's sum do not
+grow with N.
+"""
+
 PROBE = 1_000_003
 """The tag of messages that test whether a rank can be reached; nothing else uses it."""
 
@@ -42,13 +61,16 @@ _REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.R
 
 
 class _Work(Handle):
-    """The pending works of one collective, and the tensor they fill."""
+    """The pending works of one collective, and the tensor they fill; of an AllReduce maybe `rows` to be reduced."""
 
-    def __init__(self, collective: Collective, works: list[dist.Work], output: Tensor, divide_by: int) -> None:
+    def __init__(
+        self, collective: Collective, works: list[dist.Work], output: Tensor, divide_by: int, rows: bool
+    ) -> None:
         self.collective = collective
         self.works = works
         self.output = output
         self.divide_by = divide_by
+        self.rows = rows
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self.works)
@@ -61,6 +83,8 @@ class _Work(Handle):
             self.works.pop().wait(*[timedelta(seconds=seconds)] if on_cpu else [])
 
     def result(self) -> Tensor:
+        if self.rows and isinstance(self.collective, AllReduce):
+            self.output, self.divide_by, self.rows = reduce_rows(self.output, self.collective.op), 1, False
         if self.divide_by > 1:
             exact = self.output.is_floating_point()
             self.output.div_(self.divide_by, rounding_mode=None if exact else "trunc")
@@ -193,7 +217,12 @@ class TorchComm(Comm):
         divide_by = size if getattr(collective, "op", None) == "average" else 1
         output = tensor
         works: list[dist.Work | None]
-        if isinstance(collective, AllReduce):
+        tells_all = len(lanes) == 1 and _tells_all(collective, size)
+        if tells_all:
+            copies = tensor.view(-1).view(torch.uint8).repeat(size)
+            output = tensor.new_empty(size, *tensor.shape)
+            works = [dist.all_to_all_single(output.view(-1).view(torch.uint8), copies, group=group, async_op=True)]
+        elif isinstance(collective, AllReduce):
             pieces = tensor.view(-1).tensor_split(len(lanes))
             works = [
                 dist.all_reduce(piece, _REDUCE[collective.op], group=lane, async_op=True)
@@ -230,7 +259,7 @@ class TorchComm(Comm):
             works = [dist.barrier(group=group, async_op=True)]
         else:
             raise CommError(f"torch.distributed does not have {collective.describe()}")
-        return _Work(collective, [work for work in works if work is not None], output, divide_by)
+        return _Work(collective, [work for work in works if work is not None], output, divide_by, tells_all)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self._world, rank) if self._world is not None else rank
@@ -277,6 +306,16 @@ class TorchComm(Comm):
         if self._owner:
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
+
+
+def _tells_all(collective: Collective, size: int) -> bool:
+    """Whether each rank sends its tensor to all others: where the sum of whole numbers is the same in any order."""
+    tensor, nbytes = collective.tensor, (size - 1) * collective.nbytes
+    if tensor.device.type != "cpu" or not nbytes:
+        return False
+    if isinstance(collective, AllReduce):
+        return nbytes <= PACKET and not (tensor.is_floating_point() or tensor.is_complex())
+    return isinstance(collective, AllGather) and nbytes <= COPIES
 
 
 def _release_gil() -> None:

@@ -103,6 +103,10 @@ def all_collectives(comm: Comm, groups: tuple[Group, ...] = GROUPS) -> None:
                 to, source = (size - 1 if me == 0 else None), (0 if me == size - 1 else None)
                 received = rows[0] if me == size - 1 else rows[me]
                 cases.append((SendRecv(mine(), to=to, source=source, group=group), received, True))
+        # more bytes than a wire may send to all others at once, where that takes less time than its library does
+        many, long = torch.arange(2**10) % 97, torch.arange(2**19, dtype=torch.int32)
+        cases.append((AllReduce(many + me, op="max", group=group), many + size - 1, True))
+        cases.append((AllGather(long + me, group=group), torch.stack([long + rank for rank in range(size)]), True))
         expect_all(comm, cases)
         comm.run(Barrier(group=group))
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..kernels import by_row, firsts, pack_small, unpack_small
+from ..kernels import pack_small, unpack_small
 
 __all__ = ["aligned", "pack_rows", "packed_bytes", "read_as", "unpack_rows"]
 
@@ -46,14 +46,17 @@ def unpack_rows(packed: Tensor, counts: Tensor, width: int) -> Tensor:
     if len(counts) == 1:
         return unpack_small(packed, int(counts), width)
     eights = 8 * -(-counts // 8)
-    row, ordinal = by_row(counts, packed.device)
-    return unpack_small(packed, int(eights.sum()), width)[firsts(eights, packed.device)[row] + ordinal]
+    return torch.cat(unpack_small(packed, int(eights.sum()), width).split(_in_turn(counts, eights - counts))[::2])
 
 
 def _by_eights(fields: Tensor, counts: Tensor) -> Tensor:
     """Every row filled up to whole bytes."""
-    eights = 8 * -(-counts // 8)
-    row, ordinal = by_row(counts, fields.device)
-    filled = fields.new_zeros(int(eights.sum()))
-    filled[firsts(eights, fields.device)[row] + ordinal] = fields
-    return filled
+    rows, zeros = fields.split(counts.tolist()), fields.new_zeros(7)
+    return torch.cat(
+        [part for row, gap in zip(rows, (-counts % 8).tolist(), strict=True) for part in (row, zeros[:gap])]
+    )
+
+
+def _in_turn(one: Tensor, other: Tensor) -> list[int]:
+    """The first of one, the first of the other, the second of one, and so on."""
+    return torch.stack((one, other), 1).flatten().tolist()

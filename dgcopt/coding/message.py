@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
-from ..kernels import by_row, sent
 from .bits import aligned, read_as
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import named, one_row, put_parts, take_parts
@@ -149,10 +148,13 @@ def what_fits(indices: Tensor, values: Tensor, counts: Tensor, count: int, numel
 
 def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
     """Where the largest of each row are, as many as `limits` says: int64, ascending."""
-    row, ordinal = by_row(counts, values.device)
-    down = values.abs().argsort(descending=True, stable=True)
-    down = down[row[down].argsort(stable=True)]  # of each row, from its largest
-    return down[ordinal < sent(limits, values.device)[row]].sort().values
+    kept = torch.ones(len(values), dtype=torch.bool, device=values.device)
+    ends = counts.cumsum(0)
+    for row in (limits < counts).nonzero().flatten().tolist():
+        of_row = slice(int(ends[row] - counts[row]), int(ends[row]))
+        smallest = values[of_row].abs().argsort(descending=True, stable=True)[int(limits[row]) :]
+        kept[of_row][smallest] = False
+    return kept.nonzero().squeeze(1)
 
 
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int]) -> Tensor:

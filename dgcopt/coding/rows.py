@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import sent
-
 __all__ = ["Lengths", "named", "one_row", "put_parts", "take_parts"]
 
 Lengths = tuple[Tensor, ...]
@@ -26,32 +24,16 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def put_parts(rows: Tensor, parts: tuple[Tensor, ...], lengths: Lengths) -> None:
-    """Write parts, which hold the bytes of one row after the other, side by side into rows."""
-    start = torch.zeros_like(lengths[0])
-    for part, length in zip(parts, lengths, strict=True):
-        where = _where(rows, start, length)
-        if isinstance(where, slice):
-            rows[:, where] = part.view(len(rows), -1)
-        else:
-            rows.masked_scatter_(where, part)
-        start = start + length
+    """Write parts, which hold the bytes of one row after the other, side by side into rows, and zeros behind them."""
+    rest = rows.shape[1] - sum(lengths, torch.zeros_like(lengths[0]))
+    zeros = rows.new_zeros(int(rest.amax()))
+    pieces = [part.split(length.tolist()) for part, length in zip(parts, lengths, strict=True)]
+    pieces.append(tuple(zeros[:count] for count in rest.tolist()))
+    rows.copy_(torch.cat([piece for row in zip(*pieces, strict=True) for piece in row]).view(rows.shape))
 
 
 def take_parts(rows: Tensor, lengths: Lengths) -> tuple[Tensor, ...]:
     """The parts that `put_parts` wrote."""
-    parts, start = [], torch.zeros_like(lengths[0])
-    for length in lengths:
-        parts.append(
-            rows[:, where].reshape(-1) if isinstance(where := _where(rows, start, length), slice) else rows[where]
-        )
-        start = start + length
-    return tuple(parts)
-
-
-def _where(rows: Tensor, starts: Tensor, lengths: Tensor) -> slice | Tensor:
-    """Which columns a part takes, or which places, where that differs from row to row."""
-    if len(rows) == 1 or (bool((starts == starts[0]).all()) and bool((lengths == lengths[0]).all())):
-        return slice(int(starts[0]), int(starts[0] + lengths[0]))
-    starts, stops = (sent(ends, rows.device).unsqueeze(1) for ends in (starts, starts + lengths))
-    columns = torch.arange(rows.shape[1], device=rows.device)
-    return (starts <= columns) & (columns < stops)
+    rest = rows.shape[1] - sum(lengths, torch.zeros_like(lengths[0]))
+    pieces = rows.reshape(-1).split(torch.stack([*lengths, rest], 1).flatten().tolist())
+    return tuple(torch.cat(pieces[part :: len(lengths) + 1]) for part in range(len(lengths)))

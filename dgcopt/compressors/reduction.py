@@ -187,9 +187,14 @@ class Owner:
         messages, kept, arriving = self._code.encode_rows(
             sharding.places(indices), choice.values[order], counts, sharding.length, self._capacity(ctx.size)
         )
-        sent, order = (indices if kept is None else indices[kept]).sort()
+        sent, values = choice.indices, torch.empty_like(choice.values)
+        values[order if kept is None else order[kept]] = arriving
+        if kept is not None:
+            there = torch.zeros(len(sent), dtype=torch.bool, device=sent.device)
+            there[order[kept]] = True
+            sent, values = sent[there], values[there]
         ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
-        choice.forget(sent, arriving[order])
+        choice.forget(sent, values)
         return messages
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
@@ -234,9 +239,8 @@ class Owner:
         gathered = yield AllGather(message)
         places, sums, counts = self._code.decode_rows(gathered, count, sharding.length, range(ctx.size))
         owners = torch.arange(ctx.size).repeat_interleave(counts).to(places.device)
-        ascending, order = sharding.positions(places, owners).sort()
         total = SparseSum()
-        total.add(ascending, sums[order].to(at_least_float32(ctx.dtype)) / ctx.divisor)
+        total.add_rows(sharding.positions(places, owners), sums.to(at_least_float32(ctx.dtype)) / ctx.divisor, counts)
         return total
 
     @property
@@ -338,7 +342,5 @@ def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context
     """The ranks' coordinates, in rank order, divided by N. Raises PayloadError for a message that cannot be right."""
     total = SparseSum()
     positions, values, counts = code.decode_rows(messages, count, ctx.numel, range(len(messages)))
-    values = values.to(at_least_float32(ctx.dtype)) / ctx.divisor
-    for part in zip(positions.split(counts.tolist()), values.split(counts.tolist()), strict=True):
-        total.add(*part)
+    total.add_rows(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor, counts)
     return total

@@ -70,6 +70,11 @@ class SparseSum:
         """Add one message."""
         self.messages.append((positions, values))
 
+    def add_rows(self, positions: Tensor, values: Tensor, counts: Tensor) -> None:
+        """Add messages that follow one another, of `counts` coordinates each."""
+        rows = counts.tolist()
+        self.messages += zip(positions.split(rows), values.split(rows), strict=True)
+
     def add_to(self, flat: Tensor) -> Tensor:
         """Add the sum to a flat gradient, and return that."""
         for positions, values in self.messages:

@@ -9,9 +9,10 @@ it is can be named. The votes travel in a group of their own, so they do not wai
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,10 @@ from torch import Tensor
 from ..collectives import AllGather, AllReduce, Collective, Exchange
 from ..errors import MismatchError
 
-__all__ = ["Ballot", "Verdict", "checksum", "used_anywhere", "vote"]
+__all__ = ["Ballot", "Verdict", "checksum", "fingerprint", "used_anywhere", "vote"]
 
 _FORMAT = struct.Struct("<BIIHx")
+_APART = 2  # in place of whether gradients are stale, which the details will say too
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Ballot:
         final: gradients are what the step will use; a preliminary vote only asks whether they are finite.
         by_active: averages are to divide by the ranks that have data; asked of those that have none.
         here: it has not run out of data.
+        used: fingerprint of which parameters have a gradient; see `fingerprint`. Not among the details.
     """
 
     active: bool
@@ -54,17 +57,19 @@ class Ballot:
     final: bool = True
     by_active: bool = False
     here: bool = True
+    used: int = 0
 
     def summary(self) -> Tensor:
         """What an allreduce of maxima makes one verdict of: int32 `[11]`.
 
         Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
         """
-        step, trained = _signed(self.step), _signed(self.trained)
+        where = zlib.crc32(struct.pack("<II", self.step & 0xFFFFFFFF, self.trained))
+        equal = [_signed(word) for word in (where, self.used, self.used >> 32)]
+        apart = not self.active or not self.finite or not self.here or self.by_active
         incomplete = self.active and not self.complete
-        apart = not self.active or not self.finite or not self.here
-        flags = (apart, self.stale, not self.prepared, incomplete, not self.final)
-        return torch.tensor([step, ~step, trained, ~trained, self.launched, *flags, self.by_active], dtype=torch.int32)
+        flags = (_APART if apart else self.stale, not self.prepared, incomplete, not self.final)
+        return torch.tensor([*equal, *(~word for word in equal), self.launched, *flags], dtype=torch.int32)
 
     def pack(self) -> Tensor:
         """As bytes, uint8 of a fixed length."""
@@ -93,6 +98,7 @@ class Verdict:
         stale: whether what was sent must be taken back and sent anew.
         prepared: whether all ranks have laid out their buckets.
         complete: whether no rank with data misses a gradient.
+        used_alike: whether it is known that all ranks have gradients of the same parameters.
         final: whether this was the last vote on the step, unless it is void.
         alike: whether all ranks train the same parameters.
         launched: the most buckets that any rank has sent.
@@ -105,6 +111,7 @@ class Verdict:
     stale: bool
     prepared: bool
     complete: bool
+    used_alike: bool
     final: bool
     alike: bool
     launched: int
@@ -116,26 +123,33 @@ def checksum(names: Iterable[str]) -> int:
     return zlib.crc32("\n".join(names).encode())
 
 
+def fingerprint(used: Sequence[bool]) -> int:
+    """64 bits of which parameters have a gradient: the same where they are the same, and nowhere else."""
+    return int.from_bytes(hashlib.blake2b(bytes(used), digest_size=8).digest(), "little")
+
+
 def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor, Verdict]:
     """Tell all `size` ranks and hear what they conclude.
 
     Raises MismatchError, on all, if they are not at the same step.
     """
     maxima = yield AllReduce(ballot.summary(), op="max", group="control", label=label)
-    highest, lowest, trained, trained_too, launched, *flags = maxima.tolist()
-    apart, stale, unprepared, incomplete, preliminary, by_active = map(bool, flags)
-    if not apart and highest == ~lowest and trained == ~trained_too:
+    words = maxima.tolist()
+    same_place, *same_used = (high == ~low for high, low in zip(words[:3], words[3:6], strict=True))
+    launched, stale, unprepared, incomplete, preliminary = words[6:]
+    if same_place and stale != _APART:
         return Verdict(
             active_ranks=size,
             absent=[],
             void=[],
-            stale=stale,
+            stale=bool(stale),
             prepared=not unprepared,
             complete=not incomplete,
+            used_alike=all(same_used),
             final=not preliminary,
             alike=True,
             launched=launched,
-            by_active=by_active,
+            by_active=False,
         )
     rows = yield AllGather(ballot.pack(), group="control", label=f"{label} in detail")
     return _verdict_on([Ballot.unpack(row) for row in rows])
@@ -156,6 +170,7 @@ def _verdict_on(ballots: list[Ballot]) -> Verdict:
         stale=any(ballot.stale for ballot in ballots),
         prepared=all(ballot.prepared for ballot in ballots),
         complete=all(ballot.complete for ballot in ballots if ballot.active),
+        used_alike=False,
         final=all(ballot.final for ballot in ballots),
         alike=len({ballot.trained for ballot in ballots}) == 1,
         launched=max(ballot.launched for ballot in ballots),
@@ -169,7 +184,7 @@ def _signed(word: int) -> int:
 
 
 def used_anywhere(used: list[bool], label: str) -> Exchange:
-    """Which parameters have a gradient on any rank, from which have one here: one bit each, gathered."""
+    """Which parameters have a gradient on any rank, from which have one here: one bit each, gathered if they differ."""
     padded = torch.zeros(-(-len(used) // 8) * 8, dtype=torch.uint8)
     padded[: len(used)] = torch.tensor(used, dtype=torch.uint8)
     weights = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8)

@@ -32,7 +32,7 @@ from ..exchange.flights import Flight, context_of, exchange_of
 from ..exchange.link import measure_link
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
-from ..exchange.vote import Ballot, Verdict, checksum, used_anywhere, vote
+from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
 from ..flat.gradient import GradientBucket
 from ..flat.store import Store
 from .arrivals import Arrivals, EarlyLaunch
@@ -341,9 +341,10 @@ class Engine:
             yield from self._lay_out()
         trained, used = self.layout.trained, None
         if not verdict.complete:
-            here = [self.attendance.here and param.grad is not None for param in trained]
-            there = yield from traffic.through(used_anywhere(here, "gradients that there are"))
-            used = dict(zip(trained, there.tolist(), strict=True))
+            there = [self.attendance.here and param.grad is not None for param in trained]
+            if not verdict.used_alike:
+                there = (yield from traffic.through(used_anywhere(there, "gradients that there are"))).tolist()
+            used = dict(zip(trained, there, strict=True))
         if self.compressor.sends == "update" and self.attendance.here:
             if self.compressor.whole_model:
                 graded = [(param, param.grad) for param in trained if param.grad is not None]
@@ -374,6 +375,7 @@ class Engine:
             if not now.stale:  # not by one more backward pass, which is expected from now on
                 self.early.was_mistaken(self.step)
             now.stale = True
+        used = [param.grad is not None for param in trained]
         infinite = arrivals.find_infinite(trained, changed) if self.attendance.here else None
         if infinite is not None:
             log.log(
@@ -389,9 +391,10 @@ class Engine:
             launched=now.launched,
             stale=now.stale,
             prepared=layout.fits(trained, self._sparse),
-            complete=all(param.grad is not None for param in trained),
+            complete=all(used),
             final=final,
             here=self.attendance.here,
+            used=fingerprint(used),
         )
         return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
 

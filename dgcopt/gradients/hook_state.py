@@ -34,7 +34,7 @@ from ..exchange.parameters import (
 )
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
-from ..exchange.vote import Ballot, checksum, used_anywhere, vote
+from ..exchange.vote import Ballot, checksum, fingerprint, used_anywhere, vote
 from ..flat.gradient import values_of
 from ..flat.store import Store
 from ..kernels import peaks
@@ -351,6 +351,7 @@ class HookState:
             launched=len(self._flights),
             complete=all(used),
             by_active=served is not None and not served._divide_by_initial_world_size,
+            used=fingerprint(used),
         )
         traffic = self._traffic
         verdict = yield from traffic.through(vote(ballot, self.comm.size, "vote"))
@@ -366,7 +367,7 @@ class HookState:
                 yield from self._take_back()
             if verdict.complete:
                 used = [True] * len(used)
-            else:
+            elif not verdict.used_alike:
                 used = (yield from traffic.through(used_anywhere(used, "gradients that there are"))).tolist()
             self._launch_rest(certain=verdict.complete)
             yield from traffic.finish(self._flights, self.compressor.in_turn)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dgcopt
 from dgcopt.collectives import watched
 from dgcopt.exchange.agreement import compare
-from dgcopt.exchange.vote import Ballot, used_anywhere, vote
+from dgcopt.exchange.vote import Ballot, fingerprint, used_anywhere, vote
 
 BALLOT = Ballot(active=True, finite=True, step=7, trained=0xDEADBEEF, launched=3)
 flags, words = st.booleans(), st.integers(0, 2**32 - 1)
@@ -58,6 +58,8 @@ def test_one_rank_decides_for_all():
     assert not verdict_on({}, {"final": False}, {}).final
     assert not verdict_on({}, {"trained": 1}, {}).alike
     assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9
+    assert verdict_on({"used": 2**40}, {"used": 2**40}).used_alike and not verdict_on({}, {"finite": False}).used_alike
+    assert not verdict_on({}, {"used": 1}, {}).used_alike and not verdict_on({}, {}, {"used": 1 << 32}).used_alike
 
 
 def at_one_step(ballot):
@@ -93,7 +95,8 @@ def test_any_two_steps(one, other):
 def test_bytes_do_not_grow_with_the_ranks():
     for size in (2, 16, 128):
         told = []
-        dgcopt.simulate([watched(vote(BALLOT, size, "vote"), told.append) for _ in range(size)])
+        incomplete = dataclasses.replace(BALLOT, complete=False, used=fingerprint([True, False]))
+        dgcopt.simulate([watched(vote(incomplete, size, "vote"), told.append) for _ in range(size)])
         assert len(told) == size and max(collective.sent(size) for collective in told) < 100
 
 

@@ -362,3 +362,24 @@ def test_channels_last_parameters():
 
 
 DGC_ALL = dgcopt.DGC(1.0, vectors="sparse")
+
+
+def test_ranks_ask_which_gradients_there_are_only_where_these_differ():
+    """A parameter that is used nowhere, as in many models, costs no second round in every step."""
+    ranks = Ranks(3, lambda p: SGD(p, lr=0.1), compression=dgcopt.DGC(0.1))
+    asked = []
+    for comm in ranks.comms:
+        comm.start = lambda collective, start=comm.start: (asked.append(collective.label), start(collective))[1]
+    for unused, count in (([], 0), ([0, 1, 2], 0), ([1], 3), ([0, 1], 3), ([0, 1, 2], 0)):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward()
+        for rank in unused:
+            ranks.models[rank][2].weight.grad = None
+        before = ranks.weights()
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        ranks.assert_replicas_equal()
+        assert torch.equal(before[2], ranks.weights()[2]) == (len(unused) == 3)
+        assert sum(label.endswith("gradients that there are") for label in asked) == count, unused
+        asked.clear()

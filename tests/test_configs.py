@@ -22,8 +22,8 @@ pytest.importorskip("sklearn")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 METHODS = sorted([*CONFIGS.glob("compressors/*.yaml"), *CONFIGS.glob("averaging/*.yaml")])
-STEPS = 192
-"""Whole rounds of all averaging algorithms: 24 of 8 steps, 6 of 32, 4 of 48."""
+STEPS = 96
+"""Whole rounds of all averaging algorithms: 12 of 8 steps, 3 of 32, 2 of 48."""
 
 EMAIL = Path(sysconfig.get_path("stdlib")) / "email"
 TEXT = {"context": 32, "max_bytes": 100_000, "root": str(EMAIL)}

@@ -1,14 +1,43 @@
 """What Python does first in every process that tests start: leave out what none of them uses, for they start hundreds.
 
-torch loads its compiler with the first optimizer, for more than a second of each process; DGCOPT_TEST_COMPILER=1 lets
-it, where something compiles, or asks for the compiler's settings as DistributedDataParallel does.
+torch loads its compiler with the first optimizer, for more than a second of each process; what only the compiler and
+tensors without data ask for with itself, for a third of the time that it takes; and tensors on a mesh for the first
+comparison, for another second. DGCOPT_TEST_COMPILER=1 lets it, where something compiles, or asks for the compiler's
+settings as DistributedDataParallel does.
 """
 
 import faulthandler
 import gc
 import os
 import sys
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class LeftOut:
+    """Finds empty modules while torch is imported."""
+
+    names = ("torch.export", "torch._meta_registrations", "torch._native")
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in self.names else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Python makes it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        torch = sys.modules["torch"]
+        if module.__name__ == "torch._meta_registrations" and hasattr(torch._C, "_set_generator_metaclass"):
+            from torch._opaque_base import OpaqueBaseMeta
+
+            torch._C._set_generator_metaclass(OpaqueBaseMeta)  # as one of the modules does that it would load
+        if module.__name__ == self.names[-1]:  # the last line of torch
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.modules.pop("torch.export", None)  # tensors on a mesh ask for it
+            if comparison := sys.modules.get("torch.testing._comparison"):
+                comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
+
 
 if not os.environ.get("DGCOPT_TEST_COMPILER"):
     sys.modules["torch._dynamo"] = SimpleNamespace(  # type: ignore[assignment]
@@ -16,6 +45,7 @@ if not os.environ.get("DGCOPT_TEST_COMPILER"):
         graph_break=lambda: None,
         trace_rules=SimpleNamespace(clear_lru_cache=lambda: None),
     )
+    sys.meta_path.insert(0, LeftOut())  # type: ignore[arg-type]
 gc.set_threshold(10_000)  # looking for garbage among what is being imported takes a tenth of the start
 
 if os.environ.get("DGCOPT_TEST_LIMIT"):  # who hangs says where, before he is killed

@@ -34,8 +34,11 @@ def of(*modules: ModuleType) -> Scenarios:
     return {name: scenario for module in modules for name, scenario in module.SCENARIOS.items()}
 
 
-SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED | averaging.IN_TRAINING
+SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED
 """Run with two ranks and with four on every wire."""
+
+SIZE_MATTERS_ONCE: Scenarios = averaging.IN_TRAINING
+"""Run with two ranks on every wire, and with four on one: FOUR_RANKS has every exchange of theirs among four."""
 
 FOUR_RANKS: Scenarios = of(machines)
 """Run with four ranks on every wire: every compressor and averaging rule."""
@@ -44,6 +47,7 @@ FOUR_RANKS: Scenarios = of(machines)
 ON_ALL_WIRES: Scenarios = (
     of(optimizers, algorithms, loops, contract, overlap, persistence, checksums, averaging)
     | SIZE_MATTERS
+    | SIZE_MATTERS_ONCE
     | of(asynchronous)
 )
 """Run with two ranks on every wire. What is about training more than about the wire is run with more of them by
@@ -60,5 +64,6 @@ SCENARIOS: Scenarios = FOUR_RANKS | ON_ALL_WIRES | IN_DDP | ON_CUDA
 
 def names_of(wire: str, size: int) -> list[str]:
     """What is run over a wire among so many ranks."""
-    chosen = ON_ALL_WIRES if size == 2 else FOUR_RANKS | SIZE_MATTERS
+    among_four = FOUR_RANKS | SIZE_MATTERS | (SIZE_MATTERS_ONCE if wire == "torch" else {})
+    chosen = ON_ALL_WIRES if size == 2 else among_four
     return [name for name, scenario in chosen.items() if is_for(scenario, wire, size)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from where import HOROVOD, WIRES, only
+from where import HOROVOD, WIRES, only, share
 
 import dgcopt
 from dgcopt import DGC, Comm, Warmup
@@ -76,23 +76,23 @@ class Pair:
 
 def passes_vary(comm: Comm) -> Loop:
     """One, two or three backward passes before a step, announced or not, and a short last window."""
-    for compression in ("dense", "DGC at ratio 1"):
-        for announced, windows in ((1, [1, 2, 2, 3, 1, 3, 2]), (3, [3, 3, 2, 3, 1])):
-            for set_to_none in (True, False):
-                pair = Pair(comm, compression=COMPRESSIONS[compression], backward_passes_per_step=announced)
-                for step, passes in enumerate(windows):
-                    for which, _, optimizer in pair.both():
-                        optimizer.zero_grad(set_to_none=set_to_none)
-                        for micro in range(passes):
-                            pair.loss(which, step, micro).backward()
-                    yield
-                    for optimizer in pair.optimizers:
-                        optimizer.step()
-                    yield
-                pair.assert_equal(f"{compression}, {announced} announced, set_to_none={set_to_none}")
-                telemetry = pair.ours.telemetry
-                assert telemetry.steps == len(windows) * (comm.size > 1), "not one exchange per step"
-                assert telemetry.repeated <= 2 * (announced == 1), f"{telemetry.repeated} exchanges were repeated"
+    announcements = ((1, [1, 2, 2, 3, 1, 3, 2]), (3, [3, 3, 2, 3, 1]))
+    cases = itertools.product(("dense", "DGC at ratio 1"), announcements, (True, False))
+    for compression, (announced, windows), set_to_none in share(comm, cases):
+        pair = Pair(comm, compression=COMPRESSIONS[compression], backward_passes_per_step=announced)
+        for step, passes in enumerate(windows):
+            for which, _, optimizer in pair.both():
+                optimizer.zero_grad(set_to_none=set_to_none)
+                for micro in range(passes):
+                    pair.loss(which, step, micro).backward()
+            yield
+            for optimizer in pair.optimizers:
+                optimizer.step()
+            yield
+        pair.assert_equal(f"{compression}, {announced} announced, set_to_none={set_to_none}")
+        telemetry = pair.ours.telemetry
+        assert telemetry.steps == len(windows) * (comm.size > 1), "not one exchange per step"
+        assert telemetry.repeated <= 2 * (announced == 1), f"{telemetry.repeated} exchanges were repeated"
 
 
 def backward_in_evaluation(comm: Comm) -> Loop:
@@ -289,91 +289,92 @@ def bits_of(model: nn.Module, optimizer: Any) -> str:
 def a_step_without_finite_gradients(comm: Comm) -> Loop:
     """NaN or Inf in one number on one rank: nobody takes the step, nothing is remembered of it."""
     makers: dict[str, Any] = {"SGD": SGD, "damped": functools.partial(SGD, weight_decay=0, dampening=0.2), "Adam": ADAM}
-    for name, make in makers.items():
-        warmup = Warmup(ratios=(0.5, 0.2), steps=2)
-        for compression in (
-            None,
-            DGC(0.1, overlap=True, warmup=warmup),
-            DGC(1.0, overlap=True, vectors="sparse"),
-            Halves(),
-        ):
-            bad = [0, 2, 3]  # the very first step, and two in a row
-            disturbed, calm = (Pair(comm, make, compression) for _ in range(2))
-            for step in range(6):
-                before = bits_of(disturbed.models[1], disturbed.ours)
-                for pair in (disturbed, calm):
-                    if pair is calm and step in bad:
-                        continue
-                    pair.ours.zero_grad()
-                    pair.loss(1, step).backward()
-                    if step in bad and comm.rank == comm.size - 1:
-                        grad = pair.models[1][2].weight.grad
-                        assert grad is not None
-                        grad[1, 2] = (torch.nan, torch.inf)[step % 2]
-                    yield
-                    pair.ours.step()
-                    yield
-                if step in bad:
-                    after = bits_of(disturbed.models[1], disturbed.ours)
-                    assert step == 0 or after == before, f"{name}: a skipped step left something behind"
-            what = f"{name}, {compression}, steps {bad}"
-            assert_close(
-                list(disturbed.models[1].parameters()),
-                list(calm.models[1].parameters()),
-                rounding(comm, 1e-9),
-                what,
-            )
-            if compression is not None:
-                ours, theirs = (memory_of(pair.ours) for pair in (disturbed, calm))
-                assert {k: sorted(v) for k, v in ours.items()} == {k: sorted(v) for k, v in theirs.items()}
-                for kind, by_name in ours.items():
-                    values = [theirs[kind][name] for name in by_name]
-                    assert_close(list(by_name.values()), values, rounding(comm, 1e-9), f"{what}: {kind}")
-            assert disturbed.ours.telemetry.skipped == len(bad)
+    warmup = Warmup(ratios=(0.5, 0.2), steps=2)
+    compressions = (
+        None,
+        DGC(0.1, overlap=True, warmup=warmup),
+        DGC(1.0, overlap=True, vectors="sparse"),
+        Halves(),
+    )
+    for (name, make), compression in share(comm, itertools.product(makers.items(), compressions)):
+        bad = [0, 2, 3]  # the very first step, and two in a row
+        disturbed, calm = (Pair(comm, make, compression) for _ in range(2))
+        for step in range(6):
+            before = bits_of(disturbed.models[1], disturbed.ours)
+            for pair in (disturbed, calm):
+                if pair is calm and step in bad:
+                    continue
+                pair.ours.zero_grad()
+                pair.loss(1, step).backward()
+                if step in bad and comm.rank == comm.size - 1:
+                    grad = pair.models[1][2].weight.grad
+                    assert grad is not None
+                    grad[1, 2] = (torch.nan, torch.inf)[step % 2]
+                yield
+                pair.ours.step()
+                yield
+            if step in bad:
+                after = bits_of(disturbed.models[1], disturbed.ours)
+                assert step == 0 or after == before, f"{name}: a skipped step left something behind"
+        what = f"{name}, {compression}, steps {bad}"
+        assert_close(
+            list(disturbed.models[1].parameters()),
+            list(calm.models[1].parameters()),
+            rounding(comm, 1e-9),
+            what,
+        )
+        if compression is not None:
+            ours, theirs = (memory_of(pair.ours) for pair in (disturbed, calm))
+            assert {k: sorted(v) for k, v in ours.items()} == {k: sorted(v) for k, v in theirs.items()}
+            for kind, by_name in ours.items():
+                values = [theirs[kind][name] for name in by_name]
+                assert_close(list(by_name.values()), values, rounding(comm, 1e-9), f"{what}: {kind}")
+        assert disturbed.ours.telemetry.skipped == len(bad)
 
 
 def loss_scaling(comm: Comm) -> Loop:
     """The loop of torch's documentation, unmodified, with an overflow on one rank: skipped and rescaled on all."""
-    for compression in (None, DGC(0.1, overlap=True, warmup=Warmup(ratios=(0.5, 0.2), steps=2))):
-        for way in ("as documented", "unscale_", "unscale_ and clip_grad_norm_"):
-            runs = []
-            for overflow in (True, False):
-                model = make_model(torch.float32)
-                optimizer = wrap(SGD(model.parameters()), model, comm, compression)
-                scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-                for step in range(6):
-                    bad = step in (2, 4)
-                    if bad and not overflow:
-                        continue
-                    before = bits_of(model, optimizer)
-                    optimizer.zero_grad()
-                    x, y = batch(step, 0, comm, torch.float32)
-                    with torch.autocast("cpu", torch.bfloat16):
-                        output = model(x)
-                    loss = mse_loss(output.float(), y)
-                    if bad and comm.rank == comm.size - 1:
-                        loss = loss * torch.inf
-                    scaler.scale(loss).backward()
-                    if way != "as documented" or comm.takes_turns:
-                        scaler.unscale_(optimizer)
-                        yield
-                    if "clip" in way:
-                        optimizer.clip_grad_norm_(1e6)
-                        yield
-                    scaler.step(optimizer)
-                    scaler.update()
+    compressions = (None, DGC(0.1, overlap=True, warmup=Warmup(ratios=(0.5, 0.2), steps=2)))
+    ways = ("as documented", "unscale_", "unscale_ and clip_grad_norm_")
+    for way, compression in share(comm, itertools.product(ways, compressions)):
+        runs = []
+        for overflow in (True, False):
+            model = make_model(torch.float32)
+            optimizer = wrap(SGD(model.parameters()), model, comm, compression)
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+            for step in range(6):
+                bad = step in (2, 4)
+                if bad and not overflow:
+                    continue
+                before = bits_of(model, optimizer)
+                optimizer.zero_grad()
+                x, y = batch(step, 0, comm, torch.float32)
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(x)
+                loss = mse_loss(output.float(), y)
+                if bad and comm.rank == comm.size - 1:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+                if way != "as documented" or comm.takes_turns:
+                    scaler.unscale_(optimizer)
                     yield
-                    assert not bad or bits_of(model, optimizer) == before, "a skipped step left something behind"
-                assert optimizer.telemetry.steps == 4
-                runs.append((model, optimizer, scaler.get_scale()))
-            (disturbed, _, scale), (calm, _, calm_scale) = runs
-            # scaling by powers of two changes no bits, so skipping must not either
-            assert_close(
-                list(disturbed.parameters()), list(calm.parameters()), rounding(comm, 1e-4), f"loss scaling, {way}"
-            )
-            assert calm_scale == 256.0
-            if way == "as documented" and not comm.takes_turns:
-                assert scale == 64.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"
+                if "clip" in way:
+                    optimizer.clip_grad_norm_(1e6)
+                    yield
+                scaler.step(optimizer)
+                scaler.update()
+                yield
+                assert not bad or bits_of(model, optimizer) == before, "a skipped step left something behind"
+            assert optimizer.telemetry.steps == 4
+            runs.append((model, optimizer, scaler.get_scale()))
+        (disturbed, _, scale), (calm, _, calm_scale) = runs
+        # scaling by powers of two changes no bits, so skipping must not either
+        assert_close(
+            list(disturbed.parameters()), list(calm.parameters()), rounding(comm, 1e-4), f"loss scaling, {way}"
+        )
+        assert calm_scale == 256.0
+        if way == "as documented" and not comm.takes_turns:
+            assert scale == 64.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"
 
 
 # -- parameters that come and go -------------------------------------------------------------------------------------
@@ -381,40 +382,39 @@ def loss_scaling(comm: Comm) -> Loop:
 
 def parameters_come_and_go(comm: Comm) -> Loop:
     """Frozen, unfrozen, added, unused on every rank (with momentum and weight decay), and used by some ranks only."""
-    for name in ("dense", "DGC at ratio 1"):
-        for make in (SGD, ADAM):
-            models = [make_model(), make_model()]
-            optimizers: list[Any] = [make(list(model.parameters())[:4]) for model in models]
-            wrap(optimizers[1], models[1], comm, COMPRESSIONS[name])
-            for step in range(12):
-                for which in (0, 1):
-                    model, optimizer = models[which], optimizers[which]
-                    model.zero_grad()
-                    model[0].requires_grad_(step not in (2, 3))
-                    if step == 5:
-                        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.05})
-                    x, y = batch(step, 0, comm if which else None)
-                    if step in (7, 8):  # the first layer is used by nobody
-                        x = torch.cat([x, x, x], dim=1)[:, :17]
-                        mse_loss(model[2:](x), y).backward()
-                    elif step == 9:  # the bias of the last layer by rank 0 only
-                        bias = model[4].bias if which == 0 or comm.rank == 0 else model[4].bias.detach()
-                        hidden = model[:4](x) @ model[4].weight.T
-                        if which == 0:
-                            mask = torch.zeros(len(x), 1, dtype=x.dtype)
-                            mask[:: comm.size] = 1
-                            bias = bias * mask + bias.detach() * (1 - mask)
-                        mse_loss(hidden + bias, y).backward()
-                    else:
-                        mse_loss(model(x), y).backward()
-                yield
-                for optimizer in optimizers:
-                    optimizer.step()
-                yield
-                for ours, whole in zip(models[1].parameters(), models[0].parameters(), strict=True):
-                    unused = whole.grad is None and step >= 5
-                    assert not unused or ours.grad is None, "a parameter that nobody used has got a gradient"
-            assert_close(list(models[1].parameters()), list(models[0].parameters()), 1e-9, f"come and go, {name}")
+    for name, make in share(comm, itertools.product(("dense", "DGC at ratio 1"), (SGD, ADAM))):
+        models = [make_model(), make_model()]
+        optimizers: list[Any] = [make(list(model.parameters())[:4]) for model in models]
+        wrap(optimizers[1], models[1], comm, COMPRESSIONS[name])
+        for step in range(12):
+            for which in (0, 1):
+                model, optimizer = models[which], optimizers[which]
+                model.zero_grad()
+                model[0].requires_grad_(step not in (2, 3))
+                if step == 5:
+                    optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.05})
+                x, y = batch(step, 0, comm if which else None)
+                if step in (7, 8):  # the first layer is used by nobody
+                    x = torch.cat([x, x, x], dim=1)[:, :17]
+                    mse_loss(model[2:](x), y).backward()
+                elif step == 9:  # the bias of the last layer by rank 0 only
+                    bias = model[4].bias if which == 0 or comm.rank == 0 else model[4].bias.detach()
+                    hidden = model[:4](x) @ model[4].weight.T
+                    if which == 0:
+                        mask = torch.zeros(len(x), 1, dtype=x.dtype)
+                        mask[:: comm.size] = 1
+                        bias = bias * mask + bias.detach() * (1 - mask)
+                    mse_loss(hidden + bias, y).backward()
+                else:
+                    mse_loss(model(x), y).backward()
+            yield
+            for optimizer in optimizers:
+                optimizer.step()
+            yield
+            for ours, whole in zip(models[1].parameters(), models[0].parameters(), strict=True):
+                unused = whole.grad is None and step >= 5
+                assert not unused or ours.grad is None, "a parameter that nobody used has got a gradient"
+        assert_close(list(models[1].parameters()), list(models[0].parameters()), 1e-9, f"come and go, {name}")
 
 
 def what_nobody_used_is_left_alone(comm: Comm) -> Loop:

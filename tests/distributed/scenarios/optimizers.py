@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
-from where import only
+from where import only, share
 
 import dgcopt
 from dgcopt import Comm
@@ -132,11 +133,15 @@ def compare(comm: Comm, recipe: Recipe, what: str, tolerance: float = 1e-9) -> N
 def every_setting(kind: type[Optimizer], comm: Comm) -> None:
     """The optimizer's defaults in every way, its other settings in one way each."""
     tolerance = 1e-6 if kind is torch.optim.LBFGS else 1e-9  # its curvature magnifies rounding
-    for number, settings in enumerate(settings_of(kind)):
-        for place, (way, changes) in enumerate(WAYS.items()):
-            if number == 0 or number % len(WAYS) == place:
-                what = f"{kind.__name__} {settings} {way}"
-                compare(comm, replace(recipe_of(kind, settings), **changes), what, tolerance)
+    cases = [
+        (settings, way)
+        for number, settings in enumerate(settings_of(kind))
+        for place, way in enumerate(WAYS)
+        if number == 0 or number % len(WAYS) == place
+    ]
+    for settings, way in share(comm, cases):
+        recipe = replace(recipe_of(kind, settings), **WAYS[way])
+        compare(comm, recipe, f"{kind.__name__} {settings} {way}", tolerance)
 
 
 def sgd_takes_sparse_and_dense(comm: Comm) -> None:
@@ -189,18 +194,19 @@ def ranks_take_other_branches(comm: Comm) -> None:
 
 def dgc_at_ratio_one_is_dense(comm: Comm) -> None:
     """For momentum, Nesterov, dampening, weight decay and maximize, with momentum and learning rate cycled or not."""
-    for momentum in (0.0, 0.9):
-        for flavour in ({},) if momentum == 0 else ({}, {"nesterov": True}, {"dampening": 0.3}):
-            for weight_decay in (0.0, 0.05):
-                for maximize in (False, True):
-                    settings = {"momentum": momentum, "weight_decay": weight_decay, "maximize": maximize, **flavour}
-                    recipe = replace(
-                        recipe_of(torch.optim.SGD, settings),
-                        compression=dgcopt.DGC(ratio=1.0),
-                        schedule=one_cycle if weight_decay and momentum else None,
-                        schedule_first=maximize,
-                    )
-                    compare(comm, recipe, f"DGC at ratio 1, {settings}")
+    flavours: list[dict[str, Any]] = [
+        {"momentum": 0.0},
+        *({"momentum": 0.9, **more} for more in ({}, {"nesterov": True}, {"dampening": 0.3})),
+    ]
+    for flavour, weight_decay, maximize in share(comm, itertools.product(flavours, (0.0, 0.05), (False, True))):
+        settings = {"weight_decay": weight_decay, "maximize": maximize, **flavour}
+        recipe = replace(
+            recipe_of(torch.optim.SGD, settings),
+            compression=dgcopt.DGC(ratio=1.0),
+            schedule=one_cycle if weight_decay and flavour["momentum"] else None,
+            schedule_first=maximize,
+        )
+        compare(comm, recipe, f"DGC at ratio 1, {settings}")
     adam = replace(recipe_of(torch.optim.Adam, {"weight_decay": 0.01}), compression=dgcopt.DGC(ratio=1.0))
     compare(comm, adam, "DGC at ratio 1, Adam")
 

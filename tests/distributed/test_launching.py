@@ -7,7 +7,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from launching import ABORTED, HERE, ROOT, WORLDS, Outcome, Session, launch_of
+from launching import ABORTED, HERE, LEAN, ROOT, WORLDS, Outcome, Session, launch_of
 from scenarios import FOUR_RANKS, ON_ALL_WIRES, names_of
 from where import is_for, only
 
@@ -50,7 +50,10 @@ def test_the_session_fails(tmp_path: Path, processes: int, again: int) -> None:
     )
     how = ["-n", str(processes)] if processes else []
     command = [sys.executable, "-m", "pytest", str(tmp_path), *how]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(LEAN), os.environ.get("PYTHONPATH", "")]),
+    }
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "9 passed" in run.stdout and "launch 0" in run.stdout, run.stdout + run.stderr
     assert f"{again} of 9 launches were made once more" in run.stdout

@@ -24,7 +24,10 @@ __all__ = [
 
 
 LARGE = 2**14
-"""Elements of a gradient that is copied as soon as it is there, while it is in the cache; smaller ones together."""
+"""Elements of a gradient that is copied as soon as it is there, while it is in the cache; smaller ones together.
+
+To copy so many takes about as long as to make a view of them.
+"""
 
 
 def values_of(grad: Tensor) -> Tensor:
@@ -239,17 +242,17 @@ class GradientBucket(Bucket):
                 return
             result = result.add_to(self.grad.zero_())
         flat = result if factor == 1 else result * factor
-        if flat.dtype != self.segments[0].param.dtype:
+        if flat.dtype != self.segments[0].param.dtype or self.numel < LARGE * len(self.segments):
             flat = self.grad.copy_(flat)
         self.touched = None
         sent = self._sent is not None and _same_memory(self._sent.tensor, flat)
         parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
-        for place, segment in enumerate(self.segments):
-            param, part = segment.param, parts[place]
+        for place, (segment, part) in enumerate(zip(self.segments, parts, strict=True)):
+            param, grad = segment.param, segment.param.grad
             if used is not None and not used[place]:
                 param.grad = None
-            elif param.grad is not None and self._fits(place, param.grad):
-                param.grad.data = part
+            elif grad is not None and self._fits(place, grad):
+                grad.data = part
             else:
                 param.grad = part.data  # which counts its changes by itself
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, Matrices, Momentum, Parts
+from dgcopt.kernels import Chunks, Groups, Matrices, Mixture, Momentum, Parts
 
 KEY = 0x123456789ABCDEF1
 WARMUP = 3
@@ -101,21 +101,26 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "pack_signs", (x, True)
     yield "mix_signs", (x, 0.9, y, 0.1, out)
     yield "split_signs", (x,)
+    mixture = Mixture(0.9, 0.1, [64], [flat(n - 64)])
+    yield "mix", (out, mixture)
+    yield "unmix", (out, mixture)
     yield "split_sum", (x, y, out)
+    yield "split_sum", (x, y, out, mixture)
     yield (
         "split_sum_of_signs",
         (x, [bits, bits], flat(2 * tensors).view(2, -1), place, whole(blocks, 65, torch.int64), out),
     )
     yield "put_signs", (bits, scales, scales, place, out, "set")
+    yield "put_signs", (bits, scales, scales, place, out, "set", mixture)
     yield "tensor_sums", (flat(3 * blocks).view(3, -1), place, tensors)
     yield "tensor_norms", (x, place, tensors)
     ends = torch.tensor([[-5.0, 5.0], [-4.0, 4.0]]).to(device)
     yield "minmax_ends", (x.view(2, -1).narrow(1, 8, n // 2 - 8),)
+    yield "minmax_ends", (x.view(2, -1), mixture)
     yield "minmax_codes", (x.view(2, -1), ends, whole(n, 256).view(2, -1))
     yield "put_minmax", (bits, torch.tensor([-5.0, 5.0]).to(device), out, "add")
+    yield "put_minmax", (bits, torch.tensor([-5.0, 5.0]).to(device), out, "set", mixture)
     yield "minmax_of_mean", (bits.view(2, -1), ends, 2, whole(n // 2, 256))
-    yield "mix", (out, 0.9, [64], [flat(n - 64)], 0.1)
-    yield "unmix", (out, 0.9, [64], [flat(n - 64)], 0.1)
     yield "put_product", (flat(n // 16).view(-1, 4), flat(256).view(-1, 4), out, x)
     for cuts in (None, torch.arange(0, n + 1, 512).to(device)):
         yield "round_steps", (x, 512, 127, cuts)
@@ -129,6 +134,8 @@ def nbytes(things: Any) -> int:
     """Of all tensors among them."""
     if isinstance(things, Tensor):
         return things.numel() * things.element_size()
+    if isinstance(things, Mixture):
+        return nbytes(tuple(things.parts))
     return sum(map(nbytes, things)) if isinstance(things, tuple | list) else 0
 
 

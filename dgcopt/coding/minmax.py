@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
-from ..kernels import LARGEST, minmax_codes, minmax_ends, minmax_of_mean, put_minmax
+from ..kernels import LARGEST, Mixture, minmax_codes, minmax_ends, minmax_of_mean, put_minmax
 
 __all__ = ["MinMaxUInt8"]
 
@@ -40,10 +40,10 @@ class MinMaxUInt8:
         """Length of a chunk's message."""
         return _HEADER + self.length
 
-    def encode(self, chunks: Tensor) -> Tensor:
-        """Messages `[chunks, nbytes]`, uint8, of `[chunks, length]` values of any floating dtype."""
+    def encode(self, chunks: Tensor, mixture: Mixture | None = None) -> Tensor:
+        """Messages `[chunks, nbytes]`, uint8, of `[chunks, length]` values of any floating dtype, mixed if asked."""
         messages = torch.empty(len(chunks), self.nbytes, dtype=torch.uint8, device=chunks.device)
-        ends = minmax_ends(chunks)
+        ends = minmax_ends(chunks, mixture)
         messages[:, :_HEADER] = ends.view(torch.uint8)
         minmax_codes(chunks, ends, messages[:, _HEADER:])
         return messages

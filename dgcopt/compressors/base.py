@@ -90,6 +90,11 @@ class Compressor:
         gradients."""
         return False
 
+    @property
+    def mixes(self) -> bool:
+        """Whether `exchange` heeds `Context.mixture`, while it reads the gradient and writes the result."""
+        return False
+
     def adds_up(self, kind: Hashable) -> bool:
         """Whether an exchange does no more than add gradients of a kind up, so that they can be divided before it too.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import AllGather, AllToAll
-from ..kernels import Put, put_minmax
+from ..kernels import Put, mix, put_minmax
 from .base import Compressor, GradientExchange
 from .context import Context, at_least_float32
 
@@ -45,11 +45,19 @@ class ByteGrad(Compressor):
     def conserves(self) -> bool:
         return self.error_feedback
 
+    @property
+    def mixes(self) -> bool:
+        return not self.error_feedback
+
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         code, ranks = MinMaxUInt8(chunk_length(ctx)), range(ctx.size)
         result = grad.to(at_least_float32(grad.dtype))  # may be overwritten
         v = ctx.add_residual(grad) if self.error_feedback else result
-        messages = code.encode(into_chunks(v, ctx))
+        momentum = ctx.mixture
+        if momentum is not None and not lies_in_chunks(ctx):
+            mix(result, momentum)
+            momentum = None
+        messages = code.encode(into_chunks(v, ctx), momentum)
         if self.error_feedback:
             put_chunks(*code.parts(messages, [ctx.rank] * ctx.size), v, "subtract", ctx)
 
@@ -100,21 +108,28 @@ def runs(ctx: Context) -> list[tuple[int, int]]:
     return found
 
 
+def lies_in_chunks(ctx: Context) -> bool:
+    """Whether a flat tensor is all chunks, one after another: it has no gaps, and all chunks are full."""
+    return runs(ctx) == [(0, ctx.size * chunk_length(ctx))]
+
+
 def into_chunks(flat: Tensor, ctx: Context) -> Tensor:
     """The parameters' coordinates, one after another, as `[size, chunk]`; filled up with copies of the last.
 
-    It is `flat` itself where that has neither gaps nor something missing.
+    It is `flat` itself where that `lies_in_chunks`.
     """
     parts = [flat[start:stop] for start, stop in runs(ctx)]
-    missing = ctx.size * chunk_length(ctx) - sum(map(len, parts))
-    whole = parts[0] if len(parts) == 1 and not missing else torch.cat((*parts, parts[-1][-1:].expand(missing)))
-    return whole.view(ctx.size, -1)
+    if not lies_in_chunks(ctx):
+        missing = ctx.size * chunk_length(ctx) - sum(map(len, parts))
+        parts = [torch.cat((*parts, parts[-1][-1:].expand(missing)))]
+    return parts[0].view(ctx.size, -1)
 
 
 def put_chunks(ends: Tensor, codes: Tensor, flat: Tensor, how: Put, ctx: Context) -> None:
     """Let what all chunks' ends and codes stand for take effect on the flat tensor; gaps stay."""
     for chunk, place, span in pieces(ctx):
-        put_minmax(codes[chunk, place : place + span.stop - span.start], ends[chunk], flat[span], how)
+        momentum = ctx.mixture and ctx.mixture.within(span.start, span.stop)
+        put_minmax(codes[chunk, place : place + span.stop - span.start], ends[chunk], flat[span], how, momentum)
 
 
 def out_of_chunks(chunks: Tensor, ctx: Context) -> Tensor:

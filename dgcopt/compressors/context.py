@@ -16,7 +16,7 @@ from ..collectives import Link
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
 from ..flat.shard import Shard, Sharding
-from ..kernels import BLOCK
+from ..kernels import BLOCK, Mixture
 
 __all__ = ["Context", "at_least_float32"]
 
@@ -44,6 +44,8 @@ class Context:
         local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
         tally: what exchanges have counted, by the name of a `dgcopt.Telemetry` field, of which the caller takes it; see
             `count`.
+        mixture: what the gradient becomes before it travels, and the result is to be taken out of again; only for
+            compressors that do both themselves (`Compressor.mixes`).
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
@@ -66,6 +68,7 @@ class Context:
     scratch: dict[str, Any] = field(default_factory=dict)
     link: Link = field(default_factory=Link)
     local: LocalGradient | None = None
+    mixture: Mixture | None = None
     tally: Counter[str] = field(default_factory=Counter)
     certain: bool = False
     peak: Tensor | None = None

@@ -12,7 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..kernels import chunks, is_dense, mix, unmix
+from ..kernels import Mixture, chunks, is_dense, mix, unmix
 from .base import Compressor, GradientExchange
 from .context import Context
 from .own_step import steps_as
@@ -87,17 +87,24 @@ class FrozenAdam(Wrapper):
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
             return (yield AllReduce(grad, op=ctx.op))
-        held = self._momenta(ctx)
-        for beta1, (starts, momenta) in held.items():
-            mix(grad, (1 - beta1) * (ctx.size / ctx.divisor), starts, momenta, beta1)
-        result = yield from self.inner.exchange(grad, replace(ctx, op="average"))
-        gradient = ctx.dense(result)
-        for beta1, (starts, momenta) in held.items():
-            unmix(gradient, 1 - beta1, starts, momenta, beta1)
+        momenta = self._momenta(ctx)
+        if self.inner.mixes and len(momenta) == 1:
+            among = replace(ctx, op="average", mixture=momenta[0])
+            return ctx.dense((yield from self.inner.exchange(self._as_mean(grad, ctx), among)))
+        self._as_mean(grad, ctx)
+        for momentum in momenta:
+            mix(grad, momentum)
+        gradient = ctx.dense((yield from self.inner.exchange(grad, replace(ctx, op="average"))))
+        for momentum in momenta:
+            unmix(gradient, momentum)
         return gradient
 
-    def _momenta(self, ctx: Context) -> dict[float, tuple[list[int], list[Tensor]]]:
-        """For each b1, where its parameters start in the bucket, and their m, flat; zero where there is none yet."""
+    def _as_mean(self, grad: Tensor, ctx: Context) -> Tensor:
+        """What makes a mean of what is to be summed."""
+        return grad if ctx.divisor == ctx.size else grad.mul_(ctx.size / ctx.divisor)
+
+    def _momenta(self, ctx: Context) -> list[Mixture]:
+        """For each b1 what makes momentum of the gradients of its parameters; m is zero where there is none yet."""
         state_of, beta1s = self._attached.state, self._beta1s()
         found: dict[float, tuple[list[int], list[Tensor]]] = {}
         for segment in ctx.segments:
@@ -105,7 +112,7 @@ class FrozenAdam(Wrapper):
             starts, momenta = found.setdefault(beta1s[segment.param], ([], []))
             starts.append(segment.start)
             momenta.append(segment.flatten(state["exp_avg"] if state else torch.zeros_like(segment.param)))
-        return found
+        return [Mixture(1 - beta1, beta1, *of) for beta1, of in found.items()]
 
     def payload_bytes(self, ctx: Context) -> int | None:
         if not self._travels_as_momentum(ctx):

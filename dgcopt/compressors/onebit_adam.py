@@ -52,18 +52,15 @@ class OneBitReduce(Compressor):
     bytes for each tensor and rank. Raises PayloadError for a damaged message.
     """
 
-    conserves = True
+    conserves, mixes = True, True
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         own, place = part_of(ctx, ctx.rank), ctx.tensors.of_block
+        owned, (residual, v) = Owned.of(ctx, own), ctx.residual()
         held, left = ctx.advance("residual of the server")  # of the sum over ranks
-        residual, v = ctx.residual()
         result = grad.to(v.dtype)  # may be overwritten
-        for elsewhere in (slice(0, own.start), slice(own.stop, ctx.numel)):
-            result[elsewhere] += held[elsewhere]
-            left[elsewhere] = 0
 
-        signs, sums = split_sum(result, residual, v)
+        signs, sums = split_sum(result, residual, v, ctx.mixture)
         scales = mean_magnitudes(sums, place, ctx.tensors.numels)
         put_signs(signs, scales, scales, place, v, "subtract")
         ctx.keep_residual(v)
@@ -71,7 +68,7 @@ class OneBitReduce(Compressor):
         head = encode_scaled(scales, signs[:0]).expand(ctx.size, -1)
         arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
-        owned, u = Owned.of(ctx, own), left[own]
+        u = left[own]
         magnitudes, theirs = zip(*(decode(message, ctx, rank) for rank, message in enumerate(arrived)), strict=True)
         signs, sums = split_sum_of_signs(held[own], theirs, torch.stack(magnitudes), owned.place, owned.lengths, u)
         scales = mean_magnitudes(sums, owned.place, owned.numels * ctx.divisor)
@@ -83,7 +80,9 @@ class OneBitReduce(Compressor):
         for rank, message in enumerate(means):
             part = part_of(ctx, rank)
             scales, signs = decode(message, ctx, rank)
-            put_signs(signs, scales, scales, place[part.start // BLOCK : part.stop // BLOCK], result[part], "set")
+            momentum = ctx.mixture and ctx.mixture.within(part.start, part.stop)
+            by_tensor = (scales, scales, place[part.start // BLOCK : part.stop // BLOCK])
+            put_signs(signs, *by_tensor, result[part], "set", momentum)
         return result
 
     def payload_bytes(self, ctx: Context) -> int:
@@ -114,6 +113,7 @@ class Owned:
     @classmethod
     def of(cls, ctx: Context, own: slice) -> Owned:
         if "owned" not in ctx.scratch:
+            hand_over(ctx, own)
             ones = torch.ones(ctx.numel, device=ctx.tensors.numels.device)
             ctx.tensors.clear_gaps(ones)
             gaps = (ones[own] == 0).nonzero().squeeze(1)
@@ -122,6 +122,14 @@ class Owned:
             place = ctx.tensors.of_block[own.start // BLOCK : own.stop // BLOCK]
             ctx.scratch["owned"] = cls(place, ctx.tensors.sum(ones).clamp(min=1), lengths, gaps)
         return ctx.scratch["owned"]
+
+
+def hand_over(ctx: Context, own: slice) -> None:
+    """Add what this rank held back for parts that it does not serve to its own v, whether or not the step succeeds."""
+    residual, held = ctx.hold("residual"), ctx.hold("residual of the server")
+    for elsewhere in (slice(0, own.start), slice(own.stop, ctx.numel)):
+        residual[elsewhere] += held[elsewhere]
+        held[elsewhere] = 0
 
 
 def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from .cuda import (
 )
 from .kernel import Kernel
 from .native import instructions, takes_flat, takes_float32, takes_floats
-from .parts import Parts
+from .parts import Mixture, Parts
 from .rows import by_row, firsts, sent
 from .torch import (
     LARGEST,
@@ -48,6 +48,7 @@ __all__ = [
     "Groups",
     "Kernel",
     "Matrices",
+    "Mixture",
     "Momentum",
     "Parts",
     "Put",
@@ -122,9 +123,9 @@ __all__ = [
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), in_triton(torch.accumulate, takes_cuda))
 decay = Kernel(torch.decay, (takes_float32, native.decay), in_triton(torch.decay))
-mix = Kernel(torch.mix, (native.takes_parts, native.mix), in_triton(torch.mix))
+mix = Kernel(torch.mix, (takes_float32, native.mix), in_triton(torch.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
-unmix = Kernel(torch.unmix, (native.takes_parts, native.unmix), in_triton(torch.unmix))
+unmix = Kernel(torch.unmix, (takes_float32, native.unmix), in_triton(torch.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead, takes_cuda))
 block_maxima = Kernel(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .blocks import is_dense
-from .parts import Parts
+from .parts import Mixture, Parts
 
 __all__ = [
     "has_triton",
@@ -121,6 +121,8 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
             yield x
         elif isinstance(x, list | tuple):
             yield from (each for each in x if isinstance(each, Tensor))
+        elif isinstance(x, Mixture):
+            yield from x.parts
 
 
 def in_triton(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 import dgcopt
-from dgcopt.compressors import ByteGrad, NoCompression, OneBitAdam, PowerSGD, QAdam
+from dgcopt.compressors import ByteGrad, NoCompression, OneBitAdam, PowerSGD, QAdam, Wrapper
 from dgcopt.compressors.onebit_adam import OneBitReduce
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -312,6 +312,52 @@ def test_one_bit_reduce_is_its_rule(size: int) -> None:
             segment = buckets[0].segments[place]
             for result in results:
                 np.testing.assert_allclose(result[segment.start : segment.stop], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["sum", "average"])
+@pytest.mark.parametrize("shapes", [[(8, 64), (5, 64)], SHAPES], ids=["no gaps", "gaps"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("make", "inner"), [(OneBitAdam, OneBitReduce()), (QAdam, ByteGrad())], ids=str)
+def test_momentum_is_mixed_where_it_is_read_to_the_same_bits(
+    make: Any, inner: Any, size: int, shapes: list[tuple[int, ...]], op: str
+) -> None:
+    """As in passes of their own before and after, which other compressors need."""
+    assert inner.mixes and not Wrapper(inner).mixes
+    runs = []
+    for compressor in (make(1, inner), make(1, Wrapper(inner))):
+        torch.manual_seed(0)
+        start, seen = [torch.randn(shape) for shape in shapes], []
+        ranks = []
+        for comm in dgcopt.simulated_world(size):
+            params = [torch.nn.Parameter(tensor.clone()) for tensor in start]
+            ranks.append((params, dgcopt.DistributedOptimizer(Adam(params), None, compressor, comm=comm, op=op)))
+        for _ in range(4):
+            for params, optimizer in ranks:
+                optimizer.zero_grad()
+                sum((param * torch.randn_like(param)).sum() for param in params).backward()
+            for _, optimizer in ranks:
+                optimizer.step()
+            seen += [tensor.detach().clone() for params, _ in ranks for p in params for tensor in (p, p.grad)]
+        runs.append(seen)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
+
+
+def test_what_a_server_holds_of_parts_that_it_no_longer_serves_is_sent_with_its_own() -> None:
+    """Whether or not the step that finds it succeeds."""
+    param = torch.nn.Parameter(torch.zeros(128))
+    (bucket,) = build_buckets([("w", param)], lambda *_: None, 2**40, 2**40, None, GradientBucket)
+    contexts = [dgcopt.Context(rank, 2, "average", 0, None, bucket.segments) for rank in range(2)]
+    contexts[0].memory["residual of the server"] = torch.arange(128.0)
+    total = torch.zeros(128)
+    for succeeds in (False, True, True, True):
+        exchanges = [OneBitReduce().exchange(torch.zeros(128), context) for context in contexts]
+        mean, _ = dgcopt.simulate(exchanges, dgcopt.simulated_world(2))
+        for context in contexts:
+            context.settle() if succeeds else context.roll_back()
+        total += mean if succeeds else 0
+        assert not contexts[0].memory["residual of the server"][64:].any()
+        left = sum(held for context in contexts for held in context.memory.values())
+        torch.testing.assert_close(2 * total + left, torch.arange(128.0))
 
 
 @pytest.mark.parametrize("compressor", [OneBitReduce(), OneBitAdam(2), QAdam(2), QAdam(2, faithful=True)], ids=str)

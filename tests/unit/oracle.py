@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgcopt.kernels import Chunks, Groups, Momentum, Parts, native
+from dgcopt.kernels import Chunks, Groups, Mixture, Momentum, Parts, native
 
 built = pytest.mark.skipif(
     not native.instructions(),
@@ -69,6 +69,17 @@ def places(blocks: int, tensors: int, seed: int) -> Tensor:
     return torch.randint(tensors, (blocks,), generator=torch.Generator().manual_seed(seed)).sort().values
 
 
+def some_mixture(numel: int, kind: str, seed: int) -> Mixture:
+    """A mixture of which some parts have gaps between them, and some have none."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = sorted(torch.randint(numel + 1, (6,), generator=generator).tolist())
+    starts, stops = [*cuts[:2], *cuts[3:5]], [*cuts[1:3], *cuts[4:6]]
+    parts = [
+        numbers(stop - start, torch.float32, kind, seed + start) for start, stop in zip(starts, stops, strict=True)
+    ]
+    return Mixture(1 - 0.9, 0.9, starts, parts)
+
+
 class Sizes(NamedTuple):
     """How large operands are in all implementations, and what only those are given that are compiled."""
 
@@ -102,7 +113,7 @@ class InTriton:
 
 def tensors_in(x: Any) -> list[Tensor]:
     """Those that an operand is or holds."""
-    of = x.tensors if isinstance(x, Parts) else x if isinstance(x, list) else [x]
+    of = x.tensors if isinstance(x, Parts) else x.parts if isinstance(x, Mixture) else x if isinstance(x, list) else [x]
     return [each for each in of if isinstance(each, Tensor)]
 
 
@@ -117,6 +128,8 @@ def _moved(x: Any, device: str) -> Any:
         return dataclasses.replace(x, device=torch.device(device))
     if isinstance(x, Parts):
         return dataclasses.replace(x, tensors=_moved(x.tensors, device))
+    if isinstance(x, Mixture):
+        return dataclasses.replace(x, parts=_moved(x.parts, device))
     return x
 
 

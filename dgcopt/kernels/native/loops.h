@@ -18,6 +18,14 @@ typedef float eight __attribute__((vector_size(32)));
 typedef double two_doubles __attribute__((vector_size(16)));
 typedef double four_doubles __attribute__((vector_size(32)));
 
+/* keep * x + add * y, where y lies in parts: of each a row, which tells where it lies, where in x it begins, and where it
+   ends there. */
+typedef struct {
+    const int64_t *table;
+    int64_t rows;
+    float keep, add;
+} mixture;
+
 #define INLINE static inline __attribute__((always_inline))
 
 /* How many of n are looked at before all others. */

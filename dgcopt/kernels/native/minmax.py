@@ -6,38 +6,48 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..parts import Mixture
 from ..torch import Put
-from .library import Float, Int, Length, Pointer, at, check_flat, function, instructions, shared
+from .library import Float, Int, Length, Pointer, at, check_flat, function, instructions, shared, takes_float32
+from .mixing import MIXTURE, weights_of
 from .sums import HOW
 
 __all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax", "takes_rows"]
 
 
-def takes_rows(*arguments: Tensor | int) -> bool:
-    """Whether loops can run over tensors, of bytes or float32, whose rows may lie apart."""
+def takes_rows(*arguments: Tensor | int | Mixture | None) -> bool:
+    """Whether loops can run over tensors, of bytes or float32, whose rows may lie apart, and over what they are mixed
+    with."""
     for x in arguments:
         if isinstance(x, Tensor) and not (x.is_cpu and x.layout is torch.strided and x.stride(-1) == 1):
             return False
         if isinstance(x, Tensor) and x.dtype not in (torch.float32, torch.uint8):
             return False
+        if isinstance(x, Mixture) and not takes_float32(x):
+            return False
     return bool(instructions())
 
 
-def minmax_ends(rows: Tensor) -> Tensor:
+def minmax_ends(rows: Tensor, mixture: Mixture | None = None) -> Tensor:
     """See `dgcopt.kernels.torch.minmax_ends`."""
     _check_rows(rows, len(rows), torch.float32)
     count, length = rows.shape
+    if mixture is not None:
+        check_flat(count * length, rows.view(-1))
     if not length:
         raise ValueError("no values have neither a smallest nor a largest")
     parts: list[Tensor] = []
-    loop = function("minmax_ends", Pointer, Length, Length, Length, Pointer)
+    weights = weights_of(mixture, count * length)
+    loop = function("minmax_ends", Pointer, *[Length] * 4, Pointer, *MIXTURE)
 
     def span(start: int, stop: int) -> None:
         ends = torch.empty(count, 2)
-        loop(at(rows, start), count, rows.stride(0), stop - start, ends.data_ptr())
+        loop(rows.data_ptr(), count, rows.stride(0), start, stop, ends.data_ptr(), *weights)
         parts.append(ends)
 
     shared(span, length)
+    if mixture is not None:
+        increment_version(rows)
     return _outermost(parts)
 
 
@@ -56,15 +66,16 @@ def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
     shared(span, length)
 
 
-def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
+def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixture | None = None) -> None:
     """See `dgcopt.kernels.torch.put_minmax`."""
     check_flat(len(out), out, dtype=torch.float32)
     check_flat(2, ends, dtype=torch.float32)
     check_flat(len(out), codes, dtype=torch.uint8)
-    loop = function("put_minmax", Pointer, Length, Pointer, Pointer, Int)
+    weights = weights_of(mixture, len(out))
+    loop = function("put_minmax", Pointer, *[Length] * 2, *[Pointer] * 2, Int, *MIXTURE)
 
     def span(start: int, stop: int) -> None:
-        loop(at(codes, start), stop - start, ends.data_ptr(), at(out, start), HOW[how])
+        loop(codes.data_ptr(), start, stop, ends.data_ptr(), out.data_ptr(), HOW[how], *weights)
 
     shared(span, len(out))
     increment_version(out)

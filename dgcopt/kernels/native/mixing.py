@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .library import Float, Length, Pointer, check_flat, function, shared, takes_float32
+from ..parts import Mixture
+from .library import Float, Length, Pointer, check_flat, function, shared
 
-__all__ = ["mix", "takes_parts", "unmix"]
+__all__ = ["MIXTURE", "mix", "unmix", "weights_of"]
+
+MIXTURE = (Pointer, Length, Float, Float)
+"""The types of what loops are told of a mixture."""
 
 
-def takes_parts(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> bool:
-    """Whether loops can run over all of these tensors."""
-    return takes_float32(flat, *parts)
-
-
-def mix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
+def mix(x: Tensor, mixture: Mixture) -> None:
     """See `dgcopt.kernels.torch.mix`."""
-    _run("mix", flat, keep, starts, parts, add)
+    _run("mix", x, mixture)
 
 
-def unmix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
+def unmix(x: Tensor, mixture: Mixture) -> None:
     """See `dgcopt.kernels.torch.unmix`."""
-    _run("unmix", flat, keep, starts, parts, add)
+    _run("unmix", x, mixture)
 
 
-def _run(name: str, flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
-    check_flat(len(flat), flat, dtype=torch.float32)
-    rows = []
-    for start, part in zip(starts, parts, strict=True):
-        length = part.numel()
-        check_flat(length, part, dtype=torch.float32)
-        if not 0 <= start <= len(flat) - length:
-            raise ValueError(f"{length} elements from {start} on are not among the {len(flat)} that there are")
-        rows.append((part.data_ptr(), start, length))
-    table = torch.tensor(rows, dtype=torch.int64)
-    loop = function(name, Pointer, Float, Pointer, Length, Float, Length, Length)
+def _run(name: str, x: Tensor, mixture: Mixture) -> None:
+    check_flat(len(x), x, dtype=torch.float32)
+    weights = weights_of(mixture, len(x))
+    loop = function(name, Pointer, Length, Length, *MIXTURE)
 
     def span(start: int, stop: int) -> None:
-        loop(flat.data_ptr(), keep, table.data_ptr(), len(rows), add, start, stop)
+        loop(x.data_ptr(), start, stop, *weights)
 
-    shared(span, len(flat))
-    increment_version(flat)
+    shared(span, len(x))
+    increment_version(x)
+
+
+def weights_of(mixture: Mixture | None, numel: int) -> tuple[ctypes.Array[ctypes.c_int64], int, float, float]:
+    """What loops are told of a mixture: of each part where it lies, where in x it begins, and where it ends there.
+
+    Raises ValueError for a part that is not among the elements of x, or begins before the one ahead of it has ended.
+    """
+    if mixture is None:
+        return (Length * 0)(), 0, 1.0, 0.0
+    rows, end = [], 0
+    for start, part in zip(mixture.starts, mixture.parts, strict=True):
+        length = part.numel()
+        check_flat(length, part, dtype=torch.float32)
+        if not end <= start <= numel - length:
+            raise ValueError(f"{length} elements from {start} on are not among those from {end} to {numel}")
+        end = start + length
+        rows += [part.data_ptr(), start, end]
+    return (Length * len(rows))(*rows), len(mixture.parts), mixture.keep, mixture.add

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
+from ..parts import Mixture
 from ..torch import Put
 from .library import Float, Int, Length, Pointer, at, check_bytes, check_flat, function, shared, takes_float32
+from .mixing import MIXTURE, weights_of
 from .sums import HOW, blocks_of, check_place
 
 __all__ = ["mix_signs", "pack_signs", "put_signs", "split_signs", "split_sum", "split_sum_of_signs", "takes_signs"]
@@ -58,19 +60,20 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     return packed, sums
 
 
-def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def split_sum(x: Tensor, y: Tensor, out: Tensor, mixture: Mixture | None = None) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.split_sum`."""
     check_flat(len(out), x, y, dtype=torch.float32)
     blocks = blocks_of(out)
     packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
-    loop = function("split_sum", Pointer, Pointer, Length, *[Pointer] * 5)
+    weights = weights_of(mixture, len(out))
+    loop = function("split_sum", *[Pointer] * 2, *[Length] * 2, *[Pointer] * 5, *MIXTURE)
+    flat, found = (x.data_ptr(), y.data_ptr()), [row.data_ptr() for row in (out, packed, *sums)]
 
     def span(start: int, stop: int) -> None:
-        by_block = (at(row, start // BLOCK) for row in sums)
-        loop(at(x, start), at(y, start), stop - start, at(out, start), at(packed, start // 8), *by_block)
+        loop(*flat, start, stop, *found, *weights)
 
     shared(span, len(out))
-    increment_version(out)
+    increment_version(out if mixture is None else (x, out))
     return packed, sums
 
 
@@ -113,18 +116,27 @@ def split_sum_of_signs(
     return signs, sums
 
 
-def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
+def put_signs(
+    packed: Tensor,
+    above: Tensor,
+    below: Tensor,
+    place: Tensor,
+    out: Tensor,
+    how: Put,
+    mixture: Mixture | None = None,
+) -> None:
     """See `dgcopt.kernels.torch.put_signs`."""
     for numbers in (above, below):
         check_flat(len(numbers), numbers, dtype=torch.float32)
     check_flat(len(out), out, dtype=torch.float32)
     check_place(place, len(out), len(above), len(below))
     check_bytes(packed, len(out) // 8)
-    loop = function("put_signs", *[Pointer] * 4, Length, Pointer, Int)
+    weights = weights_of(mixture, len(out))
+    loop = function("put_signs", *[Pointer] * 4, *[Length] * 2, Pointer, Int, *MIXTURE)
+    found = [x.data_ptr() for x in (packed, above, below, place)]
 
     def span(start: int, stop: int) -> None:
-        numbers = (at(packed, start // 8), above.data_ptr(), below.data_ptr(), at(place, start // BLOCK))
-        loop(*numbers, stop - start, at(out, start), HOW[how])
+        loop(*found, start, stop, out.data_ptr(), HOW[how], *weights)
 
     shared(span, len(out))
     increment_version(out)

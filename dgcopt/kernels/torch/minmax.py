@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..parts import Mixture
+from .mixing import mix, unmix
 from .sums import Put, finite, put
 
 __all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax"]
@@ -13,11 +15,14 @@ _TOP = 255
 _EPSILON = 1e-7
 
 
-def minmax_ends(rows: Tensor) -> Tensor:
+def minmax_ends(rows: Tensor, mixture: Mixture | None = None) -> Tensor:
     """The smallest and the largest of each row of values, float32 `[rows, 2]`.
 
-    NaN and Inf count as zero, -0 is written as 0.
+    NaN and Inf count as zero, -0 is written as 0. If there is a mixture, rows become that before, as one flat tensor;
+    they must lie one behind the other.
     """
+    if mixture is not None:
+        mix(rows.view(-1), mixture)
     return torch.stack(finite(rows).aminmax(dim=1), 1) + 0.0
 
 
@@ -28,10 +33,15 @@ def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
     codes.copy_(levels.clamp_(0, _TOP))
 
 
-def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
-    """Let the values that flat `codes` between two ends stand for take effect on `out`."""
+def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixture | None = None) -> None:
+    """Let the values that flat `codes` between two ends stand for take effect on `out`.
+
+    If there is a mixture, that is what `out` is then, and becomes the x in it.
+    """
     (scale,), (upper,) = _levels(ends.unsqueeze(0))
     put((codes.float() + (upper - _TOP)) / scale, out, how)
+    if mixture is not None:
+        unmix(out, mixture)
 
 
 def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
+
+from ..parts import Mixture
 
 __all__ = ["mix", "unmix"]
 
 
-def mix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
-    """Put keep * x + add * y in the place of x: the values of `flat` from each start on; y are those of its part."""
-    for start, part in zip(starts, parts, strict=True):
-        flat[start : start + len(part)].mul_(keep).add_(part, alpha=add)
+def mix(x: Tensor, mixture: Mixture) -> None:
+    """Put keep * x + add * y in the place of a flat x."""
+    for start, part in zip(mixture.starts, mixture.parts, strict=True):
+        x[start : start + len(part)].mul_(mixture.keep).add_(part, alpha=mixture.add)
 
 
-def unmix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
+def unmix(x: Tensor, mixture: Mixture) -> None:
     """Put x in the place of keep * x + add * y."""
-    for start, part in zip(starts, parts, strict=True):
-        flat[start : start + len(part)].sub_(part, alpha=add).div_(keep)
+    for start, part in zip(mixture.starts, mixture.parts, strict=True):
+        x[start : start + len(part)].sub_(part, alpha=mixture.add).div_(mixture.keep)

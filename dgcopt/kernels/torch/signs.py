@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from ..blocks import BLOCK
+from ..parts import Mixture
+from .mixing import mix, unmix
 from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put, sum_of_rows
 
@@ -35,8 +37,10 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     return pack_small(minus.to(torch.uint8), 1), torch.stack([sum_of_rows(part.view(-1, BLOCK)) for part in parts])
 
 
-def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """`split_signs` of x + y, which it writes to `out`."""
+def split_sum(x: Tensor, y: Tensor, out: Tensor, mixture: Mixture | None = None) -> tuple[Tensor, Tensor]:
+    """`split_signs` of x + y, which it writes to `out`. If there is a mixture, x becomes that before."""
+    if mixture is not None:
+        mix(x, mixture)
     return split_signs(torch.add(x, y, out=out))
 
 
@@ -55,7 +59,20 @@ def split_sum_of_signs(
     return split_signs(out)
 
 
-def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
-    """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`."""
+def put_signs(
+    packed: Tensor,
+    above: Tensor,
+    below: Tensor,
+    place: Tensor,
+    out: Tensor,
+    how: Put,
+    mixture: Mixture | None = None,
+) -> None:
+    """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`.
+
+    If there is a mixture, that is what `out` is then, and becomes the x in it.
+    """
     minus = unpack_small(packed, len(out), 1).bool()
     put(torch.where(minus, -by_block(below, place), by_block(above, place)), out, how)
+    if mixture is not None:
+        unmix(out, mixture)

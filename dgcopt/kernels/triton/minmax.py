@@ -8,9 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..parts import Mixture
 from ..torch import Put
 from .floats import UNFUSED, finite, nearest, put
 from .lengths import check_length
+from .mixing import mix, unmix
 
 __all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax"]
 
@@ -78,8 +80,10 @@ def _mean(codes, stride, ranks, ends, numel, divisor, mean, new_ends, parts, SIZ
     _write_ends(finite(total), there, new_ends, 0, parts)
 
 
-def minmax_ends(rows: Tensor) -> Tensor:
+def minmax_ends(rows: Tensor, mixture: Mixture | None = None) -> Tensor:
     """See `dgcopt.kernels.torch.minmax_ends`."""
+    if mixture is not None:
+        mix(rows.view(-1), mixture)
     count, numel = rows.shape
     parts = triton.cdiv(numel, _SIZE)
     ends = torch.empty(count, parts, 2, device=rows.device)
@@ -98,12 +102,14 @@ def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
         _codes[(triton.cdiv(numel, _SIZE), count)](*operands, SIZE=_SIZE, **UNFUSED)
 
 
-def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put) -> None:
+def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixture | None = None) -> None:
     """See `dgcopt.kernels.torch.put_minmax`."""
     increment_version(out)
     check_length(len(out), codes)
     if len(out):
         _put_minmax[(triton.cdiv(len(out), _SIZE),)](codes, ends, len(out), out, HOW=how, SIZE=_SIZE, **UNFUSED)
+    if mixture is not None:
+        unmix(out, mixture)
 
 
 def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..parts import Mixture
 from .floats import UNFUSED
 
 __all__ = ["mix", "unmix"]
@@ -28,19 +27,19 @@ def _mix(flat, keep, part, add, numel, BACK: tl.constexpr, SIZE: tl.constexpr):
     tl.store(flat + at, x, mask=at < numel)
 
 
-def mix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
+def mix(x: Tensor, mixture: Mixture) -> None:
     """See `dgcopt.kernels.torch.mix`."""
-    _each(flat, keep, starts, parts, add, back=False)
+    _each(x, mixture, back=False)
 
 
-def unmix(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float) -> None:
+def unmix(x: Tensor, mixture: Mixture) -> None:
     """See `dgcopt.kernels.torch.unmix`."""
-    _each(flat, keep, starts, parts, add, back=True)
+    _each(x, mixture, back=True)
 
 
-def _each(flat: Tensor, keep: float, starts: Sequence[int], parts: Sequence[Tensor], add: float, back: bool) -> None:
-    increment_version(flat)
-    for start, part in zip(starts, parts, strict=True):
+def _each(x: Tensor, mixture: Mixture, back: bool) -> None:
+    increment_version(x)
+    for start, part in zip(mixture.starts, mixture.parts, strict=True):
         if len(part):
-            operands = (flat.narrow(0, start, len(part)), float(keep), part, float(add), len(part))
+            operands = (x.narrow(0, start, len(part)), float(mixture.keep), part, float(mixture.add), len(part))
             _mix[(triton.cdiv(len(part), _SIZE),)](*operands, BACK=back, SIZE=_SIZE, **UNFUSED)

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import BLOCK
+from ..parts import Mixture
 from ..torch import Put
 from .floats import UNFUSED, finite, put
 from .lengths import blocks_of, check_length
+from .mixing import mix, unmix
 from .packing import GROUPS, pack, unpack
 from .sums import ROWS, sum_of_rows
 
@@ -106,8 +108,10 @@ def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     return _parts(values, None, None, values)
 
 
-def split_sum(x: Tensor, y: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+def split_sum(x: Tensor, y: Tensor, out: Tensor, mixture: Mixture | None = None) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.split_sum`."""
+    if mixture is not None:
+        mix(x, mixture)
     increment_version(out)
     return _parts(x, y, None, out)
 
@@ -136,10 +140,20 @@ def _parts(x: Tensor, y: Tensor | None, lengths: Tensor | None, out: Tensor) -> 
     return packed, sums
 
 
-def put_signs(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, out: Tensor, how: Put) -> None:
+def put_signs(
+    packed: Tensor,
+    above: Tensor,
+    below: Tensor,
+    place: Tensor,
+    out: Tensor,
+    how: Put,
+    mixture: Mixture | None = None,
+) -> None:
     """See `dgcopt.kernels.torch.put_signs`."""
     increment_version(out)
     _put(packed, above, below, place, out, out, how)
+    if mixture is not None:
+        unmix(out, mixture)
 
 
 def _put(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, before: Tensor, out: Tensor, how: Put) -> None:

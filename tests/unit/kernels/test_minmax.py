@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
+from oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, some_mixture
 
 from dgcopt import kernels
-from dgcopt.kernels import native
+from dgcopt.kernels import Mixture, native
 from dgcopt.kernels import torch as specification
 
 
@@ -19,22 +19,29 @@ from dgcopt.kernels import torch as specification
     offset=st.sampled_from([0.0, 1.0, -3.7, 1e6, 1e30]),
     kind=st.sampled_from(KINDS),
     how=st.sampled_from(["set", "add", "subtract"]),
+    mixed=st.booleans(),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_minmax(of, rows, numel, offset, kind, how, shift, seed):
+def test_minmax(of, rows, numel, offset, kind, how, mixed, shift, seed):
     flat = numbers(rows * (numel + shift), torch.float32, kind, seed) + offset
     values = flat.view(rows, numel + shift)[:, shift:]
     ends = of.minmax_ends(values)
     assert_same_bits(ends, specification.minmax_ends(values))
+    if mixed and rows:
+        mine, other = (values.clone(memory_format=torch.contiguous_format) for _ in range(2))
+        mixture = some_mixture(rows * numel, kind, seed)
+        assert_same_bits(of.minmax_ends(mine, mixture), specification.minmax_ends(other, mixture))
+        assert_same_bits(mine, other)
+    mixture = some_mixture(numel, kind, seed) if mixed else None
     ours, theirs = (torch.empty(rows, 8 + numel, dtype=torch.uint8)[:, 8:] for _ in range(2))
     of.minmax_codes(values, ends, ours)
     specification.minmax_codes(values, ends, theirs)
     assert torch.equal(ours, theirs)
     for row, of_row, its_ends in zip(values, ours, ends, strict=True):
         mine, other = row.clone(), row.clone()
-        of.put_minmax(of_row, its_ends, mine, how)
-        specification.put_minmax(of_row, its_ends, other, how)
+        of.put_minmax(of_row, its_ends, mine, how, mixture)
+        specification.put_minmax(of_row, its_ends, other, how, mixture)
         assert_same_bits(mine, other)
     if not rows:
         return
@@ -78,6 +85,12 @@ def test_what_they_mean():
     ends, mean = kernels.minmax_ends(values), torch.empty(4, dtype=torch.uint8)
     kernels.minmax_codes(values, ends, codes)
     assert ends.tolist() == [[0, 255], [0, 510]] and codes.tolist() == [[0, 255, 100, 0], [0, 255, 0, 0]]
+    momentum = Mixture(0.5, 2.0, [2, 5], [torch.tensor([1.0]), torch.tensor([0.25, 1.0])])
+    mixed = values.clone()
+    assert kernels.minmax_ends(mixed, momentum).tolist() == [[0, 255], [0, 255.5]]
+    assert mixed.tolist() == [[0, 255, 52.125, 0], [0, 255.5, 2, 0]]
+    kernels.put_minmax(codes[1], ends[1], mixed[1], "set", momentum.within(4, 8))
+    assert mixed[1].tolist() == [0, (510 - 0.5) / 0.5, -2 / 0.5, 0]
     of_mean = kernels.minmax_of_mean(codes, ends, 3, mean)
     assert of_mean.tolist() == [0, 255] and mean.tolist() == [0, 255, 33, 0]
 
@@ -94,5 +107,7 @@ def test_what_does_not_fit_is_refused():
         )
     with pytest.raises(ValueError, match="flat tensor of 3"):
         native.put_minmax(torch.zeros(2, dtype=torch.uint8), torch.zeros(2), torch.zeros(3), "set")
+    with pytest.raises(ValueError, match="2 elements from 2 on are not among those from 0 to 3"):
+        native.minmax_ends(torch.zeros(1, 3), Mixture(1.0, 1.0, [2], [torch.zeros(2)]))
     with pytest.raises(ValueError, match="smallest"):
         native.minmax_ends(torch.zeros(1, 0))

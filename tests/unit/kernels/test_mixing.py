@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt import kernels
-from dgcopt.kernels import native
+from dgcopt.kernels import Mixture, native
 from dgcopt.kernels import torch as specification
 
 
@@ -33,24 +33,29 @@ def test_mix_and_unmix(of, lengths, gap, keep, add, kind, seed):
     ours = numbers(2 * gap + sum(lengths) + gap * len(lengths), torch.float32, kind, seed)
     theirs = ours.clone()
     for each, flat in ((of, ours), (specification, theirs)):
-        each.mix(flat, keep, starts, parts, add)
+        each.mix(flat, Mixture(keep, add, starts, parts))
     assert_same_bits(ours, theirs)
     for each, flat in ((of, ours), (specification, theirs)):
-        each.unmix(flat, keep, starts, parts, add)
+        each.unmix(flat, Mixture(keep, add, starts, parts))
     assert_same_bits(ours, theirs)
 
 
 def test_what_they_mean():
-    flat, parts = torch.tensor([1.0, 2.0, 3.0]), [torch.tensor([4.0]), torch.tensor([-4.0])]
-    kernels.mix(flat, 2.0, [0, 2], parts, 0.5)
+    flat, mixture = (
+        torch.tensor([1.0, 2.0, 3.0]),
+        Mixture(2.0, 0.5, [0, 2], [torch.tensor([4.0]), torch.tensor([-4.0])]),
+    )
+    kernels.mix(flat, mixture)
     assert flat.tolist() == [4, 2, 4]
-    kernels.unmix(flat, 2.0, [0, 2], parts, 0.5)
+    kernels.unmix(flat, mixture)
     assert flat.tolist() == [1, 2, 3]
 
 
 @built
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="4 elements from 0 on are not among the 3"):
-        native.mix(torch.zeros(3), 1.0, [0], [torch.zeros(4)], 1.0)
+    with pytest.raises(ValueError, match="4 elements from 0 on are not among those from 0 to 3"):
+        native.mix(torch.zeros(3), Mixture(1.0, 1.0, [0], [torch.zeros(4)]))
     with pytest.raises(ValueError, match="from -1 on"):
-        native.unmix(torch.zeros(3), 1.0, [-1], [torch.zeros(1)], 1.0)
+        native.unmix(torch.zeros(3), Mixture(1.0, 1.0, [-1], [torch.zeros(1)]))
+    with pytest.raises(ValueError, match="from 1 on are not among those from 2 to 3"):
+        native.mix(torch.zeros(3), Mixture(1.0, 1.0, [0, 1], [torch.zeros(2), torch.zeros(1)]))

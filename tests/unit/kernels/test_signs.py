@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
+from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places, some_mixture
 
 from dgcopt import kernels
-from dgcopt.kernels import native
+from dgcopt.kernels import Mixture, native
 from dgcopt.kernels import torch as specification
 
 blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
@@ -34,28 +34,32 @@ def test_pack_signs(of, numel, zero_is_minus, kind, shift, seed):
     tensors=st.integers(1, 5),
     kind=st.sampled_from(KINDS),
     how=hows,
+    mixed=st.booleans(),
     shift=st.integers(0, 3),
     seed=st.integers(0, 2**20),
 )
-def test_split_and_put_signs(of, blocks, tensors, kind, how, shift, seed):
+def test_split_and_put_signs(of, blocks, tensors, kind, how, mixed, shift, seed):
     values = numbers(64 * blocks + shift, torch.float32, kind, seed)[shift:]
     place = places(blocks, tensors, seed)
     packed, sums = of.split_signs(values)
     for mine, other in zip((packed, sums), specification.split_signs(values), strict=True):
         assert torch.equal(mine, other)
     other_values, total, other_total = values.flip(0), torch.empty_like(values), torch.empty_like(values)
-    of_sum = of.split_sum(values, other_values, total)
-    for mine, other in zip(of_sum, specification.split_sum(values, other_values, other_total), strict=True):
+    mixture = some_mixture(len(values), kind, seed) if mixed else None
+    ours, theirs = values.clone(), values.clone()
+    of_sum = of.split_sum(ours, other_values, total, mixture)
+    for mine, other in zip(of_sum, specification.split_sum(theirs, other_values, other_total, mixture), strict=True):
         assert torch.equal(mine, other)
     assert_same_bits(total, other_total)
+    assert_same_bits(ours, theirs)
     above, below, minuses = of.tensor_sums(sums, place, tensors)
     for mine, other in zip((above, below, minuses), specification.tensor_sums(sums, place, tensors), strict=True):
         assert_same_bits(mine, other)
     five = torch.cat((sums, sums[:2].flip(1)))
     assert_same_bits(of.tensor_sums(five, place, tensors), specification.tensor_sums(five, place, tensors))
     ours, theirs = values.clone(), values.clone()
-    of.put_signs(packed, above, below, place, ours, how)
-    specification.put_signs(packed, above, below, place, theirs, how)
+    of.put_signs(packed, above, below, place, ours, how, mixture)
+    specification.put_signs(packed, above, below, place, theirs, how, mixture)
     assert_same_bits(ours, theirs)
 
 
@@ -108,6 +112,11 @@ def test_what_they_mean():
     total = torch.empty(128)
     packed_of_sum, _ = kernels.split_sum(values, -2 * values, total)
     assert total[:3].tolist() == [-2, 3, -5] and packed_of_sum.tolist() == [5, *[0] * 15]
+    momentum = Mixture(0.5, 2.0, [1], [torch.tensor([1.0, 2.0])])
+    kernels.split_sum(x := values.clone(), -2 * values, total, momentum)
+    assert x[:4].tolist() == [2, 0.5, 6.5, 0] and total[:3].tolist() == [-2, 6.5, -3.5]
+    kernels.put_signs(packed, above, below, torch.tensor([1, 1]), x, "set", momentum)
+    assert x[:4].tolist() == [7, (-4 - 2) / 0.5, (7 - 4) / 0.5, 7]
     out = torch.full((128,), 100.0)
     kernels.put_signs(packed, above, below, torch.tensor([1, 1]), out, "subtract")
     assert out[:4].tolist() == [93, 104, 93, 93]
@@ -131,6 +140,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="0 to 65 elements of 64"):
         flat, place = torch.zeros(128), torch.tensor([0, 0])
         native.split_sum_of_signs(flat, [], torch.zeros(0, 1), place, torch.tensor([0, 65]), flat)
+    with pytest.raises(ValueError, match="65 elements from 0 on are not among those from 0 to 64"):
+        flat = torch.zeros(64)
+        native.split_sum(flat, flat, flat.clone(), Mixture(1.0, 1.0, [0], [torch.zeros(65)]))
     with pytest.raises(ValueError, match="places from 1 to 1"):
         native.put_signs(torch.zeros(8, dtype=torch.uint8), one, one, torch.tensor([1]), torch.zeros(64), "set")
     with pytest.raises(ValueError, match="flat tensor of 1 elements"):

@@ -29,11 +29,19 @@ INLINE TARGET void FN(write_ends)(int32_t low, int32_t high, float *ends) {
     ends[1] = FN(of_bits)(FN(ordered)(high)) + 0.0f;
 }
 
-TARGET void FN(minmax_ends)(const float *v, int64_t rows, int64_t stride, int64_t n, float *ends) {
-    for (; rows > 0; rows--, v += stride, ends += 2) {
+/* Of what lies from start to stop in each row; rows may be mixed before. */
+TARGET void FN(minmax_ends)(float *v, int64_t rows, int64_t stride, int64_t start, int64_t stop, float *ends,
+                            const int64_t *table, int64_t parts, float keep, float add) {
+    mixture of = {table, parts, keep, add};
+    int64_t part = 0;
+    for (int64_t row = 0; row < rows; row++) {
         int32_t low = INT32_MAX, high = INT32_MIN;
-        for (int64_t i = 0; i < n; i += PIECE) FN(stretch)(v + i, n - i < PIECE ? n - i : PIECE, &low, &high);
-        FN(write_ends)(low, high, ends);
+        for (int64_t i = row * stride + start, end = row * stride + stop, next; i < end; i = next) {
+            next = end - i < PIECE ? end : i + PIECE;
+            FN(mix_part)(&of, &part, v + i, i, next);
+            FN(stretch)(v + i, next - i, &low, &high);
+        }
+        FN(write_ends)(low, high, ends + 2 * row);
     }
 }
 
@@ -96,25 +104,23 @@ INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const flo
         for (int64_t i = 0; i < n; i++) out[i] = FN(put)(out[i], ((float)codes[i] + lower) / scale, how);
 }
 
-/* "set", past the caches. */
-INLINE TARGET void FN(stream_minmax)(const uint8_t *codes, int64_t n, const float *ends, float *out) {
-    float values[PIECE];
-    for (; n >= PIECE; n -= PIECE, codes += PIECE, out += PIECE) {
-        FN(put_minmax_how)(codes, PIECE, ends, values, 0);
-        for (int i = 0; i < PIECE; i += BLOCK) FN(write_block)(out + i, values + i, 1);
-    }
-    FENCE;
-    FN(put_minmax_how)(codes, n, ends, out, 0);
-}
-
-TARGET void FN(put_minmax)(const uint8_t *codes, int64_t n, const float *ends, float *out, int how) {
-    if (how == 0 && FN(streams)(out, n)) {
-        FN(stream_minmax)(codes, n, ends, out);
-        return;
-    }
-#define CALL(how) FN(put_minmax_how)(codes, n, ends, out, how);
-    EVERY_HOW(CALL)
+/* From start to stop; what is there then may be a mixture, to be taken apart. */
+TARGET void FN(put_minmax)(const uint8_t *codes, int64_t start, int64_t stop, const float *ends, float *out, int how,
+                           const int64_t *table, int64_t parts, float keep, float add) {
+    int streams = how == 0 && FN(streams)(out + start, stop - start);
+    mixture of = {table, parts, keep, add};
+    int64_t part = 0;
+    for (int64_t next; start < stop; start = next) {
+        float values[PIECE], *to = streams && stop - start >= PIECE ? values : out + start;
+        next = stop - start < PIECE ? stop : start + PIECE;
+#define CALL(how) FN(put_minmax_how)(codes + start, next - start, ends, to, how);
+        EVERY_HOW(CALL)
 #undef CALL
+        FN(unmix_part)(&of, &part, to, start, next);
+        if (to == values)
+            for (int i = 0; i < PIECE; i += BLOCK) FN(write_block)(out + start + i, values + i, 1);
+    }
+    if (streams) FENCE;
 }
 
 /* PIECE elements of a mean that is not kept: it is found twice, once for its ends and once for its codes. */

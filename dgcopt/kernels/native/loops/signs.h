@@ -43,16 +43,15 @@ TARGET void FN(mix_signs)(const float *x, float keep, const float *y, float add,
 /* The signs of a block, the sums of what is above and of what is below zero, and how many are below. */
 INLINE TARGET void FN(split_block)(const float *v, uint8_t *packed, float *above, float *below, float *minuses) {
     float ups[BLOCK], downs[BLOCK];
-    uint8_t flags[BLOCK];
-    uint64_t word;
+    int32_t bits[BLOCK];
     for (int i = 0; i < BLOCK; i++) {
-        int32_t bits = FN(finite_without_minus_zero)(v[i]), opposite = bits ^ INT32_MIN;
-        ups[i] = FN(of_bits)(bits > 0 ? bits : 0);
+        bits[i] = FN(finite_without_minus_zero)(v[i]);
+        int32_t opposite = bits[i] ^ INT32_MIN;
+        ups[i] = FN(of_bits)(bits[i] > 0 ? bits[i] : 0);
         downs[i] = FN(of_bits)(opposite > 0 ? opposite : 0);
-        flags[i] = (uint8_t)((uint32_t)bits >> 31);
     }
-    FN(pack_flags)(flags, packed);
-    memcpy(&word, packed, 8);
+    uint64_t word = FN(signs_of_block)(bits);
+    memcpy(packed, &word, sizeof word);
     *above = FN(fold)(ups), *below = FN(fold)(downs), *minuses = (float)__builtin_popcountll(word);
 }
 
@@ -61,11 +60,18 @@ TARGET void FN(split_signs)(const float *v, int64_t n, uint8_t *packed, float *a
         FN(split_block)(v + b * BLOCK, packed + b * (BLOCK / 8), above + b, below + b, minuses + b);
 }
 
-TARGET void FN(split_sum)(const float *x, const float *y, int64_t n, float *v, uint8_t *packed, float *above,
-                          float *below, float *minuses) {
-    int streams = FN(streams)(v, n);
-    for (int64_t b = 0; b < n / BLOCK; b++, v += BLOCK, x += BLOCK, y += BLOCK) {
+/* From start to stop, whole blocks; x may be mixed before. */
+TARGET void FN(split_sum)(float *x, const float *y, int64_t start, int64_t stop, float *v, uint8_t *packed,
+                          float *above, float *below, float *minuses, const int64_t *table, int64_t rows, float keep,
+                          float add) {
+    int streams = FN(streams)(v + start, stop - start);
+    mixture of = {table, rows, keep, add};
+    int64_t row = 0;
+    x += start, y += start, v += start;
+    for (int64_t b = start / BLOCK; b < stop / BLOCK; b++, v += BLOCK, x += BLOCK, y += BLOCK) {
+        int64_t at = b * BLOCK;
         float sums[BLOCK];
+        FN(mix_part)(&of, &row, x, at, at + BLOCK);
         for (int i = 0; i < BLOCK; i++) sums[i] = x[i] + y[i];
         FN(write_block)(v, sums, streams);
         FN(split_block)(sums, packed + b * (BLOCK / 8), above + b, below + b, minuses + b);
@@ -95,7 +101,7 @@ TARGET void FN(split_sum_of_signs)(const float *base, const uint8_t *const *pack
             float scale = scales[rank * tensors + place[b]];
             FN(put_block)(packed[rank] + b * (BLOCK / 8), FN(bits_of)(scale), FN(bits_of)(-scale), sums, 1);
         }
-        for (int64_t i = lengths[b]; i < BLOCK; i++) sums[i] = 0;
+        if (lengths[b] < BLOCK) memset(sums + lengths[b], 0, (BLOCK - lengths[b]) * sizeof(float));
         FN(write_block)(v, sums, streams);
         FN(split_block)(sums, signs + b * (BLOCK / 8), above + b, below + b, minuses + b);
     }
@@ -103,24 +109,27 @@ TARGET void FN(split_sum_of_signs)(const float *base, const uint8_t *const *pack
 }
 
 INLINE TARGET void FN(put_signs_how)(const uint8_t *packed, const float *above, const float *below,
-                                     const int64_t *place, int64_t n, float *out, const int how) {
-    int streams = how == 0 && FN(streams)(out, n);
-    for (int64_t b = 0; b < n / BLOCK; b++, out += BLOCK, packed += BLOCK / 8) {
+                                     const int64_t *place, int64_t start, int64_t stop, float *out, const int how,
+                                     const mixture *of) {
+    int streams = how == 0 && FN(streams)(out + start, stop - start);
+    int64_t row = 0;
+    for (int64_t b = start / BLOCK; b < stop / BLOCK; b++) {
+        int64_t at = b * BLOCK;
         int32_t plus = FN(bits_of)(above[place[b]]), minus = FN(bits_of)(-below[place[b]]);
-        if (streams) {
-            float values[BLOCK];
-            FN(put_block)(packed, plus, minus, values, 0);
-            FN(write_block)(out, values, 1);
-        } else {
-            FN(put_block)(packed, plus, minus, out, how);
-        }
+        float values[BLOCK], *to = streams ? values : out + at;
+        FN(put_block)(packed + b * (BLOCK / 8), plus, minus, to, how);
+        FN(unmix_part)(of, &row, to, at, at + BLOCK);
+        if (streams) FN(write_block)(out + at, values, 1);
     }
     if (streams) FENCE;
 }
 
+/* From start to stop, whole blocks; what is there then may be a mixture, to be taken apart. */
 TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float *below, const int64_t *place,
-                          int64_t n, float *out, int how) {
-#define CALL(how) FN(put_signs_how)(packed, above, below, place, n, out, how);
+                          int64_t start, int64_t stop, float *out, int how, const int64_t *table, int64_t rows,
+                          float keep, float add) {
+    mixture of = {table, rows, keep, add};
+#define CALL(how) FN(put_signs_how)(packed, above, below, place, start, stop, out, how, &of);
     EVERY_HOW(CALL)
 #undef CALL
 }

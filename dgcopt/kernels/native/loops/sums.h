@@ -66,6 +66,20 @@ INLINE TARGET uint64_t FN(word_of)(const uint8_t *flags) {
     return word;
 #endif
 }
+
+/* The sign bits of 64 numbers. */
+INLINE TARGET uint64_t FN(signs_of_block)(const int32_t *bits) {
+#ifdef SIGNS
+    uint64_t word = 0;
+    for (int i = 0; i < BLOCK; i += STREAMED) word |= (uint64_t)(uint32_t)SIGNS(bits + i) << i;
+    return word;
+#else
+    uint8_t flags[BLOCK];
+    for (int i = 0; i < BLOCK; i++) flags[i] = (uint8_t)((uint32_t)bits[i] >> 31);
+    return FN(word_of)(flags);
+#endif
+}
+
 INLINE TARGET void FN(pack_flags)(const uint8_t *flags, uint8_t *packed) {
     uint64_t word = FN(word_of)(flags);
     memcpy(packed, &word, sizeof word);

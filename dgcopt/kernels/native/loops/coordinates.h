@@ -56,22 +56,26 @@ AT(bf16, uint16_t)
 #undef AT
 
 #define SOON_IN(tensors)                                                                                               \
-    if (i + LATER < count && starts[part] <= positions[i + LATER] && positions[i + LATER] < stops[part])                \
+    if (i + LATER < count && tensors[part] && starts[part] <= positions[i + LATER] &&                                  \
+        positions[i + LATER] < stops[part])                                                                            \
         __builtin_prefetch(tensors[part] + (positions[i + LATER] - starts[part]), 1);
 
 /* Parts that are missing are NULL. `sums`: what lies at each position when all has been added. */
 TARGET int FN(add_at)(float *const *tensors, const int64_t *starts, const int64_t *stops, int64_t parts,
                       const int64_t *positions, const float *values, int64_t count, float *sums) {
     if (FN(outside_parts)(starts, stops, parts, positions, count)) return 1;
+    int twice = 0; /* whether a position may be named twice: those of several messages do not ascend */
     for (int64_t i = 0, part = 0; i < count; i++) {
         part = FN(part_of)(starts, stops, parts, part, positions[i]);
-        if (!tensors[part]) continue;
         SOON_IN(tensors)
-        tensors[part][positions[i] - starts[part]] += values[i];
+        sums[i] = 0;
+        if (tensors[part]) sums[i] = tensors[part][positions[i] - starts[part]] += values[i];
+        twice |= i && positions[i] <= positions[i - 1];
     }
-    for (int64_t i = 0, part = 0; i < count; i++) {
+    for (int64_t i = 0, part = 0; twice && i < count; i++) {
         part = FN(part_of)(starts, stops, parts, part, positions[i]);
-        sums[i] = tensors[part] ? tensors[part][positions[i] - starts[part]] : 0;
+        SOON_IN(tensors)
+        if (tensors[part]) sums[i] = tensors[part][positions[i] - starts[part]];
     }
     return 0;
 }
@@ -88,6 +92,7 @@ TARGET int FN(step_at)(float *const *weights, const float *rates, const int64_t 
     }
     for (int64_t i = 0, part = 0; i < count; i++) {
         part = FN(part_of)(starts, stops, parts, part, positions[i]);
+        SOON_IN(weights)
         if (weights[part]) weights[part][positions[i] - starts[part]] = values[i];
     }
     return 0;

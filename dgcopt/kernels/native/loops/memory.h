@@ -1,5 +1,10 @@
 /* accumulate, look and ahead, for each type of gradient and of memory. */
 
+/* Ask for a block of elements of that size. */
+INLINE TARGET void FN(soon)(const void *block, int size) {
+    for (int line = 0; line < BLOCK * size; line += 64) __builtin_prefetch((const char *)block + line);
+}
+
 #define LOOPS(G, gtype, M, mtype, maxtype)                                                                             \
     /* The new v goes to `new`, unless this is a mere look; with COMMIT u becomes the new one, and g zero. */          \
     INLINE TARGET int32_t FN(block_##G##_##M)(const mtype *v, mtype *new, mtype *u, gtype *g, int64_t n, float m,      \
@@ -56,6 +61,12 @@
         gtype zeros[BLOCK] = {0};                                                                                      \
         for (int64_t row = 0, p = 0; row < count; row++, rows += BLOCK) {                                              \
             int64_t i = blocks[row] * BLOCK;                                                                           \
+            if (row + SOON < count) {                                                                                  \
+                int64_t later = blocks[row + SOON] * BLOCK;                                                            \
+                FN(soon)(v + later, sizeof(mtype)), FN(soon)(u + later, sizeof(mtype));                                \
+                if (parts[p] && starts[p] <= later && later < stops[p])                                                \
+                    FN(soon)(parts[p] + (later - starts[p]), sizeof(gtype));                                           \
+            }                                                                                                          \
             p = FN(part_of)(starts, stops, parts_there, p, i);                                                         \
             int64_t left = stops[p] - i;                                                                               \
             gtype *g = parts[p] ? parts[p] + (i - starts[p]) : zeros;                                                  \

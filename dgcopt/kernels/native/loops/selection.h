@@ -143,22 +143,16 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
         int64_t found = 0;                                                                                             \
         for (int64_t piece = 0; piece < pieces; blocks += numbers[piece++])                                            \
             for (int64_t j = 0; j < numbers[piece]; j++) {                                                             \
-                if (j + SOON < numbers[piece])                                                                         \
-                    for (int line = 0; line < BLOCK * (int)sizeof(type); line += 64)                                   \
-                        __builtin_prefetch((const char *)(flat + blocks[j + SOON] * BLOCK) + line);                    \
+                if (j + SOON < numbers[piece]) FN(soon)(flat + blocks[j + SOON] * BLOCK, sizeof(type));                \
                 int64_t start = blocks[j] * BLOCK, n = stops[piece] - start < BLOCK ? stops[piece] - start : BLOCK;    \
                 uint8_t reach[BLOCK] = {0};                                                                            \
                 if (n == BLOCK)                                                                                        \
                     for (int i = 0; i < BLOCK; i++) reach[i] = MAGNITUDE(flat[start + i]) >= least;                    \
                 else                                                                                                   \
                     for (int i = 0; i < n; i++) reach[i] = MAGNITUDE(flat[start + i]) >= least;                        \
-                for (int i = 0; i < BLOCK; i += 8) {                                                                   \
-                    uint64_t eight;                                                                                    \
-                    memcpy(&eight, reach + i, 8);                                                                      \
-                    for (; eight; eight &= eight - 1) {                                                                \
-                        int64_t place = start + i + FIRST(eight);                                                      \
-                        where[found] = place, codes[found++] = MAGNITUDE(flat[place]);                                 \
-                    }                                                                                                  \
+                for (uint64_t all = FN(word_of)(reach); all; all &= all - 1) {                                         \
+                    int64_t place = start + __builtin_ctzll(all);                                                      \
+                    where[found] = place, codes[found++] = MAGNITUDE(flat[place]);                                     \
                 }                                                                                                      \
             }                                                                                                          \
         return found;                                                                                                  \
@@ -207,7 +201,6 @@ static TARGET int32_t FN(kth_largest)(int32_t *codes, int64_t n, int64_t k) {
         return 0;                                                                                                      \
     }
 
-#define FIRST(eight) (__builtin_ctzll(eight) / 8)
 #define MAGNITUDE_F32(bits) ((int32_t)((bits) & 0x7fffffff))
 #define MAGNITUDE_BF16(bits) ((int32_t)((bits) & 0x7fff) << 16)
 
@@ -215,4 +208,3 @@ SELECT(f32, int32_t, MAGNITUDE_F32)
 SELECT(bf16, uint16_t, MAGNITUDE_BF16)
 
 #undef SELECT
-#undef FIRST

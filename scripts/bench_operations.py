@@ -51,6 +51,8 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
         rule = Momentum(0.9, 0.1, True) if dtype == half else Momentum(0.9)
         for operation in ("accumulate", "look"):
             yield operation, (v, u, g, maxima, rule, 0.5)
+        yield "look", (v, u, g, maxima, rule, 0.5, flat(n, dtype))
+        yield "move_on", (u, g, rule, 0.5)
         yield "ahead", (v, u, g, some, flat(64 * len(some), dtype).view(-1, 64), rule)
         yield "block_maxima", (v,)
         found = kernels.torch.block_maxima(v)

@@ -69,7 +69,8 @@ class DGC(ScheduledRatio, Compressor):
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
     1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v, beside the gradient, which is read
-    and overwritten where autograd left it.
+    and overwritten where autograd left it, on a CPU; where buckets leave while backward runs v twice. On other devices
+    there is a flat copy of the gradient instead.
 
     Raises ConfigError for a ratio outside (0, 1] or a setting that is none of those above, PayloadError for a damaged
     message.
@@ -179,24 +180,33 @@ class DGC(ScheduledRatio, Compressor):
             return (yield from whole_sum(self.reduce, self.vectors, ctx).exchange(everything, ctx))
 
         selection = self.selection(ctx)
+        new: Tensor | None = None  # v as it will be, where that is written already
         if ctx.certain:
-            indices = selection.largest(v, memory.accumulate(local, v, u, runs))
-            values = gather(v, indices)
+            new, maxima = v, memory.accumulate(local, v, u, runs)
+        elif ctx.local is not None:  # there is no flat gradient, but room for as much
+            new = ctx.advance("residual", dtype=dtype)[1]
+            maxima = memory.look(local, v, u, runs, new)
+            ctx.once_settled(lambda: memory.move_on(local, u, runs))
         else:
             maxima = memory.look(local, v, u, runs)
-            ctx.peak = maxima.amax()
-            indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
+        if new is not None:
+            indices = selection.largest(new, maxima)
+            values = gather(new, indices)
+        else:
+            indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
+        if not ctx.certain:
+            ctx.peak = maxima.amax()
 
         def at(positions: Tensor) -> Tensor:
-            if ctx.certain:
-                return gather(v, positions).to(at_least_float32(v.dtype))
+            if new is not None:
+                return gather(new, positions).to(at_least_float32(v.dtype))
             blocks, row = (positions // BLOCK).unique(return_inverse=True)
             rows = memory.ahead(local, v, u, runs, blocks)
             return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
 
         def forget(sent: Tensor, arriving: Tensor) -> None:
-            ctx.once_settled(lambda: subtract_at(v, sent, arriving))
+            ctx.once_settled(lambda: subtract_at(v if new is None else new, sent, arriving))
             if u is not None and self.momentum_masking:
                 ctx.once_settled(lambda: clear_at(u, sent))
 

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..flat.segments import Segment
-from ..kernels import BLOCK, Momentum, accumulate, ahead, decay, look
+from ..kernels import BLOCK, Momentum, accumulate, ahead, decay, look, move_on
 from .own_step import steps_as
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
@@ -72,18 +72,35 @@ class ErrorFeedback:
         grad.is_clear = True
         return maxima
 
-    def look(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
-        """The block maxima that `accumulate` will give; all stays as it is."""
-        return self._pass(look, grad, v, u, runs)
+    def look(
+        self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run], new: Tensor | None = None
+    ) -> Tensor:
+        """The block maxima that `accumulate` will give, and in `new`, if given, its v; all else stays as it is."""
+        return self._pass(look, grad, v, u, runs, new)
+
+    def move_on(self, grad: LocalGradient, u: Tensor | None, runs: Sequence[Run]) -> None:
+        """What is left of `accumulate` where `look` has written v: make u the new one, and the gradient zero."""
+        moved = [run for run in runs if run.rule is not None and run.rule.momentum]
+        for run in moved:
+            assert u is not None and run.rule is not None
+            move_on(u[run.span], grad.within(run.start, run.stop), run.rule, grad.scale)
+        grad.is_clear = len(moved) == len(runs)
 
     def _pass(
-        self, kernel: Callable[..., None], grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]
+        self,
+        kernel: Callable[..., None],
+        grad: LocalGradient,
+        v: Tensor,
+        u: Tensor | None,
+        runs: Sequence[Run],
+        new: Tensor | None = None,
     ) -> Tensor:
         maxima = torch.empty(len(v) // BLOCK, dtype=v.dtype, device=v.device)
         for run in runs:
             span, blocks = run.span, run.blocks
             g = grad.within(run.start, run.stop)
-            kernel(v[span], None if u is None else u[span], g, maxima[blocks], run.rule, grad.scale)
+            beside = () if new is None else (new[span],)
+            kernel(v[span], None if u is None else u[span], g, maxima[blocks], run.rule, grad.scale, *beside)
         return maxima
 
     def ahead(

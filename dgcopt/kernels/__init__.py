@@ -85,6 +85,7 @@ __all__ = [
     "minmax_of_mean",
     "mix",
     "mix_signs",
+    "move_on",
     "nearest_levels",
     "of_levels",
     "of_steps",
@@ -127,6 +128,7 @@ mix = Kernel(torch.mix, (takes_float32, native.mix), in_triton(torch.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
 unmix = Kernel(torch.unmix, (takes_float32, native.unmix), in_triton(torch.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
+move_on = Kernel(torch.move_on, (takes_floats, native.move_on), in_triton(torch.move_on, takes_cuda))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead, takes_cuda))
 block_maxima = Kernel(
     torch.block_maxima, (takes_floats, native.block_maxima), in_triton(torch.block_maxima, takes_cuda)

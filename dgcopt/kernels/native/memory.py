@@ -13,44 +13,63 @@ from ..parts import Parts, tensors_in
 from ..torch import Momentum
 from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, pointers, shared
 
-__all__ = ["accumulate", "ahead", "decay", "look"]
+__all__ = ["accumulate", "ahead", "decay", "look", "move_on"]
 
-_MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK = 1, 2, 4, 8, 16
+_MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK, _BESIDE, _REST = (2**bit for bit in range(7))
 
 
 def accumulate(
     v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
     """See `dgcopt.kernels.torch.accumulate`."""
-    _pass(v, u, g, maxima, rule, scale, _COMMIT)
+    _pass(v, v, u, g, maxima, rule, scale, _COMMIT)
     for changed in tensors_in((v, u if rule is not None and rule.momentum else None, g)):
         increment_version(changed)  # as torch's own operations do: autograd looks for it
 
 
 def look(
-    v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
-) -> None:
-    """See `dgcopt.kernels.torch.look`."""
-    _pass(v, u, g, maxima, rule, scale, _LOOK)
-
-
-def _pass(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | Parts | None,
     maxima: Tensor,
     rule: Momentum | None,
+    scale: float = 1.0,
+    new: Tensor | None = None,
+) -> None:
+    """See `dgcopt.kernels.torch.look`."""
+    if new is None:
+        _pass(v, v, u, g, maxima, rule, scale, _LOOK)
+    else:
+        check_flat(v.numel(), new, dtype=v.dtype)
+        _pass(v, new, u, g, maxima, rule, scale, _BESIDE)
+        increment_version(new)
+
+
+def move_on(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 1.0) -> None:
+    """See `dgcopt.kernels.torch.move_on`."""
+    _pass(u, u, u, g, None, rule, scale, _COMMIT | _REST)
+    for changed in tensors_in((u if rule.momentum else None, g)):
+        increment_version(changed)
+
+
+def _pass(
+    v: Tensor,
+    new: Tensor,
+    u: Tensor | None,
+    g: Tensor | Parts | None,
+    maxima: Tensor | None,
+    rule: Momentum | None,
     scale: float,
     does: int,
 ) -> None:
-    if maxima.dtype != v.dtype or maxima.numel() != -(-v.numel() // BLOCK) or not is_flat(maxima):
-        raise ValueError(f"{v.numel()} elements have {-(-v.numel() // BLOCK)} block maxima, not {maxima.numel()}")
+    if maxima is not None and (maxima.dtype != v.dtype or len(maxima) != -(-len(v) // BLOCK) or not is_flat(maxima)):
+        raise ValueError(f"{len(v)} elements have {-(-len(v) // BLOCK)} block maxima, not {len(maxima)}")
     momentum, m, keep, mode = _checked(v, u, rule)
     parts, places = _parts(g, v.numel())
-    loop = function(f"accumulate_{_of(parts, v)}", *[Pointer] * 5, Length, Pointer, *[Length] * 2, *[Float] * 3, Int)
+    loop = function(f"accumulate_{_of(parts, v)}", *[Pointer] * 6, Length, Pointer, *[Length] * 2, *[Float] * 3, Int)
 
     def span(start: int, stop: int) -> None:
-        operands = (at(v, 0), at(momentum, 0), *places, at(maxima, 0))
+        operands = (at(v, 0), at(new, 0), at(momentum, 0), *places, at(maxima, 0))
         loop(*operands, start, stop, m, keep, scale, mode | does)
 
     shared(span, v.numel())

@@ -12,7 +12,7 @@ from ..blocks import BLOCK, chunks
 from ..parts import Parts
 from .selection import block_maxima
 
-__all__ = ["Momentum", "accumulate", "ahead", "decay", "look"]
+__all__ = ["Momentum", "accumulate", "ahead", "decay", "look", "move_on"]
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,32 @@ def accumulate(
 
 
 def look(
-    v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | Parts | None,
+    maxima: Tensor,
+    rule: Momentum | None,
+    scale: float = 1.0,
+    new: Tensor | None = None,
 ) -> None:
-    """The block maxima that `accumulate` would give; nothing else is written."""
+    """The block maxima that `accumulate` would give, and in `new`, if given, its v; nothing else is written."""
     for whole, blocks, part in _pieces(g, len(v)):
         mine, momentum, tops = v[whole], None if u is None else u[whole], maxima[blocks]
         for span in chunks(0, len(mine), v.device):
-            _write_maxima((mine[span] + _added(mine, momentum, part, span, rule, scale)).to(v.dtype), tops, span)
+            made = (mine[span] + _added(mine, momentum, part, span, rule, scale)).to(v.dtype)
+            _write_maxima(made, tops, span)
+            if new is not None:
+                new[whole][span] = made
+
+
+def move_on(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 1.0) -> None:
+    """u <- u', g <- 0: what is left of `accumulate` where `look` has written v."""
+    for whole, _, part in _pieces(g, len(u)):
+        mine = u[whole]
+        for span in chunks(0, len(mine), u.device):
+            _added(mine, mine, part, span, rule, scale, commit=True)
+            if part is not None:
+                part[span].zero_()
 
 
 def ahead(

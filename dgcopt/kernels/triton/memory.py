@@ -14,7 +14,7 @@ from ..torch import Momentum
 from .floats import UNFUSED, magnitudes, rounded, wide
 from .lengths import check_length
 
-__all__ = ["accumulate", "ahead", "decay", "look"]
+__all__ = ["accumulate", "ahead", "decay", "look", "move_on"]
 
 _ROWS = 32
 """Blocks of 64 that one program works on."""
@@ -62,11 +62,13 @@ def _blocks(
     u,
     g,
     maxima,
+    beside,
     numel,
     m,
     keep,
     scale,
     WRITES: tl.constexpr,
+    BESIDE: tl.constexpr,
     HAS_G: tl.constexpr,
     MOVES: tl.constexpr,
     DAMPENED: tl.constexpr,
@@ -81,6 +83,8 @@ def _blocks(
     new = rounded(wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
     new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
     tl.store(maxima + rows, tl.max(magnitudes(new), 1).to(maxima.dtype.element_ty), mask=rows * BLOCK < numel)
+    if BESIDE:
+        tl.store(beside + at, new, mask=there)
     if WRITES:
         tl.store(v + at, new, mask=there)
         if MOVES:
@@ -120,6 +124,29 @@ def _some_blocks(
 
 
 @triton.jit
+def _moves(
+    u,
+    g,
+    numel,
+    m,
+    keep,
+    scale,
+    HAS_G: tl.constexpr,
+    MOVES: tl.constexpr,
+    DAMPENED: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * ROWS * BLOCK + tl.arange(0, ROWS * BLOCK)
+    _, after = _added(u, g, at, at < numel, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
+    if MOVES:
+        tl.store(u + at, rounded(after, u.dtype.element_ty), mask=at < numel)
+    if HAS_G:
+        tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=at < numel)
+
+
+@triton.jit
 def _decay(w, b, numel, m, adds, weight_decay, minus_lr, NESTEROV: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     x = tl.load(w + at, mask=at < numel, other=0)
@@ -138,10 +165,24 @@ def accumulate(
 
 
 def look(
-    v: Tensor, u: Tensor | None, g: Tensor | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
+    v: Tensor,
+    u: Tensor | None,
+    g: Tensor | None,
+    maxima: Tensor,
+    rule: Momentum | None,
+    scale: float = 1.0,
+    new: Tensor | None = None,
 ) -> None:
     """See `dgcopt.kernels.torch.look`."""
-    _pass(v, u, g, maxima, rule, scale, writes=False)
+    _pass(v, u, g, maxima, rule, scale, writes=False, new=new)
+
+
+def move_on(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> None:
+    """See `dgcopt.kernels.torch.move_on`."""
+    if len(u):
+        numbers, settings = _settings(g, rule, scale)
+        _moves[(triton.cdiv(len(u), _ROWS * BLOCK),)](u, u if g is None else g, len(u), *numbers, **settings)
+    increment_version([x for x in (u if rule.momentum else None, g) if x is not None])
 
 
 def ahead(
@@ -182,16 +223,19 @@ def _pass(
     rule: Momentum | None,
     scale: float,
     writes: bool,
+    new: Tensor | None = None,
 ) -> None:
     if len(v):
         numbers, settings = _settings(g, rule, scale)
         _blocks[(triton.cdiv(len(v), _ROWS * BLOCK),)](
-            *(v, v if u is None else u, v if g is None else g, bits_of(maxima), len(v), *numbers),
+            *(v, v if u is None else u, v if g is None else g, bits_of(maxima), v if new is None else new, len(v)),
+            *numbers,
             **settings,
             WRITES=writes,
+            BESIDE=new is not None,
         )
     moved = u if rule is not None and rule.momentum else None
-    changed = (maxima, v, moved, g) if writes else (maxima,)
+    changed = (maxima, v, moved, g) if writes else (maxima, new)
     increment_version([x for x in changed if x is not None])  # as torch's own operations do: autograd looks for it
 
 

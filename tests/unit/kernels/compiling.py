@@ -28,7 +28,18 @@ TYPES = {
     **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
     **{torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"},
 }
-FUSES = {"_blocks", "_some_blocks", "_signs", "_add_and", "_select", "_mix", "_decay", "_stepped", "_add_and_count"}
+FUSES = {
+    "_blocks",
+    "_moves",
+    "_some_blocks",
+    "_signs",
+    "_add_and",
+    "_select",
+    "_mix",
+    "_decay",
+    "_stepped",
+    "_add_and_count",
+}
 """Kernels that fuse a multiplication with an addition, as torch does there."""
 WAIT = {"put_levels", "put_powers", "put_trits", "rice_measure", "rice_unpack", "select_above", "add_and_select_above"}
 """Operations that return a number, or so many elements, and have to wait for it."""

@@ -67,11 +67,17 @@ def test_accumulate_look_and_ahead(numel, memory, gradient, rule, scale, has_gra
     specification.ahead(*theirs[:3], blocks, rows[1], rule, scale)
     native.look(*ours, rule, scale)
     specification.look(*theirs, rule, scale)
+    beside = [torch.full((numel + shift,), 7.0, dtype=memory)[shift:] for _ in range(2)]
+    native.look(*ours, rule, scale, beside[0])
+    specification.look(*theirs, rule, scale, beside[1])
     for mine, other, before in zip(ours[:3], theirs[:3], untouched[:3], strict=True):
         assert_same_bits(mine, before)
         assert_same_bits(other, before)
     looked = ours[3].clone()
     assert_same_bits(looked, theirs[3])
+    moved = [operands()[1:3] for _ in range(2)]
+    native.move_on(*moved[0], rule or Momentum(0.0), scale)
+    specification.move_on(*moved[1], rule or Momentum(0.0), scale)
 
     native.accumulate(*ours, rule, scale)
     specification.accumulate(*theirs, rule, scale)
@@ -83,6 +89,10 @@ def test_accumulate_look_and_ahead(numel, memory, gradient, rule, scale, has_gra
     assert_same_bits(maxima, looked)
     for made in rows:
         assert_same_bits(made, padded.view(-1, 64)[blocks])
+    for new, rest in zip(beside, moved, strict=True):
+        assert_same_bits(new, v)
+        assert_same_bits(rest[0], u)
+        assert_same_bits(rest[1], g)
     assert g is None or not g.any()
     if rule is None or rule.momentum == 0:
         assert_same_bits(u, untouched[1])
@@ -119,14 +129,20 @@ def test_a_gradient_whose_parts_lie_apart(sizes, missing, memory, gradient, rule
     try:
         torch.set_num_threads(threads)
         native.ahead(*ours[:3], blocks, rows[0], rule, 0.37)
-        native.look(*ours, rule, 0.37)
+        beside = ours[0].clone()  # what lies between parts stays
+        native.look(*ours, rule, 0.37, beside)
         looked = ours[3].clone()
+        rest = operands()[1:3]
+        native.move_on(*rest, rule or Momentum(0.0), 0.37)
         native.accumulate(*ours, rule, 0.37)
     finally:
         torch.set_num_threads(before)
     specification.ahead(*theirs[:3], blocks, rows[1], rule, 0.37)
-    specification.look(*theirs, rule, 0.37)
+    specified = theirs[0].clone()
+    specification.look(*theirs, rule, 0.37, specified)
     assert_same_bits(looked, theirs[3])
+    specified_rest = operands()[1:3]
+    specification.move_on(*specified_rest, rule or Momentum(0.0), 0.37)
     specification.accumulate(*theirs, rule, 0.37)
     v, u, grads, maxima = apart
     for start, stop, g in grads.spans:
@@ -136,6 +152,10 @@ def test_a_gradient_whose_parts_lie_apart(sizes, missing, memory, gradient, rule
             assert_same_bits(ours[at], other[at])
         for mine, part in zip(ours[2].tensors, other[2].tensors, strict=True):
             assert (mine is None) == (part is None) and (mine is None or not (mine.any() or part.any()))
+    for new, (momentum, left) in ((beside, rest), (specified, specified_rest)):
+        assert_same_bits(new, v)
+        assert_same_bits(momentum, u)
+        assert not any(part is not None and part.any() for part in left.tensors)
     assert_same_bits(looked, maxima)
     assert_same_bits(*rows)
     whole = v.clone()

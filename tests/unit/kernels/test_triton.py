@@ -35,7 +35,7 @@ from oracle import (
 from torch import Tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, native
+from dgcopt.kernels import Chunks, Groups, Momentum, native
 from dgcopt.kernels import torch as specification
 from dgcopt.kernels.cuda import has_triton
 
@@ -72,6 +72,13 @@ def test_memory(numel, memory, gradient, rule, scale, has_gradient, kind, shift,
     for of, each in ((triton, ours), (specification, theirs)):
         of.look(*each, rule, scale)
     assert_same_bits(ours[3].cpu(), theirs[3])
+    news = [torch.ones_like(each[0]) for each in (ours, theirs)]
+    rests = [operands(device)[1:3] for device in (DEVICE, "cpu")]
+    for of, each, new, rest in ((triton, ours, news[0], rests[0]), (specification, theirs, news[1], rests[1])):
+        of.look(*each, rule, scale, new)
+        of.move_on(*rest, rule or Momentum(0.0), scale)
+    for mine, other in ((ours[3], theirs[3]), news, *zip(*rests, strict=True)):
+        assert_same_bits(None if mine is None else mine.cpu(), other)
     for of, each in ((triton, ours), (specification, theirs)):
         of.accumulate(*each, rule, scale)
     for mine, other in zip(ours, theirs, strict=True):

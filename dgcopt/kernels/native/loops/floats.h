@@ -26,9 +26,13 @@ INLINE TARGET int32_t FN(magnitude_bf16)(float x) { return FN(rounded)(x) & 0x7f
 /* Whether n numbers are too many to be in a cache when they are read again; to make room there for them takes longer. */
 INLINE TARGET int FN(streams)(const float *to, int64_t n) { return n >= LARGE && (uintptr_t)to % 64 == 0; }
 
+INLINE TARGET void FN(stream)(void *to, const void *block, int64_t size) {
+    for (int64_t i = 0; i < size / (int64_t)sizeof(float); i += STREAMED) STREAM((float *)to + i, (const float *)block + i);
+}
+
 INLINE TARGET void FN(write_block)(float *to, const float *block, int streams) {
     if (streams)
-        for (int i = 0; i < BLOCK; i += STREAMED) STREAM(to + i, block + i);
+        FN(stream)(to, block, BLOCK * sizeof(float));
     else
         memcpy(to, block, BLOCK * sizeof(float));
 }

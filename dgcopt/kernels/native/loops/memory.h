@@ -6,7 +6,8 @@ INLINE TARGET void FN(soon)(const void *block, int size) {
 }
 
 #define LOOPS(G, gtype, M, mtype, maxtype)                                                                             \
-    /* The new v goes to `new`, unless this is a mere look; with COMMIT u becomes the new one, and g zero. */          \
+    /* The new v goes to `new`, unless this is a mere LOOK; with COMMIT u becomes the new one, and g zero. With REST that\
+       is all, and v is not read. */                                                                                   \
     INLINE TARGET int32_t FN(block_##G##_##M)(const mtype *v, mtype *new, mtype *u, gtype *g, int64_t n, float m,      \
                                               float keep, float scale, const int mode) {                               \
         int32_t top = 0;                                                                                               \
@@ -18,29 +19,40 @@ INLINE TARGET void FN(soon)(const void *block, int size) {
                 if (mode & COMMIT) FN(write_##M)(u + i, after);                                                        \
                 step = mode & NESTEROV ? __builtin_fmaf(after, m, x) : after;                                          \
             }                                                                                                          \
+            if (mode & COMMIT) g[i] = 0;                                                                               \
+            if (mode & REST) continue;                                                                                 \
             float sum = FN(read_##M)(v + i) + step;                                                                    \
             if (!(mode & LOOK)) FN(write_##M)(new + i, sum);                                                           \
-            if (mode & COMMIT) g[i] = 0;                                                                               \
             int32_t size = FN(magnitude_##M)(sum);                                                                     \
             top = size > top ? size : top;                                                                             \
         }                                                                                                              \
         return top;                                                                                                    \
     }                                                                                                                  \
                                                                                                                        \
-    INLINE TARGET void FN(blocks_##G##_##M)(mtype *v, mtype *u, gtype *g, maxtype *maxima, int64_t n, float m,          \
-                                            float keep, float scale, const int mode) {                                 \
+    INLINE TARGET void FN(blocks_##G##_##M)(mtype *v, mtype *new, mtype *u, gtype *g, maxtype *maxima, int64_t n,      \
+                                            float m, float keep, float scale, const int mode) {                        \
         gtype zeros[BLOCK] = {0};                                                                                      \
-        int64_t i = 0;                                                                                                 \
-        for (; i + BLOCK <= n; i += BLOCK)                                                                             \
-            maxima[i / BLOCK] = (maxtype)FN(block_##G##_##M)(v + i, v + i, u + i, g ? g + i : zeros, BLOCK, m, keep,    \
-                                                             scale, mode);                                             \
-        if (i < n)                                                                                                     \
-            maxima[i / BLOCK] = (maxtype)FN(block_##G##_##M)(v + i, v + i, u + i, g ? g + i : zeros, n - i, m, keep,    \
-                                                             scale, mode);                                             \
+        mtype made[BLOCK];                                                                                             \
+        int streams = mode & BESIDE && FN(streams)((const float *)new, n);                                             \
+        for (int64_t i = 0; i < n; i += BLOCK) {                                                                       \
+            int64_t size = n - i < BLOCK ? n - i : BLOCK;                                                              \
+            gtype *here = g ? g + i : zeros;                                                                           \
+            int32_t top;                                                                                               \
+            if (size < BLOCK) {                                                                                        \
+                top = FN(block_##G##_##M)(v + i, new + i, u + i, here, size, m, keep, scale, mode);                    \
+            } else if (streams) {                                                                                      \
+                top = FN(block_##G##_##M)(v + i, made, u + i, here, BLOCK, m, keep, scale, mode);                      \
+                FN(stream)(new + i, made, sizeof made);                                                                \
+            } else {                                                                                                   \
+                top = FN(block_##G##_##M)(v + i, new + i, u + i, here, BLOCK, m, keep, scale, mode);                   \
+            }                                                                                                          \
+            if (!(mode & REST)) maxima[i / BLOCK] = (maxtype)top;                                                      \
+        }                                                                                                              \
+        if (streams) FENCE;                                                                                            \
     }                                                                                                                  \
                                                                                                                        \
     /* What lies from `first` to `last`, in parts of g; those that are missing are NULL. */                            \
-    TARGET void FN(accumulate_##G##_##M)(mtype *v, mtype *u, gtype *const *parts, const int64_t *starts,               \
+    TARGET void FN(accumulate_##G##_##M)(mtype *v, mtype *new, mtype *u, gtype *const *parts, const int64_t *starts,   \
                                          const int64_t *stops, int64_t count, maxtype *maxima, int64_t first,          \
                                          int64_t last, float m, float keep, float scale, int mode) {                   \
         for (int64_t p = 0; p < count; p++) {                                                                          \
@@ -50,6 +62,8 @@ INLINE TARGET void FN(soon)(const void *block, int size) {
             switch (mode) { /* so that no loop asks */                                                                 \
                 EACH(PASS, COMMIT, G, M)                                                                               \
                 EACH(PASS, LOOK, G, M)                                                                                 \
+                EACH(PASS, BESIDE, G, M)                                                                               \
+                EACH(PASS, COMMIT | REST, G, M)                                                                        \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
@@ -96,7 +110,7 @@ INLINE TARGET void FN(soon)(const void *block, int size) {
     DO((does), G, M) DO((does) | MOMENTUM, G, M) DO((does) | MOMENTUM | DAMPENED, G, M)                                \
     DO((does) | MOMENTUM | NESTEROV, G, M) DO((does) | MOMENTUM | DAMPENED | NESTEROV, G, M)
 #define PASS(mode, G, M)                                                                                               \
-    case mode: FN(blocks_##G##_##M)(v + i, u + i, g, maxima + i / BLOCK, n, m, keep, scale, mode); break;
+    case mode: FN(blocks_##G##_##M)(v + i, new + i, u + i, g, maxima + i / BLOCK, n, m, keep, scale, mode); break;
 #define ROWS(mode, G, M)                                                                                               \
     case mode: FN(rows_##G##_##M)(v, u, parts, starts, stops, parts_there, blocks, count, rows, m, keep, scale, mode); break;
 

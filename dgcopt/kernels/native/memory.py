@@ -69,7 +69,7 @@ def _pass(
     loop = function(f"accumulate_{_of(parts, v)}", *[Pointer] * 6, Length, Pointer, *[Length] * 2, *[Float] * 3, Int)
 
     def span(start: int, stop: int) -> None:
-        operands = (at(v, 0), at(new, 0), at(momentum, 0), *places, at(maxima, 0))
+        operands = (at(v, 0), at(new, 0), at(momentum, 0), *places, at(v if maxima is None else maxima, 0))
         loop(*operands, start, stop, m, keep, scale, mode | does)
 
     shared(span, v.numel())

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.collectives import AllReduce
 from dgcopt.compressors.memory import ErrorFeedback
-from dgcopt.flat.gradient import LocalGradient
+from dgcopt.flat.buckets import build_buckets
+from dgcopt.flat.gradient import GradientBucket, LocalGradient
 from dgcopt.flat.segments import Segment
 from dgcopt.kernels import Parts
 
@@ -351,6 +352,33 @@ def test_on_a_cpu_dgc_sends_early_only_if_it_is_told_to(overlap: bool | str, ear
     ranks.backward(1)
     assert [bool(optimizer.engine._now.launched) for optimizer in ranks.optimizers] == [early, early]
     assert compressor.overlaps(torch.device("cuda")) == (overlap is not False)
+
+
+def test_with_overlap_memory_and_gradients_stay_as_they_are_until_the_step_has_succeeded() -> None:
+    def kept(outcomes: list[bool]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(40, 100))
+        compressor = dgcopt.DGC(0.1, overlap=True)
+        compressor.attach(SGD([param], lr=0.1, momentum=0.9))
+        (bucket,) = build_buckets([("weight", param)], compressor.kind, 2**20, 2**20, None, GradientBucket)
+        context = context_of(bucket, 0, 2)
+        grad = torch.randn(40, 100)
+        for succeeds in outcomes:
+            param.grad = grad.clone()
+            context.local = bucket.local(True, 1.0)
+            before = {kind: (held, held.clone()) for kind, held in context.memory.items()}
+            next(compressor.exchange(torch.empty(0), context))
+            for kind, (held, values) in before.items():
+                assert context.memory[kind] is held and torch.equal(held, values), kind
+            assert torch.equal(param.grad, grad)
+            context.settle() if succeeds else context.roll_back()
+            assert bool(param.grad.any()) != succeeds  # nobody else has to clear it
+        return context.memory
+
+    once, again = kept([True, True]), kept([True, False, False, True])
+    for kind in ("momentum", "residual"):
+        assert int((once[kind] != 0).sum()) == 4000 - 400
+        assert torch.equal(once[kind], again[kind])
 
 
 def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:

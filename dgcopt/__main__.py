@@ -98,22 +98,28 @@ def list_algorithms() -> None:
         print(f"{kind.__name__:26} {first_line(kind)}")
 
 
-def show_environment() -> None:
-    """Print versions, wires and kernels in use here."""
+def show_environment() -> int:
+    """Print versions, wires and kernels in use here; the exit status."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     wires = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
     here = [wire for wire, module in wires.items() if importlib.util.find_spec(module) is not None]
-    instructions = kernels.instructions()
+    try:
+        loops, status = kernels.in_use(), 0
+    except ConfigError as error:
+        loops, status = f"none: {error}", 2
+    if torch.cuda.is_available():
+        loops += f"; on CUDA {'triton' if kernels.has_triton() else 'torch'}"
     rows = {
         "dgcopt": __version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "torch": f"{torch.__version__}, {torch.get_num_threads()} thread(s), CUDA device: {cuda}",
-        "kernels": f"native ({instructions})" if instructions else "torch",
+        "kernels": loops,
         "wires": ", ".join(here),
         "settings": ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("DGCOPT_")) or "none",
     }
     for name, value in rows.items():
         print(f"{name:9} {value}")
+    return status
 
 
 def first_line(kind: type) -> str:
@@ -152,8 +158,7 @@ def main() -> int:
             print(f"dgcopt run: {error}", file=sys.stderr)
             return 2
     if arguments.command == "env":
-        show_environment()
-        return 0
+        return show_environment()
     if arguments.name is not None:
         kinds = library() if arguments.command == "compressors" else algorithms()
         return show(kinds, arguments.name, arguments.command)

@@ -9,6 +9,7 @@ rounding, signs, trits, values; sums is what those have in common that quantise.
 from . import native, torch
 from .blocks import BLOCK, CHUNK, bits_of, chunks, is_dense
 from .cuda import (
+    has_triton,
     in_triton,
     takes_cuda,
     takes_cuda_chunks,
@@ -19,7 +20,7 @@ from .cuda import (
     takes_cuda_rows,
 )
 from .kernel import Kernel
-from .native import instructions, takes_flat, takes_float32, takes_floats
+from .native import in_use, instructions, takes_flat, takes_float32, takes_floats
 from .parts import Mixture, Parts
 from .rows import by_row, firsts, sent
 from .torch import (
@@ -73,7 +74,9 @@ __all__ = [
     "finite",
     "firsts",
     "gather",
+    "has_triton",
     "in_blocks",
+    "in_use",
     "instructions",
     "inverse_dct",
     "is_dense",

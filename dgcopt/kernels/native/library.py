@@ -34,6 +34,7 @@ __all__ = [
     "check_bytes",
     "check_flat",
     "function",
+    "in_use",
     "instructions",
     "is_flat",
     "pointers",
@@ -55,33 +56,36 @@ Pointer, Length, Float, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, c
 
 
 @functools.cache
-def _library() -> tuple[ctypes.CDLL, str] | None:
-    """The library and the instruction set to use; None if they cannot be used; the log says why, once."""
+def _library() -> tuple[ctypes.CDLL | None, str, str]:
+    """The library, or None if it is not used; the instruction set in use; and why there is none. The log says it once.
+
+    Raises ConfigError if DGCOPT_KERNELS asks for what there is not.
+    """
     choice = os.environ.get("DGCOPT_KERNELS", "")
     if choice not in ("", "native", "torch"):
         raise ConfigError(f'DGCOPT_KERNELS must be "native" or "torch", not {choice!r}')
     if choice == "torch":
-        return None
+        return None, "", "DGCOPT_KERNELS says"
     try:
         library = ctypes.CDLL(str(_LIBRARY))
         variant = _text(library, "dgcopt_cpu")
-        problem = "" if variant else "this processor lacks AVX2 and FMA, or NEON"
+        problem = "" if variant else "need a processor with AVX2 and FMA, or NEON"
         if not _is_of_these_sources(library):
-            problem = "they were built from other sources than there are now: install dgcopt again"
+            problem = "were built from other sources than there are now: install dgcopt again"
     except OSError:
-        problem = "they were not built: install a C compiler, and dgcopt again"
+        problem = "were not built: install a C compiler, and dgcopt again"
     if problem and choice == "native":
-        raise ConfigError(f"DGCOPT_KERNELS=native, but the native kernels cannot be used: {problem}")
+        raise ConfigError(f"DGCOPT_KERNELS=native, but the native kernels {problem}")
     if problem:
-        log.info("dgcopt: compression runs in torch, without the native kernels: %s", problem)
-        return None
-    return library, variant
+        log.info("dgcopt: compression runs in torch, as the native kernels %s", problem)
+        return None, "", f"the native ones {problem}"
+    return library, variant, ""
 
 
 def _text(library: ctypes.CDLL, function: str) -> str:
-    found = getattr(library, function)
-    found.restype = ctypes.c_char_p
-    return str(found().decode())
+    text = getattr(library, function)
+    text.restype = ctypes.c_char_p
+    return str(text().decode())
 
 
 def _is_of_these_sources(library: ctypes.CDLL) -> bool:
@@ -99,16 +103,20 @@ def _is_of_these_sources(library: ctypes.CDLL) -> bool:
 
 def instructions() -> str:
     """The instruction set of the loops in use, "avx512", "avx2" or "neon"; empty if torch is used."""
-    found = _library()
-    return found[1] if found is not None else ""
+    return _library()[1]
+
+
+def in_use() -> str:
+    """What compression on a CPU runs in, and why not in C if so. Raises ConfigError as every kernel does."""
+    _, variant, problem = _library()
+    return f"native ({variant})" if variant else f"torch, as {problem}"
 
 
 @functools.cache
 def function(name: str, *arguments: type) -> Callable[..., int]:
     """The loop of that name for the instructions in use."""
-    found = _library()
-    assert found is not None
-    library, variant = found
+    library, variant, _ = _library()
+    assert library is not None
     loop = getattr(library, f"{name}_{variant}")
     loop.argtypes, loop.restype = arguments, ctypes.c_int
     return loop
@@ -124,7 +132,7 @@ def takes_flat(*arguments: Any) -> bool:
     for x in tensors_in(arguments):
         if not is_flat(x):
             return False
-    return _library() is not None
+    return _library()[0] is not None
 
 
 def takes_float32(*arguments: Any) -> bool:
@@ -132,7 +140,7 @@ def takes_float32(*arguments: Any) -> bool:
     for x in tensors_in(arguments):
         if (x.is_floating_point() and x.dtype != torch.float32) or not is_flat(x):
             return False
-    return _library() is not None
+    return _library()[0] is not None
 
 
 def takes_floats(*arguments: Any) -> bool:
@@ -140,7 +148,7 @@ def takes_floats(*arguments: Any) -> bool:
     for x in tensors_in(arguments):
         if (x.is_floating_point() and x.dtype not in FLOATS) or not is_flat(x):
             return False
-    return _library() is not None
+    return _library()[0] is not None
 
 
 def check_bytes(packed: Tensor, least: int) -> None:

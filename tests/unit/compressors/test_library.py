@@ -16,6 +16,7 @@ from dgcopt.__main__ import algorithms, cost, library, main
 from dgcopt.collectives import AllGather, AllReduce, SendRecv
 from dgcopt.compressors import Compressor, Context, Encoded, Sparse
 from dgcopt.kernels import instructions
+from dgcopt.kernels.native import library as loops
 from dgcopt.testing import ConformanceError, check_compressor
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "compressors"
@@ -203,8 +204,34 @@ def test_command_shows_what_is_in_use(monkeypatch, capsys):
     assert main() == 0
     told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert told["dgcopt"] == dgcopt.__version__ and told["torch"].startswith(torch.__version__)
-    assert told["kernels"] in ("torch", f"native ({instructions()})")
+    assert told["kernels"] == f"native ({instructions()})" or told["kernels"].startswith("torch, as ")
     assert told["wires"].split(", ")[0] == "torch" and "DGCOPT_NODE=a" in told["settings"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "status", "words"),
+    [
+        ("", 0, "torch, as the native ones were not built: install a C compiler"),
+        ("torch", 0, "torch, as DGCOPT_KERNELS says"),
+        ("native", 2, "none: DGCOPT_KERNELS=native, but the native kernels were not built"),
+        ("fast", 2, "none: DGCOPT_KERNELS must be"),
+    ],
+)
+def test_command_says_why_loops_in_c_are_not_in_use(choice, status, words, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["dgcopt", "env"])
+    monkeypatch.setenv("DGCOPT_KERNELS", choice)
+    monkeypatch.setattr(loops, "_LIBRARY", tmp_path / "missing.so")
+    loops._library.cache_clear()
+    try:
+        assert main() == status
+        assert f"kernels   {words}" in capsys.readouterr().out
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+        monkeypatch.setattr(dgcopt.kernels, "has_triton", lambda: choice != "torch")
+        assert main() == status
+        assert f"; on CUDA {'torch' if choice == 'torch' else 'triton'}" in capsys.readouterr().out
+    finally:
+        loops._library.cache_clear()
 
 
 @pytest.mark.parametrize(

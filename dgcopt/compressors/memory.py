@@ -29,6 +29,10 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 """Memory as it is, and as it will be if the step succeeds."""
 
 
+_STARTED: Mapping[str, Any] = {"momentum_started": True}
+"""The state of a parameter that has had its first gradient."""
+
+
 def _rule_of(group: dict[str, Any], state: Mapping[str, Any]) -> Momentum:
     """A parameter group's, or of one parameter in its `state`: torch's SGD does not dampen the first gradient."""
     dampening = float(group["dampening"])
@@ -154,10 +158,14 @@ class MomentumCorrection(ErrorFeedback):
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
-        group_of = {id(param): group for group in self.optimizer.param_groups for param in group["params"]}
+        rule_in: dict[int, tuple[dict[str, Any], Momentum]] = {}
+        for group in self.optimizer.param_groups:
+            rule = _rule_of(group, _STARTED)
+            rule_in |= {id(param): (group, rule) for param in group["params"]}
 
         def rule_of(segment: Segment) -> Momentum:
-            return _rule_of(group_of[id(segment.param)], self.optimizer.state.get(segment.param, {}))
+            group, rule = rule_in[id(segment.param)]
+            return _rule_of(group, self.optimizer.state.get(segment.param, {})) if rule.dampening else rule
 
         members = [(rule, list(run)) for rule, run in itertools.groupby(segments, rule_of)]
         return [Run(run[0].start, run[-1].stop, rule) for rule, run in members]
@@ -166,7 +174,7 @@ class MomentumCorrection(ErrorFeedback):
         """Subtract the weight-decay term and make SGD's own momentum and weight decay zero for its next step."""
         self.after_step()
         for group in self.optimizer.param_groups:
-            rule = _rule_of(group, {"momentum_started": True})
+            rule = _rule_of(group, _STARTED)
             if rule.momentum == 0:
                 continue
             self._decay(group, rule)

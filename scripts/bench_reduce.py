@@ -150,7 +150,7 @@ TASKS: dict[str, tuple[int, Callable[[Iterable[Tensor]], Optimizer]]] = {
     "digits": (128, functools.partial(SGD, lr=0.2)),
     "stdlib_gpt": (32, functools.partial(torch.optim.AdamW, lr=1e-3, betas=(0.0, 0.95))),
 }
-"""Samples in all ranks' batches together, and the optimizer."""
+"""Samples in all ranks' batches together, one for each at least, and the optimizer."""
 
 
 def settings_of(task: str) -> Any:
@@ -172,12 +172,14 @@ def energy(
 ) -> dict[str, Any]:
     """Train; returns shares of energy in every 10th step, of coordinates without room, and the test accuracy.
 
-    No energy where updates travel.
+    No energy where updates travel. An allgather applies up to N k coordinates; "largest" is what the k largest of those
+    that are applied catch, as "caught" is what all do, and "applied" their number in units of k.
     """
     settings, (batch, make) = settings_of(task), TASKS[task]
     reduce, *more = way.split()
     times, keep = map(float, more) if more else (1.0, keep)
     compressor = functools.partial(dgcopt.TopK, times * ratio, **COMPACT, reduce=reduce, keep=keep, source=source)
+    batch = max(batch, size)  # a sample for each rank
     torch.manual_seed(seed)
     start = copy.deepcopy(settings.model)
     for module in start.modules():
@@ -192,7 +194,7 @@ def energy(
         wrapped = dgcopt.DistributedOptimizer(make(model.parameters()), named, chooser, **whole)
         models.append(model)
         optimizers.append(wrapped)
-    caught = []
+    caught, largest, applied = [], [], []
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
         chosen = torch.randint(len(inputs), (batch,), generator=generator)
@@ -205,21 +207,25 @@ def energy(
         looked_at = step % 10 == 9 and source == "gradient"
         if looked_at:
             waiting = all_that_waits(models, optimizers)
-            best = waiting.square().topk(math.ceil(ratio * len(waiting))).values.sum()
+            count = math.ceil(ratio * len(waiting))
+            best = waiting.square().topk(count).values.sum()
         for optimizer in optimizers:
             optimizer.step()
         if looked_at:
-            there = torch.cat([param.grad.flatten() for param in models[0].parameters()]) * size
-            caught.append(float(there.square().sum() / best))
+            there = (torch.cat([param.grad.flatten() for param in models[0].parameters()]) * size).square()
+            caught.append(float(there.sum() / best))
+            largest.append(float(there.topk(count).values.sum() / best))
+            applied.append(float(there.count_nonzero()) / count)
     overflow = statistics.mean(optimizer.telemetry.overflow for optimizer in optimizers)
     inputs, targets = columns(settings.test_data, 400)
     models[0].eval()
     with torch.no_grad():
         output = torch.cat([models[0](part) for part in inputs.split(50)])
     right = (output.argmax(-1) == targets).double().mean()
-    record = {"task": task, "size": size, "way": way, "seed": seed, "caught": caught, "overflow": overflow}
-    print({**record, "caught": caught[-1:], "accuracy": float(right)}, file=sys.stderr, flush=True)
-    return {**record, "accuracy": float(right)}
+    last = {"caught": caught[-1:], "largest": largest[-1:], "applied": applied[-1:]}
+    record = {"task": task, "size": size, "way": way, "seed": seed, "overflow": overflow, "accuracy": float(right)}
+    print({**record, **last}, file=sys.stderr, flush=True)
+    return {**record, "caught": caught, "largest": largest, "applied": applied}
 
 
 def all_that_waits(models: list[nn.Module], optimizers: list[Any]) -> Tensor:
@@ -238,21 +244,29 @@ def all_that_waits(models: list[nn.Module], optimizers: list[Any]) -> Tensor:
 
 
 def energy_table(records: list[dict[str, Any]]) -> str:
-    lines = ["| ranks | way | energy caught, first third | last third | overflow | accuracy (range) |"]
-    lines.append("|---" * 6 + "|")
+    lines = [
+        "| ranks | way | coordinates applied, in k | energy caught, first third | last third | "
+        "by its k largest, first third | last third | overflow | accuracy (range) |"
+    ]
+    lines.append("|---" * 9 + "|")
     key = lambda r: (r["size"], r["way"])  # noqa: E731
     for (size, way), group in itertools.groupby(sorted(records, key=key), key):
         runs = list(group)
-        third = len(runs[0]["caught"]) // 3
-        thirds = [
-            [share for run in runs for share in run["caught"][part]] for part in (slice(third), slice(-third, None))
-        ]
-        first, last = (f"{statistics.mean(shares):.2f}" if third else "" for shares in thirds)
+        cells = [mean_of(runs, "applied", slice(None), ".1f")]
+        third = max(1, len(runs[0]["caught"]) // 3)
+        for name in ("caught", "largest"):
+            cells += [mean_of(runs, name, part) for part in (slice(third), slice(-third, None))]
         overflow = statistics.mean(run["overflow"] for run in runs)
         found = [100 * run["accuracy"] for run in runs]
         spread = f"{statistics.mean(found):.2f}% ({min(found):.2f}-{max(found):.2f})"
-        lines.append(f"| {size} | {way} | {first} | {last} | {overflow:.2%} | {spread} |")
+        lines.append(f"| {size} | {way} | {' | '.join(cells)} | {overflow:.2%} | {spread} |")
     return "\n".join(lines)
+
+
+def mean_of(runs: list[dict[str, Any]], name: str, part: slice, form: str = ".2f") -> str:
+    """Over seeds and a part of the steps that were looked at."""
+    found = [number for run in runs for number in run[name][part]]
+    return format(statistics.mean(found), form) if found else ""
 
 
 def plot_energy(records: list[dict[str, Any]], path: str) -> None:
@@ -264,13 +278,16 @@ def plot_energy(records: list[dict[str, Any]], path: str) -> None:
     figure, panels = plt.subplots(1, len(places), figsize=(4 * len(places), 3.5), sharey=True, squeeze=False)
     for place, panel in zip(places, panels[0], strict=True):
         mine = [record for record in records if (record["task"], record["size"]) == place]
-        for way in sorted({record["way"] for record in mine}):
-            runs = [record["caught"] for record in mine if record["way"] == way]
+        for way, (name, line) in itertools.product(
+            sorted({record["way"] for record in mine}), (("caught", "-"), ("largest", ":"))
+        ):
+            runs = [record[name] for record in mine if record["way"] == way]
             means = [statistics.mean(shares) for shares in zip(*runs, strict=True)]
-            panel.plot(range(10, 10 * len(means) + 1, 10), means, colors[way], label=way)
+            label = way if name == "caught" else f"{way}, its k largest"
+            panel.plot(range(10, 10 * len(means) + 1, 10), means, colors[way] + line, label=label)
         panel.set(title=f"{place[0]}, {place[1]} ranks", xlabel="step")
-    panels[0][0].set(ylabel="energy caught, of the k largest", ylim=(0, None))
-    panels[0][0].legend()
+    panels[0][0].set(ylabel="energy caught, of the k largest that wait", ylim=(0, None))
+    panels[0][0].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 

@@ -275,8 +275,10 @@ def plot_energy(records: list[dict[str, Any]], path: str) -> None:
 
     places = sorted({(record["task"], record["size"]) for record in records})
     colors = {way: f"C{place}" for place, way in enumerate(sorted({record["way"] for record in records}))}
-    figure, panels = plt.subplots(1, len(places), figsize=(4 * len(places), 3.5), sharey=True, squeeze=False)
-    for place, panel in zip(places, panels[0], strict=True):
+    rows, columns = -(-len(places) // 3), min(3, len(places))
+    size = (4 * columns, 3 * rows + 0.5)
+    figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for place, panel in zip(places, panels.flat, strict=False):
         mine = [record for record in records if (record["task"], record["size"]) == place]
         for way, (name, line) in itertools.product(
             sorted({record["way"] for record in mine}), (("caught", "-"), ("largest", ":"))
@@ -286,9 +288,9 @@ def plot_energy(records: list[dict[str, Any]], path: str) -> None:
             label = way if name == "caught" else f"{way}, its k largest"
             panel.plot(range(10, 10 * len(means) + 1, 10), means, colors[way] + line, label=label)
         panel.set(title=f"{place[0]}, {place[1]} ranks", xlabel="step")
-    panels[0][0].set(ylabel="energy caught, of the k largest that wait", ylim=(0, None))
-    panels[0][0].legend(fontsize="small")
-    figure.tight_layout()
+    panels[0][0].set(ylim=(0, None))
+    figure.supylabel("energy caught, of the k largest that wait")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     figure.savefig(path, dpi=100)
 
 

@@ -14,7 +14,7 @@ from ..kernels import BLOCK, Chunks, add_and_select_chunks, select_chunks
 from .base import Source
 from .context import Context
 from .reduction import Reduce, check_reduce
-from .schedule import ScheduledRatio, Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup
 from .selection import count_of
 from .sparse import Indices, Sparse, Values, check_decay
 
@@ -63,7 +63,8 @@ class ChunkedTopK(ScheduledRatio, Sparse):
     keep: float = 1.0
 
     def __post_init__(self) -> None:
-        self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
+        self.check_schedule()
+        self.decay = check_decay(self.decay)
         if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1 or self.chunk % BLOCK:
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
         SparseCode(self.indices, self.values)

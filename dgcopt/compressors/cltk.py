@@ -14,7 +14,7 @@ from ..flat.gradient import SparseSum
 from ..kernels import add_and_maxima, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
-from .schedule import ScheduledRatio, Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup
 from .selection import Selection
 
 __all__ = ["CLTK"]
@@ -51,7 +51,7 @@ class CLTK(ScheduledRatio, Compressor):
     warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
-        self.ratio = check_ratio(self.ratio)
+        self.check_schedule()
         if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 < self.beta <= 1:
             raise ConfigError(f"beta must be above 0 and at most 1, not {self.beta!r}")
 

@@ -16,7 +16,7 @@ from ..kernels import BLOCK, add_and_norms
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .memory import ErrorFeedback, memory_for
-from .schedule import ScheduledRatio, Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup
 
 __all__ = ["CSC"]
 
@@ -52,7 +52,7 @@ class CSC(ScheduledRatio, Compressor):
     warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
-        self.ratio = check_ratio(self.ratio)
+        self.check_schedule()
         if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < BLOCK:
             raise ConfigError(f"chunk must be at least {BLOCK} elements, not {self.chunk!r}")
         self._memory = ErrorFeedback()

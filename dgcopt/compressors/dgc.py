@@ -18,7 +18,7 @@ from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
 from .reduction import Choice, Reduce, Reduction, check_reduce, dismiss_owners, reduction
-from .schedule import ScheduledRatio, Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup
 from .selection import Selection
 from .sparse import Indices, Values
 from .whole import whole_sum
@@ -102,7 +102,7 @@ class DGC(ScheduledRatio, Compressor):
         return cls(**{"ratio": ratio, "warmup": Warmup(), **coded, **settings})
 
     def __post_init__(self) -> None:
-        self.ratio = check_ratio(self.ratio)
+        self.check_schedule()
         self._code = SparseCode(self.indices, self.values)
         if self.vectors not in ("dense", "sparse", *DENSE_CODES):
             known = ", ".join(("dense", "sparse", *DENSE_CODES))

@@ -63,7 +63,12 @@ class PerParameter(Compressor):
             raise ConfigError(f'source must be "auto", "gradient" or "update", not {source!r}')
         self.rules: dict[str, Compressor] = {}
         for pattern, rule in rules.items():
-            self.rules[pattern] = copy.deepcopy(accept(rule))
+            if not isinstance(pattern, str):
+                raise ConfigError(f"PerParameter's patterns are texts that names are compared with, not {pattern!r}")
+            try:
+                self.rules[pattern] = copy.deepcopy(accept(rule))
+            except ConfigError as error:
+                raise ConfigError(f"the rule of {pattern!r}: {error}") from None
             if any(isinstance(part, PerParameter) for part in self.rules[pattern].parts()):
                 raise ConfigError(f"the rule of {pattern!r} has rules of its own: put them all into one PerParameter")
         self._source: Source = "auto"

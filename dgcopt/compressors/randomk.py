@@ -13,7 +13,7 @@ from ..flat.gradient import SparseSum
 from ..kernels import draw_from_spans, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context
-from .schedule import ScheduledRatio, Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup
 from .selection import count_of
 from .sparse import check_decay
 
@@ -55,7 +55,8 @@ class RandomK(ScheduledRatio, Compressor):
     warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
-        self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
+        self.check_schedule()
+        self.decay = check_decay(self.decay)
         if self.unbiased and self.error_feedback:
             raise ConfigError(
                 "unbiased=True scales up what is sent for what is not, and error_feedback=True sends that later: choose"

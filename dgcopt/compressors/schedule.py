@@ -1,7 +1,7 @@
 """The ratio over time: dense enough at first, sparse once the weights have settled."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,7 +46,11 @@ class Warmup:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ratios, Sequence) or isinstance(self.ratios, str):
+            raise ConfigError(f"ratios must be densities, one per stage, like (0.25, 0.0625), not {self.ratios!r}")
         self.ratios = tuple(check_ratio(ratio, "a warm-up ratio") for ratio in self.ratios)
+        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, int)):
+            raise ConfigError(f"steps must be a whole number of optimizer steps per stage, not {self.steps!r}")
         if not (self.steps is None or self.steps >= 1) or not self.epochs > 0:
             raise ConfigError(f"a warm-up stage must last at least one step: steps={self.steps}, epochs={self.epochs}")
 
@@ -74,6 +78,15 @@ class ScheduledRatio:
 
     ratio: float
     warmup: Warmup | None
+
+    def check_schedule(self) -> None:
+        """Raises ConfigError for a ratio outside (0, 1], and for what is no warm-up."""
+        self.ratio = check_ratio(self.ratio)
+        if self.warmup is not None and not isinstance(self.warmup, Warmup):
+            raise ConfigError(
+                f"warmup must be a dgcopt.Warmup, which says which ratios come first and for how long, such as "
+                f"Warmup(epochs=1) or Warmup((0.25, 0.0625), steps=500), not {self.warmup!r}"
+            )
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """See `Compressor.set_steps_per_epoch`."""

@@ -12,7 +12,7 @@ from ..kernels import add_and_maxima, block_maxima, gather
 from .base import Source
 from .context import Context
 from .reduction import Reduce, check_reduce
-from .schedule import ScheduledRatio, Warmup, check_ratio
+from .schedule import ScheduledRatio, Warmup
 from .selection import Selection
 from .sparse import Indices, Sparse, Values, check_decay
 
@@ -57,7 +57,8 @@ class TopK(ScheduledRatio, Sparse):
     keep: float = 1.0
 
     def __post_init__(self) -> None:
-        self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
+        self.check_schedule()
+        self.decay = check_decay(self.decay)
         SparseCode(self.indices, self.values)
         check_reduce(self.reduce, self.keep)
 

@@ -93,6 +93,23 @@ def test_a_warm_up_sends_fewer_bytes_from_stage_to_stage(kind):
 SETTINGS = [(kind, name) for kind in library() for name in list(inspect.signature(kind.__init__).parameters)[1:]]
 
 
+@pytest.mark.parametrize("kind", WARM_UP)
+@pytest.mark.parametrize("warmup", [4, 0.25, (0.25, 0.0625), True])
+def test_a_warm_up_is_no_number(kind, warmup):
+    """As the original DGC has `warmup_epochs`: told when it is given, not by an AttributeError in the first step."""
+    with pytest.raises(ConfigError, match=r"warmup must be a dgcopt.Warmup, .* Warmup\(epochs=1\)"):
+        kind(0.01, warmup=warmup)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"ratios": 0.25}, "ratios must be"), ({"steps": 1.5}, "steps must be"), ({"steps": "2"}, "steps must be")],
+)
+def test_stages_of_a_warm_up(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        dgcopt.Warmup(**settings)
+
+
 @pytest.mark.parametrize(("kind", "setting"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
 def test_config_files_know_the_type_of_every_setting(kind, setting, capsys):
     """Else a warm-up would stay the dictionary that it is in the file, and a number a word."""

@@ -109,7 +109,8 @@ def named(*names: str) -> dict[Tensor, str]:
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        ({"*.bias": 3}, "must be a dgcopt.Compressor"),
+        ({"*.bias": 3}, r"the rule of '\*.bias': .* must be a dgcopt.Compressor"),
+        ({3: dgcopt.DGC()}, "texts that names are compared with, not 3"),
         ({}, "a compressor for each pattern"),
         (dgcopt.DGC(), "a compressor for each pattern"),
         ({"a": dgcopt.PerParameter()}, "the rule of 'a' has rules of its own"),

@@ -1,4 +1,4 @@
-"""What compressing and decompressing the gradients of one step costs a rank, on ResNet-50's shapes at 0.1%.
+"""What compressing and decompressing the gradients of one step costs a rank, on ResNet-50's shapes at 0.1% and 1%.
 
     python scripts/bench_kernels.py
     python scripts/bench_kernels.py --rounds 30 --json kernels.json --plot kernels.png
@@ -61,6 +61,8 @@ COMPACT = "indices='rice', vectors='int8'"
 SYSTEMS = (
     "DGC(ratio=0.001)",
     "DGC(ratio=0.001, overlap=True)",
+    "DGC(ratio=0.01)",
+    "DGC(ratio=0.01, overlap=True)",
     "DGC(ratio=0.001, granularity='bucket')",
     f"DGC(ratio=0.001, values='int8', {COMPACT})",
     f"DGC(ratio=0.001, values='int2', {COMPACT})",

@@ -64,7 +64,7 @@ class OneBitReduce(Compressor):
         scales = mean_magnitudes(sums, place, ctx.tensors.numels)
         put_signs(signs, scales, scales, place, v, "subtract")
         ctx.keep_residual(v)
-        signs = torch.nn.functional.pad(signs, (0, ctx.size * packed_bytes(chunk_length(ctx), 1) - len(signs)))
+        signs = filled_up(signs, ctx.size * packed_bytes(chunk_length(ctx), 1))
         head = encode_scaled(scales, signs[:0]).expand(ctx.size, -1)
         arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
@@ -74,7 +74,7 @@ class OneBitReduce(Compressor):
         scales = mean_magnitudes(sums, owned.place, owned.numels * ctx.divisor)
         put_signs(signs, scales * ctx.divisor, scales * ctx.divisor, owned.place, u, "subtract")
         u[owned.gaps] = 0
-        signs = torch.nn.functional.pad(signs, (0, packed_bytes(chunk_length(ctx), 1) - len(signs)))
+        signs = filled_up(signs, packed_bytes(chunk_length(ctx), 1))
 
         means = yield AllGather(encode_scaled(scales, signs))
         for rank, message in enumerate(means):
@@ -130,6 +130,11 @@ def hand_over(ctx: Context, own: slice) -> None:
     for elsewhere in (slice(0, own.start), slice(own.stop, ctx.numel)):
         residual[elsewhere] += held[elsewhere]
         held[elsewhere] = 0
+
+
+def filled_up(signs: Tensor, nbytes: int) -> Tensor:
+    """As many bytes as every rank sends; those of the last ranks may have nothing to say."""
+    return signs if len(signs) == nbytes else torch.nn.functional.pad(signs, (0, nbytes - len(signs)))
 
 
 def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:

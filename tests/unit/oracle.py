@@ -151,6 +151,7 @@ def all_implementations(**strategies: Any) -> Callable[[Callable[..., None]], Ca
             run()
 
         run_it.__name__, run_it.__doc__ = test.__name__, test.__doc__
+        run_it.in_c = with_one(native, EXAMPLES)  # type: ignore[attr-defined]
         return pytest.mark.parametrize(
             "run",
             [

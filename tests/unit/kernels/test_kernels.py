@@ -512,8 +512,8 @@ here = pathlib.Path({str(Path(__file__).parent)!r})
 sys.path[:0] = [str(here), str(here.parent)]
 for path in sorted(here.glob("test_*.py")):
     for name, test in vars(importlib.import_module(path.stem)).items():
-        if name.startswith("test_") and getattr(test, "is_hypothesis_test", False):
-            test()
+        if name.startswith("test_") and getattr(test, "in_c", test).__dict__.get("is_hypothesis_test"):
+            getattr(test, "in_c", test)()
 print("clean", instructions())
 """
     env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "DGCOPT_TEST_EXAMPLES": "30"}

@@ -74,6 +74,7 @@ class Context:
     peak: Tensor | None = None
     _next: dict[str, Tensor] = field(default_factory=dict)
     _spare: dict[str, Tensor] = field(default_factory=dict)
+    _left: Tensor | None = None
     _later: list[Callable[[], object]] = field(default_factory=list)
     _shares: list[tuple[str, Segment, Tensor]] = field(default_factory=list)
 
@@ -132,7 +133,7 @@ class Context:
         if left is self._spare.get("residual"):
             self._next["residual"] = self._spare.pop("residual")
         else:
-            residual = self.hold("residual")
+            residual, self._left = self.hold("residual"), left
             self.once_settled(lambda: residual.copy_(left))
 
     def key(self, seed: int, own: bool = True) -> int:
@@ -216,7 +217,7 @@ class Context:
         """
         whole = self.memory.pop(kind) if kind in self.memory else self.shards.pop(kind).whole()
         if whole.any():
-            for residual in (self.memory["residual"], self._next.get("residual")):
+            for residual in (self.memory["residual"], self._next.get("residual"), self._left):
                 if residual is not None:
                     residual.add_(whole)
 
@@ -255,7 +256,8 @@ class Context:
         self._forget()
 
     def _forget(self) -> None:
-        self._next, self._later, self._shares, self.local, self.peak = {}, [], [], None, None
+        self._next, self._later, self._shares = {}, [], []
+        self._left, self.local, self.peak = None, None, None
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -309,6 +309,31 @@ def test_at_ratio_one_owners_keep_nothing(vectors: Any) -> None:
     ranks.assert_nothing_is_lost()
 
 
+class OwnSum(dgcopt.compressors.Sparse):
+    """A choice that adds the residual up in memory of its own."""
+
+    def __init__(self, reduce: Any) -> None:
+        self.reduce, self.values = reduce, "fp64"
+
+    def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
+        v = grad + ctx.hold("residual")
+        indices = v.abs().topk(50).indices.sort().values
+        return v, indices, v[indices]
+
+
+@pytest.mark.parametrize("then", [["gather"], ["resize"], ["void", "gather"], ["partition"]])
+def test_what_owners_hand_back_is_not_lost_where_a_choice_has_a_sum_of_its_own(then: list[str]) -> None:
+    ranks = Ranks(OwnSum("owner"), 4)
+    for seed in range(3):
+        ranks.exchange(ranks.gradients(seed))
+    for what in then:
+        if what in ("gather", "partition"):
+            ranks.compressor = OwnSum(what)
+        if what == "void":
+            ranks.exchange(ranks.gradients(3), void=True)
+    assert_nothing_is_lost(ranks, [("resize", 3)] if then == ["resize"] else ["step", "step"])
+
+
 def test_few_find_no_room() -> None:
     """Columns, rows and regions of large gradients are spread over all owners: less than 1% waits."""
     size, rows, columns = 16, 256, 64

@@ -29,7 +29,7 @@ def loss_of(samples: torch.Tensor, real: bool) -> torch.Tensor:
 critic, generator = optimizer_of("critic"), optimizer_of("generator")
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-for _ in range(400):
+for _ in range(300):
     drawn = CENTRE + WIDTH * torch.randn(32, 1)
     made = model["generator"](torch.randn(32, 1))
 

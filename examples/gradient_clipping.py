@@ -17,7 +17,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 clipped = 0
-for epoch in range(4):
+for epoch in range(3):
     sampler.set_epoch(epoch)
     for images, targets in loader:
         optimizer.zero_grad()

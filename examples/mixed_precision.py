@@ -17,7 +17,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
 step = 0
-for epoch in range(4):
+for epoch in range(3):
     sampler.set_epoch(epoch)
     for images, targets in loader:
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-for epoch in range(4):
+for epoch in range(3):
     sampler.set_epoch(epoch)
     for images, targets in loader:
         optimizer.zero_grad()

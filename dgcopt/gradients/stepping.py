@@ -175,11 +175,15 @@ class Stepping(Optimizer):
         engine.arrived(param)
 
     def _step_without_data(self) -> None:
-        """The step of a rank that has run out of data, after the others' gradients were averaged without it."""
+        """The step of a rank that has run out of data, after the others' gradients were averaged without it.
+
+        Its loop, which has ended, sets no gradient to zero any more: none may be left to be added to in the next one.
+        """
         assert self.engine is not None
         self._grads = Grads.VOID if self.engine.void else Grads.FINAL
         with self.skip_synchronize():
             self.step()
+        super().zero_grad()
 
     # -- automatic mixed precision -----------------------------------------------------------------------------------
 

@@ -447,10 +447,13 @@ def batches_of(rank: int) -> int:
 
 
 def uneven_data(comm: Comm) -> Loop:
-    """Rank r has 3 + 2r batches: averages divide by the ranks that have one, or by all; then all go on together."""
+    """Rank r has 3 + 2r batches: averages divide by the ranks that have one, or by all; then all go on together.
+
+    Gradients are set to zero before each backward pass, or after each step.
+    """
     most = batches_of(comm.size - 1)
     for divide_by in ("active", "all"):
-        for compression in (None, DGC(1.0, overlap=True)):
+        for compression, before in ((None, False), (None, True), (DGC(1.0, overlap=True), False)):
             whole, mine = make_model(), make_model()
             bare = SGD(whole.parameters())
             ours = wrap(SGD(mine.parameters()), mine, comm, compression)
@@ -463,12 +466,15 @@ def uneven_data(comm: Comm) -> Loop:
                     (loss / (len(active) if divide_by == "active" else comm.size)).backward()
                 bare.step()
 
-            def train(step: int, mine: nn.Module = mine, ours: Any = ours) -> Loop:
-                ours.zero_grad()
+            def train(step: int, mine: nn.Module = mine, ours: Any = ours, before: bool = before) -> Loop:
+                if before:
+                    ours.zero_grad()
                 x, y = batch(step, 0, comm)
                 mse_loss(mine(x), y).backward()
                 yield
                 ours.step()
+                if not before:
+                    ours.zero_grad()
                 yield
 
             with dgcopt.join(ours, divide_by=divide_by):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..collectives import AllGather, Exchange
 from ..errors import PayloadError
+from .context import at_least_float32
 
 __all__ = ["gather_rows"]
 
@@ -17,8 +18,8 @@ def gather_rows(grad: Tensor, divisor: int) -> Exchange:
     """Average a sparse COO gradient over ranks that hold different numbers of rows.
 
     The counts first, then indices and values padded to the longest. Returns a coalesced sparse tensor of `grad`'s
-    shape, the sum of all ranks' rows divided by `divisor`. Exact: nothing is dropped. Raises PayloadError for counts
-    or indices that cannot be right.
+    shape, the sum of all ranks' rows divided by `divisor`; of half precision it is made in float32 and rounded once.
+    Nothing is dropped. Raises PayloadError for counts or indices that cannot be right.
     """
     grad = grad.coalesce()
     indices, values = grad.indices(), grad.values()
@@ -40,10 +41,11 @@ def gather_rows(grad: Tensor, divisor: int) -> Exchange:
         theirs = all_indices[rank, :, :rows]
         if bool(((theirs < 0) | (theirs >= limits)).any()):
             raise PayloadError(f"the message from rank {rank} holds rows beyond the {tuple(shape)} that there are")
+    wider = at_least_float32(grad.dtype)
     total = torch.sparse_coo_tensor(
         torch.cat([rows[:, :n] for rows, n in zip(all_indices, counts, strict=True)], dim=1),
-        torch.cat([rows[:n] for rows, n in zip(all_values, counts, strict=True)]) / divisor,
+        torch.cat([rows[:n] for rows, n in zip(all_values, counts, strict=True)]).to(wider) / divisor,
         grad.shape,
         check_invariants=True,
     )
-    return total.coalesce()
+    return total.coalesce().to(grad.dtype)

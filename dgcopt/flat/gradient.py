@@ -63,7 +63,8 @@ class SparseSum:
     """What an exchange returns that knows all but a few coordinates of the result to be zero.
 
     Holds positions in the flat gradient (int64, strictly ascending within one message) and values, which are added up
-    in the order in which they were added here.
+    in the order in which they were added here; for a gradient of half precision in float32, and the sum is rounded
+    once. What that rounding loses is lost, as it is where dense gradients of half precision are added up.
     """
 
     def __init__(self) -> None:
@@ -80,9 +81,21 @@ class SparseSum:
 
     def add_to(self, flat: Tensor) -> Tensor:
         """Add the sum to a flat gradient, and return that."""
-        for positions, values in self.messages:
+        for positions, values in self._for(flat.dtype):
             flat.index_add_(0, positions, values.to(flat.dtype))
         return flat
+
+    def _for(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Messages to be added to what is of `dtype`: one, with the sums of all, where that would round every sum."""
+        wider = torch.promote_types(dtype, torch.float32)
+        if wider == dtype or len(self.messages) < 2:
+            return self.messages
+        lengths = [len(positions) for positions, _ in self.messages]
+        positions, places = torch.cat([positions for positions, _ in self.messages]).unique(return_inverse=True)
+        sums = torch.zeros(len(positions), dtype=wider, device=positions.device)
+        for where, (_, values) in zip(places.split(lengths), self.messages, strict=True):
+            sums.index_add_(0, where, values.to(wider))
+        return [(positions, sums)]
 
     def add_to_parts(self, parts: Parts, factor: float) -> tuple[Tensor, Tensor]:
         """Add `factor` times the sum to a flat gradient that lies apart.
@@ -91,7 +104,8 @@ class SparseSum:
         """
         if not self.messages:
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
-        positions, values = (torch.cat(column) for column in zip(*self.messages, strict=True))
+        dtype = next((part.dtype for part in parts.tensors if part is not None), torch.float32)
+        positions, values = (torch.cat(column) for column in zip(*self._for(dtype), strict=True))
         return positions, add_at(parts, positions, values if factor == 1 else values * factor)
 
 

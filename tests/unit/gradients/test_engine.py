@@ -1,5 +1,7 @@
 """The promises of the design, on simulated ranks."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +55,42 @@ def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios,
         residual = optimizer.state_dict()["dgcopt"]["memory"].get("residual", {})
         held = held + flat_memory(model, residual)
     torch.testing.assert_close(applied + held, computed, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        dgcopt.DGC(0.2, vectors="sparse"),
+        dgcopt.DGC(0.2, vectors="sparse", overlap=True),
+        dgcopt.DGC(0.2, vectors="sparse", reduce="owner"),
+        dgcopt.DGC(0.2, vectors="fp32"),
+        dgcopt.TopK(0.2),
+        dgcopt.TopK(0.2, reduce="partition"),
+        dgcopt.Threshold(0.5),
+        dgcopt.Hierarchical(dgcopt.TopK(0.2)),
+        dgcopt.NoCompression(),  # of rows that are sparse already
+    ],
+    ids=lambda compressor: type(compressor).__name__,
+)
+def test_sums_of_half_precision_are_rounded_once(compressor, dtype):
+    """Not after each rank: of many ranks that add the same, all would be lost that come once the sum is large."""
+    sparse = isinstance(compressor, dgcopt.NoCompression)
+    slopes = {torch.bfloat16: (256, 1, 1, 2), torch.float16: (2048, 1, 1, 2)}[dtype]  # with 1 more they stay the same
+    params = [nn.Parameter(torch.zeros((5, 1) if sparse else (5,), dtype=dtype)) for _ in slopes]
+    optimizers = [
+        dgcopt.DistributedOptimizer(SGD([p], lr=0.0), [("p", p)], copy.deepcopy(compressor), comm=comm, op="sum")
+        for p, comm in zip(params, dgcopt.simulated_world(len(slopes), 2), strict=True)
+    ]
+    for _ in range(2):  # laid out anew, then not
+        for param, slope in zip(params, slopes, strict=True):
+            param.grad = None
+            row = nn.functional.embedding(torch.tensor([3]), param, sparse=True) if sparse else param[3]
+            (row * slope).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for param in params:
+            assert param.grad.to_dense().view(-1).tolist() == [0, 0, 0, sum(slopes), 0]
 
 
 def test_residuals_follow_their_parameters_into_new_buckets():

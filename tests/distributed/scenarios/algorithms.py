@@ -190,7 +190,10 @@ def as_on_simulated_ranks(
     here = comm.run(AllGather(torch.tensor([sent.telemetry.payload_bytes]), label="bytes of all")).flatten().tolist()
     if comm.rank > 0:  # whose bits are those of rank 0, and who need not simulate all ranks, too
         return
-    simulated = [Replica(recipe, other) for other in dgcopt.simulated_world(comm.size, comm.nodes)]
+    others = dgcopt.simulated_world(comm.size, comm.nodes)
+    for other in others:
+        other.link = comm.link  # so that they choose alike
+    simulated = [Replica(recipe, other) for other in others]
     train(simulated, range(5))
     tolerance = 1e-2 if name.startswith("BF16") else 1e-9
     assert_close(mine.parameters, simulated[0].parameters, tolerance, name)

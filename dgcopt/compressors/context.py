@@ -18,7 +18,10 @@ from ..flat.segments import PerTensor, Segment
 from ..flat.shard import Shard, Sharding
 from ..kernels import BLOCK, Mixture
 
-__all__ = ["Context", "at_least_float32"]
+__all__ = ["SUMS", "Context", "at_least_float32"]
+
+SUMS = "residual of the owner"
+"""The memory of owners: what they have been sent and have not forwarded."""
 
 
 @dataclass(eq=False)
@@ -230,7 +233,10 @@ class Context:
         self.once_settled(lambda: self.tally.update(numbers))
 
     def settle(self, used: Sequence[bool] | None = None) -> None:
-        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`."""
+        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
+
+        What a checkpoint has left of owners, and none has taken up in this step, is the rank's own to send from now on.
+        """
         kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
         unused = set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
@@ -249,6 +255,8 @@ class Context:
             if segment not in unused:
                 self.shared.setdefault(kind, {})[segment.name] = value
         self._forget()
+        if SUMS in self.memory and "residual" in self.memory:
+            self.hand_back(SUMS)
 
     def roll_back(self) -> None:
         """The step is void: the memory stays what it was before."""

@@ -18,10 +18,9 @@ from ..flat.gradient import SparseSum
 from ..flat.shard import Sharding
 from ..kernels import Groups, block_maxima, gather, select, subtract_at
 from .base import GradientExchange
-from .context import Context, at_least_float32
+from .context import SUMS, Context, at_least_float32
 
 __all__ = [
-    "SUMS",
     "Choice",
     "Gather",
     "Owner",
@@ -43,9 +42,6 @@ ranks choose for each other.
 """
 
 log = logging.getLogger("dgcopt")
-
-SUMS = "residual of the owner"
-"""The memory of owners: what they have been sent and have not forwarded."""
 
 # What a processor takes, as bench_reduce.py has it: to read one coordinate of a message, to pass over one place of an
 # owner's share, and to code and read a bucket's messages one time more.

@@ -11,8 +11,8 @@ from ..coding import decode_dense_rows, dense_bytes, encode_dense_rows
 from ..collectives import AllGather, AllToAll
 from ..flat.shard import Chunks
 from .base import GradientExchange
-from .context import Context, at_least_float32
-from .reduction import SUMS, Reduce, dismiss_owners, faster
+from .context import SUMS, Context, at_least_float32
+from .reduction import Reduce, dismiss_owners, faster
 
 __all__ = ["WholeGather", "WholeOwner", "whole_sum"]
 

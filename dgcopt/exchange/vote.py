@@ -64,7 +64,7 @@ class Ballot:
 
         Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
         """
-        where = zlib.crc32(struct.pack("<II", self.step & 0xFFFFFFFF, self.trained))
+        where = zlib.crc32((self.trained << 32 | self.step & 0xFFFFFFFF).to_bytes(8, "little"))
         equal = [_signed(word) for word in (where, self.used, self.used >> 32)]
         apart = not self.active or not self.finite or not self.here or self.by_active
         incomplete = self.active and not self.complete

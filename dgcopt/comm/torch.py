@@ -57,6 +57,9 @@ grow with N.
 PROBE = 1_000_003
 """The tag of messages that test whether a rank can be reached; nothing else uses it."""
 
+_GIVEN_UP: list[dist.Work] = []
+"""What nobody waits for any more: a deadline has passed, or the wire has failed."""
+
 _REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -79,8 +82,13 @@ class _Work(Handle):
         """Wait for the library, once: waiting for one of Gloo's receives again fails."""
         on_cpu = self.collective.tensor.device.type == "cpu"
         while self.works:
-            # on NCCL this only orders the streams, so the host goes on and the process group's own deadline holds
-            self.works.pop().wait(*[timedelta(seconds=seconds)] if on_cpu else [])
+            work = self.works.pop()
+            try:
+                # on NCCL this only orders the streams, so the host goes on and the process group's own deadline holds
+                work.wait(*[timedelta(seconds=seconds)] if on_cpu else [])
+            except RuntimeError:
+                _GIVEN_UP.append(work)
+                raise
 
     def result(self) -> Tensor:
         if self.rows and isinstance(self.collective, AllReduce):
@@ -319,7 +327,13 @@ def _tells_all(collective: Collective, size: int) -> bool:
 
 
 def _release_gil() -> None:
-    """Release the GIL for a moment at exit: Gloo's threads need it to free their last tensors, or they abort."""
+    """Release the GIL for a moment at exit: Gloo's threads need it to free their last tensors, or they abort.
+
+    What was given up ends when others close their connections, which they mostly do in the same moment.
+    """
+    end = time.monotonic() + 2 * NOTICE
+    while time.monotonic() < end and not all(work.is_completed() for work in _GIVEN_UP):
+        time.sleep(0.01)
     time.sleep(0.05)
 
 

@@ -87,7 +87,7 @@ class _Work(Handle):
                 # on NCCL this only orders the streams, so the host goes on and the process group's own deadline holds
                 work.wait(*[timedelta(seconds=seconds)] if on_cpu else [])
             except RuntimeError:
-                _GIVEN_UP.append(work)
+                _GIVEN_UP[:] = [one for one in (*_GIVEN_UP, work) if not one.is_completed()]  # each holds its tensors
                 raise
 
     def result(self) -> Tensor:

@@ -68,9 +68,9 @@ class DGC(ScheduledRatio, Compressor):
         source: what travels, see `Compressor.source`; at ratio 1 "auto" is always "gradient".
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
-    1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v, beside the gradient, which is read
-    and overwritten where autograd left it, on a CPU; where buckets leave while backward runs v twice. On other devices
-    there is a flat copy of the gradient instead.
+    1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v, beside the gradient. On a
+    CPU the gradient is read and overwritten where autograd left it, and with overlap there is a second v; on other
+    devices there is a flat copy of the gradient.
 
     Raises ConfigError for a ratio outside (0, 1] or a setting that is none of those above, PayloadError for a damaged
     message.

@@ -124,7 +124,7 @@ def checksum(names: Iterable[str]) -> int:
 
 
 def fingerprint(used: Sequence[bool]) -> int:
-    """64 bits of which parameters have a gradient: the same where they are the same, and nowhere else."""
+    """64 bits that differ where other parameters have a gradient, but for a chance of one in 2^64."""
     return int.from_bytes(hashlib.blake2b(bytes(used), digest_size=8).digest(), "little")
 
 

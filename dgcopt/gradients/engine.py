@@ -38,6 +38,7 @@ from ..flat.store import Store
 from .arrivals import Arrivals, EarlyLaunch
 from .layout import Layout, lay_out
 from .settings import Settings
+from .turns import Turns, turns_over
 from .wrapped import Wrapped
 
 __all__ = ["Engine"]
@@ -118,6 +119,7 @@ class Engine:
         self.infinite: list[int] = []
         self.attendance = Attendance(comm.size, comm.size)
         self.early = EarlyLaunch()
+        self.turns: Turns[Engine] = turns_over(comm)
         self.store = Store()
         self._begun = False
         self.layout = Layout()
@@ -168,7 +170,7 @@ class Engine:
         if bucket.index < now.launched:
             now.stale = True
             return
-        if not is_last or not bucket.leaves_early or not self.early.may(self.step):
+        if not is_last or not bucket.leaves_early or not self._may_leave_early:
             return
         self._arrivals.take(param, bucket, place, self._scale_taken(bucket))
         if self._arrivals.has_filled(bucket):
@@ -199,6 +201,10 @@ class Engine:
         """From now on launch nothing before the step, because until then gradients are scaled."""
         self.early.possible = False
         self._now.stale = self._now.stale or self._now.launched > 0  # scaling them back does not count as a change
+
+    @property
+    def _may_leave_early(self) -> bool:
+        return self.early.may(self.step) and self.turns.expected is self
 
     def _trained(self) -> list[Tensor]:
         return [param for param in self.names if param.requires_grad and param.numel()]
@@ -327,12 +333,13 @@ class Engine:
                 self._make_void(verdict.void)
                 return
             verdict = yield from self._take_vote()
+        yield from self._take_turn(verdict)
         if not verdict.alike:
             yield from traffic.through(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters"))
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
         again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
         if again or verdict.void or not verdict.active_ranks:
-            yield from self._take_back(verdict)
+            yield from self._take_back(verdict.launched, bool(verdict.void))
         self.attendance.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
@@ -388,7 +395,7 @@ class Engine:
             finite=infinite is None,
             step=self.step,
             trained=checksum(self.names[param] for param in trained),
-            launched=now.launched,
+            launched=(self.turns.expected or self)._now.launched,
             stale=now.stale,
             prepared=layout.fits(trained, self._sparse),
             complete=all(used),
@@ -398,21 +405,29 @@ class Engine:
         )
         return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
 
-    def _take_back(self, verdict: Verdict) -> Job:
-        """End the collectives that were started, the same ones on all ranks, and undo what they meant."""
-        if verdict.launched > len(self.layout.buckets):
+    def _take_turn(self, verdict: Verdict) -> Job:
+        """Begin this step for all optimizers of the wire: another one that was expected takes back what it has sent."""
+        expected = self.turns.expected
+        self.turns.came(self)
+        if expected is not None and expected is not self and verdict.launched:
+            yield from expected._take_back(verdict.launched)
+            verdict.launched = 0
+
+    def _take_back(self, launched: int, is_void: bool = False) -> Job:
+        """End the collectives that were started, on the rank that has sent most, and undo what they meant."""
+        if launched > len(self.layout.buckets):
             raise MismatchError(
                 f"rank {self.comm.rank} lost its buckets while other ranks have sent theirs: load state or change "
                 f"parameters on all ranks alike, between steps"
             )
-        while self._now.launched < verdict.launched:
+        while self._now.launched < launched:
             bucket = self.layout.buckets[self._now.launched]
             if not bucket.in_place:
                 bucket.keep_clear()
                 bucket.grad.zero_()
             self._launch(bucket)
         yield from self.runner.traffic.call_off(self._now.flights)
-        if self._now.flights and not verdict.void:
+        if self._now.flights and not is_void:
             self.telemetry.repeated += 1
         for context in self._contexts.values():
             context.roll_back()

@@ -196,6 +196,34 @@ def two_players(comm: Comm) -> Loop:
             )
 
 
+def two_optimizers_of_one_model(comm: Comm) -> Loop:
+    """One backward pass fills the buckets of both, on some ranks in another order; and their steps change places."""
+    for name, ratio in (("dense", None), ("DGC at ratio 1", 1.0)):
+        model = make_model()
+        weights, biases = (
+            wrap(torch.optim.SGD(part, 0.1), model, comm, None if ratio is None else DGC(ratio, overlap=True))
+            for part in ([p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() < 2])
+        )
+        whole = [param.detach().clone() for param in model.parameters()]
+        for step in range(9):
+            weights.zero_grad()
+            biases.zero_grad()
+            last = list(model.parameters())[-2]
+            for rank in range(comm.size):
+                for place, param in enumerate(model.parameters()):
+                    if param is last and rank and step in (4, 7):
+                        continue
+                    grad = torch.full_like(param, 0.1 * (step + 1) * (rank + 1) * (place + 1))
+                    whole[place] -= 0.1 * grad / comm.size
+                    if rank == comm.rank:
+                        (param * grad).sum().backward()
+            yield
+            for optimizer in (weights, biases) if step < 6 else (biases, weights):
+                optimizer.step()
+                yield
+        assert_close(list(model.parameters()), whole, 1e-9, f"two optimizers, {name}")
+
+
 def fused_steps(comm: Comm) -> Loop:
     """Parameters that lie as the gradients in their buckets do."""
     for kind in (SGD, ADAM):
@@ -802,6 +830,7 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         a_count_that_is_wrong,
         a_hook_written_for_ddp,
         two_players,
+        two_optimizers_of_one_model,
         fused_steps,
         clipped,
         clipped_locally,

@@ -1,0 +1,47 @@
+"""Which optimizer may send while backward runs, where several share a wire."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+from ..comm import Comm
+
+__all__ = ["Turns", "turns_over"]
+
+Stepper = TypeVar("Stepper")
+
+
+class Turns(Generic[Stepper]):
+    """The order in which the optimizers of one wire step, which is the same on all ranks.
+
+    When a bucket is full, and so leaves during backward, depends on the gradients that a rank has, and wires match
+    collectives by their order. So of several optimizers only one sends before its step: the one that came next the
+    last time. If another one comes, what the expected one has sent is called off first, on all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        self._expected: weakref.ref[Stepper] | None = None
+        self._last: weakref.ref[Stepper] | None = None
+        self._after: WeakKeyDictionary[Stepper, weakref.ref[Stepper]] = WeakKeyDictionary()
+
+    @property
+    def expected(self) -> Stepper | None:
+        """Whose step should come next; None before the first."""
+        return None if self._expected is None else self._expected()
+
+    def came(self, stepper: Stepper) -> None:
+        """Take note of a step that has come."""
+        this, last = weakref.ref(stepper), None if self._last is None else self._last()
+        if last is not None:
+            self._after[last] = this
+        self._last, self._expected = this, self._after.get(stepper, this)
+
+
+_OF: WeakKeyDictionary[Comm, Turns[Any]] = WeakKeyDictionary()
+
+
+def turns_over(comm: Comm) -> Turns[Any]:
+    """Those of a wire: the same object for all of its optimizers."""
+    return _OF.setdefault(comm, Turns())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -159,8 +159,15 @@ def describe_groups(optimizer: Optimizer) -> list[str]:
     return lines
 
 
-def describe(optimizer: Optimizer, names: dict[Tensor, str], settings: dict[str, Any], version: str) -> list[str]:
-    """Everything that must be equal on all ranks, a line each."""
+def describe(
+    optimizer: Optimizer,
+    names: dict[Tensor, str],
+    settings: dict[str, Any],
+    version: str,
+    trained: Collection[Tensor] | None = None,
+) -> list[str]:
+    """Everything that must be equal on all ranks, a line each. `trained` are those that require a gradient if None."""
+    trained = {param for param in names if param.requires_grad} if trained is None else trained
     return [
         f"versions: dgcopt {version}, torch {torch.__version__}",
         f"optimizer: {type(optimizer).__name__}",
@@ -168,7 +175,7 @@ def describe(optimizer: Optimizer, names: dict[Tensor, str], settings: dict[str,
         f"number of parameters: {len(names)}",
         *(
             f"parameter {name}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} strides "
-            f"{param.stride()}{'' if param.requires_grad else ', frozen'}"
+            f"{param.stride()}{'' if param in trained or not param.numel() else ', frozen'}"
             for param, name in names.items()
         ),
     ]

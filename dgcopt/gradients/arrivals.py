@@ -36,13 +36,14 @@ class Arrivals:
 
     Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;
     `passes`, in how many backward passes, if their number is announced; `taken`, parameters whose gradient is in its
-    bucket.
+    bucket; `own`, those whose gradient is this rank's own, also by passes that do not count.
     """
 
     def __init__(self) -> None:
         self.additions: dict[Tensor, int] = {}
         self.passes: dict[Tensor, int] = {}
         self.taken: dict[Tensor, tuple[Tensor | None, int]] = {}
+        self.own: set[Tensor] = set()
         self._seen_in: dict[Tensor, int] = {}
         self._pass = 0
         self._graph_task: int | None = None
@@ -137,7 +138,7 @@ class Arrivals:
 
     def forget(self) -> None:
         """As if no backward pass had been made since the last step."""
-        self.additions, self.passes, self._seen_in = {}, {}, {}
+        self.additions, self.passes, self._seen_in, self.own = {}, {}, {}, set()
         self._graph_task = self._call = None
 
 

@@ -142,6 +142,10 @@ class Engine:
         """Whether gradients of a step have come in that `synchronize` has not finished."""
         return bool(self._arrivals.additions)
 
+    def added(self, param: Tensor) -> None:
+        """Take note of a gradient that was added to, in a pass that does not count, too."""
+        self._arrivals.own.add(param)
+
     def arrived(self, param: Tensor) -> None:
         """Take note of a backward pass that has added to a gradient, and launch what is complete.
 
@@ -207,7 +211,9 @@ class Engine:
         return self.early.may(self.step) and self.turns.expected is self
 
     def _trained(self) -> list[Tensor]:
-        return [param for param in self.names if param.requires_grad and param.numel()]
+        """The parameters that travel: also one that was frozen after backward, whose gradient the step will use."""
+        own = self._arrivals.own
+        return [p for p in self.names if p.numel() and (p.requires_grad or (p in own and p.grad is not None))]
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
@@ -335,7 +341,7 @@ class Engine:
             verdict = yield from self._take_vote()
         yield from self._take_turn(verdict)
         if not verdict.alike:
-            yield from traffic.through(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters"))
+            yield from traffic.through(compare(self._described(), self.comm.rank, "parameters"))
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
         again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
         if again or verdict.void or not verdict.active_ranks:
@@ -480,7 +486,7 @@ class Engine:
         self.store.release()
         self.layout, self._contexts = Layout(order=wanted), {}
         sizes = self._bucket_mb()
-        lines = [*self.wrapped.describe(settings), "buckets: {:g} MB, the first {:g}".format(*sizes)]
+        lines = [*self._described(), "buckets: {:g} MB, the first {:g}".format(*sizes)]
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
         else:  # before the first step over this wire: do all ranks start alike?
@@ -508,6 +514,10 @@ class Engine:
             bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
             bucket.leaves_early = self.early.ever(self.compressor, bucket.device)
             self._contexts[bucket] = context_of(bucket, self.comm, op, self.store)
+
+    def _described(self) -> list[str]:
+        """What must be equal on all ranks when buckets are laid out, a line each."""
+        return self.wrapped.describe(self.settings, set(self._trained()))
 
     def _bucket_mb(self) -> tuple[float, float]:
         """How much a bucket holds, and the first: little where buckets leave while backward runs."""

@@ -168,6 +168,7 @@ class Stepping(Optimizer):
         if engine is None:  # the only rank that is left after `rejoin`
             return
         self._grads = Grads.OWN
+        engine.added(param)
         if self.mode is Mode.ADD_UP or self.mode is Mode.LOCAL:
             return
         if is_first and getattr(self, "_join_config", None) is not None:

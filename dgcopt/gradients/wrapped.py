@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -52,9 +52,10 @@ class Wrapped:
 
     # -- what must be equal on all ranks -----------------------------------------------------------------------------
 
-    def describe(self, settings: Settings) -> list[str]:
-        """Everything that must be equal whenever buckets are laid out, a line each."""
-        return describe(self.optimizer, self.names, {"compression": self.compressor, **vars(settings)}, __version__)
+    def describe(self, settings: Settings, trained: Collection[Tensor] | None = None) -> list[str]:
+        """Everything that must be equal whenever buckets are laid out, a line each; see `describe` for `trained`."""
+        told = {"compression": self.compressor, **vars(settings)}
+        return describe(self.optimizer, self.names, told, __version__, trained)
 
     def describe_start(self, warn: bool) -> list[str]:
         """What must be equal beyond that before the first step, a line each; afterwards it stays so."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -409,7 +409,10 @@ def loss_scaling(comm: Comm) -> Loop:
 
 
 def parameters_come_and_go(comm: Comm) -> Loop:
-    """Frozen, unfrozen, added, unused on every rank (with momentum and weight decay), and used by some ranks only."""
+    """Frozen, unfrozen, added, unused on every rank (with momentum and weight decay), and used by some ranks only.
+
+    Also frozen when their gradient is there already, which the step uses as any other.
+    """
     for name, make in share(comm, itertools.product(("dense", "DGC at ratio 1"), (SGD, ADAM))):
         models = [make_model(), make_model()]
         optimizers: list[Any] = [make(list(model.parameters())[:4]) for model in models]
@@ -419,9 +422,14 @@ def parameters_come_and_go(comm: Comm) -> Loop:
                 model, optimizer = models[which], optimizers[which]
                 model.zero_grad()
                 model[0].requires_grad_(step not in (2, 3))
+                model[2].requires_grad_()
                 if step == 5:
                     optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.05})
                 x, y = batch(step, 0, comm if which else None)
+                if step == 11:
+                    with optimizer.no_sync() if which else nullcontext():
+                        (model[2].weight.square().sum() + model[2](model[0](x)).mean()).backward()
+                    model[2].requires_grad_(False)
                 if step in (7, 8):  # the first layer is used by nobody
                     x = torch.cat([x, x, x], dim=1)[:, :17]
                     mse_loss(model[2:](x), y).backward()
@@ -435,6 +443,8 @@ def parameters_come_and_go(comm: Comm) -> Loop:
                     mse_loss(hidden + bias, y).backward()
                 else:
                     mse_loss(model(x), y).backward()
+                if step == 10:
+                    model[2].requires_grad_(False)
             yield
             for optimizer in optimizers:
                 optimizer.step()

@@ -39,9 +39,14 @@ class Grads(Enum):
     """What `param.grad` holds."""
 
     OWN = "this rank's own"
+    MIXED = "the mean over ranks, and what was added to it since"
     AVERAGED = "the mean over ranks"
     FINAL = "the mean over ranks, as the step is to use it"
     VOID = "NaN or Inf on some rank, so that no rank takes the step"
+
+
+NOT_YET = (Grads.OWN, Grads.MIXED)
+"""What is yet to be averaged."""
 
 
 class OwnStep(Enum):
@@ -94,9 +99,9 @@ class Stepping(Optimizer):
         Call it to change averaged gradients before the step, and step inside `skip_synchronize()`. Called again
         before the next backward pass, it does nothing.
         """
-        if self.engine is not None and self._grads is Grads.OWN:
+        if self.engine is not None and self._grads in NOT_YET:
             self._keep_up()
-        if self.engine is not None and self._grads is Grads.OWN:
+        if self.engine is not None and self._grads in NOT_YET:
             self._watch_parameters()
             self.engine.synchronize()
             self._grads = Grads.VOID if self.engine.void else Grads.AVERAGED
@@ -167,7 +172,7 @@ class Stepping(Optimizer):
             engine = self.engine
         if engine is None:  # the only rank that is left after `rejoin`
             return
-        self._grads = Grads.OWN
+        self._grads = Grads.OWN if self._grads in (Grads.OWN, Grads.VOID) else Grads.MIXED
         engine.added(param)
         if self.mode is Mode.ADD_UP or self.mode is Mode.LOCAL:
             return
@@ -201,7 +206,7 @@ class Stepping(Optimizer):
         if self.mode is Mode.LOCAL:  # between averages of weights nothing is agreed upon
             return is_averaged
         self.engine.hold()
-        if self.engine.in_flight and self._grads is Grads.OWN and self.engine.agree_on_overflow():
+        if self.engine.in_flight and self._grads in NOT_YET and self.engine.agree_on_overflow():
             self.engine.discard()
             self._grads = Grads.VOID
             self.engine.telemetry.skipped += 1
@@ -258,8 +263,14 @@ class Stepping(Optimizer):
         return loss
 
     def _use_gradients(self) -> bool:
-        """What stands between the exchange and the optimizer's own step; returns whether that is done by now."""
-        is_void, self._grads = self._grads is Grads.VOID, Grads.OWN
+        """What stands between the exchange and the optimizer's own step; returns whether that is done by now.
+
+        Nothing, if there was no exchange: that step is the optimizer's own, of this rank's gradients.
+        """
+        grads, self._grads = self._grads, Grads.OWN
+        if grads is Grads.OWN:
+            return False
+        is_void = grads is Grads.VOID
         takes_update = self.engine is not None and self.compressor.sends == "update"
         if is_void or takes_update:
             # for a step of its own that was bound before it was wrapped, or that has others left to do

@@ -4,6 +4,8 @@ import copy
 import pickle
 import warnings
 from abc import ABC
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -114,6 +116,40 @@ def test_a_step_after_synchronize_warns_once_and_sends_nothing():
     assert [str(warning.message) for warning in caught] == [SLOWDOWN] * len(ranks.optimizers)
     assert {warning.filename for warning in caught} == {__file__}
     assert_close(ranks.weights(), weights_after(5), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "compression", "warm_up"),
+    [
+        (momentum_sgd, dgcopt.DGC(0.1), True),
+        (momentum_sgd, dgcopt.DGC(0.1), False),
+        (momentum_sgd, dgcopt.PerParameter({"*[02]*": dgcopt.DGC(0.1), "*": dgcopt.BF16()}), False),
+        (partial(Adam, lr=0.01), dgcopt.TopK(0.1), False),
+        (partial(Adam, lr=0.01), dgcopt.OneBitAdam(2), True),
+        (partial(Adam, lr=0.01), dgcopt.OneBitAdam(2), False),
+    ],
+)
+def test_a_step_without_an_exchange_is_the_optimizers_own(make, compression, warm_up: bool):
+    """By hand, or after the warm-up of averaged weights: of gradients, no updates, and with its own momentum."""
+    ranks = Ranks(2, make, compression=compression)
+    if warm_up:
+        for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+            dgcopt.LocalSGD(optimizer, 100, None, 3, named_parameters=model.named_parameters(), comm=optimizer.comm)
+    for seed in range(3):
+        ranks.step(seed)
+    model, bare = pickle.loads(pickle.dumps((ranks.models[0], ranks.optimizers[0])))
+    for seed in range(3, 6):
+        for optimizer in (bare, *ranks.optimizers):
+            optimizer.zero_grad()
+        ranks.backward(seed)
+        inputs, targets = small_batch(seed=seed)
+        torch.nn.functional.cross_entropy(model(inputs[::2]), targets[::2]).backward()
+        bare.step()
+        for optimizer in ranks.optimizers:
+            with nullcontext() if warm_up else optimizer.skip_synchronize():
+                optimizer.step()
+    assert_close(ranks.weights(), list(model.parameters()), 0)
+    assert not torch.equal(ranks.weights()[0], ranks.weights(1)[0])
 
 
 # -- compression as Horovod knows it ---------------------------------------------------------------------------------

@@ -176,17 +176,36 @@ class Distributed(Stepping):
     def add_param_group(self, param_group: dict[str, Any], names: Sequence[str] | None = None) -> None:
         """As `torch.optim.Optimizer.add_param_group`; the new parameters are exchanged from the next step on.
 
-        `names` are theirs, where `named_parameters` did not hold them; else they are numbered.
+        `names` are theirs, where `named_parameters` did not hold them; else they are numbered. Raises ConfigError, and
+        adds nothing, for names that are not as many, or are another parameter's, and for what cannot be averaged.
         """
         super().add_param_group(param_group)
-        group = len(self.param_groups) - 1
-        for place, param in enumerate(self.param_groups[-1]["params"]):
-            name = names[place] if names is not None else number(group, place)
-            self.parameter_names[param] = self._given_names.get(param, name)
-        check_trainable(self.parameter_names)
-        self.compressor.see_parameters(self.parameter_names)
+        try:
+            added = self._named(self.param_groups[-1]["params"], names)
+            check_trainable({**self.parameter_names, **added})
+            self.compressor.see_parameters({**self.parameter_names, **added})
+        except ConfigError:
+            del self.param_groups[-1]
+            raise
+        self.parameter_names.update(added)
         if self.engine is not None:
             self._watch_parameters()
+
+    def _named(self, params: Sequence[Tensor], names: Sequence[str] | None) -> dict[Tensor, str]:
+        """The names of the last group's parameters."""
+        group = len(self.param_groups) - 1
+        if names is None:
+            names = [self._given_names.get(param, number(group, place)) for place, param in enumerate(params)]
+        elif isinstance(names, str) or len(names) != len(params):
+            raise ConfigError(f"the group has {len(params)} parameter(s), and names are {names!r}: give one for each")
+        named = {param: self._given_names.get(param, name) for param, name in zip(params, names, strict=True)}
+        taken = sorted({*self.parameter_names.values()}.intersection(named.values()))
+        if taken or len({*named.values()}) < len(named):
+            raise ConfigError(
+                f"two parameters cannot have one name, by which what is held back is kept: {[*named.values()]}, of "
+                f"which the optimizer has {taken} already. Give add_param_group other names"
+            )
+        return named
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -334,6 +353,8 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     optimizer._keep_up()
     rank, size = optimizer.comm.rank, optimizer.comm.size
     groups = state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        return None  # which torch refuses: what is kept stays as it is
     if STATE_KEY in state_dict:
         state = state_dict[STATE_KEY]
         if (state["rank"], state["world_size"]) in optimizer._formerly:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
-from worlds import Ranks, small_batch, small_model
+from worlds import Ranks, same, small_batch, small_model
 
 import dgcopt
 import dgcopt.hvd as hvd
@@ -345,6 +345,51 @@ def test_state_is_loaded_between_passes_as_nothing_was_sent():
     second.backward(5)
     with pytest.raises(RuntimeError, match="computed 3 times"):
         second.backward(6)
+
+
+def test_a_state_that_is_refused_changes_nothing():
+    ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.1))
+    ranks.step(0)
+    states = [optimizer.state_dict() for optimizer in ranks.optimizers]
+    ranks.step(1)
+    before = copy.deepcopy([optimizer.state_dict() for optimizer in ranks.optimizers])
+    for optimizer, state in zip(ranks.optimizers, states, strict=True):
+        more = [{**state["param_groups"][0], "params": [0, 1, 2]}]
+        for groups in (more, more * 2):
+            with pytest.raises(ValueError, match="loaded state dict"):
+                optimizer.load_state_dict({**state, "param_groups": groups})
+        shorter = {name: tensor[:1] for name, tensor in state["dgcopt"]["memory"]["residual"].items()}
+        with pytest.raises(dgcopt.ConfigError, match="the state holds residual of shape"):
+            optimizer.load_state_dict({**state, "dgcopt": {**state["dgcopt"], "memory": {"residual": shorter}}})
+    assert same([optimizer.state_dict() for optimizer in ranks.optimizers], before)
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype", "problem"),
+    [
+        (["0.weight", "more"], torch.float64, "two parameters cannot have one name"),
+        (["more", "more"], torch.float64, "two parameters cannot have one name"),
+        (["more"], torch.float64, "the group has 2 parameter"),
+        ("ab", torch.float64, "the group has 2 parameter"),
+        (["more", "extra"], torch.complex64, "parameter 'more' has dtype complex64"),
+        (["more", "other"], torch.float64, "parameter 'other' matches none of PerParameter's patterns"),
+    ],
+)
+def test_parameters_that_are_refused_are_not_added(names, dtype, problem: str):
+    rules = dgcopt.PerParameter({"?.*": dgcopt.DGC(0.1), "[em]*": dgcopt.BF16()})
+    for size in (1, 2):
+        comms, models = dgcopt.simulated_world(size), [small_model() for _ in range(size)]
+        named = [*models[0].named_parameters(), ("more?", nn.Parameter(torch.zeros(1)))]
+        for comm, model in zip(comms, models, strict=True):
+            named[:-1] = model.named_parameters()
+            optimizer = dgcopt.DistributedOptimizer(momentum_sgd(model.parameters()), named, rules, comm=comm)
+            before = dict(optimizer.parameter_names)
+            group = {"params": [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(2)]}
+            with pytest.raises(dgcopt.ConfigError, match=problem):
+                optimizer.add_param_group(group, names)
+            assert len(optimizer.param_groups) == 1 and optimizer.parameter_names == before
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}, ["more"])
+            assert [*optimizer.parameter_names.values()] == [*before.values(), "more"]
 
 
 def test_state_is_not_loaded_once_gradients_are_on_their_way():

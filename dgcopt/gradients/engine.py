@@ -145,6 +145,7 @@ class Engine:
     def added(self, param: Tensor) -> None:
         """Take note of a gradient that was added to, in a pass that does not count, too."""
         self._arrivals.own.add(param)
+        self.layout.release(param)
 
     def arrived(self, param: Tensor) -> None:
         """Take note of a backward pass that has added to a gradient, and launch what is complete.

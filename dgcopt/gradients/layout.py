@@ -41,6 +41,13 @@ class Layout:
         same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
         return same and not any(param in self.place for param in sparse)
 
+    def release(self, param: Tensor) -> None:
+        """See `GradientBucket.release`."""
+        found = self.place.get(param)
+        if found is not None:
+            bucket, place = found
+            bucket.release(place)
+
     def touched(self) -> Iterator[Touched]:
         """Gradients that are zero but at a few positions."""
         for bucket in self.buckets:

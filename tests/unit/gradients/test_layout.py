@@ -1,11 +1,13 @@
 """DGC reads gradients where autograd left them, writes the mean there, and steps only where something arrived."""
 
+import contextlib
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
 
@@ -230,6 +232,30 @@ def test_gradients_are_gone_once_they_are_set_to_none(make, void: bool) -> None:
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
     assert all(grad() is None for grad in grads)
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_memory_of_large_gradients_is_freed_one_by_one_while_the_next_are_made(adds_up: bool) -> None:
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.1), wide_enough, bucket_mb=0.1)
+    large = [model[3].weight for model in ranks.models]
+    before: list[StorageWeakRef] = []
+    for seed in range(4):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        assert not any(memory.expired() for memory in before)
+        if adds_up:
+            with contextlib.ExitStack() as stack:
+                for optimizer in ranks.optimizers:
+                    stack.enter_context(optimizer.no_sync())
+                ranks.backward(seed + 10)
+        else:
+            ranks.backward(seed)
+        assert all(memory.expired() for memory in before)
+        if adds_up:
+            ranks.backward(seed)
+        before = [StorageWeakRef(param.grad.untyped_storage()) for param in large]
+        for optimizer in ranks.optimizers:
+            optimizer.step()
 
 
 def odd_gradients(optimizer: Optimizer) -> None:

@@ -43,12 +43,15 @@ class Segment:
         return span.view(self.param.shape) if order is IN_ROWS else span.as_strided(self.param.shape, strides)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """The inverse of `view`, for a tensor of the parameter's shape: an alias of it, unless it lies otherwise."""
+        """The inverse of `view`, for a tensor of the parameter's shape: an alias of it, unless it lies otherwise.
+
+        Either way its elements are neighbours in memory.
+        """
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
         order, _ = self._lies
         if order is IN_ROWS:
-            return tensor.detach().reshape(-1)
+            return tensor.detach().reshape(-1).contiguous()
         return tensor.detach().contiguous(memory_format=order).as_strided((self.numel,), (1,))
 
     @cached_property

@@ -262,7 +262,9 @@ def odd_gradients(optimizer: Optimizer) -> None:
     """What the user's code may make of gradients before the step: other strides, None, and zero at one rank."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     params[0].grad = params[0].grad.t().contiguous().t()
+    params[1].grad = torch.stack([params[1].grad] * 2, dim=1)[:, 0]
     params[2].grad = None
+    params[3].grad = params[3].grad[0].expand(params[3].shape)
 
 
 def test_gradients_that_lie_otherwise_or_are_missing() -> None:
@@ -276,8 +278,9 @@ def test_gradients_that_lie_otherwise_or_are_missing() -> None:
                 optimizer.zero_grad()
             ranks.backward(seed)
         odd_gradients(worlds[0].optimizers[0])
-        like = list(worlds[1].models[0].parameters())[2]
-        like.grad = torch.zeros_like(like)
+        like = list(worlds[1].models[0].parameters())
+        like[2].grad = torch.zeros_like(like[2])
+        like[3].grad = torch.full_like(like[3], like[3].grad[0])
         for ranks in worlds:
             for optimizer in ranks.optimizers:
                 optimizer.step()

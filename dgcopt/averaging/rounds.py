@@ -185,13 +185,17 @@ class Rounds:
 
     def before_step(self) -> None:
         """Called before each local step."""
-        self.sync.add_parameters(self.replica.find_new_parameters())
+        self._take_in_parameters()
         self.settle()
         buckets = self.buckets()  # so that what is new starts from weights that no local step has changed
         if self.rule.prepares and self.local_step >= 0:
             for bucket, ctx in buckets.items():
                 self.rule.before_step(bucket.read(), ctx)
         self._scaled.before_step(self.names)
+
+    def _take_in_parameters(self) -> None:
+        """Those that the optimizer was given since it was wrapped."""
+        self.sync.add_parameters(self.replica.find_new_parameters())
 
     def after_step(self) -> None:
         """Called after each local step: a round, if one is due, or its beginning if it overlaps with what is next."""
@@ -293,6 +297,7 @@ class Rounds:
     @torch.no_grad()
     def _begin(self) -> Job:
         """Compare what must be equal, and let the algorithm see the weights that it starts from."""
+        self._take_in_parameters()
         replica, traffic = self.replica, self.runner.traffic
         yield from traffic.through(compare(replica.describe(), self.comm.rank, "parameters and settings"))
         buckets = self.buckets()
@@ -342,6 +347,7 @@ class Rounds:
         self.sync.call_off()
         self.runner.clear()
         self.sync.abandon()
+        self._take_in_parameters()
         self.replica.restore(state)
         self.step, self._missed = state["step"], state["under_way"]
         self._follow_warm_up()

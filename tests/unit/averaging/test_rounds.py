@@ -323,6 +323,18 @@ def test_state_of_other_parameters_is_refused():
         World(2, LocalSGD(3)).optimizers[0].load_state_dict(states[0]["optimizer"])
 
 
+@pytest.mark.parametrize("rule", [LocalSGD(3), SlowMo(3), dgcopt.DiLoCo(3)], ids=str)
+def test_state_is_loaded_with_a_group_that_no_step_has_seen(rule: Averaging):
+    """As a script does that builds all groups anew before it resumes."""
+    whole, resumed = (World(2, rule, lambda params: plain(list(params)[:4])) for _ in range(2))
+    whole.train(range(2))
+    for world in (whole, resumed):
+        for _, model, optimizer in world:
+            optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.03})
+    resumed.load(whole.train(range(2, 4)).states())
+    assert_worlds_close(resumed.train(range(4, 8)), whole.train(range(4, 8)), 0)
+
+
 def test_average_is_the_exact_mean_and_no_step():
     """At the end of training, or in the middle of a window, which goes on where it was."""
     ours, theirs = World(4, LocalSGD(3)).train(range(2)), by_hand(World(4), range(2), 3)

@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..exchange.runner import Job
 from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
+from ..flat.store import Memory
 from ..gradients.optimizer import Distributed, DistributedOptimizer
 from .base import Averaging
 from .sync import Sync
@@ -43,7 +44,8 @@ class DiLoCo(Averaging):
     without momentum and no compression this is dense data-parallel SGD; the inner optimizer's state stays local.
 
     The outer step is that of a `DistributedOptimizer` over the anchors. So any compressor fits, with its own momentum
-    correction, error feedback and warm-up, which then count outer steps.
+    correction, error feedback and warm-up, which then count outer steps. Of a checkpoint of more or fewer ranks, the
+    mean of what they held back stays what it was, as that of the weights does.
 
     Args:
         every: H, local steps between two outer steps of a parameter. Larger sends less; beyond some hundreds the loss
@@ -325,12 +327,24 @@ class OuterSync(Sync):
         self._anchored = set()
         self._outgoing = {name: grad.clone() for name, grad in state["memory"].get("outgoing", {}).items()}
         self.rounds.replica.store.drop("outgoing")
+        if "outers" not in entry:
+            raise ConfigError(
+                "the state is of another algorithm, without outer optimizers: resume with the one that it was saved "
+                "with, or delete state_dict['averaging'] to begin anew from the weights"
+            )
         if len(entry["outers"]) != len(self.outers):
             raise ConfigError(f"the state is of {len(entry['outers'])} fragments, and there are {len(self.outers)}")
         # a single rank saves no memory, and what was held back since must not stay
         nothing = kept_by(self.rounds.comm.rank, self.rounds.comm.size)
+        # what is shared out keeps its sum, and what ranks hold back of outer gradients, which are means, counts by that
+        scale = self.rounds.comm.size / state["saved_by"]
         for outer, kept in zip(self.outers, entry["outers"], strict=True):
-            outer.load_state_dict({STATE_KEY: nothing} | kept)
+            held = kept.get(STATE_KEY, nothing)
+            outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": _scaled(held["memory"], scale)}})
+
+
+def _scaled(memory: Memory, scale: float) -> Memory:
+    return {kind: {name: tensor * scale for name, tensor in by_name.items()} for kind, by_name in memory.items()}
 
 
 def _anchor(param: Tensor) -> nn.Parameter:

@@ -123,6 +123,11 @@ class Averaging:
         """Whether all ranks hold the same weights after the exchange that follows step `step`."""
         return False
 
+    def reaches_all(self, step: int) -> bool:
+        """Whether the exchange that follows step `step` takes what a rank has learned to all others, one that has run
+        out of data too: until one does, it counts with those that have some (`dgcopt.join`)."""
+        return True
+
     def saved(self, ctx: Weights) -> dict[str, Tensor]:
         """Flat tensors that a checkpoint needs beyond `ctx.memory`; `start` finds them there when it is loaded."""
         return {}

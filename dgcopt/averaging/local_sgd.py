@@ -64,6 +64,9 @@ class LocalSGD(Averaging):
     def identical(self, step: int) -> bool:
         return step % self.every == 0
 
+    def reaches_all(self, step: int) -> bool:
+        return self.identical(step)
+
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         if ctx.step % self.every:
             return (yield AllReduce(x, group="node"))

@@ -32,7 +32,8 @@ class SPARTA(Averaging):
 
     No index travels: all ranks know C, so an allreduce carries the values. Optimizer state stays each rank's own. Ranks
     are kept near each other, but never hold the same weights: evaluate within `optimizer.averaging.averaged()`, and end
-    the training with `optimizer.averaging.average()`. With fraction 1 this is LocalSGD.
+    the training with `optimizer.averaging.average()`. With fraction 1 this is LocalSGD. Ranks that have run out of data
+    (`dgcopt.join`) do not count: what of their last steps was not averaged by then is given up, unless divide_by="all".
 
     Args:
         fraction: of the weights that is averaged in an exchange, in (0, 1]. Larger sends more, and keeps ranks closer.

@@ -35,7 +35,7 @@ class Replica:
         names: all parameters and their names; new ones are added at the next step.
         store: what the algorithm keeps of them.
         weight: what this rank's weights count for in a mean.
-        since: local steps since the last exchange.
+        since: local steps since the last exchange that took them to all ranks.
         apart: parameters that were trained since all ranks held the same, also if they are frozen by now.
         begun: whether the algorithm has seen the weights that it starts from.
         saved_by: how many ranks have saved the state that was loaded last; 0 if none was, or if all have gone on from
@@ -136,9 +136,9 @@ class Replica:
         for ctx in self._buckets.values():
             ctx.weight = weight
 
-    def synced(self, params: Iterable[Tensor] = ()) -> None:
+    def synced(self, params: Iterable[Tensor] = (), reached_all: bool = True) -> None:
         """An exchange has ended, after which all ranks hold the same of `params`."""
-        self.since = 0
+        self.since = 0 if reached_all else max(1, self.since)  # what it has heard of others, not all have
         self.apart.difference_update(params)
 
     def roll_back(self) -> None:

@@ -248,7 +248,7 @@ class Rounds:
 
         Args:
             finite: whether this rank's weights are.
-            moved: whether it has something to contribute: a local step that no round has seen.
+            moved: whether it has something to contribute: a local step that no round has taken to all ranks.
             flights: what it has sent already.
 
         Raises, on all ranks, DivergenceError if weights are not finite on any, MismatchError if they are not at the
@@ -289,7 +289,7 @@ class Rounds:
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, self.local_step)
         yield from self.sync.run()
-        if not self.attendance.ranks:  # nobody has made a step since the round before, at the same step of all
+        if not self.attendance.ranks:  # all have what each has learned, and are at the same step
             self.step, self.joining = before, False
             self.attendance.here, self.attendance.ranks = True, self.comm.size
             self.replica.set_weight(1.0)

@@ -118,6 +118,9 @@ class SlowMo(Averaging):
             return self.exact
         return self.base.due(step) and self.base.identical(step)
 
+    def reaches_all(self, step: int) -> bool:
+        return self.identical(step) if self._is_on and self.exact else self.base.reaches_all(step)
+
     def _is_slow(self, step: int) -> bool:
         return self._is_on and step % self.every == 0
 

@@ -141,7 +141,8 @@ class WeightSync(Sync):
             flight.of.write(flight.result)
         self._flights = []
         rounds = self.rounds
-        rounds.replica.synced(rounds.names if rounds.rule.identical(rounds.local_step) else ())
+        rule, step = rounds.rule, rounds.local_step
+        rounds.replica.synced(rounds.names if rule.identical(step) else (), rule.reaches_all(step))
 
     @property
     def under_way(self) -> bool:

@@ -448,6 +448,39 @@ def test_ranks_that_run_out_of_data(every: int, divide_by: Any):
     assert_worlds_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("rule", "share", "nodes"),
+    [
+        (LocalSGD(4, node_every=2), 1.0, 2),
+        (SlowMo(4, momentum=0.0, slow_lr=0.5, base=dgcopt.SGP()), 0.5, 1),
+        (SlowMo(4, momentum=0.0, slow_lr=0.5, base=LocalSGD(4, node_every=1)), 0.5, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batches", [(2, 2, 4, 4), (2, 2, 2, 2), (3, 2, 1, 0)])
+def test_what_only_some_have_heard_of_is_not_lost(batches: tuple[int, ...], rule: Averaging, share: float, nodes: int):
+    """Of ranks that run out of data before an exchange of all, after one with their machine or a peer."""
+    world = World(4, rule, plain, nodes=nodes)
+    start = world.weights()
+    moved = [torch.zeros_like(param) for param in start]
+    with contextlib.ExitStack() as loops:
+        ends = [loops.enter_context(contextlib.ExitStack()) for _ in batches]
+        for end, optimizer in zip(ends, world.optimizers, strict=True):
+            end.enter_context(dgcopt.join(optimizer))
+        for step in range(5):
+            for rank, end in enumerate(ends):
+                if batches[rank] == step:
+                    end.close()
+            world.backward(step)
+            for rank, model, optimizer in world:
+                if step < batches[rank]:
+                    for total, param in zip(moved, model.parameters(), strict=True):
+                        total -= share * 0.1 * param.grad / 4
+                    optimizer.step()
+    assert identical(world) and {optimizer.averaging.step for optimizer in world.optimizers} == {4}
+    assert_close(world.weights(), [x + change for x, change in zip(start, moved, strict=True)])
+
+
 # -- ranks that differ -----------------------------------------------------------------------------------------------
 
 

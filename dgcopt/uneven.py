@@ -36,6 +36,10 @@ def join(
     still sent, and its parameters follow. Works on every wire; what else the loop sends (a logged loss) it must not
     wait for, but `dgcopt.sync_buffers` goes on: all end with the statistics of a rank that came last.
 
+    Ranks without data step with the learning rate, and other numbers of parameter groups, of one that has some. But a
+    scheduler that steps with each batch has fallen behind there when all leave: before the next epoch take one rank's
+    (`scheduler.load_state_dict(dgcopt.broadcast_object(scheduler.state_dict()))`), or step it once per epoch.
+
     An optimizer whose weights are averaged (`dgcopt.averaging`) takes part in the others' exchanges without steps of
     its own, and all ranks leave after an exchange to which each has brought its last step.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Hashable, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_flag, check_period, check_positive, check_whole
-from ..collectives import AllGather, Collective, Exchange, ReduceScatter
+from ..collectives import AllGather, AllReduce, Collective, Exchange, ReduceScatter
 from ..comm import Comm
 from ..compressors.context import at_least_float32
 from ..errors import ConfigError
@@ -36,7 +37,8 @@ class SlowMo(Averaging):
     data-parallel SGD of learning rate slow_lr lr and this momentum; with momentum 0 and slow_lr 1 it is the base and
     nothing else. A single rank takes slow steps too: it becomes Lookahead, with momentum.
 
-    lr is the parameter group's as it is at the slow step. As u is of a gradient's scale, what it remembers moves
+    lr is the parameter group's as it is at the slow step; if exact the largest of the ranks', but for those that have
+    run out of data (`dgcopt.join`), whose schedules stand still. As u is of a gradient's scale, what it remembers moves
     weights in proportion to the lr at hand: less after a decay. Where lr is 0, u stays, and a moves by slow_lr (x - a).
 
     Args:
@@ -59,11 +61,11 @@ class SlowMo(Averaging):
     no change to a, and changes too small for half precision add up in it.
 
     Costs, every H steps, an allreduce of the weights, or its equal in a reduce-scatter and an allgather if sharded,
-    padded to a multiple of N; nothing if not exact. Means are of float32 at least. Memory: 8 bytes per parameter, 16
-    for float64, of which a sharded rank holds 1/N; all of it is in the state. As shards are cut from buckets, the
-    first slow step after state was loaded, or parameters were added or frozen, brings them together anew: a reduce-
-    scatter of 9 bytes per parameter. What a lost rank held begins anew. After an exact slow step all ranks hold the
-    same bits.
+    padded to a multiple of N, and 8 bytes per bucket for lr; nothing if not exact. Means are of float32 at least.
+    Memory: 8 bytes per parameter, 16 for float64, of which a sharded rank holds 1/N; all of it is in the state. As
+    shards are cut from buckets, the first slow step after state was loaded, or parameters were added or frozen, brings
+    them together anew: a reduce-scatter of 9 bytes per parameter. What a lost rank held begins anew. After an exact
+    slow step all ranks hold the same bits.
 
     Raises ConfigError for settings out of range or at odds, for state of the other `sharded`, and for a base that is
     not carried out as LocalSGD is, has a warm-up, or overlaps: the learning rate of a slow step is that of the local
@@ -157,6 +159,8 @@ class SlowMo(Averaging):
             x = (yield ReduceScatter(_by_rank(x if ctx.weight == 1 else x.mul_(ctx.weight), ctx)))[0]
         elif self.exact:
             x = yield from mean(x, ctx)
+        if self.exact:
+            lr = yield from _largest_of_those_with_data(lr, ctx)
         anchor, u = yield from self._recall(x, ctx)
         moved = anchor.to(ctx.dtype) - x  # from where local steps have started
         anchor = anchor - self.slow_lr * (self.momentum * lr * u + moved)
@@ -231,6 +235,12 @@ class SlowMo(Averaging):
 
     def set_steps_per_epoch(self, steps: int) -> None:
         self.base.set_steps_per_epoch(steps)
+
+
+def _largest_of_those_with_data(lr: float, ctx: Weights) -> Generator[Collective, Tensor, float]:
+    """One learning rate for all: the schedule of a rank that has run out of data stands still."""
+    mine = torch.tensor([lr if ctx.weight else -math.inf], dtype=torch.float64)
+    return float((yield AllReduce(mine, op="max", group="control")))
 
 
 def _by_rank(flat: Tensor, ctx: Weights) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..collectives import AllGather, Collective
+from ..comm import Comm
 from ..errors import ConfigError
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "inner_optimizer",
     "number",
     "split",
+    "take_over_settings",
     "unique_names",
 ]
 
@@ -157,6 +160,32 @@ def describe_groups(optimizer: Optimizer) -> list[str]:
             if not how and all(isinstance(part, int | float) for part in parts):
                 lines.append(f"{name} of parameter group {place}: {plain}")
     return lines
+
+
+def take_over_settings(optimizer: Optimizer, rank: int, comm: Comm) -> Generator[Collective, Tensor, None]:
+    """The numbers in rank `rank`'s parameter groups, learning rates and the like, on all ranks of `comm`."""
+    places = [
+        (group, name)
+        for group in optimizer.param_groups
+        for name, value in sorted(group.items())
+        if name != "params" and all(isinstance(p, int | float) and p is not bool(p) for p in _parts_of(value))
+    ]
+    mine = [float(part) for group, name in places for part in _parts_of(group[name])]
+    told = yield AllGather(torch.tensor(mine, dtype=torch.float64), group="control", label="learning rates")
+    theirs = iter(told[rank].tolist())
+    for group, name in places if comm.rank != rank else ():
+        value = group[name]
+        parts = [type(part)(next(theirs)) for part in _parts_of(value)]
+        if isinstance(value, Tensor):
+            value.fill_(parts[0])
+        else:
+            group[name] = type(value)(parts) if isinstance(value, tuple | list) else parts[0]
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, Tensor):
+        return [value.item()] if value.numel() == 1 else [None]
+    return value if isinstance(value, tuple | list) else [value]
 
 
 def describe(

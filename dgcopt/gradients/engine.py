@@ -30,6 +30,7 @@ from ..exchange.agreement import compare
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight, context_of, exchange_of
 from ..exchange.link import measure_link
+from ..exchange.parameters import take_over_settings
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
@@ -351,6 +352,9 @@ class Engine:
         if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
             return
+        if verdict.absent:  # whose schedulers stand still
+            there = min({*range(self.comm.size)} - {*verdict.absent})
+            yield from traffic.through(take_over_settings(self.wrapped.optimizer, there, self.comm))
         if not verdict.prepared:
             yield from self._lay_out()
         trained, used = self.layout.trained, None

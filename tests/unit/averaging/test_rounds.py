@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
 from worlds import small_batch, small_model
 
 import dgcopt
@@ -479,6 +479,29 @@ def test_what_only_some_have_heard_of_is_not_lost(batches: tuple[int, ...], rule
                     optimizer.step()
     assert identical(world) and {optimizer.averaging.step for optimizer in world.optimizers} == {4}
     assert_close(world.weights(), [x + change for x, change in zip(start, moved, strict=True)])
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_slow_step_has_the_learning_rate_of_ranks_with_data(sharded: bool):
+    """Those without make no steps, and so none of their schedulers."""
+    runs = []
+    for goes_on in (False, True):
+        world = World(2, SlowMo(2, base=LocalSGD(2), sharded=sharded), plain)
+        schedules = [ExponentialLR(optimizer, 0.8) for optimizer in world.optimizers]
+        with dgcopt.join(world.optimizers[1]):
+            with dgcopt.join(world.optimizers[0]):
+                world.train(range(3))
+                for schedule in schedules:
+                    schedule.step()
+            for seed in range(3, 9):
+                world.optimizers[1].zero_grad()
+                world.loss(1, seed).backward()
+                world.optimizers[1].step()
+                for schedule in schedules if goes_on else schedules[1:]:
+                    schedule.step()
+        assert identical(world)
+        runs.append(world)
+    assert_worlds_close(*runs, 0)
 
 
 # -- ranks that differ -----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What scripts written for Horovod or for a bare optimizer count on, on simulated ranks."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from worlds import Ranks, same, small_batch, small_model
 
 import dgcopt
@@ -468,3 +469,29 @@ def test_an_optimizer_whose_first_base_is_none() -> None:
     assert all(torch.equal(*pair) for pair in zip(ranks.weights(), plain.weights(), strict=True))
     assert type(pickle.loads(pickle.dumps(plain.optimizers[0]))) is torch.optim.SGD
     assert type(copy.deepcopy(ranks.optimizers[0])).bare is Descent
+
+
+@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1, warmup=None)], ids=["dense", "DGC"])
+def test_ranks_without_data_step_with_the_learning_rate_of_others(compression, lr):
+    """Their schedulers stand still: replicas would drift apart."""
+    batches = (2, 0, 9)
+    ranks = Ranks(3, lambda params: SGD(params, copy.deepcopy(lr), momentum=0.9), compression=compression)
+    schedules = [OneCycleLR(optimizer, max_lr=0.5, total_steps=12) for optimizer in ranks.optimizers]
+    with contextlib.ExitStack() as loops:
+        ends = [loops.enter_context(contextlib.ExitStack()) for _ in batches]
+        for end, optimizer in zip(ends, ranks.optimizers, strict=True):
+            end.enter_context(dgcopt.join(optimizer))
+        for seed in range(9):
+            for end, count in zip(ends, batches, strict=True):
+                if count == seed:
+                    end.close()
+            active = [rank for rank, count in enumerate(batches) if seed < count]
+            inputs, targets = small_batch(seed=seed)
+            for rank in active:
+                ranks.optimizers[rank].zero_grad()
+                nn.functional.cross_entropy(ranks.models[rank](inputs[rank::3]), targets[rank::3]).backward()
+            for rank in active:
+                ranks.optimizers[rank].step()
+                schedules[rank].step()
+    ranks.assert_replicas_equal()

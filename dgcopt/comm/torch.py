@@ -101,11 +101,13 @@ class _Work(Handle):
 
 
 class TorchComm(Comm):
-    """torch.distributed over its default process group, or another of all ranks given as `process_group`.
+    """torch.distributed among the ranks of its default process group, or over another of all given as `process_group`.
 
-    One of fewer ranks needs a second, of Gloo, as `control`: `among` makes both. If the script has not called
-    `init_process_group`, `init_method` must say where the ranks meet ("env://" under torchrun), and `close` ends what
-    was started here. Raises CommError if the ranks do not all come before `deadline`.
+    Beside the default one it makes its own, so that what the script itself reduces in the middle of a step never mixes
+    with buckets, which some ranks have sent by then and others have not. A given one of fewer ranks needs a second, of
+    Gloo, as `control`: `among` makes both. If the script has not called `init_process_group`, `init_method` must say
+    where the ranks meet ("env://" under torchrun), and `close` ends what was started here. Raises CommError if the
+    ranks do not all come before `deadline`.
     """
 
     wire = "torch"
@@ -164,7 +166,10 @@ class TorchComm(Comm):
         self._make_groups()
 
     def _make_groups(self) -> None:
-        """Make a process group of every sub-group; every rank has to take part in making each."""
+        """Make a process group of all ranks and every sub-group; every rank has to take part in making each."""
+        if self._world is None:
+            self._groups[self.ranks()] = self._new_group(self.ranks())
+            self._lanes = [self._groups[self.ranks()]]
         self._groups["control"] = self._new_group(self.ranks(), "gloo")
         for members in self._subgroups:
             made = self._new_group(members)

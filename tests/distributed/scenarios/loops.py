@@ -224,6 +224,32 @@ def two_optimizers_of_one_model(comm: Comm) -> Loop:
         assert_close(list(model.parameters()), whole, 1e-9, f"two optimizers, {name}")
 
 
+@only(wires=["torch"], sizes=range(2, 2**10))
+def what_the_script_reduces_itself(comm: Comm) -> Loop:
+    """A number of its own between backward and step, where some ranks have sent buckets and others have not."""
+    model = make_model()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model, comm)
+    whole = [param.detach().clone() for param in model.parameters()]
+    last = list(model.parameters())[-1]
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(comm.size):
+            for place, param in enumerate(model.parameters()):
+                if param is last and rank and step == 2:
+                    continue
+                grad = torch.full_like(param, 0.1 * (step + 1) * (rank + 1) * (place + 1))
+                whole[place] -= 0.1 * grad / comm.size
+                if rank == comm.rank:
+                    (param * grad).sum().backward()
+        losses = torch.full((last.numel(),), float(comm.rank), dtype=torch.float64)
+        torch.distributed.all_reduce(losses)
+        assert losses.unique().tolist() == [sum(range(comm.size))]
+        yield
+        optimizer.step()
+        yield
+    assert_close(list(model.parameters()), whole, 1e-9, "beside numbers of the script's own")
+
+
 def fused_steps(comm: Comm) -> Loop:
     """Parameters that lie as the gradients in their buckets do."""
     for kind in (SGD, ADAM):
@@ -841,6 +867,7 @@ LOOPS: dict[str, Callable[[Comm], Loop]] = {
         a_hook_written_for_ddp,
         two_players,
         two_optimizers_of_one_model,
+        what_the_script_reduces_itself,
         fused_steps,
         clipped,
         clipped_locally,

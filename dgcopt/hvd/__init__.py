@@ -192,7 +192,7 @@ def broadcast_object(
 ) -> Any:
     """Rank `root_rank`'s object on every rank; see `dgcopt.broadcast_object` for what it may be."""
     comm = comm_of(process_set)
-    return start_alike.broadcast_object(obj, process_set.ranks.index(root_rank), comm)
+    return start_alike.broadcast_object(obj, process_set.place_of(root_rank), comm)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:

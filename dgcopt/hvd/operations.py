@@ -464,10 +464,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start `broadcast`; all ranks must start what they start in the same order."""
-    comm = comm_of(process_set)
-    if root_rank not in process_set.ranks:
-        raise ConfigError(f"root_rank {root_rank} is not in {process_set}")
-    root = process_set.ranks.index(root_rank)
+    comm, root = comm_of(process_set), process_set.place_of(root_rank)
     message = Broadcast(tensor.detach().clone(), root=root, label=_label("broadcast", name, process_set))
     return _start(comm, message, lambda result: result.to(tensor.device))
 

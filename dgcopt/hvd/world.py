@@ -70,6 +70,12 @@ class ProcessSet:
         """How many ranks the set has."""
         return len(self.ranks)
 
+    def place_of(self, root_rank: int) -> int:
+        """A rank's place in the set. Raises ConfigError if it is not in it."""
+        if root_rank not in self.ranks:
+            raise ConfigError(f"root_rank {root_rank} is not in {self}")
+        return self.ranks.index(root_rank)
+
 
 global_process_set = ProcessSet([])
 """All ranks."""

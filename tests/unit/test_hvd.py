@@ -143,6 +143,8 @@ def test_what_is_refused(alone):
         hvd.allreduce(tensor, process_set=hvd.ProcessSet([0]))
     with pytest.raises(ValueError, match=r"root_rank 1 is not in ProcessSet\(\[0\]\)"):
         hvd.broadcast(tensor, 1)
+    with pytest.raises(ValueError, match=r"root_rank 1 is not in ProcessSet\(\[0\]\)"):
+        hvd.broadcast_object(tensor, 1)
     with pytest.raises(ValueError, match="0 to 0"):
         hvd.add_process_set([0, 1])
     with pytest.raises(ValueError, match=r"splits \[1\]; on rank\(s\) \[0\] splits are not 1 numbers that add up"):

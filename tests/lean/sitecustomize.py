@@ -37,6 +37,7 @@ class LeftOut:
             sys.modules.pop("torch.export", None)  # tensors on a mesh ask for it
             if comparison := sys.modules.get("torch.testing._comparison"):
                 comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
+            gc.freeze()  # what torch is made of is no garbage, in the end neither
 
 
 if not os.environ.get("DGCOPT_TEST_COMPILER"):
@@ -49,7 +50,7 @@ if not os.environ.get("DGCOPT_TEST_COMPILER"):
 # horovodrun asks the first of Horovod's extensions that it can import what it was built with, in a process of its own;
 # the second one is torch's, which takes a second to load
 sys.modules["horovod.tensorflow"] = SimpleNamespace(gloo_built=lambda: True, mpi_built=lambda: True)  # type: ignore[assignment]
-gc.set_threshold(10_000)  # looking for garbage among what is being imported takes a tenth of the start
+gc.set_threshold(100_000)  # looking for garbage among what is imported takes a quarter of the start
 
 if os.environ.get("DGCOPT_TEST_LIMIT"):  # who hangs says where, before he is killed
     faulthandler.dump_traceback_later(0.9 * float(os.environ["DGCOPT_TEST_LIMIT"]))

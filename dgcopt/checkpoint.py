@@ -72,7 +72,8 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
         keep: how many valid checkpoints stay; older ones are deleted.
 
     An interrupted save leaves the previous checkpoint valid. Raises CheckpointError on every rank if any could not
-    write (disk full, no permission, directory not shared).
+    write (disk full, no permission, directory not shared), and where a valid one of a later step is there, as of an
+    earlier run, which would be loaded in place of this one. Later ones that are damaged stay, and do not count.
     """
     if keep < 1:
         raise ConfigError(f"keep must be at least 1, or nothing would be left: {keep}")
@@ -212,9 +213,10 @@ def _save(
     problem = ""
     if comm.rank == 0:
         try:
+            _check_is_newest(directory, step)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             problem = str(error)
     yield from _agree(comm, problem, f"cannot make {unfinished}")
     digest = b""
@@ -233,7 +235,7 @@ def _save(
             _write_text(unfinished / MANIFEST, _manifest(step, [bytes(row.tolist()).hex() for row in digests]))
             _flush_folder(unfinished)
             _put(unfinished, final, directory / f"{REPLACED}{step:08d}")
-            _clear(directory, keep)
+            _clear(directory, step, keep)
         except OSError as error:
             problem = str(error)
     yield from _agree(comm, problem, f"cannot complete the checkpoint {final}")
@@ -245,6 +247,23 @@ def _manifest(step: int, sums: list[str]) -> str:
     return json.dumps({"format": FORMAT, "step": step, "world_size": len(sums), "sha256": sums} | versions, indent=1)
 
 
+def _check_is_newest(directory: Path, step: int) -> None:
+    """Raises CheckpointError if there is a valid checkpoint of a later step, which `load` would take."""
+    for later, folder in _checkpoints(directory).items():
+        if later <= step:
+            return
+        try:
+            parts = _Parts(folder, _checksums(folder, later))
+            for rank in range(len(parts)):
+                parts.check(rank)
+        except CheckpointError:
+            continue
+        raise CheckpointError(
+            f"{folder} is of a later step than {step}, and would be loaded in its place: load it to go on from there, "
+            f"delete it, or use another directory"
+        )
+
+
 def _put(unfinished: Path, final: Path, replaced: Path) -> None:
     """Rename the new checkpoint into place. One that it replaces can be loaded under its REPLACED name until then."""
     if final.exists():
@@ -254,11 +273,11 @@ def _put(unfinished: Path, final: Path, replaced: Path) -> None:
     _flush_folder(final.parent)
 
 
-def _clear(directory: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what interrupted saves have left."""
-    finished = list(_checkpoints(directory).values())
-    leftovers = [path for path in directory.glob(".*-step-*") if path not in finished]
-    for path in finished[keep:] + leftovers:
+def _clear(directory: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`, and what interrupted saves have left."""
+    finished = _checkpoints(directory)
+    leftovers = [path for path in directory.glob(".*-step-*") if path not in finished.values()]
+    for path in [path for number, path in finished.items() if number <= step][keep:] + leftovers:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -306,7 +325,8 @@ class _Parts(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.sums)
 
-    def __getitem__(self, rank: Any) -> Any:
+    def check(self, rank: int) -> Path:
+        """A rank's file. Raises CheckpointError if it is damaged."""
         path = self.folder / _part(rank)
         try:
             intact = _sha256(path).hex() == self.sums[rank]
@@ -314,6 +334,10 @@ class _Parts(Sequence[dict[str, Any]]):
             raise CheckpointError(f"{path} cannot be read ({error})") from error
         if not intact:
             raise CheckpointError(f"{path} is damaged: its checksum is not the one in {MANIFEST}")
+        return path
+
+    def __getitem__(self, rank: Any) -> Any:
+        path = self.check(rank)
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises errors of many kinds

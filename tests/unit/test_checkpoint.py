@@ -46,6 +46,24 @@ def test_round_trip_and_what_is_kept(tmp_path: Path, comm):
     assert checkpoint.load(tmp_path, comm)[1]["epoch"] == 31
 
 
+def test_a_later_step_that_is_there(tmp_path: Path, comm):
+    """As of an earlier run: what was saved would be deleted as the older one, and never be loaded."""
+    for step in (100, 200):
+        checkpoint.save(tmp_path, state(step), step, comm)
+    with pytest.raises(CheckpointError, match=r"step-00000200 is of a later step than 7, and would be loaded"):
+        checkpoint.save(tmp_path, state(7), 7, comm)
+    assert checkpoint.load(tmp_path, comm)[0] == 200
+    (tmp_path / "step-00000200" / "rank-0.pt").write_bytes(b"nonsense")
+    assert checkpoint.load(tmp_path, comm)[0] == 100
+    checkpoint.save(tmp_path, state(150), 150, comm)  # where training goes on from the one that was valid
+    assert checkpoint.load(tmp_path, comm)[0] == 150
+    checkpoint.save(tmp_path, state(180), 180, comm)
+    (tmp_path / "step-00000180" / "rank-0.pt").write_bytes(b"nonsense")
+    assert checkpoint.load(tmp_path, comm)[0] == 150, "the damaged one of step 200 did not count"
+    checkpoint.save(tmp_path, state(200), 200, comm)
+    assert checkpoint.load(tmp_path, comm)[1]["epoch"] == 200
+
+
 def test_an_interrupted_save_leaves_the_previous_one(tmp_path: Path, comm, monkeypatch):
     checkpoint.save(tmp_path, state(1), 1, comm)
 
@@ -90,7 +108,7 @@ def test_killed_while_saving(tmp_path: Path, comm):
         if child == 0:
             try:
                 for save in range(10**6):
-                    checkpoint.save(tmp_path, state(save), 10 * attempt + save % 2, comm, keep=1)
+                    checkpoint.save(tmp_path, state(save), 10 * attempt + (save > 2), comm, keep=1)
             finally:
                 os._exit(1)
         time.sleep(0.001 + 0.0023 * attempt)

@@ -98,8 +98,9 @@ class Record:
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "history.jsonl"
         # A run that died after its last checkpoint has recorded steps that are now taken again.
-        kept = self.path.read_text().splitlines() if step and self.path.exists() else []
-        self.path.write_text("".join(line + "\n" for line in kept if json.loads(line)["step"] <= step))
+        kept = self.path.read_text().splitlines(keepends=True) if step and self.path.exists() else []
+        whole = (line for line in kept if line.endswith("\n"))  # or it died while it wrote the last one
+        self.path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
         self.tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
         self.bar = tqdm(total=steps, initial=step, unit="step", disable=None)
 

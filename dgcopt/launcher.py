@@ -36,6 +36,7 @@ GRACE = 10.0
 INSTALL = {
     "horovodrun": "bash scripts/install_horovod.sh installs it, or use --launcher torchrun",
     "mpirun": "bash scripts/install_horovod.sh installs it, or use --launcher torchrun",
+    "ssh": "it starts ranks on other machines. Install openssh-client, or give the command on each with --nnodes",
     "srun": "it is a part of Slurm: run this where Slurm is, or use --launcher torchrun",
 }
 
@@ -262,6 +263,7 @@ def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here)
     port = ["-p", str(args.ssh_port)] if args.ssh_port else []
     passed = {key: here.env[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS") if key in here.env}
     there = f"cd {shlex.quote(here.folder)} && {Command(command.words, {**passed, **command.env})}"
+    here.find("ssh")
     return Command(("ssh", "-tt", "-o", "BatchMode=yes", *port, host, there))
 
 

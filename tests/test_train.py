@@ -245,6 +245,8 @@ class TestExactResumption:
         assert [path.name for path in checkpoints] == ["step-00000040", "step-00000044"]
         shutil.rmtree(checkpoints[-1])
         (tmp_path / "result.json").unlink()
+        with (tmp_path / "history.jsonl").open("a") as file:
+            file.write('{"step": 44, "lo')  # where the machine went down
         assert same(task(tmp_path, "--epochs", "2", "--resume"), straight)
         # The steps that were taken again are recorded once.
         assert [entry["step"] for entry in history(tmp_path)] == [entry["step"] for entry in history(straight)]

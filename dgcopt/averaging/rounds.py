@@ -46,6 +46,8 @@ __all__ = ["Rounds"]
 FAR = 1_000_000
 """Steps ahead in which a rank without data looks for the next exchange."""
 
+LOADED_BY_ALL = " State is loaded on all ranks or on none, each rank's own: dgcopt.checkpoint.load hands it out."
+
 KEY = "averaging"
 """Where `optimizer.state_dict()` keeps what is here."""
 
@@ -299,7 +301,8 @@ class Rounds:
         """Compare what must be equal, and let the algorithm see the weights that it starts from."""
         self._take_in_parameters()
         replica, traffic = self.replica, self.runner.traffic
-        yield from traffic.through(compare(replica.describe(), self.comm.rank, "parameters and settings"))
+        lines = [*replica.describe(), f"state: {f'of {replica.saved_by} ranks' if replica.saved_by else 'none loaded'}"]
+        yield from traffic.through(compare(lines, self.comm.rank, "parameters and settings", LOADED_BY_ALL))
         buckets = self.buckets()
         if not replica.saved_by:
             named = {name: [param] for param, name in self.names.items()}

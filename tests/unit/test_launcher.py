@@ -21,7 +21,7 @@ LOG = "env OMP_NUM_THREADS={} 'TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[${{rank}}]
 @pytest.fixture
 def here(tmp_path: Path) -> Here:
     """8 cores, every launcher installed, nothing set."""
-    for name in ("horovodrun", "mpirun", "srun"):
+    for name in ("horovodrun", "mpirun", "srun", "ssh"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text("")
@@ -164,6 +164,13 @@ def test_a_launcher_that_is_not_there(launcher: str, here: Here) -> None:
     (Path(here.folder) / launcher).unlink()
     with pytest.raises(dgcopt.ConfigError, match=f"{launcher} is not installed here: .*--launcher torchrun"):
         plan(parsed(f"--launcher {launcher} --dry-run -np 2 train.py"), here)
+
+
+def test_no_ssh_starts_nothing(here: Here) -> None:
+    """Where it was missed while machines were started, those that had been were left behind."""
+    (Path(here.folder) / "ssh").unlink()
+    with pytest.raises(dgcopt.ConfigError, match=r"ssh is not installed here: .*--nnodes"):
+        plan(parsed("-H node1:1,node2:1 train.py"), here)
 
 
 def test_hosts() -> None:

@@ -587,6 +587,21 @@ def test_ranks_with_different_settings_are_told():
         world.optimizers[0].step()
 
 
+def test_state_that_only_one_rank_has_loaded_is_told():
+    """As a script does where rank 0 reads the checkpoint: others would wait for what it does not do any more."""
+    world = World(3, LocalSGD(2))
+    states = World(3, LocalSGD(2)).train(range(2)).states()
+    for model in world.models:
+        model.load_state_dict(states[0]["model"])
+    world.optimizers[0].load_state_dict(states[0]["optimizer"])
+    world.backward(0)
+    raised = step_all(world)
+    assert sorted(raised) == [0, 1, 2]
+    for words in raised.values():
+        assert "MismatchError" in words and "rank 0 has [state: of 3 ranks], rank 1 has [state: none loaded]" in words
+        assert "dgcopt.checkpoint.load hands it out" in words
+
+
 def test_ranks_at_different_steps_are_told():
     world = World(3, LocalSGD(3))
     world.load([World(3, LocalSGD(3)).train(range(1 if rank else 4)).states()[rank] for rank in range(3)])

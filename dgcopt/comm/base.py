@@ -287,6 +287,12 @@ class Comm(ABC):
         except (RuntimeError, ValueError) as error:
             raise self._failed(handle.collective, error) from error
 
+    def sent(self, collective: Collective) -> int:
+        """Bytes that this rank puts on the wire for a collective: by the bandwidth-optimal algorithm, or by one that
+        the wire is known to take.
+        """
+        return collective.sent(self.size_of(collective.group))
+
     def run(self, collective: Collective, deadline: float | None = None) -> Tensor:
         """Start a collective and wait for it, `lowered` where need be."""
         return self.drive(_one(collective), deadline)

@@ -224,6 +224,10 @@ class TorchComm(Comm):
     def supports(self, collective: Collective) -> bool:
         return not (isinstance(collective, ReduceScatter) and collective.tensor.device.type == "cpu")
 
+    def sent(self, collective: Collective) -> int:
+        size = self.size_of(collective.group)
+        return (size - 1) * collective.nbytes if _tells_all(collective, size) else super().sent(collective)
+
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         group = lanes[0]

@@ -44,8 +44,8 @@ class NoCompression(Compressor):
 class Noop(Compressor):
     """Nothing is sent and every rank goes its own way: how fast a step would be if communication cost nothing.
 
-    For measuring only; the ranks come apart. Costs the step's vote, as every compressor does: less than 100 bytes,
-    and waiting for the slowest. Without even that, take `noop_hook` of torch's DDP communication hooks.
+    For measuring only; the ranks come apart. Costs the step's vote, as every compressor does: a message of 44
+    bytes, and waiting for the slowest. Without even that, take `noop_hook` of torch's DDP communication hooks.
     """
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:

@@ -72,7 +72,7 @@ class Traffic:
         """The one place where collectives leave, and their bytes are counted."""
         collective.label, collective.user = f"{self.user} {self.number} {label}", self.number
         self.telemetry.payload_bytes += collective.nbytes
-        self.telemetry.sent_bytes += collective.sent(self.comm.size_of(collective.group))
+        self.telemetry.sent_bytes += self.comm.sent(collective)
         return self.comm.start(collective)
 
     def wait(self, handle: Handle) -> Tensor:

@@ -17,7 +17,8 @@ class Telemetry:
         skipped: steps that no rank took, because some rank's gradients were not finite.
         repeated: exchanges made again, because gradients changed after they had been sent.
         payload_bytes: bytes of this rank's messages.
-        sent_bytes: bytes that this rank put on the wire, by the bandwidth-optimal algorithm of each collective.
+        sent_bytes: bytes that this rank put on the wire, by the algorithm that the wire has for each collective, see
+            `Comm.sent`.
         dense_bytes: what a ring allreduce of the same gradients in float32 would have put there.
         selected: coordinates that sparse compressors have chosen. left_out: those of them for which a message had no
             room; they wait in the residual.

@@ -52,7 +52,7 @@ def ddp_hook(
         scaler: the `torch.amp.GradScaler` of the loop. What compressors keep is then free of its scale, which changes;
             without it, what is held back when the scale changes counts too much or too little.
 
-    Costs what the compressor costs; less than 100 bytes per step for the vote; and one pass over the gradients,
+    Costs what the compressor costs; a message of 44 bytes per step for the vote; and one pass over the gradients,
     which tells whether they are finite. If they are not on any rank, every rank's gradients become NaN, so that scalers
     skip the step alike, and no memory changes. In DDP's `join()` averages divide as it says: by all ranks or, with
     `divide_by_initial_world_size=False`, by those that have data. In a single process DDP is left as it is. A parameter

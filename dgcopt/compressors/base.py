@@ -84,6 +84,14 @@ class Compressor:
         """What travels of parameters of a kind; `sends` is "update" if updates of any do."""
         return self.sends
 
+    def holds_back(self, kind: Hashable) -> str:
+        """What memory of a kind's parameters consists of, in words.
+
+        Memory that a checkpoint holds of anything else is dropped with a warning, as it would count for too much or too
+        little.
+        """
+        return f"{self.sends_of(kind)}s"
+
     @property
     def conserves(self) -> bool:
         """Whether nothing is lost: the sum applied and all memory whose kind starts with "residual" add up to the

@@ -16,6 +16,7 @@ from ..collectives import Link
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
 from ..flat.shard import Shard, Sharding
+from ..flat.store import is_unsent
 from ..kernels import BLOCK, Mixture
 
 __all__ = ["SUMS", "Context", "at_least_float32"]
@@ -52,6 +53,9 @@ class Context:
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
+        idle: kinds of unsent memory that the last exchange has not taken up: they are added to the gradient before this
+            one, by `add_unsent`.
+        prescale: what the gradient is multiplied by before the exchange, but memory is not.
     """
 
     rank: int
@@ -75,6 +79,10 @@ class Context:
     tally: Counter[str] = field(default_factory=Counter)
     certain: bool = False
     peak: Tensor | None = None
+    idle: Sequence[str] = ()
+    prescale: float = 1.0
+    _taken: set[str] = field(default_factory=set)
+    _added: dict[str, Tensor] = field(default_factory=dict)
     _next: dict[str, Tensor] = field(default_factory=dict)
     _spare: dict[str, Tensor] = field(default_factory=dict)
     _left: Tensor | None = None
@@ -188,6 +196,9 @@ class Context:
         but float32 where that is of half precision.
         """
         held = self.memory.get(kind)
+        self._taken.add(kind)
+        if held is not None and held is self._added.get(kind):
+            held = None  # it is in the gradient already
         wanted = at_least_float32(self.dtype) if dtype is None else dtype
         if held is None:
             held = self.memory[kind] = torch.zeros(self.numel, dtype=wanted, device=self.device)
@@ -205,6 +216,7 @@ class Context:
         What a checkpoint of other ranks left it of other shares is added to "residual", which there has to be, as it is
         and as it will be.
         """
+        self._taken.add(kind)
         if kind not in self.shards and kind not in self.memory:
             held = torch.zeros(sharding.length, dtype=at_least_float32(self.dtype), device=self.device)
             self.shards[kind] = Shard(sharding, self.rank, held)
@@ -224,6 +236,21 @@ class Context:
                 if residual is not None:
                     residual.add_(whole)
 
+    def add_unsent(self, grad: Tensor, kinds: Sequence[str] | None = None, weight: float = 1.0) -> None:
+        """Add unsent memory, all or of some kinds, to a gradient that is sent whole: `weight` times.
+
+        Once the step has succeeded it waits no more. If the exchange then asks for it, it finds zeros.
+        """
+        for kind in [kind for kind in self.memory if is_unsent(kind)] if kinds is None else kinds:
+            held = self._added[kind] = self.memory[kind]
+            grad.add_(held, alpha=weight)
+            self._taken.add(kind)
+            self.once_settled(held.zero_)
+
+    def let_wait(self) -> None:
+        """What is unsent is for a later exchange to take up."""
+        self._taken.update(filter(is_unsent, (*self.memory, *self.shards)))
+
     def once_settled(self, change: Callable[[], object]) -> None:
         """Run `change` when the step has succeeded, which changes memory in place."""
         self._later.append(change)
@@ -235,7 +262,8 @@ class Context:
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
 
-        What a checkpoint has left of owners, and none has taken up in this step, is the rank's own to send from now on.
+        Unsent memory that the exchange has not taken up, as another compressor may have left it in a checkpoint, is
+        added to "residual", or is `idle` where the exchange has none.
         """
         kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
         unused = set()
@@ -243,7 +271,8 @@ class Context:
             if not was_used:
                 unused.add(segment)
                 span = slice(segment.start, segment.stop)
-                kept += [(self.memory, kind, span, held[span].clone()) for kind, held in self.memory.items()]
+                before = self.memory | self._added
+                kept += [(self.memory, kind, span, held[span].clone()) for kind, held in before.items()]
                 kept += [(self.shards, kind, span, held[span]) for kind, held in self.shards.items()]
         for kind, new in self._next.items():
             self.memory[kind], self._spare[kind] = new, self.memory[kind]
@@ -254,17 +283,28 @@ class Context:
         for kind, segment, value in self._shares:
             if segment not in unused:
                 self.shared.setdefault(kind, {})[segment.name] = value
+        taken, added = self._taken, self._added
         self._forget()
-        if SUMS in self.memory and "residual" in self.memory:
-            self.hand_back(SUMS)
+        idle = [kind for kind in (*self.memory, *self.shards) if is_unsent(kind) and kind not in taken]
+        for kind in idle:
+            if "residual" in taken:
+                self.hand_back(kind)
+            elif kind in self.shards:
+                self.memory[kind] = self.shards.pop(kind).whole()
+        for kind in (*idle, *added):
+            if kind in self.memory and not self.memory[kind].any():
+                del self.memory[kind]
+        self.idle = [kind for kind in idle if kind in self.memory]
 
     def roll_back(self) -> None:
         """The step is void: the memory stays what it was before."""
         self._spare |= self._next
+        self.memory |= self._added
         self._forget()
 
     def _forget(self) -> None:
         self._next, self._later, self._shares = {}, [], []
+        self._taken, self._added = set(), {}
         self._left, self.local, self.peak = None, None, None
 
 

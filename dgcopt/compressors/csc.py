@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,9 @@ class CSC(ScheduledRatio, Compressor):
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
         self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
+
+    def holds_back(self, kind: Hashable) -> str:
+        return self._memory.holds_back or super().holds_back(kind)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         memory = self._memory

@@ -17,7 +17,7 @@ from ..kernels import BLOCK, clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
-from .reduction import Choice, Reduce, Reduction, check_reduce, dismiss_owners, reduction
+from .reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from .schedule import ScheduledRatio, Warmup
 from .selection import Selection
 from .sparse import Indices, Values
@@ -145,6 +145,9 @@ class DGC(ScheduledRatio, Compressor):
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
 
+    def holds_back(self, kind: Hashable) -> str:
+        return self._memory.holds_back or super().holds_back(kind)
+
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
             if self.clip.per == "model":
@@ -161,6 +164,7 @@ class DGC(ScheduledRatio, Compressor):
         memory, runs = self._memory, self._memory.runs(ctx.segments)
         if ctx.kind == "vector" and self.vectors == "dense":
             memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, runs)
+            ctx.add_unsent(grad)  # after the momentum, which v has in it
             return (yield AllReduce(grad, op=ctx.op))
 
         ratio = self.ratio_at(ctx.step)
@@ -168,8 +172,6 @@ class DGC(ScheduledRatio, Compressor):
         dtype = torch.bfloat16 if self.residual == "bf16" else None
         u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
         v = ctx.hold("residual", dtype=dtype)
-        if ratio == 1:
-            dismiss_owners(ctx)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.ahead(local, v, u, runs).view(-1)
             ctx.peak = everything.abs().amax()

@@ -79,6 +79,9 @@ class FrozenAdam(Wrapper):
         self._optimizer = optimizer
         super().attach(optimizer)
 
+    def holds_back(self, kind: object) -> str:
+        return "Adam's momentum"
+
     def in_place(self, kind: object) -> bool:
         return False
 
@@ -86,6 +89,7 @@ class FrozenAdam(Wrapper):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
+            ctx.let_wait()  # for momentum to travel again, of which it consists
             return (yield AllReduce(grad, op=ctx.op))
         momenta = self._momenta(ctx)
         if self.inner.mixes and len(momenta) == 1:

@@ -46,9 +46,14 @@ class Hierarchical(Wrapper):
     def in_place(self, kind: Hashable) -> bool:
         return False
 
+    def holds_back(self, kind: Hashable) -> str:
+        return f"machines' {self.inner.holds_back(kind)}"
+
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if ctx.local_rank > 0:
-            give_residuals(grad, ctx)
+            ctx.add_unsent(grad, weight=ctx.local_size)  # as the first rank would have added it to its machine's mean
+        else:
+            ctx.add_unsent(grad, ctx.idle, ctx.local_size - 1)  # the same, of which the gradient has one part already
         mean = yield AllReduce(grad, op="average", group="node")
         if ctx.local_rank == 0:
             mean *= ctx.local_size * ctx.nodes / ctx.size  # machines with more ranks weigh more
@@ -63,11 +68,3 @@ class Hierarchical(Wrapper):
 
 def send_across(collective: Collective) -> None:
     collective.group = "across"
-
-
-def give_residuals(grad: Tensor, ctx: Context) -> None:
-    """Add to `grad` what a checkpoint of other machines left to a rank that is not the first of its own."""
-    for kind, held in ctx.memory.items():
-        if kind.startswith("residual"):
-            grad.add_(held, alpha=ctx.local_size)  # as the first rank would have added it to its machine's mean
-            ctx.once_settled(held.zero_)

@@ -66,6 +66,9 @@ class ErrorFeedback:
     start: Callable[[Segment], Tensor | None] | None = None
     """What a parameter's u starts from, if not from zero; None where there is no u."""
 
+    holds_back: str = ""
+    """What v consists of, if not of what travels as it is; see `Compressor.holds_back`."""
+
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         """How the segments' memory is to change in this step: neighbours that change alike in one run."""
         return [Run(segments[0].start, segments[-1].stop, None)]
@@ -152,6 +155,8 @@ class MomentumCorrection(ErrorFeedback):
     The weight-decay term never travels, being equal on all ranks: it has a momentum of its own, kept in the
     optimizer's state as "decay_momentum". By linearity the sum of both parts is what SGD would have applied.
     """
+
+    holds_back = "gradients with momentum"
 
     def __init__(self, optimizer: SGD) -> None:
         self.optimizer = optimizer

@@ -176,6 +176,10 @@ class PerParameter(Compressor):
         rule, inner = self._rule_of(kind)
         return rule.sends_of(inner)
 
+    def holds_back(self, kind: Hashable) -> str:
+        rule, inner = self._rule_of(kind)
+        return rule.holds_back(inner)
+
     @property
     def asks_link(self) -> bool:
         return any(rule.asks_link for rule in self.rules.values())

@@ -28,7 +28,6 @@ __all__ = [
     "Reduce",
     "Reduction",
     "check_reduce",
-    "dismiss_owners",
     "faster",
     "reduction",
     "sum_of_messages",
@@ -134,7 +133,6 @@ class Gather:
     count: int
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        dismiss_owners(ctx)
         message, sent, arriving = self.code.encode(choice.indices, choice.values, ctx.numel)
         ctx.count(selected=len(choice.indices), left_out=len(choice.indices) - len(sent))
         choice.forget(sent, arriving)
@@ -288,7 +286,6 @@ class Partition:
     count: int
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        dismiss_owners(ctx)
         sharding, capacity = _sharding(ctx), _room(self.count, ctx.size)
         turn = (ctx.rank + ctx.step) % ctx.size
         mine = (sharding.owners(choice.indices) == turn).nonzero().squeeze(1)
@@ -316,12 +313,6 @@ class Partition:
     def seconds(self, ctx: Context) -> float:
         rest = 2 * self.count * ctx.dtype.itemsize + ctx.size * rice_bytes(_room(self.count, ctx.size), ctx.numel)
         return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
-
-
-def dismiss_owners(ctx: Context) -> None:
-    """What the ranks hold back as owners, which they are no more, is theirs to send."""
-    if "residual" in ctx.memory and (SUMS in ctx.memory or SUMS in ctx.shards):
-        ctx.hand_back(SUMS)
 
 
 def _room(count: int, size: int) -> int:

@@ -12,7 +12,7 @@ from ..collectives import AllGather, AllToAll
 from ..flat.shard import Chunks
 from .base import GradientExchange
 from .context import SUMS, Context, at_least_float32
-from .reduction import Reduce, dismiss_owners, faster
+from .reduction import Reduce, faster
 
 __all__ = ["WholeGather", "WholeOwner", "whole_sum"]
 
@@ -41,7 +41,6 @@ class WholeGather:
 
         Raises PayloadError for a message that cannot be right.
         """
-        dismiss_owners(ctx)
         message, arriving = encode_dense_rows(values.unsqueeze(0), self.kind)
         _forget(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])

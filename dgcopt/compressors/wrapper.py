@@ -51,6 +51,9 @@ class Wrapper(Compressor):
     def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
         return self.inner.sends_of(kind)
 
+    def holds_back(self, kind: Hashable) -> str:
+        return self.inner.holds_back(kind)
+
     def __repr__(self) -> str:
         inner = "" if isinstance(self.inner, NoCompression) else repr(self.inner)
         return f"{type(self).__name__}({inner})"

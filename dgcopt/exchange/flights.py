@@ -8,9 +8,10 @@ decides how to wait.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -26,7 +27,9 @@ from ..flat.gradient import GradientBucket, SparseSum
 from ..flat.store import Store
 from .telemetry import Telemetry
 
-__all__ = ["Flight", "Traffic", "context_of", "exchange_of"]
+__all__ = ["Flight", "Traffic", "claim", "context_of", "exchange_of"]
+
+log = logging.getLogger("dgcopt")
 
 Of = TypeVar("Of")
 Result = TypeVar("Result")
@@ -158,6 +161,22 @@ class Traffic:
         self.telemetry.dense_bytes += 2 * 4 * numel * (self.comm.size - 1) // self.comm.size
 
 
+def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank: int) -> None:
+    """Before contexts of new buckets are made: drop what waits of their parameters but is not what the compressor holds
+    back, and say so in the log."""
+    lost: dict[str, list[str]] = {}
+    for bucket in buckets:
+        before, now = dict(store.made_of), compressor.holds_back(bucket.kind)
+        for name in store.claim([segment.name for segment in bucket.segments], now):
+            lost.setdefault(f"({before[name]}) cannot be sent as {now}", []).append(repr(name))
+    for why, names in lost.items():
+        log.warning(
+            "dgcopt: rank %d: what was held back of parameter(s) %s%s %s and is dropped. To lose nothing, keep to the "
+            "compressor that kept it. DGC, with ratio=1 and the same source, sends all of it in two steps: save then",
+            *(rank, ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else "", why),
+        )
+
+
 def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store) -> Context:
     """What an exchange of a new bucket may know, which adopts its memory; whoever launches it says at which step."""
     context = Context(
@@ -173,6 +192,8 @@ def exchange_of(bucket: GradientBucket, compressor: Compressor, context: Context
 
     Raises ConfigError if the compressor returns anything but an averaged gradient.
     """
+    if context.idle and not bucket.in_place:
+        context.add_unsent(bucket.grad, context.idle, context.prescale)
     result = yield from compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
     if isinstance(result, SparseSum) or (isinstance(result, Tensor) and result.shape == (bucket.numel,)):
         return result

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .buckets import Bucket
 from .shard import Shard
 
-__all__ = ["Memory", "Store"]
+__all__ = ["Memory", "Store", "is_unsent"]
 
 Memory = dict[str, dict[str, Tensor]]
 """What algorithms keep, by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
@@ -24,11 +24,13 @@ class Store:
     While there are buckets, what is kept of their parameters lies in flat tensors of their layout. In between, as when
     other parameters are trained or state was loaded, it waits by parameter name for the buckets to come.
 
-    Attributes: `shared`, small tensors that are the same on all ranks.
+    Attributes: `shared`, small tensors that are the same on all ranks; `made_of`, by parameter name, what unsent memory
+    consists of, see `claim`.
     """
 
     def __init__(self) -> None:
         self.shared: Memory = {}
+        self.made_of: dict[str, str] = {}
         self._waiting: Memory = {}
         self._flat: dict[Bucket, dict[str, Tensor]] = {}
         self._shards: dict[Bucket, dict[str, Shard]] = {}
@@ -64,6 +66,18 @@ class Store:
         """Forget what waits of a kind."""
         self._waiting.pop(kind, None)
 
+    def claim(self, names: Iterable[str], made_of: str) -> list[str]:
+        """From now on what is kept of these parameters consists of that. What waits of something else is dropped.
+
+        Returns the names of which something unsent was.
+        """
+        others = [name for name in names if self.made_of.get(name, made_of) != made_of]
+        unsent = [by_name for kind, by_name in self._waiting.items() if is_unsent(kind)]
+        lost = [name for name in others if any(name in by_name and by_name[name].any() for by_name in unsent)]
+        self.forget(others)
+        self.made_of |= dict.fromkeys(names, made_of)
+        return lost
+
     def forget(self, names: Iterable[str]) -> None:
         """Drop what waits of these parameters."""
         for by_name in self._waiting.values():
@@ -90,7 +104,7 @@ class Store:
 
     def state(self) -> dict[str, Any]:
         """A copy of all that is kept, for a checkpoint; `restore` takes it."""
-        return {"memory": self.memory(), "shared": copied(self.shared)}
+        return {"memory": self.memory(), "shared": copied(self.shared), "made_of": dict(self.made_of)}
 
     def restore(self, state: Mapping[str, Any], shapes: Mapping[str, torch.Size] | None = None) -> None:
         """Take over what `state` gave, in place of all that there is; it waits for buckets.
@@ -108,15 +122,21 @@ class Store:
                 )
         self._flat, self._shards = {}, {}
         self._waiting, self.shared = copied(state["memory"]), copied(state.get("shared", {}))
+        self.made_of = dict(state.get("made_of", {}))
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0.0 for algorithms that hold nothing back."""
         held = [(kind, tensor) for kind, by_name in self._waiting.items() for tensor in by_name.values()]
         held += [(kind, flat) for flats in self._flat.values() for kind, flat in flats.items()]
         held += [(kind, shard.held) for shards in self._shards.values() for kind, shard in shards.items()]
-        parts = [tensor for kind, tensor in held if kind.startswith("residual")]
+        parts = [tensor for kind, tensor in held if is_unsent(kind)]
         norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def is_unsent(kind: str) -> bool:
+    """Whether memory of a kind is gradient that waits to be sent. All other kinds, such as momenta, are never sent."""
+    return kind.startswith("residual")
 
 
 def copied(memory: Memory) -> Memory:

@@ -28,7 +28,7 @@ from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError, OutOfData
 from ..exchange.agreement import compare
 from ..exchange.divergence import replicas
-from ..exchange.flights import Flight, context_of, exchange_of
+from ..exchange.flights import Flight, claim, context_of, exchange_of
 from ..exchange.link import measure_link
 from ..exchange.parameters import take_over_settings
 from ..exchange.runner import Job, Runner, on_their_way
@@ -221,8 +221,7 @@ class Engine:
 
     def _scale(self, bucket: GradientBucket) -> float:
         """What gradients are multiplied by before an exchange sees them."""
-        divided = self.settings.op == "average" and self._contexts[bucket].op == "sum"
-        return self.attendance.scale(self.settings) / (self.comm.size if divided else 1)
+        return self.attendance.scale(self.settings) * self._contexts[bucket].prescale
 
     def _scale_taken(self, bucket: GradientBucket) -> float:
         """By which of that while they are copied into buckets: not if all are to be prepared there as they are."""
@@ -512,13 +511,15 @@ class Engine:
         )
         self._sparse |= {param for _, param in self.layout.sparse}
         yield from traffic.through(measure_link(self.comm, self.compressor))
+        claim(self.store, self.layout.buckets, self.compressor, self.comm.rank)
         for bucket in self.layout.buckets:
-            divides = settings.op == "average" and not self.compressor.adds_up(bucket.kind)
-            op: Literal["average", "sum"] = "average" if divides else "sum"
+            divided = settings.op == "average" and self.compressor.adds_up(bucket.kind)  # before the exchange
+            op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
             # a GPU copies gradients faster than it starts as many kernels as there are parameters
             bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
             bucket.leaves_early = self.early.ever(self.compressor, bucket.device)
             self._contexts[bucket] = context_of(bucket, self.comm, op, self.store)
+            self._contexts[bucket].prescale = 1 / self.comm.size if divided else 1.0
 
     def _described(self) -> list[str]:
         """What must be equal on all ranks when buckets are laid out, a line each."""

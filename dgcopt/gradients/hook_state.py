@@ -23,7 +23,7 @@ from ..compressors.own_step import updates_add_up
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError
 from ..exchange.agreement import compare
-from ..exchange.flights import Flight, Traffic, context_of, exchange_of
+from ..exchange.flights import Flight, Traffic, claim, context_of, exchange_of
 from ..exchange.link import measure_link
 from ..exchange.parameters import (
     check_trainable,
@@ -271,6 +271,7 @@ class HookState:
 
         first = len(self._flights)
         parts = parts_of(by_name, bucket.gradients(), self.compressor.kind, stays, first)
+        claim(self._store, [part.bucket for part in parts], self.compressor, comm.rank)
         for part in parts:
             self._contexts[part] = context_of(part.bucket, comm, "average", self._store)
         self._store.forget(names)

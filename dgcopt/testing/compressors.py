@@ -18,7 +18,7 @@ from ..compressors import Compressor, Context, GradientExchange
 from ..exchange.flights import context_of
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, SparseSum
-from ..flat.store import Memory, Store
+from ..flat.store import Memory, Store, is_unsent
 from ..gradients.optimizer import DistributedOptimizer
 from .report import Report, checked
 
@@ -253,7 +253,7 @@ def _conservation(case: _Case) -> str | None:
         applied = [total + case.size * r for total, r in zip(applied, ranks.exchange(grads)[0], strict=True)]
     for kept in ranks.kept():
         for kind, by_name in kept["memory"].items():
-            for name, held in by_name.items() if kind.startswith("residual") else ():
+            for name, held in by_name.items() if is_unsent(kind) else ():
                 applied[int(name[1:])] += held.cpu()
     for shape, theirs, ours in zip(SHAPES, given, applied, strict=True):
         gap = float((theirs - ours).abs().max())

@@ -516,6 +516,25 @@ def hook_state_of_earlier_versions_continues_as_before() -> None:
 
 
 @scenario
+def state_of_another_compressor_is_sent() -> None:
+    """What DGC held back comes with the gradient of one of the next steps, where nothing is held back any more."""
+    before = Training(dgcopt.DGC(RATIO), plain).run(3)
+    held = mean(before.memory())
+    ours, theirs = (Training(dgcopt.NoCompression(), plain) for _ in range(2))
+    for other in (ours, theirs):
+        other.model.load_state_dict(before.model.state_dict())
+    ours.state.load_state_dict(before.state.state_dict())
+    for step in range(3, 9):
+        ours.step(step)
+        theirs.step(step)
+        if not mean(ours.memory().abs()).any():
+            break
+        assert_close(ours.weights(), theirs.weights())
+    assert held.any() and step < 7
+    assert_close(ours.gradients(), theirs.gradients() + held)
+
+
+@scenario
 def state_of_another_rank_is_refused() -> None:
     training = Training(dgcopt.DGC(RATIO)).run(2)
     state = {**training.state.state_dict(), "rank": 1 - dist.get_rank()}

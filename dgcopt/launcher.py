@@ -261,10 +261,15 @@ def _torchrun(
 def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here) -> Command:
     """In the same folder there; it ends when this one does (-tt), and asks for no password."""
     port = ["-p", str(args.ssh_port)] if args.ssh_port else []
-    passed = {key: here.env[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS") if key in here.env}
+    passed = {key: here.env[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS", *_settings(here)) if key in here.env}
     there = f"cd {shlex.quote(here.folder)} && {Command(command.words, {**passed, **command.env})}"
     here.find("ssh")
     return Command(("ssh", "-tt", "-o", "BatchMode=yes", *port, host, there))
+
+
+def _settings(here: Here) -> list[str]:
+    """Variables that the ranks must have alike."""
+    return sorted(name for name in here.env if name.startswith(("DGCOPT_", "GLOO_", "NCCL_")))
 
 
 def _horovodrun(
@@ -287,7 +292,8 @@ def _mpirun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host],
     if args.interface:
         words += ["--mca", "btl_tcp_if_include", args.interface, "--mca", "oob_tcp_if_include", args.interface]
     words += ["--mca", "plm_ssh_args", f"-p {args.ssh_port}"] if args.ssh_port else []
-    for name in (*env, *(name for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in here.env and hosts)):
+    passed = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", *_settings(here)) if hosts else ()
+    for name in (*env, *(name for name in passed if name in here.env and name not in env)):
         words += ["-x", name]
     return [Command((*words, *shlex.split(args.launcher_args), *_script(args, here)), env)]
 

@@ -123,6 +123,16 @@ def test_in_a_pod_of_kubeflow(here: Here) -> None:
     assert built("train.py", pod) == [f"{LOG.format(4)} {RUN} --tee 3 train.py"]
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_settings_reach_other_machines(launcher: str, here: Here) -> None:
+    """Else their ranks would take another wire, or other kernels."""
+    env = {"PATH": "", "DGCOPT_WIRE": "torch", "NCCL_DEBUG": "INFO", "HOME": "/root"}
+    there = Here(here.names, here.cores, env, False, here.python, here.folder)
+    last = built(f"--launcher {launcher} -H node1:2,node2:2 train.py", there)[-1]
+    assert ("env DGCOPT_WIRE=torch NCCL_DEBUG=INFO " in last) or ("-x DGCOPT_WIRE -x NCCL_DEBUG " in last)
+    assert "HOME" not in last
+
+
 def test_root_may_use_mpirun(here: Here) -> None:
     root = Here(here.names, here.cores, {"PATH": ""}, True, here.python, here.folder)
     assert "--allow-run-as-root" in built("--launcher mpirun -np 2 train.py", root)[0]

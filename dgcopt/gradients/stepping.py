@@ -294,6 +294,9 @@ class Stepping(Optimizer):
             return Stepping.step(self, *args, **kwargs)
         except _Done as done:
             return done.loss
+        except Exception:  # after which torch runs no hooks
+            self._end_step()
+            raise
 
     def _end_step(self) -> None:
         """After a step: gradients are seen again, and nothing is kept of them."""

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+import sys
 import warnings
 from abc import ABC
 from contextlib import nullcontext
@@ -151,6 +152,29 @@ def test_a_step_without_an_exchange_is_the_optimizers_own(make, compression, war
                 optimizer.step()
     assert_close(ranks.weights(), list(model.parameters()), 0)
     assert not torch.equal(ranks.weights()[0], ranks.weights(1)[0])
+
+
+@pytest.mark.parametrize(
+    "compression", [dgcopt.DGC(0.1), dgcopt.PerParameter({"*[02]*": dgcopt.DGC(0.1), "*": dgcopt.BF16()})]
+)
+def test_settings_and_gradients_are_as_they_were_after_a_step_that_raised(compression, monkeypatch):
+    ranks = Ranks(2, momentum_sgd, compression=compression)
+    ranks.step(0)
+    before = copy.deepcopy([optimizer.state_dict()["param_groups"] for optimizer in ranks.optimizers])
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    ranks.backward(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules["torch.optim.sgd"], "sgd", lambda *_, **__: 1 / 0)
+        for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            assert all(param.grad is not None for param in model.parameters())
+    after = [optimizer.state_dict()["param_groups"] for optimizer in ranks.optimizers]
+    for groups in (*before, *after):
+        groups[0].pop("dgcopt_step")
+    assert after == before
+    ranks.step(2)
 
 
 # -- compression as Horovod knows it ---------------------------------------------------------------------------------

@@ -105,7 +105,6 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "split_signs", (x,)
     mixture = Mixture(0.9, 0.1, [64], [flat(n - 64)])
     yield "mix", (out, mixture)
-    yield "unmix", (out, mixture)
     yield "split_sum", (x, y, out)
     yield "split_sum", (x, y, out, mixture)
     yield (

@@ -128,8 +128,8 @@ def into_chunks(flat: Tensor, ctx: Context) -> Tensor:
 def put_chunks(ends: Tensor, codes: Tensor, flat: Tensor, how: Put, ctx: Context) -> None:
     """Let what all chunks' ends and codes stand for take effect on the flat tensor; gaps stay."""
     for chunk, place, span in pieces(ctx):
-        momentum = ctx.mixture and ctx.mixture.within(span.start, span.stop)
-        put_minmax(codes[chunk, place : place + span.stop - span.start], ends[chunk], flat[span], how, momentum)
+        gradient = ctx.mixture and ctx.mixture.within(span.start, span.stop).inverse
+        put_minmax(codes[chunk, place : place + span.stop - span.start], ends[chunk], flat[span], how, gradient)
 
 
 def out_of_chunks(chunks: Tensor, ctx: Context) -> Tensor:

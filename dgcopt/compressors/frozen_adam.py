@@ -12,7 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
-from ..kernels import Mixture, chunks, is_dense, mix, unmix
+from ..kernels import Mixture, chunks, is_dense, mix
 from .base import Compressor, GradientExchange
 from .context import Context
 from .own_step import steps_as
@@ -100,7 +100,7 @@ class FrozenAdam(Wrapper):
             mix(grad, momentum)
         gradient = ctx.dense((yield from self.inner.exchange(grad, replace(ctx, op="average"))))
         for momentum in momenta:
-            unmix(gradient, momentum)
+            mix(gradient, momentum.inverse)
         return gradient
 
     def _as_mean(self, grad: Tensor, ctx: Context) -> Tensor:

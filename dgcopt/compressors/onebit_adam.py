@@ -80,9 +80,9 @@ class OneBitReduce(Compressor):
         for rank, message in enumerate(means):
             part = part_of(ctx, rank)
             scales, signs = decode(message, ctx, rank)
-            momentum = ctx.mixture and ctx.mixture.within(part.start, part.stop)
+            gradient = ctx.mixture and ctx.mixture.within(part.start, part.stop).inverse
             by_tensor = (scales, scales, place[part.start // BLOCK : part.stop // BLOCK])
-            put_signs(signs, *by_tensor, result[part], "set", momentum)
+            put_signs(signs, *by_tensor, result[part], "set", gradient)
         return result
 
     def payload_bytes(self, ctx: Context) -> int:

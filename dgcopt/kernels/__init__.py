@@ -121,7 +121,6 @@ __all__ = [
     "subtract_at",
     "tensor_norms",
     "tensor_sums",
-    "unmix",
     "unpack_small",
 ]
 
@@ -129,7 +128,6 @@ accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), in_trit
 decay = Kernel(torch.decay, (takes_float32, native.decay), in_triton(torch.decay))
 mix = Kernel(torch.mix, (takes_float32, native.mix), in_triton(torch.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
-unmix = Kernel(torch.unmix, (takes_float32, native.unmix), in_triton(torch.unmix))
 look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
 move_on = Kernel(torch.move_on, (takes_floats, native.move_on), in_triton(torch.move_on, takes_cuda))
 ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead, takes_cuda))

@@ -33,7 +33,7 @@ class Parts:
 class Mixture:
     """keep * x + add * y in the place of a flat x, as momentum is one of a gradient; of y the parts lie apart.
 
-    Kernels make it of x when they read it, or find x in it when they have written it, and so spare a pass of its own.
+    Kernels make it of x when they read it, or of what they write, and so spare a pass of its own.
 
     Attributes: `starts`, ascending, where in x each of the `parts` of y begins, all flat. Elsewhere x stays as it is.
     """
@@ -42,6 +42,11 @@ class Mixture:
     add: float
     starts: Sequence[int]
     parts: Sequence[Tensor]
+
+    @property
+    def inverse(self) -> Mixture:
+        """What makes x of this mixture again, up to rounding; `keep` must not be zero."""
+        return Mixture(1 / self.keep, -self.add / self.keep, self.starts, self.parts)
 
     def within(self, start: int, stop: int) -> Mixture:
         """The same of x from `start` to `stop`."""

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from ..parts import Mixture
 from .library import Float, Length, Pointer, check_flat, function, shared
 
-__all__ = ["MIXTURE", "mix", "unmix", "weights_of"]
+__all__ = ["MIXTURE", "mix", "weights_of"]
 
 MIXTURE = (Pointer, Length, Float, Float)
 """The types of what loops are told of a mixture."""
@@ -19,18 +19,9 @@ MIXTURE = (Pointer, Length, Float, Float)
 
 def mix(x: Tensor, mixture: Mixture) -> None:
     """See `dgcopt.kernels.torch.mix`."""
-    _run("mix", x, mixture)
-
-
-def unmix(x: Tensor, mixture: Mixture) -> None:
-    """See `dgcopt.kernels.torch.unmix`."""
-    _run("unmix", x, mixture)
-
-
-def _run(name: str, x: Tensor, mixture: Mixture) -> None:
     check_flat(len(x), x, dtype=torch.float32)
     weights = weights_of(mixture, len(x))
-    loop = function(name, Pointer, Length, Length, *MIXTURE)
+    loop = function("mix", Pointer, Length, Length, *MIXTURE)
 
     def span(start: int, stop: int) -> None:
         loop(x.data_ptr(), start, stop, *weights)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..parts import Mixture
-from .mixing import mix, unmix
+from .mixing import mix
 from .sums import Put, finite, put
 
 __all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax"]
@@ -36,12 +36,12 @@ def minmax_codes(rows: Tensor, ends: Tensor, codes: Tensor) -> None:
 def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixture | None = None) -> None:
     """Let the values that flat `codes` between two ends stand for take effect on `out`.
 
-    If there is a mixture, that is what `out` is then, and becomes the x in it.
+    If there is a mixture, `out` becomes that after it.
     """
     (scale,), (upper,) = _levels(ends.unsqueeze(0))
     put((codes.float() + (upper - _TOP)) / scale, out, how)
     if mixture is not None:
-        unmix(out, mixture)
+        mix(out, mixture)
 
 
 def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:

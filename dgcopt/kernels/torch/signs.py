@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..blocks import BLOCK
 from ..parts import Mixture
-from .mixing import mix, unmix
+from .mixing import mix
 from .packing import pack_small, unpack_small
 from .sums import Put, by_block, finite, put, sum_of_rows
 
@@ -70,9 +70,9 @@ def put_signs(
 ) -> None:
     """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`.
 
-    If there is a mixture, that is what `out` is then, and becomes the x in it.
+    If there is a mixture, `out` becomes that after it.
     """
     minus = unpack_small(packed, len(out), 1).bool()
     put(torch.where(minus, -by_block(below, place), by_block(above, place)), out, how)
     if mixture is not None:
-        unmix(out, mixture)
+        mix(out, mixture)

@@ -12,7 +12,7 @@ from ..parts import Mixture
 from ..torch import Put
 from .floats import UNFUSED, finite, nearest, put
 from .lengths import check_length
-from .mixing import mix, unmix
+from .mixing import mix
 
 __all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax"]
 
@@ -109,7 +109,7 @@ def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixt
     if len(out):
         _put_minmax[(triton.cdiv(len(out), _SIZE),)](codes, ends, len(out), out, HOW=how, SIZE=_SIZE, **UNFUSED)
     if mixture is not None:
-        unmix(out, mixture)
+        mix(out, mixture)
 
 
 def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..parts import Mixture
 from ..torch import Put
 from .floats import UNFUSED, finite, put
 from .lengths import blocks_of, check_length
-from .mixing import mix, unmix
+from .mixing import mix
 from .packing import GROUPS, pack, unpack
 from .sums import ROWS, sum_of_rows
 
@@ -153,7 +153,7 @@ def put_signs(
     increment_version(out)
     _put(packed, above, below, place, out, out, how)
     if mixture is not None:
-        unmix(out, mixture)
+        mix(out, mixture)
 
 
 def _put(packed: Tensor, above: Tensor, below: Tensor, place: Tensor, before: Tensor, out: Tensor, how: Put) -> None:

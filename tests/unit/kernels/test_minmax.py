@@ -89,7 +89,7 @@ def test_what_they_mean():
     mixed = values.clone()
     assert kernels.minmax_ends(mixed, momentum).tolist() == [[0, 255], [0, 255.5]]
     assert mixed.tolist() == [[0, 255, 52.125, 0], [0, 255.5, 2, 0]]
-    kernels.put_minmax(codes[1], ends[1], mixed[1], "set", momentum.within(4, 8))
+    kernels.put_minmax(codes[1], ends[1], mixed[1], "set", momentum.within(4, 8).inverse)
     assert mixed[1].tolist() == [0, (510 - 0.5) / 0.5, -2 / 0.5, 0]
     of_mean = kernels.minmax_of_mean(codes, ends, 3, mean)
     assert of_mean.tolist() == [0, 255] and mean.tolist() == [0, 255, 33, 0]

@@ -115,7 +115,7 @@ def test_what_they_mean():
     momentum = Mixture(0.5, 2.0, [1], [torch.tensor([1.0, 2.0])])
     kernels.split_sum(x := values.clone(), -2 * values, total, momentum)
     assert x[:4].tolist() == [2, 0.5, 6.5, 0] and total[:3].tolist() == [-2, 6.5, -3.5]
-    kernels.put_signs(packed, above, below, torch.tensor([1, 1]), x, "set", momentum)
+    kernels.put_signs(packed, above, below, torch.tensor([1, 1]), x, "set", momentum.inverse)
     assert x[:4].tolist() == [7, (-4 - 2) / 0.5, (7 - 4) / 0.5, 7]
     out = torch.full((128,), 100.0)
     kernels.put_signs(packed, above, below, torch.tensor([1, 1]), out, "subtract")

@@ -104,7 +104,7 @@ INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const flo
         for (int64_t i = 0; i < n; i++) out[i] = FN(put)(out[i], ((float)codes[i] + lower) / scale, how);
 }
 
-/* From start to stop; what is there then may be a mixture, to be taken apart. */
+/* From start to stop; what is there then may be mixed. */
 TARGET void FN(put_minmax)(const uint8_t *codes, int64_t start, int64_t stop, const float *ends, float *out, int how,
                            const int64_t *table, int64_t parts, float keep, float add) {
     int streams = how == 0 && FN(streams)(out + start, stop - start);
@@ -116,7 +116,7 @@ TARGET void FN(put_minmax)(const uint8_t *codes, int64_t start, int64_t stop, co
 #define CALL(how) FN(put_minmax_how)(codes + start, next - start, ends, to, how);
         EVERY_HOW(CALL)
 #undef CALL
-        FN(unmix_part)(&of, &part, to, start, next);
+        FN(mix_part)(&of, &part, to, start, next);
         if (to == values)
             for (int i = 0; i < PIECE; i += BLOCK) FN(write_block)(out + start + i, values + i, 1);
     }

@@ -118,13 +118,13 @@ INLINE TARGET void FN(put_signs_how)(const uint8_t *packed, const float *above, 
         int32_t plus = FN(bits_of)(above[place[b]]), minus = FN(bits_of)(-below[place[b]]);
         float values[BLOCK], *to = streams ? values : out + at;
         FN(put_block)(packed + b * (BLOCK / 8), plus, minus, to, how);
-        FN(unmix_part)(of, &row, to, at, at + BLOCK);
+        FN(mix_part)(of, &row, to, at, at + BLOCK);
         if (streams) FN(write_block)(out + at, values, 1);
     }
     if (streams) FENCE;
 }
 
-/* From start to stop, whole blocks; what is there then may be a mixture, to be taken apart. */
+/* From start to stop, whole blocks; what is there then may be mixed. */
 TARGET void FN(put_signs)(const uint8_t *packed, const float *above, const float *below, const int64_t *place,
                           int64_t start, int64_t stop, float *out, int how, const int64_t *table, int64_t rows,
                           float keep, float add) {

@@ -18,8 +18,8 @@
 const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
 
 /* STREAM writes so many floats past the caches, to an address that is a multiple of their size; FENCE lets others see them.
-   FLAGS makes 64 bytes of 0 or 1 the bits of a word, and SIGNS the sign bits of as many numbers of 32 bits as STREAM
-   writes, where an instruction does. */
+   FLAGS makes 64 bytes of 0 or 1 the bits of a word, and BELOW_ZERO tells by bits which of as many numbers as STREAM
+   writes are below zero, where an instruction does. */
 
 #if defined(__x86_64__) || defined(__i386__)
 
@@ -31,19 +31,19 @@ const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
 #define FN(name) name##_avx2
 #define STREAMED 8
 #define STREAM(to, from) _mm256_stream_ps(to, _mm256_loadu_ps(from))
-#define SIGNS(numbers) _mm256_movemask_ps(_mm256_loadu_ps((const float *)(numbers)))
+#define BELOW_ZERO(v) _mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(v), _mm256_setzero_ps(), _CMP_LT_OS))
 #include "loops.h"
 #undef TARGET
 #undef FN
 #undef STREAMED
 #undef STREAM
-#undef SIGNS
+#undef BELOW_ZERO
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,lzcnt")))
 #define FN(name) name##_avx512
 #define STREAMED 16
 #define STREAM(to, from) _mm512_stream_ps(to, _mm512_loadu_ps(from))
-#define SIGNS(numbers) _mm512_movepi32_mask(_mm512_loadu_si512(numbers))
+#define BELOW_ZERO(v) _mm512_cmp_ps_mask(_mm512_loadu_ps(v), _mm512_setzero_ps(), _CMP_LT_OS)
 #define FLAGS(bytes) _mm512_test_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(1))
 #include "loops.h"
 #undef TARGET

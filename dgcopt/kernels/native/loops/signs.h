@@ -40,19 +40,28 @@ TARGET void FN(mix_signs)(const float *x, float keep, const float *y, float add,
     FENCE;
 }
 
+/* Which values of a block are below zero, and the sums of both kinds; with values above LARGEST one of them is too. */
+INLINE TARGET uint64_t FN(split)(const float *v, float *above, float *below) {
+    float ups[BLOCK], downs[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        ups[i] = v[i] > 0 ? v[i] : 0;
+        downs[i] = v[i] < 0 ? v[i] : 0;
+    }
+    *above = FN(fold)(ups), *below = 0.0f - FN(fold)(downs);
+    return FN(below_zero)(v);
+}
+
 /* The signs of a block, the sums of what is above and of what is below zero, and how many are below. */
 INLINE TARGET void FN(split_block)(const float *v, uint8_t *packed, float *above, float *below, float *minuses) {
-    float ups[BLOCK], downs[BLOCK];
-    int32_t bits[BLOCK];
-    for (int i = 0; i < BLOCK; i++) {
-        bits[i] = FN(finite_without_minus_zero)(v[i]);
-        int32_t opposite = bits[i] ^ INT32_MIN;
-        ups[i] = FN(of_bits)(bits[i] > 0 ? bits[i] : 0);
-        downs[i] = FN(of_bits)(opposite > 0 ? opposite : 0);
+    float up, down;
+    uint64_t word = FN(split)(v, &up, &down);
+    if (up + down > LARGEST) { /* costs as much again */
+        float within[BLOCK];
+        for (int i = 0; i < BLOCK; i++) within[i] = FN(of_bits)(FN(finite)(v[i]));
+        word = FN(split)(within, &up, &down);
     }
-    uint64_t word = FN(signs_of_block)(bits);
     memcpy(packed, &word, sizeof word);
-    *above = FN(fold)(ups), *below = FN(fold)(downs), *minuses = (float)__builtin_popcountll(word);
+    *above = up, *below = down, *minuses = (float)__builtin_popcountll(word);
 }
 
 TARGET void FN(split_signs)(const float *v, int64_t n, uint8_t *packed, float *above, float *below, float *minuses) {

@@ -1,7 +1,8 @@
 /* What loops on blocks of 64 values share. */
 
 #define LARGEST_FLOAT 0x1.fffffep127f
-#define LARGEST_BITS 0x71800000 /* 2^100 */
+#define LARGEST 0x1p100f
+#define LARGEST_BITS 0x71800000 /* its bits */
 #define INFINITE_BITS 0x7f800000
 
 INLINE TARGET int32_t FN(bits_of)(float x) {
@@ -67,15 +68,15 @@ INLINE TARGET uint64_t FN(word_of)(const uint8_t *flags) {
 #endif
 }
 
-/* The sign bits of 64 numbers. */
-INLINE TARGET uint64_t FN(signs_of_block)(const int32_t *bits) {
-#ifdef SIGNS
+/* Which of 64 numbers are below zero. */
+INLINE TARGET uint64_t FN(below_zero)(const float *v) {
+#ifdef BELOW_ZERO
     uint64_t word = 0;
-    for (int i = 0; i < BLOCK; i += STREAMED) word |= (uint64_t)(uint32_t)SIGNS(bits + i) << i;
+    for (int i = 0; i < BLOCK; i += STREAMED) word |= (uint64_t)(uint32_t)BELOW_ZERO(v + i) << i;
     return word;
 #else
     uint8_t flags[BLOCK];
-    for (int i = 0; i < BLOCK; i++) flags[i] = (uint8_t)((uint32_t)bits[i] >> 31);
+    for (int i = 0; i < BLOCK; i++) flags[i] = v[i] < 0;
     return FN(word_of)(flags);
 #endif
 }

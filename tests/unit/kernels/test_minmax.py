@@ -63,7 +63,7 @@ def test_minmax(of, rows, numel, offset, kind, how, mixed, shift, seed):
     seed=st.integers(0, 2**20),
 )
 def test_every_code_between_any_ends(exponent, narrower, how, kind, seed):
-    """C multiplies by a reciprocal where torch divides, and compares whole numbers where values are not too large."""
+    """C multiplies by a reciprocal where that is enough, and compares whole numbers where values are not too large."""
     values = numbers(1100, torch.float32, kind, seed).unsqueeze(0)
     codes = torch.arange(256, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
@@ -78,6 +78,19 @@ def test_every_code_between_any_ends(exponent, narrower, how, kind, seed):
         native.minmax_codes(values, ends.unsqueeze(0), ours)
         specification.minmax_codes(values, ends.unsqueeze(0), theirs)
         assert torch.equal(ours, theirs)
+
+
+@built
+def test_levels_of_which_the_reciprocal_is_not_enough():
+    """1 / (128 - 2^-17) as two floats: by both of them, 11 levels are a unit off."""
+    ends, codes = torch.tensor([[-5.0, 5.0], [-1.94921875, 0.04296875]]), torch.arange(256, dtype=torch.uint8)
+    mine, other = torch.empty(256), torch.empty(256)
+    native.put_minmax(codes, ends[1], mine, "set")
+    specification.put_minmax(codes, ends[1], other, "set")
+    assert_same_bits(mine, other)
+    for code in range(256):
+        both, out = torch.tensor([[7], [code]], dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+        assert_same_bits(native.minmax_of_mean(both, ends, 1, out), specification.minmax_of_mean(both, ends, 1, out))
 
 
 def test_what_they_mean():

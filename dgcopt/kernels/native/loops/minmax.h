@@ -87,19 +87,36 @@ TARGET void FN(minmax_codes)(const float *v, int64_t rows, int64_t stride, int64
     for (; rows > 0; rows--, v += stride, ends += 2, codes += codes_stride) FN(codes_of_row)(v, n, ends, codes);
 }
 
-/* x / scale, by inverse = 1 / scale: near, nearer, and with the last rest the one that is nearest (Markstein, "Computation
-   of elementary functions on the IBM RISC System/6000 processor", 1990). Takes half as long as a division. */
-INLINE TARGET float FN(quotient)(float x, float scale, float inverse) {
-    float near = x * inverse, nearer = __builtin_fmaf(__builtin_fmaf(-near, scale, x), inverse, near);
-    return __builtin_fmaf(__builtin_fmaf(-nearer, scale, x), inverse, nearer);
+/* level / scale in two operations, by 1 / scale as the sum of two floats. For few scales, such as 128 - 2^-17, it is a unit
+   off (Brisebarre, Muller & Raina, "Accelerating correctly rounded floating-point division when the divisor is known in
+   advance", IEEE Transactions on Computers 53(8), 2004). */
+INLINE TARGET float FN(quotient)(float level, float inverse, float rest) {
+    return __builtin_fmaf(level, inverse, level * rest);
 }
 
-INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const float *ends, float *out, const int how) {
-    float scale = FN(minmax_scale)(ends), upper = __builtin_rintf(ends[1] * scale), lower = upper - 255.0f;
-    float inverse = 1.0f / scale;
-    if (__builtin_fabsf(upper) <= LARGEST_FLOAT)
+INLINE TARGET float FN(rest_of)(float scale, float inverse) { return __builtin_fmaf(-scale, inverse, 1.0f) * inverse; }
+
+/* Whether it is what division makes of every level there is in these rows. */
+INLINE TARGET int FN(quotients_are_exact)(const float *ends, int64_t rows) {
+    int32_t differ = 0;
+    for (; rows > 0; rows--, ends += 2) {
+        float scale = FN(minmax_scale)(ends), lower = __builtin_rintf(ends[1] * scale) - 255.0f, inverse = 1.0f / scale;
+        float rest = FN(rest_of)(scale, inverse);
+        for (int code = 0; code < 256; code++) {
+            float level = (float)code + lower;
+            differ |= FN(bits_of)(FN(quotient)(level, inverse, rest)) ^ FN(bits_of)(level / scale);
+        }
+    }
+    return differ == 0;
+}
+
+INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const float *ends, int exact, float *out,
+                                      const int how) {
+    float scale = FN(minmax_scale)(ends), lower = __builtin_rintf(ends[1] * scale) - 255.0f, inverse = 1.0f / scale;
+    float rest = FN(rest_of)(scale, inverse);
+    if (exact)
         for (int64_t i = 0; i < n; i++)
-            out[i] = FN(put)(out[i], FN(quotient)((float)codes[i] + lower, scale, inverse), how);
+            out[i] = FN(put)(out[i], FN(quotient)((float)codes[i] + lower, inverse, rest), how);
     else
         for (int64_t i = 0; i < n; i++) out[i] = FN(put)(out[i], ((float)codes[i] + lower) / scale, how);
 }
@@ -107,13 +124,13 @@ INLINE TARGET void FN(put_minmax_how)(const uint8_t *codes, int64_t n, const flo
 /* From start to stop; what is there then may be mixed. */
 TARGET void FN(put_minmax)(const uint8_t *codes, int64_t start, int64_t stop, const float *ends, float *out, int how,
                            const int64_t *table, int64_t parts, float keep, float add) {
-    int streams = how == 0 && FN(streams)(out + start, stop - start);
+    int streams = how == 0 && FN(streams)(out + start, stop - start), exact = FN(quotients_are_exact)(ends, 1);
     mixture of = {table, parts, keep, add};
     int64_t part = 0;
     for (int64_t next; start < stop; start = next) {
         float values[PIECE], *to = streams && stop - start >= PIECE ? values : out + start;
         next = stop - start < PIECE ? stop : start + PIECE;
-#define CALL(how) FN(put_minmax_how)(codes + start, next - start, ends, to, how);
+#define CALL(how) FN(put_minmax_how)(codes + start, next - start, ends, exact, to, how);
         EVERY_HOW(CALL)
 #undef CALL
         FN(mix_part)(&of, &part, to, start, next);
@@ -125,21 +142,22 @@ TARGET void FN(put_minmax)(const uint8_t *codes, int64_t start, int64_t stop, co
 
 /* PIECE elements of a mean that is not kept: it is found twice, once for its ends and once for its codes. */
 INLINE TARGET void FN(mean_of_rows)(const uint8_t *codes, int64_t ranks, int64_t stride, const float *ends,
-                                    float divisor, int64_t n, float *mean) {
-    FN(put_minmax_how)(codes, n, ends, mean, 0);
+                                    int exact, float divisor, int64_t n, float *mean) {
+    FN(put_minmax_how)(codes, n, ends, exact, mean, 0);
     for (int64_t rank = 1; rank < ranks; rank++)
-        FN(put_minmax_how)(codes + rank * stride, n, ends + 2 * rank, mean, 1);
+        FN(put_minmax_how)(codes + rank * stride, n, ends + 2 * rank, exact, mean, 1);
     if (divisor != 1)
         for (int64_t i = 0; i < n; i++) mean[i] /= divisor;
 }
 
 TARGET void FN(minmax_ends_of_mean)(const uint8_t *codes, int64_t ranks, int64_t stride, const float *ends,
                                     float divisor, int64_t n, float *of_mean) {
+    int exact = FN(quotients_are_exact)(ends, ranks);
     int32_t low = INT32_MAX, high = INT32_MIN;
     float mean[PIECE];
     for (int64_t left; n > 0; n -= PIECE, codes += PIECE) {
         left = n < PIECE ? n : PIECE;
-        FN(mean_of_rows)(codes, ranks, stride, ends, divisor, left, mean);
+        FN(mean_of_rows)(codes, ranks, stride, ends, exact, divisor, left, mean);
         FN(stretch)(mean, left, &low, &high);
     }
     FN(write_ends)(low, high, of_mean);
@@ -147,10 +165,11 @@ TARGET void FN(minmax_ends_of_mean)(const uint8_t *codes, int64_t ranks, int64_t
 
 TARGET void FN(minmax_codes_of_mean)(const uint8_t *codes, int64_t ranks, int64_t stride, const float *ends,
                                      float divisor, int64_t n, const float *of_mean, uint8_t *out) {
+    int exact = FN(quotients_are_exact)(ends, ranks);
     float mean[PIECE];
     for (int64_t left; n > 0; n -= PIECE, codes += PIECE, out += PIECE) {
         left = n < PIECE ? n : PIECE;
-        FN(mean_of_rows)(codes, ranks, stride, ends, divisor, left, mean);
+        FN(mean_of_rows)(codes, ranks, stride, ends, exact, divisor, left, mean);
         FN(codes_of_row)(mean, left, of_mean, out);
     }
 }

@@ -238,7 +238,8 @@ class GradientBucket(Bucket):
 
         Returns their largest magnitudes, in float32 at least: NaN or Inf if any element is. Shape `[len(places)]`.
         """
-        spans = [self._to_send.spans[place] for place in places]
+        whole = self._to_send.spans
+        spans = [whole[place] for place in places]
         parts = [
             span.zero_() if grad is None else self.segments[place].flatten(grad)
             for place, grad, span in zip(places, grads, spans, strict=True)
@@ -270,12 +271,13 @@ class GradientBucket(Bucket):
         self.touched = None
         sent = self._sent is not None and _same_memory(self._sent.tensor, flat)
         parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
+        is_cpu = self.is_cpu
         for place, (segment, part) in enumerate(zip(self.segments, parts, strict=True)):
             param, grad = segment.param, segment.param.grad
             if used is not None and not used[place]:
                 param.grad = None
             elif grad is not None and self._fits(place, grad):
-                if self.is_cpu and grad.numel() >= LARGE:
+                if is_cpu and grad.numel() >= LARGE:
                     self._before[place] = grad.detach()
                 grad.data = part
             else:

@@ -104,8 +104,7 @@ class Arrivals:
 
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
         """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
-        for segment in bucket.segments:
-            self._peaks[segment.param] = peak
+        self._peaks |= dict.fromkeys((segment.param for segment in bucket.segments), peak.reshape(1))
 
     def has_changed(self, param: Tensor) -> bool:
         """Whether a gradient is not the one any more that was taken."""
@@ -122,7 +121,7 @@ class Arrivals:
                 unseen.setdefault((grad.device, grad.dtype), []).append(values_of(grad))
         by_device: dict[torch.device, list[Tensor]] = {}
         for peak in (*{id(peak): peak for peak in seen.values()}.values(), *map(peaks, unseen.values())):
-            by_device.setdefault(peak.device, []).append(peak.double().reshape(-1))
+            by_device.setdefault(peak.device, []).append(peak)
         if all(bool(torch.cat(found).isfinite().all()) for found in by_device.values()):
             return None
         return next((param for param, grad in graded if not is_finite(grad)), None)

@@ -19,27 +19,25 @@ __all__ = ["copy_scaled", "peaks", "takes_copies", "takes_dense"]
 def takes_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> bool:
     """Whether loops can run over all of these tensors, and know their one dtype."""
     dtype = grads[0].dtype
-    return dtype in FLOATS and bool(instructions()) and all(is_flat(x) and x.dtype is dtype for x in (*grads, *outs))
+    for x in (*grads, *outs):
+        if x.dtype is not dtype or x.dim() != 1 or not is_flat(x):
+            return False
+    return dtype in FLOATS and bool(instructions())
 
 
 def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> Tensor:
-    """See `dgcopt.kernels.torch.copy_scaled`."""
-    dtype = grads[0].dtype
-    for x in (*grads, *outs):
-        if x.dim() != 1 or x.dtype is not dtype or not is_flat(x):
-            raise ValueError(f"flat tensors of {dtype} are needed, not {tuple(x.shape)} of {x.dtype}")
-    count, numels, rooms = len(grads), [g.numel() for g in grads], [out.numel() for out in outs]
+    """See `dgcopt.kernels.torch.copy_scaled`. `takes_copies` has looked at all but lengths."""
+    loop, count = _copy(grads[0].dtype), len(grads)
+    numels, rooms = [g.numel() for g in grads], [out.numel() for out in outs]
     for numel, room in zip(numels, rooms, strict=True):
         if numel > room:
             raise ValueError(f"{numel} elements do not fit into {room}")
-    loop = _copy(dtype)
     places = (_array(Pointer, [g.data_ptr() for g in grads]), _array(Pointer, [out.data_ptr() for out in outs]))
     lengths = (_array(Length, numels), _array(Length, rooms))
     tops = _shared_tops(
         count, sum(numels), lambda start, stop, found: loop(*places, *lengths, count, start, stop, scale, found)
     )
-    for out in outs:
-        increment_version(out)  # as torch's own operations do: autograd looks for it
+    increment_version(outs)  # as torch's own operations do: autograd looks for it
     return tops
 
 

@@ -304,8 +304,9 @@ def test_copies_do_not_leave_their_place():
     g, out = torch.ones(100), torch.ones(90)
     with pytest.raises(ValueError, match="100 elements do not fit into 90"):
         native.copy_scaled([g], [out], 1.0)
-    with pytest.raises(ValueError, match="are needed, not"):
-        native.copy_scaled([torch.ones(10, 2)], [out], 1.0)
+    odd = (torch.ones(10, 2), torch.ones(40)[::2], torch.ones(10, dtype=torch.bfloat16))
+    assert [native.takes_copies([g], [out], 1.0) for g in (out, *odd)] == [True, False, False, False]
+    assert not any(native.takes_copies([out], [other], 1.0) for other in odd)
 
 
 @all_implementations(

@@ -12,6 +12,22 @@
         return top;                                                                                                    \
     }                                                                                                                  \
                                                                                                                        \
+    /* The same, past the caches where it would not stay there until all of a bucket is sent. */                       \
+    INLINE TARGET int32_t FN(copy_out_##G)(const gtype *g, gtype *out, int64_t n, float scale) {                       \
+        int32_t top = 0;                                                                                               \
+        if (FN(streams)((const float *)out, n)) {                                                                      \
+            for (; n >= BLOCK; n -= BLOCK, g += BLOCK, out += BLOCK) {                                                 \
+                gtype block[BLOCK];                                                                                    \
+                int32_t size = FN(copy_##G)(g, block, BLOCK, scale);                                                   \
+                FN(stream)(out, block, sizeof(block));                                                                 \
+                top = size > top ? size : top;                                                                         \
+            }                                                                                                          \
+            FENCE;                                                                                                     \
+        }                                                                                                              \
+        int32_t size = FN(copy_##G)(g, out, n, scale);                                                                 \
+        return size > top ? size : top;                                                                                \
+    }                                                                                                                  \
+                                                                                                                       \
     /* What lies from `start` to `stop` where all tensors follow one another, and zero behind each; `tops` are zero. */\
     TARGET void FN(copy_scaled_##G)(const gtype *const *tensors, gtype *const *outs, const int64_t *lengths,           \
                                     const int64_t *rooms, int64_t count, int64_t start, int64_t stop, float scale,     \
@@ -19,7 +35,7 @@
         const int fills = start == 0; /* one thread does */                                                            \
         for (int64_t t = 0; t < count; start -= lengths[t], stop -= lengths[t], t++) {                                 \
             int64_t first = start > 0 ? start : 0, last = stop < lengths[t] ? stop : lengths[t];                       \
-            if (first < last) tops[t] = FN(copy_##G)(tensors[t] + first, outs[t] + first, last - first, scale);        \
+            if (first < last) tops[t] = FN(copy_out_##G)(tensors[t] + first, outs[t] + first, last - first, scale);    \
             if (fills) memset(outs[t] + lengths[t], 0, (rooms[t] - lengths[t]) * sizeof(gtype));                       \
         }                                                                                                              \
     }                                                                                                                  \

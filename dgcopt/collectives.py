@@ -7,8 +7,8 @@ generator runs over every wire, and every byte is counted where the values pass 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypeVar
 
 import torch
@@ -29,6 +29,9 @@ __all__ = [
     "SendRecv",
     "bytes_of",
     "carried",
+    "is_joinable",
+    "joined",
+    "parted",
     "reduce_rows",
     "watched",
 ]
@@ -187,6 +190,34 @@ def watched(
         return (yield collective)
 
     return carried(exchange, carry)
+
+
+def is_joinable(one: Collective, other: Collective) -> bool:
+    """Whether both bring messages of one dtype to the same ranks, so that one collective can bring them `joined`."""
+    return (
+        isinstance(one, AllGather | AllToAll)
+        and type(one) is type(other)
+        and (one.group, one.tensor.dtype, one.tensor.device) == (other.group, other.tensor.dtype, other.tensor.device)
+    )
+
+
+def joined(collectives: Sequence[Collective]) -> Collective:
+    """One collective for several: each rank's messages to another one behind each other."""
+    first = collectives[0]
+    if isinstance(first, AllToAll):
+        return replace(first, tensor=torch.cat([one.tensor.flatten(1) for one in collectives], 1))
+    return replace(first, tensor=torch.cat([one.tensor.flatten() for one in collectives]))
+
+
+def parted(result: Tensor, collectives: Sequence[Collective]) -> list[Tensor]:
+    """The results of several collectives, of the result of what was `joined` of them."""
+    size, results = len(result), []
+    shares = [size if isinstance(one, AllToAll) else 1 for one in collectives]
+    widths = [one.tensor.numel() // share for one, share in zip(collectives, shares, strict=True)]
+    for one, part in zip(collectives, result.split(widths, 1), strict=True):
+        shape = one.tensor.shape if isinstance(one, AllToAll) else (size, *one.tensor.shape)
+        results.append(part.contiguous().view(shape))
+    return results
 
 
 def bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

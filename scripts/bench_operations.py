@@ -88,6 +88,8 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     yield "add_at", (parts, spread.repeat(2), flat(2 * len(spread)))
     yield "step_at", (parts, [0.1] * tensors, spread.repeat(2), flat(len(spread)).repeat(2))
     count, nbytes = torch.tensor([n // 1000 + 1]), n // 500
+    yield "by_owner", (spread, 8)
+    yield "of_owners", (spread, count, 8)
     yield "rice_measure", (spread, count, 9, n)
     yield "rice_pack", (spread, count, 9, nbytes)
     yield "rice_unpack", (kernels.rice_pack(spread, count, 9, nbytes), count, 9, n)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
@@ -16,7 +17,7 @@ from ..collectives import AllGather, AllReduce, AllToAll
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
 from ..flat.shard import Sharding
-from ..kernels import Groups, block_maxima, gather, select, subtract_at
+from ..kernels import Groups, block_maxima, by_owner, gather, of_owners, select, subtract_at
 from .base import GradientExchange
 from .context import SUMS, Context, at_least_float32
 
@@ -123,6 +124,11 @@ def check_reduce(way: Reduce, keep: float) -> None:
         raise ConfigError(f'reduce must be "gather", "owner", "partition" or "auto", not {way!r}')
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
+    if keep != 1 and way in ("gather", "partition"):
+        raise ConfigError(
+            f'keep={keep!r} says how many sums owners forward, and with reduce="{way}" there are none: leave it away '
+            f'or give reduce="owner" or "auto"'
+        )
 
 
 @dataclass(frozen=True)
@@ -174,67 +180,71 @@ class Owner:
 
     def _encode(self, choice: Choice, ctx: Context) -> Tensor:
         """The messages to all owners, and their part forgotten."""
-        sharding = _sharding(ctx)
-        owners = sharding.owners(choice.indices)
-        order = owners.argsort(stable=True)
-        indices, counts = choice.indices[order], torch.bincount(owners, minlength=ctx.size).cpu()
-        messages, kept, arriving = self._code.encode_rows(
-            sharding.places(indices), choice.values[order], counts, sharding.length, self._capacity(ctx.size)
-        )
-        sent, values = choice.indices, torch.empty_like(choice.values)
-        values[order if kept is None else order[kept]] = arriving
-        if kept is not None:
-            there = torch.zeros(len(sent), dtype=torch.bool, device=sent.device)
-            there[order[kept]] = True
-            sent, values = sent[there], values[there]
-        ctx.count(selected=len(indices), left_out=len(indices) - len(sent))
-        choice.forget(sent, values)
+        length = _sharding(ctx).length
+        order, places, counts = by_owner(choice.indices, ctx.size)
+        values = gather(choice.values, order)
+        messages, kept, arriving = self._code.encode_rows(places, values, counts, length, self._capacity(ctx.size))
+        sent = order if kept is None else order[kept]
+        ctx.count(selected=len(order), left_out=len(order) - len(sent))
+        choice.forget(choice.indices[sent], arriving)
         return messages
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        sharding, code = _sharding(ctx), self._code
+        length, code = _sharding(ctx).length, self._code
         messages = self._encode(choice, ctx)
-        sums = self._waiting(sharding, ctx)
+        held = self._held(ctx)
         received = yield AllToAll(messages)
-        arrived, values, counts = code.decode_rows(received, self._capacity(ctx.size), sharding.length, range(ctx.size))
-        values = values.to(sums.dtype)
+        arrived, values, counts = code.decode_rows(received, self._capacity(ctx.size), length, range(ctx.size))
+        values = values.to(held.dtype)
         # in rank order: a device other than a CPU adds what one call brings in any order
-        rows = [len(arrived)] if sums.is_cpu else counts.tolist()
-        for places, part in zip(arrived.split(rows), values.split(rows), strict=True):
-            sums.index_add_(0, places, part)
-        if math.isinf(self.keep):
-            places = arrived.unique()
-            chosen = gather(sums, places)
-            count = int((yield AllReduce(torch.tensor([len(places)], device=sums.device), op="max")))
-        else:
-            count = self._forwarded(ctx.size, sharding.length)
-            places = select(sums, block_maxima(sums), Groups([[(0, len(sums))]], [count], sums.device))
-            chosen = gather(sums, places)
-            places, chosen = places[chosen != 0], chosen[chosen != 0]
-        message, sent, arriving = code.encode(places, chosen, sharding.length, count)
-        subtract_at(sums, sent, arriving)
-        return (yield from self._forward(message, count, sharding, ctx))
+        rows = [len(arrived)] if held.is_cpu else counts.tolist()
 
-    def _waiting(self, sharding: Sharding, ctx: Context) -> Tensor:
-        """What this rank has been sent in earlier steps, to be changed; it is kept once the step has succeeded."""
-        if not self.decay:
-            return torch.zeros(sharding.length, dtype=at_least_float32(ctx.dtype), device=ctx.device)
-        shard = ctx.shard(SUMS, sharding)
-        sums = torch.mul(shard.held, self.decay, out=ctx.scratch.pop(SUMS, None))
+        def add_to(sums: Tensor) -> None:
+            for places, part in zip(arrived.split(rows), values.split(rows), strict=True):
+                sums.index_add_(0, places, part)
+
+        with _for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
+            add_to(sums)
+            places = self._largest(sums, arrived, ctx.size)
+            chosen = gather(sums, places)
+        if math.isinf(self.keep):
+            count = int((yield AllReduce(torch.tensor([len(places)], device=held.device), op="max")))
+        else:
+            count = self._forwarded(ctx.size, length)
+        message, sent, arriving = code.encode(places, chosen, length, count)
 
         def keep() -> None:
-            ctx.scratch[SUMS], shard.held = shard.held, sums
+            if self.decay != 1:
+                held.mul_(self.decay)
+            add_to(held)
+            subtract_at(held, sent, arriving)
 
-        ctx.once_settled(keep)
-        return sums
+        if self.decay:
+            ctx.once_settled(keep)
+        return (yield from self._forward(message, count, ctx))
 
-    def _forward(self, message: Tensor, count: int, sharding: Sharding, ctx: Context) -> GradientExchange:
+    def _held(self, ctx: Context) -> Tensor:
+        """What this rank has been sent in earlier steps and has not forwarded."""
+        sharding = _sharding(ctx)
+        if self.decay:
+            return ctx.shard(SUMS, sharding).held
+        return torch.zeros(sharding.length, dtype=at_least_float32(ctx.dtype), device=ctx.device)
+
+    def _largest(self, sums: Tensor, arrived: Tensor, size: int) -> Tensor:
+        """Where the sums are that this rank forwards."""
+        if math.isinf(self.keep):
+            return arrived.unique()
+        groups = Groups([[(0, len(sums))]], [self._forwarded(size, len(sums))], sums.device)
+        places = select(sums, block_maxima(sums), groups)
+        return places[gather(sums, places) != 0]
+
+    def _forward(self, message: Tensor, count: int, ctx: Context) -> GradientExchange:
         """What all owners forward, on all ranks."""
         gathered = yield AllGather(message)
-        places, sums, counts = self._code.decode_rows(gathered, count, sharding.length, range(ctx.size))
-        owners = torch.arange(ctx.size).repeat_interleave(counts).to(places.device)
+        places, sums, counts = self._code.decode_rows(gathered, count, _sharding(ctx).length, range(ctx.size))
         total = SparseSum()
-        total.add_rows(sharding.positions(places, owners), sums.to(at_least_float32(ctx.dtype)) / ctx.divisor, counts)
+        positions = of_owners(places, counts, ctx.size)
+        total.add_rows(positions, sums.to(at_least_float32(ctx.dtype)) / ctx.divisor, counts)
         return total
 
     @property
@@ -313,6 +323,16 @@ class Partition:
     def seconds(self, ctx: Context) -> float:
         rest = 2 * self.count * ctx.dtype.itemsize + ctx.size * rice_bytes(_room(self.count, ctx.size), ctx.numel)
         return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
+
+
+@contextmanager
+def _for_now(flat: Tensor, positions: Tensor) -> Iterator[Tensor]:
+    """A flat tensor, to be changed at some positions: afterwards it is again what it was."""
+    before = gather(flat, positions)
+    try:
+        yield flat
+    finally:
+        flat.index_copy_(0, positions, before)
 
 
 def _room(count: int, size: int) -> int:

@@ -2,8 +2,9 @@
 
 Exchanges are taken round by round, in the order of their launch: round two of the first is on its way while round one
 of the second is still awaited. No order depends on timing, because torch.distributed and MPI match collectives by
-order. What waits for other ranks is a generator that yields the handle and is sent its result, so that its caller
-decides how to wait.
+order. Of exchanges that are launched together small messages travel as one, as a collective more costs a processor
+more than their bytes do. What waits for other ranks is a generator that yields the handle and is sent its result, so
+that its caller decides how to wait.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..collectives import Collective, Group, carried
+from ..collectives import Collective, Group, carried, is_joinable, joined, parted
 from ..comm import Comm, Handle, lowered
 from ..compressors import Compressor, Context, GradientExchange
 from ..errors import CommError, ConfigError
@@ -34,6 +35,9 @@ log = logging.getLogger("dgcopt")
 Of = TypeVar("Of")
 Result = TypeVar("Result")
 
+ENOUGH = 2**18
+"""Bytes of messages that wait for no others to travel with them."""
+
 UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimizer):`, or DDP's own join() with a hook."
 
 
@@ -42,15 +46,20 @@ class Flight(Generic[Of]):
     """One exchange, `of` a bucket or what else its caller calls it: the collective that it waits for, or its result.
 
     `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
-    labels must be the same on all that do.
+    labels must be the same on all that do. Flights whose messages travel as one have the same `handle`.
     """
 
     label: str
     of: Of
     exchange: GradientExchange | None = field(default=None, init=False)
     rounds: Counter[Group] = field(default_factory=Counter, init=False)
+    collective: Collective | None = field(default=None, init=False)
     handle: Handle | None = field(default=None, init=False)
     result: Tensor | SparseSum | None = field(default=None, init=False)
+
+
+Ready: TypeAlias = tuple[Flight[Any], Collective]
+"""An exchange, and its next collective that is yet to be started."""
 
 
 class Traffic:
@@ -110,41 +119,67 @@ class Traffic:
 
     def launch(self, flight: Flight[Any], exchange: GradientExchange) -> None:
         """Run an exchange to its first collective, and start that."""
-        flight.exchange = lowered(exchange, self.comm)
-        self._advance(flight, None)
+        self.launch_together([(flight, exchange)])
+
+    def launch_together(self, launches: Iterable[tuple[Flight[Any], GradientExchange]]) -> None:
+        """Launch several exchanges, the same ones on all ranks, whose small messages travel together."""
+        ready: list[Ready] = []
+        for flight, exchange in launches:
+            flight.exchange = lowered(exchange, self.comm)
+            ready += self._run(flight, None)
+            if sum(collective.nbytes for _, collective in ready) >= ENOUGH:
+                self._start_all(ready)
+                ready = []
+        self._start_all(ready)
 
     @torch.no_grad()
-    def _advance(self, flight: Flight[Any], result: Tensor | None) -> None:
-        """Run an exchange to its next collective, and start that; or to its end."""
+    def _run(self, flight: Flight[Any], result: Tensor | None) -> list[Ready]:
+        """Run an exchange to its next collective, which is returned, yet to be started; or to its end."""
         assert flight.exchange is not None
+        ready: list[Ready] = []
         start = time.perf_counter()
         try:
-            collective = flight.exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
+            ready.append((flight, flight.exchange.send(result)))  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
-            flight.handle, flight.result = None, stop.value
-        else:
-            flight.handle = self.start(collective, f"{flight.label} round {flight.rounds[collective.group]}")
-            flight.rounds[collective.group] += 1
+            flight.result = stop.value
+        flight.handle = None
         elapsed = time.perf_counter() - start
-        if flight.handle is not None and flight.rounds.total() == 1:
+        if ready and not flight.rounds:
             self.telemetry.compress_seconds += elapsed
         else:
             self.telemetry.apply_seconds += elapsed
+        return ready
+
+    def _start_all(self, ready: list[Ready]) -> None:
+        """Start the collectives of several flights, one for those that can be joined."""
+        while ready:
+            like = ready[0][1]
+            together = [each for each in ready if each[1] is like or is_joinable(like, each[1])]
+            ready = [each for each in ready if each not in together]
+            one = like if len(together) == 1 else joined([collective for _, collective in together])
+            rounds = [f"{flight.label} round {flight.rounds[one.group]}" for flight, _ in together]
+            handle = self.start(one, " and ".join(rounds))
+            for flight, collective in together:
+                collective.label, collective.user = one.label, one.user
+                flight.collective, flight.handle = collective, handle
+                flight.rounds[one.group] += 1
 
     def finish(self, flights: Sequence[Flight[Any]], in_turn: bool) -> Generator[Handle, Tensor, None]:
         """Take launched flights to their end: round by round, or each as a whole, `in_turn`."""
-        while any(flight.handle is not None for flight in flights):
-            for flight in flights:
-                while flight.handle is not None:
-                    self._advance(flight, (yield flight.handle))
-                    if not in_turn:
-                        break
+        while handles := _awaited(flights):
+            for handle in handles[:1] if in_turn else handles:
+                result = yield handle
+                arrived = [flight for flight in flights if flight.handle is handle]
+                collectives = [flight.collective for flight in arrived if flight.collective is not None]
+                results = [result] if len(arrived) == 1 else parted(result, collectives)
+                runs = [self._run(flight, part) for flight, part in zip(arrived, results, strict=True)]
+                self._start_all([ready for run in runs for ready in run])
 
     def call_off(self, flights: Sequence[Flight[Any]]) -> Generator[Handle, Tensor, None]:
         """Wait for collectives that were started, the same ones on all ranks, and discard their results."""
+        for handle in _awaited(flights):  # noqa: UP028  # a list cannot be sent results
+            yield handle
         for flight in flights:
-            if flight.handle is not None:
-                yield flight.handle
             if flight.exchange is not None:
                 flight.exchange.close()
 
@@ -175,6 +210,11 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
             "compressor that kept it. DGC, with ratio=1 and the same source, sends all of it in two steps: save then",
             *(rank, ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else "", why),
         )
+
+
+def _awaited(flights: Sequence[Flight[Any]]) -> list[Handle]:
+    """What flights wait for, in their order; once where several wait for the same."""
+    return [*dict.fromkeys(flight.handle for flight in flights if flight.handle is not None)]
 
 
 def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store) -> Context:

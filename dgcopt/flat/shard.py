@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import BLOCK
+from ..kernels import BLOCK, owner_of, position_of
 
 __all__ = ["Chunks", "Shard", "Sharding"]
-
-_MIX = 2654435761  # 2^32 over the golden ratio: neighbouring rows get unrelated remainders (Knuth, TAOCP 3, 6.4)
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Sharding:
 
     def owners(self, positions: Tensor) -> Tensor:
         """The rank that owns each position."""
-        return (positions + self._turn(positions // self.size)) % self.size
+        return owner_of(positions, self.size)
 
     def places(self, positions: Tensor) -> Tensor:
         """Where each position lies in its owner's share."""
@@ -41,15 +39,12 @@ class Sharding:
 
     def positions(self, places: Tensor, owner: int | Tensor) -> Tensor:
         """The positions of places in the share of one rank, or of a rank each."""
-        return places * self.size + (owner - self._turn(places)) % self.size
+        return position_of(places, owner, self.size)
 
     def within(self, span: slice, owner: int) -> Tensor:
         """The positions of a span that a rank owns."""
         positions = self.positions(torch.arange(span.start // self.size, -(-span.stop // self.size)), owner)
         return positions[(positions >= span.start) & (positions < span.stop)]
-
-    def _turn(self, rows: Tensor) -> Tensor:
-        return (rows * _MIX & 0xFFFFFFFF) >> 16
 
 
 @dataclass(frozen=True)

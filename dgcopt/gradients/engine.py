@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Handle
-from ..compressors import Context
+from ..compressors import Context, GradientExchange
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError, OutOfData
 from ..exchange.agreement import compare
@@ -227,7 +227,15 @@ class Engine:
         """By which of that while they are copied into buckets: not if all are to be prepared there as they are."""
         return 1.0 if self.compressor.whole_model and self.compressor.sends == "gradient" else self._scale(bucket)
 
-    def _launch(self, bucket: GradientBucket, certain: bool = False) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
+        """Launch a bucket whose step all ranks have yet to agree on."""
+        self.runner.traffic.launch(*self._exchange(bucket, certain=False))
+        context = self._contexts[bucket]
+        if context.peak is not None:
+            self._arrivals.bounded(bucket, context.peak)
+
+    def _exchange(self, bucket: GradientBucket, certain: bool) -> tuple[Flight[Any], GradientExchange]:
+        """The exchange of a bucket that is about to be launched."""
         self._now.launched += 1
         context = self._contexts[bucket]
         context.step, context.certain = self.step, certain
@@ -237,9 +245,7 @@ class Engine:
             bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
         flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
         self._now.flights.append(flight)
-        self.runner.traffic.launch(flight, exchange_of(bucket, self.compressor, context))
-        if context.peak is not None:
-            self._arrivals.bounded(bucket, context.peak)
+        return flight, exchange_of(bucket, self.compressor, context)
 
     def _launch_rest(self, used: dict[Tensor, bool] | None) -> None:
         layout, scale = self.layout, self.attendance.scale(self.settings)
@@ -252,8 +258,13 @@ class Engine:
             self._arrivals.fill(bucket, self._scale_taken(bucket))
         if self.compressor.whole_model and self.compressor.sends == "gradient":
             self._prepare([(bucket.grad, bucket) for bucket in layout.buckets])
-        for bucket in layout.buckets[self._now.launched :]:
-            self._launch(bucket, certain=used is None)  # else some memory is to stay as it is
+        certain = used is None  # else some memory is to stay as it is
+        exchanges = (self._exchange(bucket, certain) for bucket in layout.buckets[self._now.launched :])
+        if self.compressor.in_turn or any(bucket.leaves_early for bucket in layout.buckets):
+            for flight, exchange in exchanges:
+                self.runner.traffic.launch(flight, exchange)
+        else:  # all ranks launch the same ones now
+            self.runner.traffic.launch_together(exchanges)
         divisor = self.comm.size if self.settings.op == "average" else 1
         for name, param in layout.sparse:
             if used is not None and not used[param]:

@@ -2,7 +2,7 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA. Files are named after what they do:
-copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, products, packing, rice, minmax,
+copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, products, owners, packing, rice, minmax,
 rounding, signs, trits, values; sums is what those have in common that quantise.
 """
 
@@ -36,6 +36,8 @@ from .torch import (
     draws,
     finite,
     in_blocks,
+    owner_of,
+    position_of,
     put,
 )
 
@@ -63,6 +65,7 @@ __all__ = [
     "bits_of",
     "block_maxima",
     "by_block",
+    "by_owner",
     "by_row",
     "chunks",
     "clear_at",
@@ -91,10 +94,13 @@ __all__ = [
     "move_on",
     "nearest_levels",
     "of_levels",
+    "of_owners",
     "of_steps",
+    "owner_of",
     "pack_signs",
     "pack_small",
     "peaks",
+    "position_of",
     "put",
     "put_levels",
     "put_minmax",
@@ -161,6 +167,8 @@ select_ahead = Kernel(
 )
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small), in_triton(torch.pack_small, takes_cuda))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small), in_triton(torch.unpack_small, takes_cuda))
+by_owner = Kernel(torch.by_owner, (takes_flat, native.by_owner), in_triton(torch.by_owner, takes_cuda))
+of_owners = Kernel(torch.of_owners, (takes_flat, native.of_owners), in_triton(torch.of_owners, takes_cuda_of_rows))
 rice_measure = Kernel(
     torch.rice_measure, (takes_flat, native.rice_measure), in_triton(torch.rice_measure, takes_cuda_of_rows)
 )

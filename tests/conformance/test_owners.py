@@ -237,7 +237,8 @@ events = st.lists(
 )
 def test_nothing_is_lost(events: list[Any], size: int, values: Any, ratio: float, keep: float, reduce: Any) -> None:
     """Whatever happens between steps: what was applied, and what waits anywhere, is what was given."""
-    assert_nothing_is_lost(Ranks(dgcopt.TopK(ratio, values, reduce=reduce, keep=keep), size), events)
+    way = {"reduce": reduce} if reduce == "partition" else {"reduce": reduce, "keep": keep}
+    assert_nothing_is_lost(Ranks(dgcopt.TopK(ratio, values, **way), size), events)
 
 
 @settings(deadline=None, max_examples=60)
@@ -632,7 +633,18 @@ def test_a_rank_does_as_much_whatever_the_number_of_messages() -> None:
     assert done[64] < 1.2 * done[8], done
 
 
-@pytest.mark.parametrize("wrong", [{"reduce": "owners"}, {"keep": 0}, {"keep": True}, {"keep": math.nan}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reduce": "owners"},
+        {"keep": 0},
+        {"keep": True},
+        {"keep": math.nan},
+        {"keep": 2.0},
+        {"keep": 0.5, "reduce": "gather"},
+        {"keep": math.inf, "reduce": "partition"},
+    ],
+)
 def test_settings_that_do_not_exist(wrong: dict[str, Any]) -> None:
     for make in (dgcopt.TopK, dgcopt.ChunkedTopK, dgcopt.DGC):
         with pytest.raises(dgcopt.ConfigError, match=next(iter(wrong))):

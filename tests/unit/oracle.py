@@ -100,7 +100,7 @@ class InTriton:
             return inner
 
         def outer(*operands: Any) -> Any:
-            stays = 1 if name.startswith("rice") else None  # how many indices each row has
+            stays = 1 if name.startswith("rice") or name == "of_owners" else None  # how many each row has
             there = [x if place == stays else _moved(x, "cuda") for place, x in enumerate(operands)]
             found = inner(*there)
             for mine, theirs in zip(operands, there, strict=True):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ class EveryK:
         named = [(f"t{place}", tensor) for place, tensor in enumerate(tensors)]
         self.shapes = {name: tensor.shape for name, tensor in named}
         self.compressor, self.comm, self.every, self.calls = compressor, comm, every, 0
+        self.together = False
         self.buckets = build_buckets(named, compressor.kind, 2**20, 2**20, None, GradientBucket)
         self.store = Store()
         self.runner = Runner(comm, "every k", lambda: None, self.forget)
@@ -39,10 +43,12 @@ class EveryK:
 
     def exchange(self) -> Job:
         self.flights = [Flight(bucket.label, bucket) for bucket in self.buckets]
+        launches = []
         for flight in self.flights:
             flight.of.grad.copy_(flight.of.read())
-            exchange = exchange_of(flight.of, self.compressor, self.contexts[flight.of])
-            self.runner.traffic.launch(flight, exchange)
+            launches.append((flight, exchange_of(flight.of, self.compressor, self.contexts[flight.of])))
+        for some in [launches] if self.together else [[launch] for launch in launches]:
+            self.runner.traffic.launch_together(some)
         yield from self.runner.traffic.finish(self.flights, self.compressor.in_turn)
         for flight in self.flights:
             self.contexts[flight.of].settle()
@@ -87,6 +93,41 @@ def test_what_it_holds_back_is_kept_by_name_and_goes_on_in_another() -> None:
     ):
         other.store.restore(state, {"t0": torch.Size((5, 3)), "t1": torch.Size((7,))})
     assert other.store.residual_norm() > 0, "what does not fit changes nothing"
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize(
+    ("compressor", "apart", "together"),
+    [
+        (dgcopt.DGC.compact(0.2, warmup=None, reduce="owner"), 4, 2),
+        (dgcopt.DGC.compact(0.2, warmup=None), 2, 1),
+        (dgcopt.DGC(0.2, reduce="owner"), 3, 3),  # an allreduce goes by itself
+    ],
+)
+def test_small_messages_that_are_launched_together_travel_together(compressor, apart, together, checksums) -> None:
+    """As one collective, to the same bits, until there is enough for one of its own; so in every round."""
+    results = {}
+    for enough, at_once in ((2**18, False), (2**18, True), (1, True)):
+        tensors, callers = world(3, copy.deepcopy(compressor), every=1)
+        for caller in callers:
+            caller.together, caller.comm.checksums = at_once, checksums
+        traffic = callers[0].runner.traffic
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dgcopt.exchange.flights.ENOUGH", enough)
+            start = Mock(side_effect=traffic.start)
+            patch.setattr(traffic, "start", start)
+            for _ in range(3):
+                for caller in callers:
+                    caller()
+        held = [caller.store.memory() for caller in callers]
+        results[enough, at_once] = tensors, held, traffic.telemetry.payload_bytes, start.call_count
+    (one, memory, nbytes, _), *others = results.values()
+    for tensors, held, same_bytes, _ in others:
+        torch.testing.assert_close(tensors, one, rtol=0, atol=0)
+        torch.testing.assert_close(held, memory, rtol=0, atol=0)
+        assert nbytes == same_bytes
+    if not checksums:  # which an allreduce takes one more collective for
+        assert [count for *_, count in results.values()] == [3 * apart, 3 * together, 3 * apart]
 
 
 class Fails(dgcopt.Compressor):

@@ -9,6 +9,7 @@ from .library import *
 from .memory import *
 from .minmax import *
 from .mixing import *
+from .owners import *
 from .packing import *
 from .products import *
 from .residual import *

@@ -53,6 +53,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #include "loops/minmax.h"
 #include "loops/coordinates.h"
 #include "loops/dct.h"
+#include "loops/owners.h"
 #include "loops/packing.h"
 #include "loops/products.h"
 #include "loops/rice.h"

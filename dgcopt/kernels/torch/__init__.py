@@ -8,6 +8,7 @@ from .drawing import *
 from .memory import *
 from .minmax import *
 from .mixing import *
+from .owners import *
 from .packing import *
 from .products import *
 from .residual import *

@@ -42,7 +42,10 @@ FUSES = {
     "_add_and_count",
 }
 """Kernels that fuse a multiplication with an addition, as torch does there."""
-WAIT = {"put_levels", "put_powers", "put_trits", "rice_measure", "rice_unpack", "select_above", "add_and_select_above"}
+WAIT = {
+    *("by_owner", "put_levels", "put_powers", "put_trits", "rice_measure", "rice_unpack"),
+    *("select_above", "add_and_select_above"),
+}
 """Operations that return a number, or so many elements, and have to wait for it."""
 ANSWERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "__int__": lambda _: 10,

@@ -647,7 +647,9 @@ def nan_on_one_rank_leaves_memory_untouched() -> None:
         inputs[0, 0] = torch.inf if dist.get_rank() == 1 else 0
         nn.functional.cross_entropy(training.ddp(inputs), targets).backward()
         assert training.gradients().isnan().all()
-        torch.testing.assert_close(training.state.state_dict(), before, rtol=0, atol=0)
+        after = training.state.state_dict()
+        assert after.pop("made_of") == before.pop("made_of"), "which are words, that torch does not compare"
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
         assert training.state.telemetry.skipped == 1
         twin = Training(compressor).run(3)
         assert torch.equal(training.run(3, first=4).weights(), twin.run(3, first=4).weights())

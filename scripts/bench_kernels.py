@@ -150,6 +150,13 @@ class Naive:
         self.optimizer.decompress([message], vectors)
 
 
+def lay_out(named: list[tuple[str, Any]], compressor: Compressor) -> tuple[bool, list[GradientBucket]]:
+    """Whether a compressor's buckets leave while backward runs, and the buckets, of the size that they have then."""
+    early = compressor.overlaps(named[0][1].device)
+    most, first = (25, 1) if early else (100, 100)
+    return early, build_buckets(named, compressor.kind, most * 2**20, first * 2**20, None, GradientBucket)
+
+
 class Dgcopt:
     """One of dgcopt's compressors, driven as its engine does it: all buckets encoded, then decoded, then handed out."""
 
@@ -157,7 +164,7 @@ class Dgcopt:
         self.compressor = eval(system, vars(dgcopt))
         self.compressor.attach(SGD(model.parameters(), lr=0.1, momentum=0.9))
         ready = list(model.named_parameters())[::-1]
-        self.buckets = build_buckets(ready, self.compressor.kind, 25 * 2**20, 2**20, None, GradientBucket)
+        self.early, self.buckets = lay_out(ready, self.compressor)
         self.contexts = [dgcopt.Context(0, 1, "average", 0, b.kind, b.segments, {}) for b in self.buckets]
         for bucket in self.buckets:
             bucket.in_place = self.compressor.in_place(bucket.kind)
@@ -180,7 +187,7 @@ class Dgcopt:
             bucket.hand_out(result)
 
     def _exchange(self, bucket: Any, context: Any) -> Any:
-        context.certain = not self.compressor.overlaps(self.buckets[0].segments[0].param.device)
+        context.certain = not self.early
         if bucket.in_place:
             context.local = bucket.local(True, 1.0)
             return self.compressor.exchange(torch.empty(0), context)
@@ -310,7 +317,7 @@ class OneRank:
                 moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.ones_like(param)}
                 adam.state[param] = {"step": torch.tensor(float(LATE)), **moments}
             self.compressor.attach(adam)
-        self.buckets = build_buckets(self.named, self.compressor.kind, 25 * 2**20, 2**20, None, GradientBucket)
+        self.early, self.buckets = lay_out(self.named, self.compressor)
         self.contexts = [dgcopt.Context(0, 1, "average", LATE, b.kind, b.segments, {}) for b in self.buckets]
         (self.comm,) = dgcopt.simulated_world(1)
 
@@ -319,7 +326,7 @@ class OneRank:
         for (_, param), gradient in zip(self.named, self.gradients, strict=True):
             param.grad = gradient.clone()
         for bucket, context in zip(self.buckets, self.contexts, strict=True):
-            context.certain = not self.compressor.overlaps(self.buckets[0].segments[0].param.device)
+            context.certain = not self.early
             bucket.in_place = self.compressor.in_place(bucket.kind)
             if bucket.in_place:
                 context.local = bucket.local(True, 1.0)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import check_whole
 from .collectives import AllGather, AllReduce, Broadcast, Collective
 from .comm import Comm, current_comm
 from .errors import CheckpointError, ConfigError
@@ -75,11 +77,12 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
     write (disk full, no permission, directory not shared), and where a valid one of a later step is there, as of an
     earlier run, which would be loaded in place of this one. Later ones that are damaged stay, and do not count.
     """
-    if keep < 1:
-        raise ConfigError(f"keep must be at least 1, or nothing would be left: {keep}")
-    if step < 0:
-        raise ConfigError(f"step counts from 0: {step}")
-    comm = current_comm() if comm is None else comm
+    _check_directory(directory)
+    if not isinstance(state, dict):
+        raise ConfigError(f"state must be a dict, such as {{'model': model.state_dict()}}, not {state!r:.200}")
+    check_whole(keep, "keep", 1)
+    check_whole(step, "step", 0)
+    comm = current_comm(comm)
     return comm.drive(_save(Path(directory), state, step, comm, keep))
 
 
@@ -90,8 +93,14 @@ def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str
     Loaded by as many ranks as wrote it, every rank gets what it gave, bit for bit; by more or fewer, see `reshare`.
     Raises CheckpointError if there are only damaged ones, saying what is wrong with the newest.
     """
-    comm = current_comm() if comm is None else comm
+    _check_directory(directory)
+    comm = current_comm(comm)
     return comm.drive(_load(Path(directory), comm))
+
+
+def _check_directory(directory: Any) -> None:
+    if not isinstance(directory, str | os.PathLike):
+        raise ConfigError(f"directory must be a path, where checkpoints are, not {directory!r:.200}")
 
 
 def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
@@ -222,7 +231,10 @@ def _save(
     digest = b""
     try:
         if not unfinished.is_dir():
-            problem = f"{unfinished} was made by rank 0 but does not exist here; all machines must share the directory"
+            problem = (
+                f"{unfinished} was made by rank 0 but does not exist here; all ranks must give the same step, and one "
+                f"directory, which all machines must share"
+            )
         else:
             digest = _write(unfinished / _part(comm.rank), state)
     except Exception as error:  # of any kind: the other ranks wait for this one's answer
@@ -290,7 +302,7 @@ def _load(directory: Path, comm: Comm) -> Generator[Collective, Tensor, tuple[in
     while True:
         steps = [step for step in _checkpoints(directory) if step < below] if comm.rank == 0 else []
         newest = torch.tensor([steps[0] if steps else -1], dtype=torch.int64)
-        below = int((yield Broadcast(comm.to_wire(newest), label="newest checkpoint")))
+        below = int((yield Broadcast(comm.to_wire(newest), label="checkpoint.load, which all ranks call")))
         if below < 0:
             if tried:
                 raise CheckpointError(f"no checkpoint in {directory} can be used: {tried[0]}")
@@ -400,7 +412,9 @@ def _part(rank: int) -> str:
 
 def _agree(comm: Comm, problem: str, what: str) -> Generator[Collective, Tensor, None]:
     """Raise CheckpointError on every rank if any rank has a problem; a rank that has one says what it is."""
-    ranks = yield AllGather(comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint problems")
+    ranks = yield AllGather(
+        comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint.save, which all ranks call"
+    )
     affected = ranks.flatten().nonzero().flatten().tolist()
     if problem:
         raise CheckpointError(f"rank {comm.rank}: {what}: {problem}")
@@ -414,6 +428,15 @@ def _write(path: Path, state: dict[str, Any]) -> bytes:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # which reads no tensors
+    except Exception as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"the state holds {named[1] if named else 'something'}, which could not be loaded again: it may hold "
+            f"tensors, numbers, text, and lists or dicts of them. Give state_dict()s in place of objects, such as "
+            f"model.state_dict()"
+        ) from error
     return _sha256(path)
 
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
 
-__all__ = ["check_flag", "check_fraction", "check_period", "check_positive", "check_whole"]
+__all__ = [
+    "check_flag",
+    "check_fraction",
+    "check_period",
+    "check_positive",
+    "check_settings",
+    "check_whole",
+]
 
 
 def check_whole(value: Any, name: str, least: int) -> int:
@@ -51,3 +62,46 @@ def check_fraction(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
     return float(value)
+
+
+def check_settings(of: Any) -> None:
+    """The fields of a dataclass are what their annotations say, where these are numbers, words, flags or classes.
+
+    Raises ConfigError for others.
+    """
+    for name, kinds in _kinds_of_fields(of.__class__).items():
+        value = getattr(of, name)
+        if not any(_is(value, kind) for kind in kinds):
+            raise ConfigError(f"{name} must be {' or '.join(map(_in_words, kinds))}, not {value!r}")
+
+
+@functools.cache
+def _kinds_of_fields(kind: Any) -> dict[str, tuple[Any, ...]]:
+    """What each field may be. Nothing is known of annotations with names that exist for type checkers alone."""
+    try:
+        hints = get_type_hints(kind)
+    except NameError:
+        return {}
+    named = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    unions = (Union, UnionType)
+    return {name: get_args(hint) if get_origin(hint) in unions else (hint,) for name, hint in named.items()}
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(word) and value == word for word in get_args(kind))
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool) and value == value  # not NaN
+    if get_origin(kind) is Callable:
+        return callable(value)
+    return not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        *first, last = (f'"{word}"' for word in get_args(kind))
+        return f"{', '.join(first)} or {last}" if first else last
+    if get_origin(kind) is Callable:
+        return "a function"
+    words = {NoneType: "None", bool: "True or False", int: "a whole number", float: "a number"}
+    return words.get(kind) or f"a {kind.__module__.partition('.')[0]}.{kind.__qualname__}"

@@ -96,6 +96,8 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
     method; CheckpointError, at `sync`, for commits of other values.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"dgcopt.elastic.State needs the model, not {model!r:.200}")
     member: Any = getattr(optimizer, "averaging", optimizer)
     if not hasattr(member, "rejoin"):
         raise ConfigError(

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .averaging import AsyncAverage, Rounds
+from .checks import check_flag
 from .compressors import Adasum
 from .errors import ConfigError
 from .exchange.runner import serve
@@ -58,8 +59,12 @@ def join(
     `step(closure)` is refused once a rank has run out of data. After an exception in the loop nobody is served: the
     others end at their deadline.
     """
+    if not members:
+        raise ConfigError("join needs the optimizers that step in the loop: dgcopt.join(optimizer)")
     if divide_by not in ("active", "all"):
         raise ConfigError(f'divide_by must be "active" or "all", not {divide_by!r}')
+    check_flag(enable, "enable")
+    check_flag(throw_on_early_termination, "throw_on_early_termination")
     throws, others = throw_on_early_termination, [member for member in members if _is_torchs(member)]
     serving = [part for member in members if member not in others for part in _part_of(member, throws)]
     if not enable:

@@ -10,11 +10,12 @@ import copy
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..collectives import Exchange
 from ..comm import Comm
+from ..exchange.parameters import check_optimizer
 from .sync import Sync, WeightSync
 from .weights import Weights
 
@@ -56,8 +57,9 @@ class Averaging:
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """The settings; or around an optimizer, if that is the first argument, the optimizer."""
-        if not args or not isinstance(args[0], Optimizer):
+        if not args or not (isinstance(args[0], Optimizer | nn.Module) or hasattr(args[0], "param_groups")):
             return super().__new__(cls)
+        check_optimizer(args[0])
         where = {name: settings.pop(name) for name in ("named_parameters", "comm") if name in settings}
         return cls(*args[1:], **settings).attach(args[0], **where)
 
@@ -72,6 +74,7 @@ class Averaging:
         Raises ConfigError for an optimizer that is averaged already, and for parameters without a name or that cannot
         be averaged; MismatchError if ranks differ in parameters or settings.
         """
+        check_optimizer(optimizer)
         copy.deepcopy(self).rounds(optimizer, named_parameters, comm)
         return optimizer
 

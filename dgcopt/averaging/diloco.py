@@ -82,7 +82,7 @@ class DiLoCo(Averaging):
     ) -> None:
         self.every = check_whole(every, "every", 1)
         self.outer = partial(SGD, lr=0.7, momentum=0.9, nesterov=True) if outer is None else outer
-        self.compression = compression
+        self.compression = None if compression is None else accept(compression)
         self.fragments = check_whole(fragments, "fragments", 1)
         self.delay = check_whole(delay, "delay", 0)
         self.alpha = alpha
@@ -98,7 +98,7 @@ class DiLoCo(Averaging):
             raise ConfigError(f"alpha must be a number from 0 to 1, not {alpha!r}")
         if not callable(self.outer):
             raise ConfigError(f"outer must make an optimizer, such as partial(SGD, lr=0.7), not {outer!r}")
-        for part in compression.parts() if isinstance(compression, Compressor) else ():
+        for part in self.compression.parts() if self.compression is not None else ():
             if not isinstance(part, FrozenAdam):
                 continue
             raise ConfigError(

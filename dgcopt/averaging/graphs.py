@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..checks import check_whole
+from ..checks import check_flag, check_whole
 from ..collectives import Exchange, SendRecv
 from ..errors import ConfigError
 from .weights import Weights
@@ -97,6 +97,9 @@ class Ring(Graph):
     """
 
     directed: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag(self.directed, "directed")
 
     def shares(self, rank: int, size: int, round: int) -> dict[int, float]:
         right, left = (rank + 1) % size, (rank - 1) % size

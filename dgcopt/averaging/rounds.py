@@ -85,7 +85,7 @@ class Rounds:
         self.sync = rule.sync(self)
         self.step = 0
         self.buffers: Buffers | None = None
-        comm = current_comm() if comm is None else comm
+        comm = current_comm(comm)
         if not rule.warmup_steps and comm.size > 1 and getattr(optimizer, "comm", None) is comm:
             raise ConfigError(
                 f"this optimizer averages gradients over all ranks at every step, so there is nothing left for "
@@ -365,7 +365,7 @@ class Rounds:
         state["memory"]["weights"] = self.replica.weights()
         state["saved_by"] = -1  # nobody's sum is to be divided
         comes_along = getattr(self.optimizer, "comm", None) is self.comm
-        self._join_wire(current_comm() if comm is None else comm)
+        self._join_wire(current_comm(comm))
         if comes_along:
             cast(Any, self.optimizer).rejoin(self.comm)
         self.runner.traffic.telemetry = telemetry

@@ -412,8 +412,8 @@ class Comm(ABC):
             problem = f"its first dimension must be divisible by {size}"
         elif isinstance(collective, AllToAll) and (tensor.dim() == 0 or tensor.shape[0] != size):
             problem = f"its first dimension must be {size}, a row for each rank"
-        elif isinstance(collective, Broadcast) and not 0 <= collective.root < size:
-            problem = f"root {collective.root} is not among the {size} ranks of group {collective.group}"
+        elif isinstance(collective, Broadcast) and collective.root not in range(size):
+            problem = f"root {collective.root!r} is not among the {size} ranks of group {collective.group}"
         elif isinstance(collective, SendRecv):
             for peer in (collective.to, collective.source):
                 if peer is not None and not 0 <= peer < size:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..checks import check_whole
+from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather
 from ..errors import ConfigError, MismatchError
 from .base import DEADLINE, Comm
@@ -62,6 +62,8 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
     chosen, reason = (wire, "asked for") if wire is not None else _detect(os.environ)
     if chosen not in WIRES:
         raise ConfigError(f"unknown wire {chosen!r}; the wires are {', '.join(WIRES)}")
+    check_positive(deadline, "deadline")
+    check_flag(checksums, "checksums")
     check_whole(streams, "streams", 1)
     comm = _makers[chosen](deadline)
     check_alike(comm, checksums, streams)
@@ -94,8 +96,19 @@ def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
         )
 
 
-def current_comm() -> Comm:
-    """The comm that `init` made, joining now if it has not been called, and again if the library was restarted."""
+def current_comm(given: Comm | None = None) -> Comm:
+    """The comm that was given; else that of `init`, joining now if it has not been called, and again if the library was
+    restarted.
+
+    Raises ConfigError for what is no comm.
+    """
+    if isinstance(given, Comm):
+        return given
+    if given is not None:
+        raise ConfigError(
+            f"comm must be what dgcopt.init() returns, or be left away, not {given!r:.200}. For some of the ranks: "
+            f"DistributedOptimizer(process_set=[...]), or comm=dgcopt.init().among([...])"
+        )
     _renew()
     return _current if _current is not None else init()
 

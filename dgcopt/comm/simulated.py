@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..checks import check_whole
 from ..collectives import (
     AllGather,
     AllReduce,
@@ -192,7 +193,7 @@ def simulated_world(size: int, nodes: int = 1, checksums: bool = False) -> list[
 
     Raises ConfigError if the ranks do not divide.
     """
-    if size < 1 or nodes < 1 or size % nodes:
+    if check_whole(size, "size", 1) % check_whole(nodes, "nodes", 1):
         raise ConfigError(f"{size} ranks cannot be spread evenly over {nodes} nodes")
     comms = _comms([rank // (size // nodes) for rank in range(size)])
     for comm in comms:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..checks import check_settings
 from ..collectives import AllGather, AllReduce, Collective
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
@@ -68,6 +69,10 @@ class Compressor:
     """
 
     _decided: Source = "auto"
+
+    def __post_init__(self) -> None:
+        """Settings of a subclass that is a dataclass are what their annotations say. Raises ConfigError for others."""
+        check_settings(self)
 
     @property
     def sends(self) -> Literal["gradient", "update"]:

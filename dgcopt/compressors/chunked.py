@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding import SparseCode
 from ..errors import ConfigError
 from ..kernels import BLOCK, Chunks, add_and_select_chunks, select_chunks
 from .base import Source
@@ -64,10 +63,10 @@ class ChunkedTopK(ScheduledRatio, Sparse):
 
     def __post_init__(self) -> None:
         self.check_schedule()
+        super().__post_init__()
         self.decay = check_decay(self.decay)
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1 or self.chunk % BLOCK:
+        if self.chunk < 1 or self.chunk % BLOCK:
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
-        SparseCode(self.indices, self.values)
         check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> ChunkSelection:

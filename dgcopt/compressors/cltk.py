@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import check_fraction
 from ..coding import decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ..collectives import AllReduce, Broadcast
-from ..errors import ConfigError
 from ..flat.gradient import SparseSum
 from ..kernels import add_and_maxima, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
@@ -52,8 +52,8 @@ class CLTK(ScheduledRatio, Compressor):
 
     def __post_init__(self) -> None:
         self.check_schedule()
-        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 < self.beta <= 1:
-            raise ConfigError(f"beta must be above 0 and at most 1, not {self.beta!r}")
+        super().__post_init__()
+        self.beta = check_fraction(self.beta, "beta")
 
     @property
     def conserves(self) -> bool:

@@ -54,7 +54,8 @@ class CSC(ScheduledRatio, Compressor):
 
     def __post_init__(self) -> None:
         self.check_schedule()
-        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < BLOCK:
+        super().__post_init__()
+        if self.chunk < BLOCK:
             raise ConfigError(f"chunk must be at least {BLOCK} elements, not {self.chunk!r}")
         self._memory = ErrorFeedback()
 

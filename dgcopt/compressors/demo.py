@@ -59,8 +59,8 @@ class DeMo(Compressor):
     sign: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
-        SparseCode(self.indices, self.values)
 
     def attach(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, SGD):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..coding import DENSE_CODES, SparseCode
+from ..coding import SparseCode
 from ..collectives import AllReduce
-from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..kernels import BLOCK, clear_at, gather, subtract_at
 from .base import Compressor, GradientExchange, Source
@@ -103,18 +102,8 @@ class DGC(ScheduledRatio, Compressor):
 
     def __post_init__(self) -> None:
         self.check_schedule()
+        super().__post_init__()
         self._code = SparseCode(self.indices, self.values)
-        if self.vectors not in ("dense", "sparse", *DENSE_CODES):
-            known = ", ".join(("dense", "sparse", *DENSE_CODES))
-            raise ConfigError(f"vectors must be one of {known}, not {self.vectors!r}")
-        if self.granularity not in ("tensor", "bucket"):
-            raise ConfigError(f'granularity must be "tensor" or "bucket", not {self.granularity!r}')
-        if not isinstance(self.momentum_masking, bool):
-            raise ConfigError(f"momentum_masking must be True or False, not {self.momentum_masking!r}")
-        if not isinstance(self.overlap, bool) and self.overlap != "auto":
-            raise ConfigError(f'overlap must be True or False, or "auto", not {self.overlap!r}')
-        if self.residual not in ("full", "bf16"):
-            raise ConfigError(f'residual must be "full" or "bf16", not {self.residual!r}')
         check_reduce(self.reduce, self.keep)
         self._memory: ErrorFeedback = ErrorFeedback()
         self._set_whole_model()

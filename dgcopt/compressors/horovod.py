@@ -47,6 +47,10 @@ class HorovodCompression(Compressor):
 def accept(compression: Any) -> Compressor:
     """A compressor from what the user gave: one of ours, or Horovod's. Raises ConfigError for anything else."""
     if isinstance(compression, Compressor):
+        kind = type(compression)
+        lacks_half = kind.compress is Compressor.compress or kind.decompress is Compressor.decompress
+        if kind.exchange is Compressor.exchange and lacks_half:
+            raise ConfigError(f"{kind.__name__} must define exchange(), or compress() and decompress(): {_REMEDY}")
         return compression
     module, name = getattr(compression, "__module__", ""), getattr(compression, "__name__", "")
     if module == "horovod.torch.compression" and name in ("NoneCompressor", "FP16Compressor"):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from ..checks import check_positive
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..flat.segments import Segment
@@ -274,10 +275,10 @@ class LocalClip:
         given = [name for name in ("max_norm", "value", "fn") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"LocalClip takes one of max_norm, value and fn, not {' and '.join(given) or 'none'}")
-        for name in {"max_norm", "value"}.intersection(given):
-            bound = getattr(self, name)
-            if not bound > 0 or not math.isfinite(bound):
-                raise ConfigError(f"{name} must be a positive number, not {bound!r}")
+        if self.fn is None:
+            check_positive(getattr(self, given[0]), given[0])
+        elif not callable(self.fn):
+            raise ConfigError(f"fn must be a function of a parameter's gradient, not {self.fn!r}")
         if self.max_norm is None:
             self.per = "tensor"
         if self.per not in ("model", "tensor"):

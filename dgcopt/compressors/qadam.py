@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checks import check_flag
 from ..errors import ConfigError
 from .base import Compressor
 from .bytegrad import ByteGrad
@@ -37,7 +38,7 @@ class QAdam(FrozenAdam):
 
     def __init__(self, warmup_steps: int = 100, inner: Compressor | None = None, faithful: bool = False) -> None:
         super().__init__(warmup_steps, ByteGrad() if inner is None else inner)
-        self.faithful = faithful
+        self.faithful = check_flag(faithful, "faithful")
         if faithful and warmup_steps < 2:
             raise ConfigError(
                 "QAdam(faithful=True) loses the last gradient of its warm-up: warmup_steps must be above 1"

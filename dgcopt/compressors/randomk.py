@@ -56,6 +56,7 @@ class RandomK(ScheduledRatio, Compressor):
 
     def __post_init__(self) -> None:
         self.check_schedule()
+        super().__post_init__()
         self.decay = check_decay(self.decay)
         if self.unbiased and self.error_feedback:
             raise ConfigError(

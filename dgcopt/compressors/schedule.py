@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..checks import check_positive, check_whole
 from ..errors import ConfigError
 from .context import Context
 
@@ -49,10 +50,11 @@ class Warmup:
         if not isinstance(self.ratios, Sequence) or isinstance(self.ratios, str):
             raise ConfigError(f"ratios must be densities, one per stage, like (0.25, 0.0625), not {self.ratios!r}")
         self.ratios = tuple(check_ratio(ratio, "a warm-up ratio") for ratio in self.ratios)
-        if self.steps is not None and (isinstance(self.steps, bool) or not isinstance(self.steps, int)):
-            raise ConfigError(f"steps must be a whole number of optimizer steps per stage, not {self.steps!r}")
-        if not (self.steps is None or self.steps >= 1) or not self.epochs > 0:
-            raise ConfigError(f"a warm-up stage must last at least one step: steps={self.steps}, epochs={self.epochs}")
+        check_positive(self.epochs, "a warm-up's epochs")
+        if self.steps is not None:
+            check_whole(self.steps, "a warm-up's steps", 1)
+        if self.steps_per_epoch is not None:
+            check_whole(self.steps_per_epoch, "steps_per_epoch", 1)
 
     def stage_steps(self) -> int:
         """Optimizer steps that each stage lasts."""
@@ -90,6 +92,7 @@ class ScheduledRatio:
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """See `Compressor.set_steps_per_epoch`."""
+        check_whole(steps, "steps_per_epoch", 1)
         if self.warmup is not None:
             self.warmup.steps_per_epoch = steps
 

@@ -64,7 +64,8 @@ class Signum(SignSGD):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 0 <= self.beta < 1:
+        super().__post_init__()
+        if not 0 <= self.beta < 1:
             raise ConfigError(f"beta must be at least 0 and below 1, not {self.beta!r}")
 
     def attach(self, optimizer: Optimizer) -> None:

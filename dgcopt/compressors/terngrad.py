@@ -40,6 +40,7 @@ class TernGrad(Encoded):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ConfigError(f"clip must be a positive number of standard deviations, or None, not {self.clip!r}")
 

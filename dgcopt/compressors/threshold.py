@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..coding import SparseCode
+from ..checks import check_positive
 from ..collectives import AllGather
-from ..errors import ConfigError, PayloadError
+from ..errors import PayloadError
 from ..flat.gradient import SparseSum
 from ..kernels import add_and_select_above, select_above, subtract_at
 from .base import GradientExchange, Source
@@ -56,10 +55,9 @@ class Threshold(Sparse):
     source: Source = "auto"
 
     def __post_init__(self) -> None:
-        if not self.threshold > 0 or not math.isfinite(self.threshold):
-            raise ConfigError(f"threshold must be a positive number, not {self.threshold!r}")
+        super().__post_init__()
+        self.threshold = check_positive(self.threshold, "threshold")
         self.at_most, self.decay = check_ratio(self.at_most, "at_most"), check_decay(self.decay)
-        SparseCode(self.indices, self.values)
 
     def most(self, ctx: Context) -> int:
         """How many coordinates of this bucket a step may send."""

@@ -7,7 +7,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..coding import SparseCode
 from ..kernels import add_and_maxima, block_maxima, gather
 from .base import Source
 from .context import Context
@@ -58,8 +57,8 @@ class TopK(ScheduledRatio, Sparse):
 
     def __post_init__(self) -> None:
         self.check_schedule()
+        super().__post_init__()
         self.decay = check_decay(self.decay)
-        SparseCode(self.indices, self.values)
         check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> Selection:

@@ -15,6 +15,8 @@ from ..checkpoint import STATE_KEY, unmarked
 from ..collectives import Broadcast, Collective
 from ..comm import Comm, current_comm
 from ..errors import ConfigError
+from .agreement import compare
+from .parameters import check_optimizer, named_tensors
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -27,11 +29,13 @@ def broadcast_parameters(
     """Overwrite tensors in place with rank `root_rank`'s, typically `model.state_dict()` before training.
 
     `params` maps names to tensors, or lists pairs; values that are no tensors are passed over. All ranks must give the
-    same names and shapes in the same order. Raises CommError if they do not come, or differ.
+    same names, shapes and dtypes in the same order. Raises MismatchError, on every rank, if they differ, CommError if
+    some do not come, and ConfigError for what is neither.
     """
-    comm = current_comm() if comm is None else comm
-    pairs = params.items() if isinstance(params, Mapping) else params
-    tensors = [(name, value.detach()) for name, value in pairs if isinstance(value, Tensor)]
+    comm = current_comm(comm)
+    tensors = named_tensors(params)
+    lines = [f"{name}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors]
+    comm.drive(compare([f"root rank: {root_rank}", *lines], comm.rank, "parameters to broadcast"))
     started = [
         comm.start(Broadcast(comm.to_wire(tensor.clone()), root=root_rank, label=f"parameter {name}"))
         for name, tensor in tensors
@@ -47,7 +51,7 @@ def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -
     copy, on the root too, with its tensors on the CPU. Subclasses arrive as what they are subclasses of. Nothing is
     pickled, so no message can run code. Raises ConfigError, on every rank, for anything else.
     """
-    comm = current_comm() if comm is None else comm
+    comm = current_comm(comm)
     return comm.drive(_sent(value, root_rank, comm, "object"))
 
 
@@ -59,7 +63,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Co
     other steps and starts from zero, which the log says. Raises ConfigError, on every rank, for state that
     `broadcast_object` cannot send.
     """
-    comm = current_comm() if comm is None else comm
+    check_optimizer(optimizer)
+    comm = current_comm(comm)
     if comm.size == 1:
         return
     state = optimizer.state_dict()

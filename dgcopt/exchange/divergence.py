@@ -13,6 +13,8 @@ from torch import Tensor
 from ..collectives import AllGather, Broadcast, Collective, bytes_of
 from ..comm import Comm, current_comm
 from ..errors import ConfigError, DivergenceError
+from .agreement import compare
+from .parameters import named_tensors
 
 __all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "digest", "replicas"]
 
@@ -30,12 +32,13 @@ def check_replicas(
 
     `params` maps names to tensors, typically `model.state_dict()`, or lists pairs. Raises DivergenceError on every
     rank, naming the first tensor that differs and the ranks that do not agree with rank 0; with "resync" everyone
-    takes rank 0's instead of the tensors that differ, and the error is a warning in the log.
+    takes rank 0's instead of the tensors that differ, and the error is a warning in the log. Raises MismatchError if
+    ranks give other names, ConfigError for what is neither.
     """
-    comm = current_comm() if comm is None else comm
-    pairs = params.items() if isinstance(params, Mapping) else params
-    tensors = {name: [value.detach()] for name, value in pairs if isinstance(value, Tensor)}
-    comm.drive(replicas(tensors, comm, None, on_divergence))
+    comm = current_comm(comm)
+    tensors = named_tensors(params)
+    comm.drive(compare([name for name, _ in tensors], comm.rank, "names of tensors"))
+    comm.drive(replicas({name: [tensor] for name, tensor in tensors}, comm, None, on_divergence))
 
 
 def check_on_divergence(on_divergence: Any) -> None:

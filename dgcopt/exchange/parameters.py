@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "describe_groups",
     "given_names",
     "inner_optimizer",
+    "named_tensors",
     "number",
     "split",
     "take_over_settings",
@@ -74,7 +75,7 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
         return None
     is_pairs = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, nn.Module | type)
     given = list(named_parameters) if is_pairs else []
-    if not is_pairs or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
+    if not is_pairs or not all(_is_named(pair) and isinstance(pair[1], Tensor) for pair in given):
         raise ConfigError(
             f"named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             f"model.named_parameters(), not {_in_short(named_parameters)}. It is the second argument of "
@@ -89,6 +90,26 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
             f"the names when you chain the parameters of several modules."
         )
     return {param: name for name, param in given}
+
+
+def named_tensors(given: Any) -> list[tuple[str, Tensor]]:
+    """What a `state_dict()`, or pairs of a name and a value, hold of tensors; other values are passed over.
+
+    Raises ConfigError for anything else, and where there are values but no tensor among them.
+    """
+    is_pairs = isinstance(given, Iterable) and not isinstance(given, nn.Module | type)
+    pairs = list(given.items() if isinstance(given, Mapping) else given) if is_pairs else []
+    tensors = [(pair[0], pair[1].detach()) for pair in pairs if _is_named(pair) and isinstance(pair[1], Tensor)]
+    if not is_pairs or not all(map(_is_named, pairs)) or (pairs and not tensors):
+        raise ConfigError(
+            f"model.state_dict(), or pairs of names and tensors such as model.named_parameters(), are needed, and not "
+            f"{_in_short(given)}{' without any tensor in it' if pairs and all(map(_is_named, pairs)) else ''}"
+        )
+    return tensors
+
+
+def _is_named(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
 
 
 def _in_short(given: Any) -> str:

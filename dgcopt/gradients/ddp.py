@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from ..comm import Comm
+from ..comm import Comm, current_comm
 from ..errors import ConfigError
 from ..exchange.parameters import given_names
 from .hook_state import HookState
@@ -64,8 +64,10 @@ def ddp_hook(
     parameters; what the wire raises, such as TimeoutExceeded, naming rank and bucket; ConfigError if a restored state
     does not belong to this rank or model.
     """
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise ConfigError(f"scaler must be the loop's torch.amp.GradScaler, not {scaler!r:.200}")
     state = compressor if isinstance(compressor, HookState) else HookState(compressor)
-    state.use(given_names(named_parameters), comm, scaler)
+    state.use(given_names(named_parameters), None if comm is None else current_comm(comm), scaler)
     if optimizer is not None:
         state.attach(optimizer)
     return state, exchange_bucket

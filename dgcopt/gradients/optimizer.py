@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..checkpoint import STATE_KEY, kept_by, own_part, put_mark, take_mark, unmarked
-from ..checks import check_positive, check_whole
+from ..checks import check_flag, check_positive, check_whole
 from ..comm import Comm, broadcasting_root, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
 from ..compressors.own_step import check_steps_alone
@@ -107,14 +107,14 @@ def DistributedOptimizer(
         check_passes(backward_passes_per_step),
         check_predivide(gradient_predivide_factor, op),
         check_groups(names, groups, num_groups),
-        bool(sparse_as_dense),
+        check_flag(sparse_as_dense, "sparse_as_dense"),
         None if bucket_mb is None else check_positive(bucket_mb, "bucket_mb"),
         None if first_bucket_mb is None else check_positive(first_bucket_mb, "first_bucket_mb"),
         check_whole(check_replicas_every, "check_replicas_every", 0),
         on_divergence,
     )
 
-    comm = current_comm() if comm is None else comm
+    comm = current_comm(comm)
     if process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
         comm = comm.among(process_set)
     averaging = getattr(optimizer, "averaging", None)
@@ -226,7 +226,7 @@ class Distributed(Stepping):
         Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
         """
         before, self.engine = self.engine, None
-        self._join(current_comm() if comm is None else comm)
+        self._join(current_comm(comm))
         if before is not None:
             self._restore(before.state())
             if self.engine is not None:

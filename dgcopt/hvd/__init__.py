@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ..comm import horovod_torch
@@ -177,9 +178,10 @@ def __getattr__(name: str) -> Any:
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0) -> None:
     """Overwrite tensors with rank `root_rank`'s: a `state_dict()`, `named_parameters()` or a list of parameters."""
-    listed = params.items() if isinstance(params, Mapping) else enumerate(params)
-    pairs = [value if isinstance(value, tuple) else (str(name), value) for name, value in listed]
-    start_alike.broadcast_parameters(pairs, root_rank, comm_of(global_process_set))
+    given: Any = params
+    if isinstance(params, Iterable) and not isinstance(params, Mapping | str | nn.Module):
+        given = [value if isinstance(value, tuple) else (str(place), value) for place, value in enumerate(params)]
+    start_alike.broadcast_parameters(given, root_rank, comm_of(global_process_set))
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, model: Any = None) -> None:

@@ -118,7 +118,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Tensor) -> Any:
         ctx.back = back
-        return there(*[tensor.detach() for tensor in tensors])
+        return there(*[t.detach() if isinstance(t, Tensor) else t for t in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -153,12 +153,21 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     return tensor * factor if tensor.is_floating_point() else (tensor.double() * factor).to(tensor.dtype)
 
 
+def _own(tensor: Any, label: str) -> Tensor:
+    """What a collective is given, without its graph. Raises ConfigError for what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(
+            f"{label.split()[0]} takes a tensor, not {tensor!r:.200}: torch.tensor(...) makes one of numbers"
+        )
+    return tensor.detach()
+
+
 def _half(tensor: Tensor, compression: Any) -> Tensor:
     """The tensor as `hvd.Compression` sends it."""
     compressor = accept(compression)
     if not isinstance(compressor, NoCompression | FP16 | BF16):
         raise ConfigError("this takes hvd.Compression.none, fp16 or bf16; other compressors are for gradients")
-    if isinstance(compressor, NoCompression) or not tensor.is_floating_point():
+    if isinstance(compressor, NoCompression) or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return tensor
     return tensor.to(torch.float16 if isinstance(compressor, FP16) else torch.bfloat16)
 
@@ -174,7 +183,7 @@ def allreduce_async(
 ) -> Handle:
     """Start `allreduce`; all ranks must start what they start in the same order."""
     comm, chosen, label = comm_of(process_set), _operation(op, average), _label("allreduce", name, process_set)
-    message = _scaled(tensor.detach().clone(), prescale_factor)
+    message = _scaled(_own(tensor, label).clone(), prescale_factor)
 
     def finish(result: Tensor) -> Tensor:
         return _scaled(result, postscale_factor).to(tensor.device)
@@ -332,7 +341,7 @@ def reducescatter_async(
     comm, label = comm_of(process_set), _label("reducescatter", name, process_set)
     if op not in (Average, Sum):
         raise ConfigError(f"op must be hvd.Average or hvd.Sum here, not {op!r}")
-    if tensor.dim() == 0:
+    if _own(tensor, label).dim() == 0:
         raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
     lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
     rows = _scaled(tensor.detach(), prescale_factor)
@@ -415,7 +424,7 @@ def _alike(comm: Comm, numbers: Sequence[int], rows: Tensor, label: str) -> Tens
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Start `allgather`, once all ranks have told how much they have, in the same order everywhere."""
     comm, label = comm_of(process_set), _label("allgather", name, process_set)
-    rows = torch.atleast_1d(tensor.detach())
+    rows = torch.atleast_1d(_own(tensor, label))
     lengths = _alike(comm, [len(rows)], rows, label).flatten().tolist()
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     if padded.numel() == 0:
@@ -435,9 +444,9 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     The gradient of the result is averaged, and each rank gets that of its rows. Raises MismatchError if they differ
     in dtype or in other dimensions.
     """
-    mine = torch.atleast_1d(tensor)
 
     def back(grad: Tensor) -> Tensor:
+        mine = torch.atleast_1d(tensor)
         lengths = allgather(torch.tensor([len(mine)]), process_set=process_set).tolist()
         place = process_set.ranks.index(comm_of(global_process_set).rank)
         average = allreduce(grad, op=Average, process_set=process_set)
@@ -465,7 +474,8 @@ def broadcast_async(
 ) -> Handle:
     """Start `broadcast`; all ranks must start what they start in the same order."""
     comm, root = comm_of(process_set), process_set.place_of(root_rank)
-    message = Broadcast(tensor.detach().clone(), root=root, label=_label("broadcast", name, process_set))
+    label = _label("broadcast", name, process_set)
+    message = Broadcast(_own(tensor, label).clone(), root=root, label=label)
     return _start(comm, message, lambda result: result.to(tensor.device))
 
 
@@ -508,7 +518,7 @@ def alltoall_async(
 ) -> Handle:
     """Start `alltoall`, once all ranks have told how much they send; the result is always the pair."""
     comm, label = comm_of(process_set), _label("alltoall", name, process_set)
-    rows = torch.atleast_1d(tensor.detach())
+    rows = torch.atleast_1d(_own(tensor, label))
     even = [len(rows) // comm.size] * comm.size
     counts = even if splits is None else [int(count) for count in splits]
     fits = len(counts) == comm.size and min(counts) >= 0 and sum(counts) == len(rows)

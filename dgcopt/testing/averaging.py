@@ -52,6 +52,8 @@ def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Seque
     Returns the report; raises ConformanceError with it as the message if anything is wrong, and ConfigError for an
     algorithm that exchanges too seldom, or in a thread.
     """
+    if not isinstance(rule, Averaging):
+        raise ConfigError(f"an algorithm with its settings is needed, such as LocalSGD(every=2), not {rule!r:.200}")
     if isinstance(rule, AsyncAverage):
         raise ConfigError("AsyncAverage exchanges in a thread, which simulated ranks do not have")
     if not any(rule.due(step) for step in range(1, WITHIN + 1)):

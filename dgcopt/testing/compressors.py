@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from ..collectives import Collective, watched
 from ..comm import simulate, simulated_world
-from ..compressors import Compressor, Context, GradientExchange
+from ..compressors import Compressor, Context, GradientExchange, accept
 from ..exchange.flights import context_of
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, SparseSum
@@ -58,8 +58,10 @@ def check_compressor(
         sizes: numbers of ranks.
         device: where parameters, gradients and memory lie.
 
-    Returns the report; raises ConformanceError with it as the message if anything is wrong.
+    Returns the report; raises ConformanceError with it as the message if anything is wrong, and ConfigError for what is
+    no compressor.
     """
+    compressor = accept(compressor)
     make, where = optimizer or functools.partial(SGD, lr=0.1), torch.device(device)
     return checked(repr(compressor), _CHECKS, [(size, _Case(compressor, make, size, where)) for size in sizes])
 

@@ -26,7 +26,7 @@ def test_a_ratio_is_a_density(ratio):
 
 
 def test_other_compressor_settings():
-    with pytest.raises(ConfigError, match="fp64, fp32, fp16, bf16"):
+    with pytest.raises(ConfigError, match='"fp64", "fp32", "fp16", "bf16"'):
         dgcopt.DGC(values="int3")
     for bad in (0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="max_norm"):
@@ -39,7 +39,7 @@ def test_other_compressor_settings():
         dgcopt.LocalClip(1.0, value=1.0)
     with pytest.raises(ConfigError, match="model"):
         dgcopt.LocalClip(1.0, per="layer")
-    with pytest.raises(ConfigError, match="at least one step"):
+    with pytest.raises(ConfigError, match="a warm-up's steps must be a whole number of at least 1"):
         dgcopt.Warmup(steps=0)
 
     for setting in ("granularity", "residual", "vectors"):
@@ -256,13 +256,9 @@ def test_a_compressor_that_returns_the_wrong_thing():
             yield from ()
             return grad[:3]
 
-    class Neither(Compressor):
-        pass
-
     for compressor, error, words in (
         (Nothing(), ConfigError, "NoneType"),
         (Short(), ConfigError, r"shape \(3,\)"),
-        (Neither(), NotImplementedError, "compress"),
     ):
         ranks = Ranks(2, lambda p: SGD(p, lr=0.1), compression=compressor)
         ranks.backward()

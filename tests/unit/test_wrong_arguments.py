@@ -1,0 +1,147 @@
+"""Arguments of the wrong kind: each is a ConfigError where it is given, and none is taken for something else."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dgcopt
+import dgcopt.hvd as hvd
+from dgcopt import ConfigError, elastic
+from dgcopt.__main__ import algorithms, library
+from dgcopt.averaging import Exponential, Ring
+from dgcopt.testing import check_averaging, check_compressor
+
+KINDS = [*library(), *algorithms(), dgcopt.Warmup, Exponential, Ring]
+SETTINGS = [(kind, name) for kind in KINDS for name in list(inspect.signature(kind.__init__).parameters)[1:]]
+SETTINGS += [(dgcopt.LocalClip, name) for name in ("max_norm", "value", "fn")]
+
+
+@pytest.mark.parametrize(("kind", "setting"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
+def test_of_no_setting_anything_goes(kind: Any, setting: str) -> None:
+    for wrong in ("1%", [object()], {1: 1}, math.nan, -0.5, torch.zeros(2)):
+        with pytest.raises(ConfigError):
+            kind(**{setting: wrong})
+
+
+def test_a_dataclass_of_ones_own_is_checked_by_its_annotations() -> None:
+    from dataclasses import dataclass
+
+    @dataclass(eq=False)
+    class Mine(dgcopt.NoCompression):
+        decay: float = 1
+        every: int | None = None
+        clip: dgcopt.LocalClip | None = None
+        unknown: NotDefinedAnywhere = 3  # type: ignore[name-defined]  # noqa: F821
+
+    Mine(decay="0.5")  # of annotations that cannot be resolved nothing is known
+    del Mine.__annotations__["unknown"]
+
+    @dataclass(eq=False)
+    class Others(dgcopt.NoCompression):
+        decay: float = 1
+        every: int | None = None
+        clip: dgcopt.LocalClip | None = None
+
+    Others(2, 3, dgcopt.LocalClip(1.0))
+    for settings, words in (
+        ({"decay": "0.5"}, "decay must be a number, not '0.5'"),
+        ({"every": 1.5}, "every must be a whole number or None, not 1.5"),
+        ({"clip": 1.0}, "clip must be a dgcopt.LocalClip or None, not 1.0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Others(**settings)
+
+
+class Net(nn.Module):
+    """Its parameters unpack into two, as pairs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+
+NET = Net()
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "broadcast a model": (lambda: dgcopt.broadcast_parameters(NET), r"model\.state_dict\(\)"),
+    "broadcast parameters": (lambda: dgcopt.broadcast_parameters(NET.parameters()), "pairs of names and tensors"),
+    "broadcast a list": (lambda: dgcopt.broadcast_parameters([*NET.parameters()]), "pairs of names and tensors"),
+    "broadcast an optimizer's state": (
+        lambda: dgcopt.broadcast_parameters(torch.optim.SGD(NET.parameters()).state_dict()),
+        "without any tensor",
+    ),
+    "hvd: broadcast a model": (lambda: hvd.broadcast_parameters(nn.Sequential(NET)), r"model\.state_dict\(\)"),
+    "compare a model": (lambda: dgcopt.check_replicas(NET), r"model\.state_dict\(\)"),
+    "broadcast a model's state as an optimizer's": (lambda: dgcopt.broadcast_optimizer_state(NET), "no torch.optim"),
+    "hvd: reduce a number": (lambda: hvd.allreduce(0.5), "hvd.allreduce takes a tensor, not 0.5"),
+    "hvd: gather a number": (lambda: hvd.allgather(0.5), "hvd.allgather takes a tensor, not 0.5"),
+    "save, step": (lambda: dgcopt.checkpoint.save("x", {}, "1"), "step must be a whole number"),
+    "save, keep": (lambda: dgcopt.checkpoint.save("x", {}, 1, keep=0), "keep must be a whole number"),
+    "save, state first": (lambda: dgcopt.checkpoint.save({}, "x", 1), "directory must be a path"),
+    "save, a model": (lambda: dgcopt.checkpoint.save("x", NET, 1), "state must be a dict"),
+    "load nowhere": (lambda: dgcopt.checkpoint.load(None), "directory must be a path"),
+    "a world of no number": (lambda: dgcopt.simulated_world("2"), "size must be a whole number"),
+    "check a class": (lambda: check_compressor(dgcopt.DGC), r"must be an instance: DGC\(\)"),
+    "check what is unfinished": (lambda: check_compressor(dgcopt.Compressor()), r"must define exchange\(\)"),
+    "check an averaging class": (lambda: check_averaging(dgcopt.LocalSGD), r"with its settings"),
+    "average a model": (lambda: dgcopt.SlowMo(NET, every=3), "Net is no torch.optim.Optimizer"),
+    "attach to a model": (lambda: dgcopt.LocalSGD().attach(NET), "Net is no torch.optim.Optimizer"),
+    "join nobody": (lambda: dgcopt.join().__enter__(), "join needs the optimizers"),
+    "join, a word for a flag": (lambda: dgcopt.join(wrapped(), enable="no").__enter__(), "enable must be True or"),
+    "hook, no scaler": (lambda: dgcopt.ddp_hook(scaler=True), "scaler must be the loop's"),
+    "elastic, no model": (lambda: elastic.State("x", model=None, optimizer=wrapped()), "needs the model"),
+    "init, deadline": (lambda: dgcopt.init(deadline="10"), "deadline must be a positive number"),
+    "init, checksums": (lambda: dgcopt.init(checksums="no"), "checksums must be True or False"),
+    "wire by name": (lambda: wrapped(comm="torch"), r"comm must be what dgcopt\.init\(\) returns"),
+    "ranks as a wire": (lambda: wrapped(comm=[0, 1]), r"process_set=\[\.\.\.\]"),
+    "averaging, wire by name": (lambda: dgcopt.LocalSGD(sgd(), comm="torch"), "comm must be what"),
+    "hook, wire by name": (lambda: dgcopt.ddp_hook(comm="torch"), "comm must be what"),
+    "names of no parameters": (lambda: wrapped(named_parameters=[("a", 1)]), r"tuples \(name, parameter\)"),
+    "names that are numbers": (lambda: wrapped(named_parameters=enumerate(NET.parameters())), "tuples"),
+    "a word for a flag": (lambda: wrapped(sparse_as_dense="no"), "sparse_as_dense must be True or False"),
+    "an unfinished compressor": (lambda: wrapped(compression=dgcopt.Compressor()), r"must define exchange\(\)"),
+    "epochs of no length": (lambda: dgcopt.DGC(warmup=dgcopt.Warmup()).set_steps_per_epoch(0), "steps_per_epoch must"),
+}
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(Net().parameters(), lr=0.1)
+
+
+def wrapped(**settings: Any) -> Any:
+    return dgcopt.DistributedOptimizer(sgd(), **{"comm": dgcopt.simulated_world(2)[0], **settings})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_function_cannot_take(name: str) -> None:
+    call, words = CALLS[name]
+    try:
+        if name.startswith("hvd"):
+            hvd.init()
+        with pytest.raises(ConfigError, match=words):
+            call()
+    finally:
+        hvd.shutdown()
+        dgcopt.shutdown()
+
+
+@pytest.mark.parametrize("root", ["0", None, 5, -1])
+def test_a_root_that_does_not_exist(root: Any) -> None:
+    comm = dgcopt.simulated_world(2)[0]
+    with pytest.raises(dgcopt.CommError, match="is not among the 2 ranks"):
+        dgcopt.broadcast_object(1, root, comm=comm)
+
+
+@pytest.mark.parametrize("wrong", [NET, torch.optim.SGD])
+def test_a_checkpoint_that_could_not_be_loaded_is_not_written(wrong: Any, tmp_path: Any) -> None:
+    dgcopt.checkpoint.save(tmp_path, {"step": 1}, 1)
+    with pytest.raises(dgcopt.CheckpointError, match=r"holds \S+\.(Net|SGD), which could not be loaded.*state_dict"):
+        dgcopt.checkpoint.save(tmp_path, {"model": wrong}, 2)
+    assert dgcopt.checkpoint.load(tmp_path) == (1, {"step": 1})
+    dgcopt.shutdown()

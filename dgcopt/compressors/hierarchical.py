@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective, watched
 from ..errors import ConfigError
+from ..flat.store import is_unsent
 from .base import Compressor, GradientExchange
 from .context import Context
 from .wrapper import Wrapper
 
 __all__ = ["Hierarchical"]
+
+RANKS = "ranks per machine"
+"""By parameter name, in what all ranks share: for how many gradients what machines hold back of it counts."""
 
 
 class Hierarchical(Wrapper):
@@ -50,10 +55,14 @@ class Hierarchical(Wrapper):
         return f"machines' {self.inner.holds_back(kind)}"
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        ranks = ctx.size / ctx.nodes
+        if RANKS not in ctx.scratch:
+            ctx.scratch[RANKS] = ranks
+            _count_for(ranks, ctx)
         if ctx.local_rank > 0:
-            ctx.add_unsent(grad, weight=ctx.local_size)  # as the first rank would have added it to its machine's mean
+            ctx.add_unsent(grad, weight=ranks)
         else:
-            ctx.add_unsent(grad, ctx.idle, ctx.local_size - 1)  # the same, of which the gradient has one part already
+            ctx.add_unsent(grad, ctx.idle, ranks - 1)  # the gradient has it once already
         mean = yield AllReduce(grad, op="average", group="node")
         if ctx.local_rank == 0:
             mean *= ctx.local_size * ctx.nodes / ctx.size  # machines with more ranks weigh more
@@ -64,6 +73,16 @@ class Hierarchical(Wrapper):
 
     def payload_bytes(self, ctx: Context) -> int | None:
         return None  # first ranks send more than others
+
+
+def _count_for(ranks: float, ctx: Context) -> None:
+    """Let what was held back between other machines, of other numbers of ranks, count for what it did there."""
+    known = ctx.shared.setdefault(RANKS, {})
+    for segment in ctx.segments:
+        before = float(known.get(segment.name, ranks))
+        for kind in filter(is_unsent, ctx.memory) if before != ranks else ():
+            segment.view(ctx.memory[kind]).mul_(before / ranks)
+        known[segment.name] = torch.tensor(ranks, dtype=torch.float64)
 
 
 def send_across(collective: Collective) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import dgcopt
 from dgcopt.checkpoint import reshare
+from dgcopt.comm.simulated import _comms
 from dgcopt.compressors import Compressor, Threshold
 from dgcopt.compressors.onebit_adam import OneBitReduce
 
@@ -72,11 +73,11 @@ class Ranks:
         states: list[Any] | None = None,
         size: int = 2,
         op: str = "sum",
-        nodes: int = 1,
+        machines: Sequence[int] | None = None,
         make: Callable[[Any], Optimizer] = lambda params: SGD(params, lr=1.0),
     ) -> None:
         self.params, self.optimizers = [], []
-        for rank, comm in enumerate(dgcopt.simulated_world(size, nodes)):
+        for rank, comm in enumerate(_comms(machines or [0] * size)):
             params = {n: torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for n, s in SHAPES.items()}
             optimizer: Any = dgcopt.DistributedOptimizer(
                 make(params.values()), params.items(), copy.deepcopy(compressor), comm=comm, op=op, bucket_mb=0.008
@@ -174,14 +175,53 @@ def kept_by(name: str) -> set[tuple[str, str]]:
 def test_what_machines_hold_back_counts_for_as_much_afterwards(inner: Any) -> None:
     """A residual between machines is of their mean, to which a rank's gradient adds its part only."""
     given = nothing()
-    ranks = Ranks(dgcopt.Hierarchical(dgcopt.TopK(0.05)), None, 4, "average", 2)
+    ranks = Ranks(dgcopt.Hierarchical(dgcopt.TopK(0.05)), None, 4, "average", [0, 0, 1, 1])
     for seed in range(3):
         ranks.step(given, seed)
-    ranks = Ranks(dgcopt.Hierarchical(inner), ranks.states(), 4, "average", 2)
+    ranks = Ranks(dgcopt.Hierarchical(inner), ranks.states(), 4, "average", [0, 0, 1, 1])
     for unused in ("", "a.bias", "", ""):
         ranks.step(given, 3, unused=unused)
         ranks.assert_nothing_is_lost(given, 1e-4, scale=4, weight=2)
     assert bool(ranks.held()) == isinstance(inner, dgcopt.CSC)
+
+
+BETWEEN_MACHINES = ("TopK, owner", "DGC", "CSC", "PowerSGD", "EFSignSGD", "PerParameter")
+
+
+@pytest.mark.parametrize("name", BETWEEN_MACHINES)
+@pytest.mark.parametrize(
+    ("first", "then", "op"),
+    [
+        ([0, 0, 1, 1], [0, 0, 0, 0], "average"),
+        ([0, 0, 1, 1], [0, 1, 2, 3], "sum"),
+        ([0, 1, 0, 1], [0, 0, 1, 1], "average"),
+        ([0, 0, 0, 1], [0, 1, 1, 1], "average"),
+        ([0, 0, 0, 1], [0, 1, 2, 2], "sum"),
+    ],
+    ids=str,
+)
+def test_what_machines_held_back_counts_for_as_much_on_others(
+    first: list[int], then: list[int], op: str, name: str
+) -> None:
+    """The same ranks on other machines, and back: a machine's mean stands for as many gradients as it has ranks."""
+    given, states, scale = nothing(), None, 4 if op == "average" else 1
+    for seed, machines in enumerate((first, then, first)):
+        ranks = Ranks(dgcopt.Hierarchical(BEFORE[name]), states, 4, op, machines)
+        for event in ("", "void", "a.bias"):
+            ranks.step(given, 10 * seed, void=event == "void", unused=event)
+            if event != "void":
+                ranks.assert_nothing_is_lost(given, 1e-4, scale, weight=4 / len(set(machines)))
+        states = ranks.states()
+
+
+@pytest.mark.parametrize("after", [[0, 0], [0, 1], [0, 0, 0, 1, 1, 2]], ids=str)
+def test_what_machines_held_back_is_all_there_among_other_ranks_on_other_machines(after: list[int]) -> None:
+    given = nothing()
+    ranks = Ranks(dgcopt.Hierarchical(dgcopt.TopK(0.05)), None, 4, "sum", [0, 0, 1, 1])
+    ranks.step(given, 1)
+    ranks = Ranks(dgcopt.Hierarchical(dgcopt.TopK(0.05)), ranks.states(), len(after), "sum", after)
+    ranks.step(given, 2)
+    ranks.assert_nothing_is_lost(given, 1e-4, weight=len(after) / len(set(after)))
 
 
 def test_momentum_is_not_applied_twice_to_what_dgc_held_back() -> None:
@@ -218,13 +258,13 @@ def test_what_would_count_for_something_else_is_dropped_with_a_warning(
     before: Compressor, after: Compressor, make: Any, made_of: str, sent_as: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = make or (lambda params: SGD(params, lr=1.0))
-    ranks = Ranks(before, op="average", nodes=2, make=make)
+    ranks = Ranks(before, op="average", machines=[0, 1], make=make)
     for seed in range(3):
         ranks.step(nothing(), seed)
     for compressor, says in ((before, False), (after, True)):
         caplog.clear()
-        again = Ranks(compressor, ranks.states(), op="average", nodes=2, make=make)
-        fresh = Ranks(compressor, [plain(state) for state in ranks.states()], op="average", nodes=2, make=make)
+        again = Ranks(compressor, ranks.states(), op="average", machines=[0, 1], make=make)
+        fresh = Ranks(compressor, [plain(state) for state in ranks.states()], op="average", machines=[0, 1], make=make)
         for seed in range(3, 6):
             again.step(nothing(), seed)
             fresh.step(nothing(), seed)

@@ -5,7 +5,9 @@ optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parame
 dgcopt.broadcast_parameters(model.state_dict())
 """
 
+import importlib
 import sys
+from typing import Any
 
 from . import averaging, checkpoint
 from .averaging import (
@@ -81,6 +83,14 @@ from .version import __version__
 
 # pickles of a DDP hook's state, written before these modules had their places, look for them here
 sys.modules |= {f"{__name__}.ddp": ddp, f"{__name__}.memory": memory, f"{__name__}.schedule": schedule}
+
+
+def __getattr__(name: str) -> Any:
+    """Modules that are imported only where they are used."""
+    if name in ("data", "elastic", "hvd", "testing"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BF16",

@@ -25,7 +25,7 @@ from . import averaging, compressors, kernels, launcher
 from .averaging import Averaging
 from .collectives import Collective, watched
 from .comm import simulate, simulated_world
-from .compressors import Compressor, Context, Encoded, HorovodCompression, Sparse, Wrapper
+from .compressors import Compressor, Context, Encoded, HorovodCompression, ScheduledRatio, Sparse, Wrapper
 from .errors import ConfigError
 from .flat.buckets import build_buckets
 from .flat.gradient import GradientBucket
@@ -43,7 +43,7 @@ def library() -> list[type[Compressor]]:
     """Every compressor that comes with dgcopt, by name."""
     public = [getattr(compressors, name) for name in compressors.__all__]
     classes = [thing for thing in public if inspect.isclass(thing) and issubclass(thing, Compressor)]
-    to_inherit_from = (Compressor, Encoded, Sparse, Wrapper, HorovodCompression)
+    to_inherit_from = (Compressor, Encoded, ScheduledRatio, Sparse, Wrapper, HorovodCompression)
     return sorted((kind for kind in classes if kind not in to_inherit_from), key=lambda kind: kind.__name__.lower())
 
 
@@ -133,7 +133,7 @@ def show(kinds: Sequence[type], name: str, command: str) -> int:
     if not found:
         print(f"there is no {name!r}: `dgcopt {command}` lists what there is", file=sys.stderr)
         return 2
-    _, *settings = inspect.signature(found[0].__init__).parameters.values()  # type: ignore[misc]
+    _, *settings = inspect.signature(found[0].__init__, eval_str=True).parameters.values()  # type: ignore[misc]
     print(f"dgcopt.{found[0].__name__}{inspect.Signature(settings)}\n\n{inspect.getdoc(found[0])}")
     return 0
 
@@ -157,6 +157,17 @@ def main() -> int:
         except ConfigError as error:
             print(f"dgcopt run: {error}", file=sys.stderr)
             return 2
+    try:
+        status = answer(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    return status
+
+
+def answer(arguments: argparse.Namespace) -> int:
+    """Print what was asked for; the exit status."""
     if arguments.command == "env":
         return show_environment()
     if arguments.name is not None:

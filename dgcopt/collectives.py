@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
+
 __all__ = [
     "AllGather",
     "AllReduce",
@@ -29,6 +31,7 @@ __all__ = [
     "SendRecv",
     "bytes_of",
     "carried",
+    "check_generator",
     "is_joinable",
     "joined",
     "parted",
@@ -67,13 +70,21 @@ class Collective:
     """One collective of one rank: every rank of `group` must yield the same kind with an equal shape and dtype.
 
     `tensor` belongs to the collective until its result is there, and may be overwritten. `label` names it in
-    errors; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave.
+    errors; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave. Raises
+    ConfigError for what is no tensor.
     """
 
     tensor: Tensor
     group: Group = field(default="world", kw_only=True)
     label: str = field(default="", kw_only=True)
     user: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor):
+            raise ConfigError(
+                f"{type(self).__name__} takes one tensor, not {type(self.tensor).__name__}: yield a collective for "
+                f"each of several, or put them into one (torch.cat, tensor.view(torch.uint8))"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -166,17 +177,35 @@ Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
 """An algorithm in flight: yields collectives, is sent their results, returns the tensor it was run for."""
 
 
+def check_generator(exchange: object) -> None:
+    """Raises ConfigError for what is none: `yield from` would go through a tensor element by element."""
+    if not isinstance(exchange, Generator):
+        raise ConfigError(
+            f"exchange() must be a generator, which yields collectives and returns what came of them, and this one has "
+            f"returned {type(exchange).__name__}. One that sends nothing begins with `yield from ()`"
+        )
+
+
 def carried(
     exchange: Generator[Collective, Tensor, Result],
     carry: Callable[[Collective], Generator[Yielded, Tensor, Tensor]],
 ) -> Generator[Yielded, Tensor, Result]:
-    """The same exchange, each collective of which is carried out by `carry`: yields what that yields."""
+    """The same exchange, each collective of which is carried out by `carry`: yields what that yields.
+
+    Raises ConfigError for what is no exchange.
+    """
+    check_generator(exchange)
     result: Tensor | None = None
     while True:
         try:
             collective = exchange.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
             return stop.value
+        if not isinstance(collective, Collective):
+            raise ConfigError(
+                f"exchange() must yield collectives, such as AllReduce(tensor) of dgcopt.collectives, and has yielded "
+                f"{type(collective).__name__}"
+            )
         result = yield from carry(collective)
 
 

@@ -24,6 +24,7 @@ from .qadam import QAdam
 from .qsgd import QSGD
 from .randomk import RandomK
 from .reduction import Owner, Partition
+from .schedule import ScheduledRatio
 from .sign import EFSignSGD, SignSGD, Signum
 from .sparse import Sparse
 from .terngrad import TernGrad
@@ -60,6 +61,7 @@ __all__ = [
     "PowerSGD",
     "QAdam",
     "RandomK",
+    "ScheduledRatio",
     "SignSGD",
     "Signum",
     "Source",

@@ -62,7 +62,6 @@ class ChunkedTopK(ScheduledRatio, Sparse):
     keep: float = 1.0
 
     def __post_init__(self) -> None:
-        self.check_schedule()
         super().__post_init__()
         self.decay = check_decay(self.decay)
         if self.chunk < 1 or self.chunk % BLOCK:

@@ -12,7 +12,7 @@ from ..coding import decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ..collectives import AllReduce, Broadcast
 from ..flat.gradient import SparseSum
 from ..kernels import add_and_maxima, gather, subtract_at
-from .base import Compressor, GradientExchange, Source
+from .base import GradientExchange, Source
 from .context import Context
 from .schedule import ScheduledRatio, Warmup
 from .selection import Selection
@@ -21,7 +21,7 @@ __all__ = ["CLTK"]
 
 
 @dataclass(eq=False)
-class CLTK(ScheduledRatio, Compressor):
+class CLTK(ScheduledRatio):
     """Ranks take turns to choose the indices of all: a broadcast of indices, then an allreduce of the values.
 
         v = e + g;  rank (step mod N) finds the k = ceil(ratio * n) largest of its |v| in each tensor;
@@ -51,7 +51,6 @@ class CLTK(ScheduledRatio, Compressor):
     warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
-        self.check_schedule()
         super().__post_init__()
         self.beta = check_fraction(self.beta, "beta")
 

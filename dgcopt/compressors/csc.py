@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..collectives import AllReduce
 from ..errors import ConfigError
 from ..kernels import BLOCK, add_and_norms
-from .base import Compressor, GradientExchange, Source
+from .base import GradientExchange, Source
 from .context import Context
 from .memory import ErrorFeedback, memory_for
 from .schedule import ScheduledRatio, Warmup
@@ -23,7 +23,7 @@ __all__ = ["CSC"]
 
 
 @dataclass(eq=False)
-class CSC(ScheduledRatio, Compressor):
+class CSC(ScheduledRatio):
     """Whole chunks of the gradient, those of the largest L1 norm over all ranks, by allreduce; the others wait.
 
         v = e + u;  L_c = sum over ranks of |v| in chunk c;  all ranks send the k = ceil(ratio * chunks) chunks of
@@ -53,7 +53,6 @@ class CSC(ScheduledRatio, Compressor):
     warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
-        self.check_schedule()
         super().__post_init__()
         if self.chunk < BLOCK:
             raise ConfigError(f"chunk must be at least {BLOCK} elements, not {self.chunk!r}")

@@ -13,7 +13,7 @@ from ..coding import SparseCode
 from ..collectives import AllReduce
 from ..flat.gradient import LocalGradient
 from ..kernels import BLOCK, clear_at, gather, subtract_at
-from .base import Compressor, GradientExchange, Source
+from .base import GradientExchange, Source
 from .context import Context, at_least_float32
 from .memory import ErrorFeedback, LocalClip, memory_for
 from .reduction import Choice, Reduce, Reduction, check_reduce, reduction
@@ -28,7 +28,7 @@ log = logging.getLogger("dgcopt")
 
 
 @dataclass(eq=False)
-class DGC(ScheduledRatio, Compressor):
+class DGC(ScheduledRatio):
     """Send only the largest accumulated gradients of every tensor; keep the rest for later.
 
     Per step and rank: clip g -> momentum correction u <- m u + g, v <- v + u (with Nesterov v <- v + g + m u) ->
@@ -101,7 +101,6 @@ class DGC(ScheduledRatio, Compressor):
         return cls(**{"ratio": ratio, "warmup": Warmup(), **coded, **settings})
 
     def __post_init__(self) -> None:
-        self.check_schedule()
         super().__post_init__()
         self._code = SparseCode(self.indices, self.values)
         check_reduce(self.reduce, self.keep)

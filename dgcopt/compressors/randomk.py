@@ -11,7 +11,7 @@ from ..collectives import AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
 from ..kernels import draw_from_spans, gather, subtract_at
-from .base import Compressor, GradientExchange, Source
+from .base import GradientExchange, Source
 from .context import Context
 from .schedule import ScheduledRatio, Warmup
 from .selection import count_of
@@ -21,7 +21,7 @@ __all__ = ["RandomK"]
 
 
 @dataclass(eq=False)
-class RandomK(ScheduledRatio, Compressor):
+class RandomK(ScheduledRatio):
     """Coordinates drawn at random, the same on all ranks: no index travels, and an allreduce adds the values up.
 
         v = decay * e + g;  send v at k = ceil(ratio * n) coordinates of each tensor;  e = v, zero where sent
@@ -55,7 +55,6 @@ class RandomK(ScheduledRatio, Compressor):
     warmup: Warmup | None = None
 
     def __post_init__(self) -> None:
-        self.check_schedule()
         super().__post_init__()
         self.decay = check_decay(self.decay)
         if self.unbiased and self.error_feedback:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from ..checks import check_positive, check_whole
 from ..errors import ConfigError
+from .base import Compressor
 from .context import Context
 
 __all__ = ["ScheduledRatio", "Warmup", "check_ratio"]
@@ -75,20 +76,24 @@ class Warmup:
         return self.ratios[stage] if stage < len(self.ratios) else final
 
 
-class ScheduledRatio:
-    """What compressors have in common that send a `ratio` of something, for which a `warmup` may put others first."""
+class ScheduledRatio(Compressor):
+    """What compressors have in common that send a `ratio` of something, for which a `warmup` may put others first.
+
+    A subclass is a dataclass with both settings, and asks for `ratio_at(ctx.step)`. Raises ConfigError for a ratio
+    outside (0, 1], and for what is no warm-up.
+    """
 
     ratio: float
     warmup: Warmup | None
 
-    def check_schedule(self) -> None:
-        """Raises ConfigError for a ratio outside (0, 1], and for what is no warm-up."""
+    def __post_init__(self) -> None:
         self.ratio = check_ratio(self.ratio)
         if self.warmup is not None and not isinstance(self.warmup, Warmup):
             raise ConfigError(
                 f"warmup must be a dgcopt.Warmup, which says which ratios come first and for how long, such as "
                 f"Warmup(epochs=1) or Warmup((0.25, 0.0625), steps=500), not {self.warmup!r}"
             )
+        super().__post_init__()
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """See `Compressor.set_steps_per_epoch`."""

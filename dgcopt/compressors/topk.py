@@ -56,7 +56,6 @@ class TopK(ScheduledRatio, Sparse):
     keep: float = 1.0
 
     def __post_init__(self) -> None:
-        self.check_schedule()
         super().__post_init__()
         self.decay = check_decay(self.decay)
         check_reduce(self.reduce, self.keep)

@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import Collective, Group, carried, is_joinable, joined, parted
+from ..collectives import Collective, Group, carried, check_generator, is_joinable, joined, parted
 from ..comm import Comm, Handle, lowered
 from ..compressors import Compressor, Context, GradientExchange
 from ..errors import CommError, ConfigError
@@ -234,7 +234,9 @@ def exchange_of(bucket: GradientBucket, compressor: Compressor, context: Context
     """
     if context.idle and not bucket.in_place:
         context.add_unsent(bucket.grad, context.idle, context.prescale)
-    result = yield from compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
+    exchange = compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
+    check_generator(exchange)
+    result = yield from exchange
     if isinstance(result, SparseSum) or (isinstance(result, Tensor) and result.shape == (bucket.numel,)):
         return result
     what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__

@@ -25,6 +25,7 @@ __all__ = [
     "inner_optimizer",
     "named_tensors",
     "number",
+    "plain",
     "split",
     "take_over_settings",
     "unique_names",
@@ -209,6 +210,11 @@ def _parts_of(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else [value]
 
 
+def plain(value: Any) -> str:
+    """A setting in words that are the same on all ranks: without addresses in memory."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
+
+
 def describe(
     optimizer: Optimizer,
     names: dict[Tensor, str],
@@ -221,7 +227,7 @@ def describe(
     return [
         f"versions: dgcopt {version}, torch {torch.__version__}",
         f"optimizer: {type(optimizer).__name__}",
-        *(f"{name}: {re.sub(' at 0x[0-9a-f]+', '', str(value))}" for name, value in settings.items()),
+        *(f"{name}: {plain(value)}" for name, value in settings.items()),
         f"number of parameters: {len(names)}",
         *(
             f"parameter {name}: {str(param.dtype).removeprefix('torch.')} {tuple(param.shape)} strides "

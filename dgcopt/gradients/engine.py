@@ -30,7 +30,7 @@ from ..exchange.agreement import compare
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight, claim, context_of, exchange_of
 from ..exchange.link import measure_link
-from ..exchange.parameters import take_over_settings
+from ..exchange.parameters import plain, take_over_settings
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
@@ -126,6 +126,8 @@ class Engine:
         self.layout = Layout()
         self._contexts: dict[GradientBucket, Context] = {}
         self._sparse: set[Tensor] = set()
+        self._rule = ""  # the compressor's settings, as they were at the last step
+        self._warned = False
         self._arrivals = Arrivals()
         self._now = UnderWay()
         self._moved_on = False  # whether another rank has moved this one to the end of its step already
@@ -159,7 +161,9 @@ class Engine:
                 with torch.no_grad():
                     self.runner.progress()  # the end of a `join` that other ranks have left since
             self._moved_on = False
-            self._now.outdated = not self.layout.fits(self._trained(), self._sparse)
+            before, self._rule = self._rule, repr(self.compressor)
+            # of settings that have changed on some ranks only, the vote is to tell before messages differ
+            self._now.outdated = before != self._rule or not self.layout.fits(self._trained(), self._sparse)
         is_last = self._arrivals.arrived(param, announced)
         passes = self._arrivals.passes[param] if announced > 1 else 0
         if passes > announced:
@@ -373,6 +377,14 @@ class Engine:
             if not verdict.used_alike:
                 there = (yield from traffic.through(used_anywhere(there, "gradients that there are"))).tolist()
             used = dict(zip(trained, there, strict=True))
+            if not any(there) and self.attendance.here and not self._warned:
+                self._warned = True
+                log.warning(
+                    "dgcopt: rank %d, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
+                    "nothing. If backward() was called, the model's parameters are not the optimizer's any more: make "
+                    "the optimizer after layers are replaced, or loaded with assign=True",
+                    *(self.comm.rank, self.step, type(self.wrapped.optimizer).__name__),
+                )
         if self.compressor.sends == "update" and self.attendance.here:
             if self.compressor.whole_model:
                 graded = [(param, param.grad) for param in trained if param.grad is not None]
@@ -404,6 +416,9 @@ class Engine:
                 self.early.was_mistaken(self.step)
             now.stale = True
         used = [param.grad is not None for param in trained]
+        prepared = layout.fits(trained, self._sparse)
+        if not prepared:
+            layout.check_sizes(self.names)
         infinite = arrivals.find_infinite(trained, changed) if self.attendance.here else None
         if infinite is not None:
             log.log(
@@ -415,10 +430,10 @@ class Engine:
             active=self.attendance.here,
             finite=infinite is None,
             step=self.step,
-            trained=checksum(self.names[param] for param in trained),
+            trained=checksum([plain(self.compressor), *(self.names[param] for param in trained)]),
             launched=(self.turns.expected or self)._now.launched,
             stale=now.stale,
-            prepared=layout.fits(trained, self._sparse),
+            prepared=prepared,
             complete=all(used),
             final=final,
             here=self.attendance.here,

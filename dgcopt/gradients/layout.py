@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective
+from ..errors import ConfigError
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, Touched
 
@@ -32,14 +33,25 @@ class Layout:
     place: dict[Tensor, tuple[GradientBucket, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._forms = [(param.dtype, param.numel()) for param in self.trained]
         for bucket in self.buckets:
             for place, segment in enumerate(bucket.segments):
                 self.place[segment.param] = (bucket, place)
 
     def fits(self, trained: Sequence[Tensor], sparse: Iterable[Tensor]) -> bool:
-        """Whether it still serves: the same parameters are trained, and no embedding turned out to be sparse."""
+        """Whether it still serves: the same parameters are trained, of the same dtypes, and none turned out sparse."""
         same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
+        same = same and [(param.dtype, param.numel()) for param in trained] == self._forms
         return same and not any(param in self.place for param in sparse)
+
+    def check_sizes(self, names: Mapping[Tensor, str]) -> None:
+        """Raises ConfigError for a parameter that has got another number of elements, as what is kept of it has not."""
+        for param, (_, numel) in zip(self.trained, self._forms, strict=True):
+            if param.numel() != numel:
+                raise ConfigError(
+                    f"parameter {names[param]!r} had {numel} elements when gradients were last exchanged, and has "
+                    f"{param.numel()}: make the optimizer anew for parameters of another size"
+                )
 
     def release(self, param: Tensor) -> None:
         """See `GradientBucket.release`."""

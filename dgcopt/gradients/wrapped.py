@@ -67,7 +67,10 @@ class Wrapped:
             )
         states = {name: state for name, (_, *state) in self.replicated().items() if state}
         digests = [f"state of parameter {name}: {bytes(digest(s).tolist()).hex()}" for name, s in states.items()]
-        return describe_groups(self.optimizer) + digests
+        buffers = (
+            [] if self.buffers is None else [f"sync_buffers: {self.buffers.how}, every {self.buffers.every} steps"]
+        )
+        return describe_groups(self.optimizer) + buffers + digests
 
     def replicated(self) -> dict[str, list[Tensor]]:
         """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""

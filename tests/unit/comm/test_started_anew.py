@@ -35,7 +35,7 @@ class Rank:
     def is_left(self, comm: SimulatedComm, monkeypatch: pytest.MonkeyPatch) -> None:
         """The ranks that it knew are gone, and this is its comm among those that there are now."""
         self.optimizer.comm.is_void = lambda: True
-        monkeypatch.setattr("dgcopt.gradients.optimizer.current_comm", lambda: comm)
+        monkeypatch.setattr("dgcopt.gradients.optimizer.current_comm", lambda *_: comm)
 
     def held(self) -> dict[str, torch.Tensor]:
         return self.optimizer.state_dict()["dgcopt"]["memory"]["residual"]

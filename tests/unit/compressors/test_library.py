@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,19 @@ def test_the_command_lists_all_with_what_they_cost(capsys: pytest.CaptureFixture
     assert named["FP16"][1:4] == ["2,000,000", "2.0x", "1"]
     assert named["DGC"][1:4] == ["8,000", "500.0x", "1"]
     assert cost(dgcopt.Hierarchical)[0] == 4_000_000, "nothing is sent within a machine of one rank"
+
+
+def test_the_command_shows_settings_as_one_writes_them(capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["dgcopt", "compressors", "topk"])
+    assert main() == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("dgcopt.TopK(ratio: float = 0.01, values: Literal['fp64', 'fp32'"), first
+
+
+def test_a_reader_of_the_command_that_has_enough() -> None:
+    command = f"{sys.executable} -m dgcopt averaging | true"
+    told = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=100)
+    assert not told.stderr
 
 
 def test_command_shows_what_is_in_use(monkeypatch, capsys):

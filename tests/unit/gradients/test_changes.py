@@ -1,0 +1,173 @@
+"""What is changed after an optimizer was wrapped: it takes effect, or is told with its name, on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worlds import Ranks, small_batch, small_model
+
+import dgcopt
+from dgcopt import ConfigError, MismatchError
+from dgcopt.collectives import AllGather, AllReduce
+from dgcopt.testing import ConformanceError, check_compressor
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def floats() -> nn.Module:
+    return small_model(torch.float32)
+
+
+# -- parameters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(1.0), dgcopt.TopK(1.0, values="fp64")])
+def test_parameters_that_are_cast_are_exchanged_as_they_are(compression: Any) -> None:
+    """Gradients in float64 are not rounded to what they were before."""
+    ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1), floats, compression=compression)
+    ranks.step()
+    for model in ranks.models:
+        model.double()
+    whole = copy.deepcopy(ranks.models[0])
+    for seed in range(1, 4):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+        inputs, targets = small_batch(seed=seed)
+        loss = nn.functional.cross_entropy(whole(inputs), targets)
+        grads = torch.autograd.grad(loss, list(whole.parameters()))
+        for ours, theirs, grad in zip(ranks.models[0].parameters(), whole.parameters(), grads, strict=True):
+            assert ours.grad is not None and ours.grad.dtype == torch.float64
+            torch.testing.assert_close(ours.grad, grad, rtol=1e-9, atol=1e-12)
+            theirs.data.sub_(grad, alpha=0.1)
+
+
+def test_parameters_that_one_rank_has_cast() -> None:
+    ranks = Ranks(2, sgd, floats)
+    ranks.step()
+    ranks.models[1].double()
+    for model in ranks.models:
+        model(torch.ones(1, 12, dtype=next(model.parameters()).dtype)).sum().backward()
+    with pytest.raises(MismatchError, match=r"rank 0 has \[parameter 0\.weight: float32 .*rank 1 has .*float64"):
+        ranks.optimizers[0].step()
+
+
+def test_a_parameter_of_another_size_is_told_by_name() -> None:
+    """What is kept of it, and its neighbours in flat memory, are where they were."""
+    for numel in (3, 400):
+        ranks = Ranks(2, sgd, compression=dgcopt.DGC(0.5))
+        ranks.step()
+        for model in ranks.models:
+            model[4].bias.data = torch.zeros(numel, dtype=torch.float64)
+            model[4].bias.grad = torch.zeros(numel, dtype=torch.float64)
+        with pytest.raises(ConfigError, match=rf"'4\.bias' had 5 elements .* and has {numel}: make the optimizer anew"):
+            ranks.optimizers[0].step()
+
+
+def test_layers_that_were_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(2, sgd)
+    ranks.step()
+    with caplog.at_level(logging.WARNING, "dgcopt"):
+        for _ in range(2):
+            ranks.backward()
+            for model in ranks.models:  # as if that had been other parameters
+                model.zero_grad()
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+    said = [record.getMessage() for record in caplog.records if "no parameter of this SGD" in record.getMessage()]
+    assert len(said) == 2, "once on each rank"
+    assert "are not the optimizer's any more" in said[0]
+
+
+def test_buffers_that_one_rank_exchanges() -> None:
+    ranks = Ranks(2, sgd, lambda: nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5)).double())
+    ranks.models[1].load_state_dict(ranks.models[0].state_dict())
+    dgcopt.sync_buffers(ranks.models[1], ranks.optimizers[1])
+    ranks.backward()
+    with pytest.raises(MismatchError, match=r"rank 0 has \[.*rank 1 has \[sync_buffers: broadcast, every 1 steps"):
+        ranks.optimizers[0].step()
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [dgcopt.TopK, dgcopt.DGC], ids=["sent during backward", "sent after the vote"])
+def test_settings_that_one_rank_has_changed(kind: Any) -> None:
+    ranks = Ranks(2, sgd, compression=kind(0.5))
+    for seed in range(3):
+        ranks.step(seed)
+    ranks.optimizers[1].compressor.ratio = 0.1
+    ranks.backward()
+    with pytest.raises(MismatchError, match=r"rank 0 has \[compression: .*ratio=0\.5.*rank 1 has .*ratio=0\.1"):
+        ranks.optimizers[0].step()
+
+
+@pytest.mark.parametrize("kind", [dgcopt.TopK, dgcopt.DGC])
+def test_settings_that_all_ranks_have_changed(kind: Any) -> None:
+    ranks = Ranks(2, sgd, compression=kind(0.5, warmup=dgcopt.Warmup((0.7, 0.6))))
+    for optimizer in ranks.optimizers:
+        optimizer.compressor.set_steps_per_epoch(2)
+    for seed in range(3):
+        ranks.step(seed)
+    for optimizer in ranks.optimizers:
+        optimizer.compressor.set_steps_per_epoch(3)
+    for seed in range(3, 8):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+
+
+# -- compressors of one's own, as they come out at the first attempt -------------------------------------------------
+
+
+class Several(dgcopt.Compressor):
+    def compress(self, grad, ctx):
+        return grad.abs().topk(3)
+
+    def decompress(self, payloads, ctx):
+        return payloads
+
+
+class Tensors(dgcopt.Compressor):
+    def exchange(self, grad, ctx):
+        total = yield grad
+        return total
+
+
+class Calls(dgcopt.Compressor):
+    def exchange(self, grad, ctx):
+        return AllReduce(grad)
+
+
+class Plain(dgcopt.Compressor):
+    def exchange(self, grad, ctx):
+        return grad.sign()
+
+
+class Kinds(dgcopt.Compressor):
+    def exchange(self, grad, ctx):
+        yield AllGather
+        return grad
+
+
+FIRST_ATTEMPTS = {
+    Several: r"AllGather takes one tensor, not topk: yield a collective for each",
+    Tensors: r"exchange\(\) must yield collectives, such as AllReduce\(tensor\).* has yielded Tensor",
+    Calls: r"exchange\(\) must be a generator.* has returned AllReduce",
+    Plain: r"exchange\(\) must be a generator.* has returned Tensor.*yield from \(\)",
+    Kinds: r"has yielded type",
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_ATTEMPTS)
+def test_a_first_attempt_is_told_what_it_lacks(kind: Any) -> None:
+    ranks = Ranks(2, sgd, compression=kind())
+    with pytest.raises(ConfigError, match=FIRST_ATTEMPTS[kind]):
+        ranks.step()
+    with pytest.raises(ConformanceError, match=FIRST_ATTEMPTS[kind]):
+        check_compressor(kind(), sizes=(2,))

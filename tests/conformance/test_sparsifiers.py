@@ -401,7 +401,7 @@ def test_decoupled_weight_decay_is_applied_whole_and_never_waits():
         (lambda: dgcopt.Threshold(0.0), "threshold must be a positive number"),
         (lambda: dgcopt.Threshold(at_most=1.5), "at_most"),
         (lambda: dgcopt.ChunkedTopK(chunk=100), "multiple of 64"),
-        (lambda: dgcopt.ChunkedTopK(values="int3"), "values must be one of"),
+        (lambda: dgcopt.ChunkedTopK(values="int3"), 'values must be "fp64", "fp32"'),
         (lambda: dgcopt.CLTK(beta=0), "beta"),
         (lambda: dgcopt.CSC(chunk=10), "at least 64"),
         (lambda: dgcopt.DeMo(decay=1.1), "decay"),

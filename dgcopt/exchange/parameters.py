@@ -141,6 +141,11 @@ def check_trainable(names: dict[Tensor, str]) -> None:
     """Raises ConfigError for parameters that cannot be averaged, or if none can be trained."""
     for param, name in names.items():
         _check_whole_on_each_rank(param, name)
+        if isinstance(param, nn.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name!r} is a lazy layer's and has no shape yet: run the model on one batch before the "
+                f"optimizer is wrapped, on all ranks"
+            )
         if param.requires_grad and not param.is_floating_point():
             raise ConfigError(
                 f"parameter {name!r} has dtype {str(param.dtype).removeprefix('torch.')}: only floating-point "

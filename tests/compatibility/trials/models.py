@@ -212,7 +212,7 @@ def lazy_too_early() -> str:
         (comm, _) = dgcopt.simulated_world(2)
         dgcopt.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm=comm)
 
-    return refusal(Exception, "initialized", of=of)
+    return refusal(dgcopt.ConfigError, "'weight'", "has no shape yet", of=of)
 
 
 @trial(MODELS, "`torch.func.functional_call`")

@@ -38,7 +38,10 @@ class Averaging:
     """
 
     warmup_steps: int = 0
-    """So many steps first in which gradients are averaged, by a DistributedOptimizer around the wrapped one."""
+    """So many steps first in which gradients are averaged, by a DistributedOptimizer around the wrapped one.
+
+    The last of them sends all that a compressor has held back. A step that all skip (NaN, Inf) is none of them.
+    """
 
     overlap: bool = False
     """Whether an exchange goes on during the next forward and backward pass, to end before the next update."""

@@ -98,7 +98,9 @@ class Rounds:
         self._scaled = ScaledSteps(optimizer)
         self._follow_warm_up()
         optimizer.averaging = self  # type: ignore[attr-defined]
-        optimizer.register_step_pre_hook(_before_step)
+        hook = optimizer.register_step_pre_hook(_before_step)
+        # before that of a DistributedOptimizer, which exchanges gradients and may add updates to weights
+        cast(Any, optimizer)._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
         optimizer.register_step_post_hook(_after_step)
         optimizer.register_state_dict_post_hook(_save)
         optimizer.register_load_state_dict_pre_hook(_load)
@@ -202,6 +204,8 @@ class Rounds:
     def after_step(self) -> None:
         """Called after each local step: a round, if one is due, or its beginning if it overlaps with what is next."""
         self._scaled.after_step()
+        if self.local_step < 0 and self._is_void:
+            return
         self.step += 1
         self.replica.since += 1
         if self.local_step == 0:  # a warm-up has ended
@@ -224,6 +228,12 @@ class Rounds:
                     self.runner.go()
         self._follow_warm_up()
 
+    @property
+    def _is_void(self) -> bool:
+        """Whether no rank has taken the last step of the warm-up, which is then none of it."""
+        engine = self.optimizer.engine if isinstance(self.optimizer, Distributed) else None
+        return engine is not None and engine.void
+
     def _overlapping(self) -> Job:
         self.sync.launch()
         yield from self.sync.run()
@@ -236,6 +246,7 @@ class Rounds:
             if is_local != (optimizer.mode is Mode.LOCAL):
                 optimizer.mode = Mode.LOCAL if is_local else Mode.EXCHANGE
             if optimizer.engine is not None:
+                optimizer.engine.sends_all = self.local_step == -1  # as nothing is sent by it from then on
                 self.runner.traffic.telemetry = optimizer.engine.telemetry  # one account of it all
 
     def settle(self) -> None:

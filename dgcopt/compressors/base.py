@@ -97,6 +97,13 @@ class Compressor:
         """
         return f"{self.sends_of(kind)}s"
 
+    def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
+        """What a rank's gradient would have had to be more for all that is unsent to have been sent; may overwrite it.
+
+        Unsent memory as it is, where it is made of gradients, or of updates.
+        """
+        return unsent
+
     @property
     def conserves(self) -> bool:
         """Whether nothing is lost: the sum applied and all memory whose kind starts with "residual" add up to the

@@ -247,6 +247,13 @@ class Context:
             self._taken.add(kind)
             self.once_settled(held.zero_)
 
+    def take_unsent(self) -> Tensor | None:
+        """All unsent memory, which waits no more; None if there is none. Between exchanges."""
+        kinds = [kind for kind in (*self.memory, *self.shards) if is_unsent(kind)]
+        held = [self.memory.pop(kind) if kind in self.memory else self.shards.pop(kind).whole() for kind in kinds]
+        self.idle = ()
+        return torch.stack([each.to(at_least_float32(self.dtype)) for each in held]).sum(0) if held else None
+
     def let_wait(self) -> None:
         """What is unsent is for a later exchange to take up."""
         self._taken.update(filter(is_unsent, (*self.memory, *self.shards)))

@@ -82,6 +82,12 @@ class FrozenAdam(Wrapper):
     def holds_back(self, kind: object) -> str:
         return "Adam's momentum"
 
+    def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
+        unsent, beta1s = self.inner.as_gradient(unsent, ctx), self._beta1s()
+        for segment in ctx.segments:
+            unsent[segment.start : segment.stop] *= ctx.divisor / ctx.size / (1 - beta1s[segment.param])
+        return unsent
+
     def in_place(self, kind: object) -> bool:
         return False
 

@@ -54,6 +54,9 @@ class Hierarchical(Wrapper):
     def holds_back(self, kind: Hashable) -> str:
         return f"machines' {self.inner.holds_back(kind)}"
 
+    def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
+        return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.nodes)
+
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         ranks = ctx.size / ctx.nodes
         if RANKS not in ctx.scratch:

@@ -180,6 +180,10 @@ class PerParameter(Compressor):
         rule, inner = self._rule_of(kind)
         return rule.holds_back(inner)
 
+    def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
+        rule, mine = self._within(ctx)
+        return rule.as_gradient(unsent, mine)
+
     @property
     def asks_link(self) -> bool:
         return any(rule.asks_link for rule in self.rules.values())

@@ -54,6 +54,9 @@ class Wrapper(Compressor):
     def holds_back(self, kind: Hashable) -> str:
         return self.inner.holds_back(kind)
 
+    def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
+        return self.inner.as_gradient(unsent, ctx)
+
     def __repr__(self) -> str:
         inner = "" if isinstance(self.inner, NoCompression) else repr(self.inner)
         return f"{type(self).__name__}({inner})"

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..collectives import AllReduce
 from ..comm import Comm, Handle
 from ..compressors import Context, GradientExchange
 from ..compressors.sparse_rows import gather_rows
@@ -106,7 +107,8 @@ class Engine:
 
     Attributes: `step`, how many were made; `void`, whether the step that was synchronised last must not be taken, on
     any rank; `infinite`, the ranks whose gradients were not finite then; `attendance`, who has data; `early`, whether
-    buckets may be launched before the step; `layout`, which gradients travel together; `store`, what lasts.
+    buckets may be launched before the step; `layout`, which gradients travel together; `store`, what lasts;
+    `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -118,6 +120,7 @@ class Engine:
         self.step = 0
         self.void = False
         self.infinite: list[int] = []
+        self.sends_all = False
         self.attendance = Attendance(comm.size, comm.size)
         self.early = EarlyLaunch()
         self.turns: Turns[Engine] = turns_over(comm)
@@ -398,6 +401,9 @@ class Engine:
             self.wrapped.make_update(self.settings.sparse_as_dense)
         self._launch_rest(used)
         yield from traffic.finish(self._now.flights, self.compressor.in_turn)
+        self._settle(used)
+        if self.sends_all:
+            yield from self._send_rest(used)
         self._hand_out(used)
         if self.wrapped.buffers is not None:
             yield from traffic.through(self.wrapped.buffers.exchange(self.comm, self.step, self.attendance.here))
@@ -480,6 +486,38 @@ class Engine:
         self._end_step()
         self.layout.let_go()
 
+    def _settle(self, used: dict[Tensor, bool] | None) -> None:
+        start = time.perf_counter()
+        for bucket, context in self._contexts.items():
+            self.runner.traffic.settle(context, _flags(bucket, used))
+        self.telemetry.apply_seconds += time.perf_counter() - start
+
+    def _send_rest(self, used: dict[Tensor, bool] | None) -> Job:
+        """Send what is held back even now, whole: what has arrived is more by that; `used`, too, by what has come."""
+        traffic = self.runner.traffic
+        rests = {bucket: context.take_unsent() for bucket, context in self._contexts.items()}
+        here = [
+            rest is not None and bool(s.view(rest).any()) for bucket, rest in rests.items() for s in bucket.segments
+        ]
+        there = iter((yield from traffic.through(used_anywhere(here, "what is held back"))).tolist())
+        for flight in self._now.flights:
+            if isinstance(flight.of, Tensor):
+                continue
+            bucket, context, rest = flight.of, self._contexts[flight.of], rests[flight.of]
+            held = [next(there) for _ in bucket.segments]
+            if not any(held):
+                continue
+            mine = bucket.empty() if rest is None else self.compressor.as_gradient(rest, context).to(context.dtype)
+            label = f"what was held back of {flight.label}"
+            mean = yield traffic.start(AllReduce(mine * context.prescale, op=context.op), label)
+            assert flight.result is not None
+            result = context.dense(flight.result)
+            for segment, is_held in zip(bucket.segments, held, strict=True):
+                if used is not None and not used[segment.param]:
+                    result[segment.start : segment.stop] = 0
+                    used[segment.param] = is_held
+            flight.result = result.add_(mean)
+
     def _hand_out(self, used: dict[Tensor, bool] | None) -> None:
         start = time.perf_counter()
         elements, factor = 0, self.settings.gradient_predivide_factor
@@ -491,9 +529,7 @@ class Engine:
                 of.grad = result if factor == 1 else result * factor
                 elements += of.numel()
                 continue
-            flags = None if used is None else [used[segment.param] for segment in of.segments]
-            self.runner.traffic.settle(self._contexts[of], flags)
-            of.hand_out(result, flags, factor)
+            of.hand_out(result, _flags(of, used), factor)
             elements += sum(segment.numel for segment in of.segments)
         self.telemetry.apply_seconds += time.perf_counter() - start
         self.runner.traffic.count_step(elements)
@@ -580,3 +616,8 @@ class Engine:
         self._arrivals.clear()
         self.layout, self._contexts = Layout(order=state["order"]), {}
         self.step = state["step"]
+
+
+def _flags(bucket: GradientBucket, used: dict[Tensor, bool] | None) -> list[bool] | None:
+    """Which of a bucket's parameters are used; None if all are."""
+    return None if used is None else [used[segment.param] for segment in bucket.segments]

@@ -208,6 +208,7 @@ class Stepping(Optimizer):
         self.engine.hold()
         if self.engine.in_flight and self._grads in NOT_YET and self.engine.agree_on_overflow():
             self.engine.discard()
+            self.engine.void = True
             self._grads = Grads.VOID
             self.engine.telemetry.skipped += 1
         if self._grads is Grads.VOID:

@@ -417,7 +417,10 @@ def uneven_data_of_others(comm: Comm) -> None:
 
 
 def loss_scaling(comm: Comm) -> None:
-    """An overflow is that rank's alone, or all ranks' while gradients are averaged, or its machine's."""
+    """An overflow is that rank's alone, or all ranks' while gradients are averaged, or its machine's.
+
+    In a warm-up such a step does not count, and what is held back is free of the scale.
+    """
     last, pairs = comm.size - 1, comm.wire != "mpi" and comm.size == 4
     mates: dict[str, set[int]] = {"alone": {last}, "warm-up": set(range(comm.size))}
     if pairs:
@@ -431,7 +434,7 @@ def loss_scaling(comm: Comm) -> None:
         rule = LocalSGD(2, warmup_steps=4 if case == "warm-up" else 0)
         rule.attach(optimizer, model.named_parameters(), comm)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-        for step in range(6):
+        for step in range(7 if case == "warm-up" else 6):
             optimizer.zero_grad()
             x, y = batch(step, 0, comm, torch.float32)
             loss = mse_loss(model(x), y)
@@ -444,6 +447,22 @@ def loss_scaling(comm: Comm) -> None:
         assert scaler.get_scale() == (128.0 if comm.rank in together else 256.0), case
         assert optimizer.averaging.step == 6  # type: ignore[attr-defined]
         assert_same_on_all_ranks(comm, model.parameters(), case)
+    ends = []
+    for scales in ([1.0] * 5, [4.0, 64.0, 2.0, 128.0, 8.0]):
+        model = make_model(torch.float32)
+        optimizer = PLAIN(model.parameters())
+        dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.TopK(0.1), comm=comm)
+        LocalSGD(2, warmup_steps=4).attach(optimizer, model.named_parameters(), comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+        for step, scale in enumerate(scales):
+            if step:
+                scaler.update(scale)
+            optimizer.zero_grad()
+            x, y = batch(step, 0, comm, torch.float32)
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+        ends.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    assert torch.equal(*ends), "what was held back counted for more, or less, with the scale"
 
 
 def gradients_within_a_machine_and_weights_over_all(comm: Comm) -> None:

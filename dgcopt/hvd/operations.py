@@ -14,6 +14,7 @@ from ..collectives import Op as Reduction
 from ..comm import Comm, Finished
 from ..compressors import BF16, FP16, NoCompression, accept
 from ..errors import ConfigError, MismatchError
+from ..exchange.agreement import compare
 from .world import ProcessSet, comm_of, global_process_set
 
 __all__ = [
@@ -162,6 +163,18 @@ def _own(tensor: Any, label: str) -> Tensor:
     return tensor.detach()
 
 
+def _agree(tensor: Any, what: str, process_set: ProcessSet) -> None:
+    """Raises MismatchError, on all ranks, if they do not call `what` with tensors of one shape and dtype.
+
+    Horovod asks by itself; other libraries would mix up their bytes. What is started and not waited for is not asked
+    about, as ranks may come to it at other times.
+    """
+    comm = comm_of(process_set)
+    if comm.size > 1 and comm.wire != "horovod":
+        shape, dtype = tuple(_own(tensor, what).shape), str(tensor.dtype).removeprefix("torch.")
+        comm.drive(compare([f"{what}: {dtype} {shape}"], comm.rank, what))
+
+
 def _half(tensor: Tensor, compression: Any) -> Tensor:
     """The tensor as `hvd.Compression` sends it."""
     compressor = accept(compression)
@@ -231,6 +244,7 @@ def allreduce(
     again = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
 
     def there(tensor: Tensor) -> Tensor:
+        _agree(tensor, f"hvd.allreduce with op {op}", process_set)
         return synchronize(allreduce_async(tensor, None, name, op, **again))  # type: ignore[arg-type]
 
     def back(grad: Tensor) -> Tensor:
@@ -251,6 +265,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """As `allreduce`, in place."""
+    _agree(tensor, f"hvd.allreduce_ with op {_operation(op, average)}", process_set)
     return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -372,6 +387,7 @@ def reducescatter(
     """
 
     def there(tensor: Tensor) -> Tensor:
+        _agree(tensor, f"hvd.reducescatter with op {op}", process_set)
         return synchronize(reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor))
 
     def back(grad: Tensor) -> Tensor:
@@ -499,7 +515,10 @@ def broadcast(
         average = allreduce(grad, op=Average, process_set=process_set)
         return average if comm_of(global_process_set).rank == root_rank else torch.zeros_like(average)
 
-    there = lambda tensor: synchronize(broadcast_async(tensor, root_rank, name, process_set))  # noqa: E731
+    def there(tensor: Tensor) -> Tensor:
+        _agree(tensor, f"hvd.broadcast from rank {root_rank}", process_set)
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
     return _Differentiable.apply(there, back, tensor)
 
 
@@ -507,6 +526,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """As `broadcast`, in place."""
+    _agree(tensor, f"hvd.broadcast_ from rank {root_rank}", process_set)
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import dgcopt
+import dgcopt.hvd as hvd
 from dgcopt import DGC, Comm, MismatchError
 from dgcopt.collectives import AllReduce
 
@@ -43,4 +45,54 @@ def ranks_disagree(comm: Comm) -> None:
         assert comm.run(AllReduce(torch.ones(3), op="sum")).tolist() == [comm.size] * 3
 
 
-SCENARIOS: dict[str, Callable[[Comm], Any]] = {"disagreement: found by all": ranks_disagree}
+def ranks_start_otherwise(comm: Comm) -> None:
+    """Which Gloo takes for what it is not, or ends the process."""
+    odd = comm.rank == comm.size - 1
+    ones = {"a": torch.ones(3), "b": torch.ones(3)}
+    cases: dict[str, tuple[dict[str, torch.Tensor], int]] = {
+        "a: float32 (4,)": ({**ones, "a": torch.ones(4)}, 0),
+        "a: float64 (3,)": ({**ones, "a": torch.ones(3, dtype=torch.float64)}, 0),
+        "b: float32 (3,)": ({"b": ones["b"], "a": ones["a"]}, 0),
+        "(nothing)": ({"a": ones["a"]}, 0),
+        "root rank: 1": (ones, 1),
+    }
+    for words, (tensors, root) in cases.items():
+        expect_mismatch(
+            comm, words, partial(dgcopt.broadcast_parameters, *((tensors, root) if odd else (ones, 0)), comm)
+        )
+
+
+def hvd_collectives_differ(comm: Comm) -> None:
+    """Horovod asks by itself whether they do."""
+    if comm.wire == "horovod":
+        return
+    odd = comm.rank == comm.size - 1
+    hvd.init()
+    ones = torch.ones(4 if odd else 3)
+    doubles = torch.ones(3, dtype=torch.float64 if odd else torch.float32)
+    expect_mismatch(comm, "float32 (4,)", partial(hvd.allreduce, ones))
+    expect_mismatch(comm, "float64 (3,)", partial(hvd.allreduce_, doubles))
+    expect_mismatch(comm, "with op 1", partial(hvd.allreduce, doubles.float(), op=hvd.Sum if odd else hvd.Average))
+    expect_mismatch(comm, "float32 (4,)", partial(hvd.broadcast, ones, 0))
+    expect_mismatch(comm, "from rank 1", partial(hvd.broadcast_, doubles.float(), int(odd)))
+    expect_mismatch(comm, "float64 (3,)", partial(hvd.reducescatter, doubles))
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [comm.size] * 3
+    hvd.shutdown()
+
+
+def expect_mismatch(comm: Comm, words: str, call: Callable[[], Any]) -> None:
+    """A MismatchError on every rank that says what the last one has; and the wire stays usable."""
+    try:
+        call()
+    except MismatchError as error:
+        assert words in str(error) and f"rank {comm.size - 1} has" in str(error), error
+    else:
+        raise AssertionError(f"rank {comm.rank} did not notice {words}")
+    assert comm.run(AllReduce(torch.ones(3), op="sum")).tolist() == [comm.size] * 3
+
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {
+    "disagreement: found by all": ranks_disagree,
+    "disagreement: broadcast_parameters": ranks_start_otherwise,
+    "disagreement: hvd": hvd_collectives_differ,
+}

@@ -60,6 +60,12 @@ PROBE = 1_000_003
 _GIVEN_UP: list[dist.Work] = []
 """What nobody waits for any more: a deadline has passed, or the wire has failed."""
 
+_REDUCED = {
+    getattr(torch, name) for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+}
+"""Which Gloo and NCCL add up; both have bool too, whose sum on Gloo is no bool any more."""
+_MOVED = {*_REDUCED, torch.bool}
+
 _REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
@@ -97,6 +103,10 @@ class _Work(Handle):
             exact = self.output.is_floating_point()
             self.output.div_(self.divide_by, rounding_mode=None if exact else "trunc")
             self.divide_by = 1
+        tensor = self.collective.tensor
+        if self.output.dtype != tensor.dtype:  # it has travelled as bytes
+            rows = self.output.shape[:1] if isinstance(self.collective, AllGather) else ()
+            self.output = self.output.view(tensor.dtype).view(*rows, *tensor.shape)
         return self.output
 
 
@@ -222,7 +232,10 @@ class TorchComm(Comm):
         return tensor.cuda() if self._gpu_only else tensor
 
     def supports(self, collective: Collective) -> bool:
-        return not (isinstance(collective, ReduceScatter) and collective.tensor.device.type == "cpu")
+        tensor = collective.tensor
+        if isinstance(collective, ReduceScatter) and tensor.device.type == "cpu":
+            return False
+        return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in _REDUCED
 
     def sent(self, collective: Collective) -> int:
         size = self.size_of(collective.group)
@@ -230,6 +243,8 @@ class TorchComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
+        if tensor.dtype not in _MOVED and not isinstance(collective, AllReduce | ReduceScatter):
+            tensor = tensor.view(-1).view(torch.uint8)
         group = lanes[0]
         divide_by = size if getattr(collective, "op", None) == "average" else 1
         output = tensor

@@ -148,10 +148,23 @@ def _operation(op: Any, average: bool | None) -> Any:
     return chosen
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    if factor == 1:
+def _scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
+    """The tensor times `factor`, over `divisor`; whole numbers are rounded once, towards zero."""
+    if factor == divisor == 1:
         return tensor
-    return tensor * factor if tensor.is_floating_point() else (tensor.double() * factor).to(tensor.dtype)
+    if tensor.is_floating_point():
+        return tensor * (factor / divisor)
+    return (tensor.double() * factor / divisor).to(tensor.dtype)
+
+
+def _on_wire(op: Any, tensor: Tensor, postscale_factor: float, size: int) -> tuple[Any, int]:
+    """What the wire is to do, and what is left to be divided by: the sum of whole numbers that are multiplied too."""
+    if op == Average and tensor.dtype == torch.bool:
+        raise ConfigError(
+            "there is no average of bool: convert it first (tensor.float()), or say op=hvd.Max or hvd.Min"
+        )
+    whole = op == Average and postscale_factor != 1 and not tensor.is_floating_point()
+    return (Sum, size) if whole else (op, 1)
 
 
 def _own(tensor: Any, label: str) -> Tensor:
@@ -195,11 +208,12 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `allreduce`; all ranks must start what they start in the same order."""
-    comm, chosen, label = comm_of(process_set), _operation(op, average), _label("allreduce", name, process_set)
+    comm, label = comm_of(process_set), _label("allreduce", name, process_set)
     message = _scaled(_own(tensor, label).clone(), prescale_factor)
+    chosen, divisor = _on_wire(_operation(op, average), message, postscale_factor, comm.size)
 
     def finish(result: Tensor) -> Tensor:
-        return _scaled(result, postscale_factor).to(tensor.device)
+        return _scaled(result, postscale_factor, divisor).to(tensor.device)
 
     if chosen == Product:
         return _start(comm, AllGather(message, label=label), lambda rows: finish(rows.prod(0, dtype=rows.dtype)))
@@ -358,6 +372,7 @@ def reducescatter_async(
         raise ConfigError(f"op must be hvd.Average or hvd.Sum here, not {op!r}")
     if _own(tensor, label).dim() == 0:
         raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
+    op, divisor = _on_wire(op, tensor, postscale_factor, comm.size)
     lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
     rows = _scaled(tensor.detach(), prescale_factor)
     padded = rows.new_zeros(comm.size, lengths[0], *rows.shape[1:])
@@ -365,7 +380,7 @@ def reducescatter_async(
         block[: len(part)] = part
 
     def finish(mine: Tensor) -> Tensor:
-        return _scaled(mine[: lengths[comm.rank]], postscale_factor).to(tensor.device)
+        return _scaled(mine[: lengths[comm.rank]], postscale_factor, divisor).to(tensor.device)
 
     if padded.numel() == 0:
         return Handle(lambda: True, lambda: finish(padded.flatten(0, 1)))

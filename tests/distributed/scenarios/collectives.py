@@ -30,7 +30,8 @@ from dgcopt.comm.horovod import horovod_torch
 from dgcopt.comm.launch import check_alike
 
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8,
+    torch.float32, torch.float64, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8,
 )  # fmt: skip
 GROUPS: tuple[Group, ...] = ("world", "node", "across")
 
@@ -158,6 +159,17 @@ def odd_shapes(comm: Comm) -> None:
         expect(comm, AllGather(make(me)), rows)
         expect(comm, Broadcast(make(me), root=size - 1), rows[-1])
         expect(comm, SendRecv(make(me), to=(me + 1) % size, source=(me - 1) % size), rows[me - 1])
+    for dtype in (torch.bool, torch.complex64, torch.uint16, torch.float8_e5m2):  # which few libraries know
+        rows = (torch.arange(size * 6) % 2).view(size, 2, 3).to(dtype)
+        expect(comm, AllGather(rows[me].clone()), rows)
+        expect(comm, Broadcast(rows[me].clone(), root=size - 1), rows[-1])
+        expect(comm, SendRecv(rows[me].clone(), to=(me + 1) % size, source=(me - 1) % size), rows[me - 1])
+        expect(
+            comm,
+            AllToAll(rows.clone() if me == 0 else torch.zeros_like(rows)),
+            torch.cat([rows[me:][:1], torch.zeros_like(rows[1:])]),
+        )
+    expect(comm, AllReduce(torch.ones(400, dtype=torch.bool), op="sum"), torch.ones(400, dtype=torch.bool))
     table = torch.arange(3 * size * size).view(3, size, size) + 100 * me
     tables = torch.stack([torch.arange(3 * size * size).view(3, size, size) + 100 * rank for rank in range(size)])
     expect(comm, AllToAll(table.permute(2, 0, 1)), tables[:, :, :, me])

@@ -60,6 +60,16 @@ def names(comm: Comm) -> None:
             assert torch.equal(mine, torch.full(shape, 2 * me, dtype=dtype))
             assert hvd.allreduce_(mine, average=False) is mine and torch.equal(mine, torch.full_like(mine, total))
             assert torch.equal(hvd.broadcast(torch.full_like(mine, me), size - 1), torch.full_like(mine, size - 1))
+    whole = torch.full((2 * size,), me)  # of which the mean is not; Horovod rounds once, after it has multiplied
+    for scaled in (
+        hvd.allreduce(whole, postscale_factor=2),
+        hvd.allreduce_(whole.clone(), op=hvd.Average, postscale_factor=2),
+        hvd.reducescatter(whole, postscale_factor=2),
+    ):
+        assert scaled.unique().tolist() == [size - 1], scaled
+    for refused in (hvd.allreduce, hvd.reducescatter):
+        with pytest.raises(ConfigError, match="no average of bool"):
+            refused(torch.ones(size, dtype=torch.bool))
     turned = torch.full((2, 3), float(me)).T
     assert hvd.broadcast_(turned, 0) is turned and torch.equal(turned, torch.zeros(3, 2))
     assert hvd.allgather_object({"rank": me, "text": "x" * me}) == [{"rank": r, "text": "x" * r} for r in range(size)]

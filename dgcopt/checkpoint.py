@@ -50,9 +50,12 @@ log = logging.getLogger("dgcopt")
 STATE_KEY = "dgcopt"
 """Where an optimizer's `state_dict()` keeps what dgcopt adds: rank, world_size, step, order and memory."""
 
-STEP_MARK, HELD_MARK = "dgcopt_step", "dgcopt_held"
-"""Numbers beside the settings in an optimizer's first parameter group, where torch keeps what it does not know: the
-step, and how many tensors were held back."""
+MARKS = {
+    STATE_KEY: ("dgcopt_step", "dgcopt_held", "what ranks had held back"),
+    "averaging": ("dgcopt_averaging_step", "dgcopt_averaging_kept", "what averaging kept"),
+}
+"""Numbers beside the settings in an optimizer's first parameter group, where torch keeps what it does not know, for
+each entry in its state: the step, and how many tensors were kept; and what they are."""
 
 HOW_TO_KEEP = (
     "To keep it, save with dgcopt.checkpoint.save, which writes every rank's own, and load with dgcopt.checkpoint.load."
@@ -189,25 +192,29 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     return {**state, "rank": rank, "world_size": size, "memory": {}}
 
 
-def put_mark(state_dict: dict[str, Any], step: int, memory: dict[str, dict[str, Tensor]]) -> None:
-    """Note step and number of held-back tensors in a parameter group, so that the loss of `memory` is noticed later."""
-    state_dict["param_groups"][0] |= {STEP_MARK: step, HELD_MARK: sum(map(len, memory.values()))}
+def put_mark(state_dict: dict[str, Any], entry: str, step: int, *kept: dict[str, dict[str, Tensor]]) -> None:
+    """Note the step and how many tensors are `kept` in a parameter group, so that the loss of `entry` is noticed."""
+    step_mark, count_mark, _ = MARKS[entry]
+    count = sum(len(by_name) for memory in kept for by_name in memory.values())
+    state_dict["param_groups"][0] |= {step_mark: step, count_mark: count}
 
 
 def unmarked(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter group without the mark."""
-    return {key: value for key, value in group.items() if key not in (STEP_MARK, HELD_MARK)}
+    """A copy of a parameter group without marks."""
+    marks = {mark for step, count, _ in MARKS.values() for mark in (step, count)}
+    return {key: value for key, value in group.items() if key not in marks}
 
 
-def take_mark(groups: list[dict[str, Any]], rank: int) -> int:
-    """Take the mark out of parameter groups; returns the step, 0 if there is none. Says in the log what is lost."""
-    step, held = groups[0].pop(STEP_MARK, 0), groups[0].pop(HELD_MARK, 0)
-    if step and held:
+def take_mark(groups: list[dict[str, Any]], entry: str, rank: int) -> int:
+    """Take an entry's mark out of parameter groups; returns the step, or 0. Says in the log what is lost."""
+    step_mark, count_mark, what = MARKS[entry]
+    step, count = groups[0].pop(step_mark, 0), groups[0].pop(count_mark, 0)
+    if step and count:
         log.warning(
-            "dgcopt: rank %d: the optimizer's state is that of step %d, where training goes on, but what ranks had "
-            "held back until then (%d tensors) did not come along and starts from zero: it was loaded before the "
-            "optimizer was wrapped, or lost its entry %r on the way. %s",
-            *(rank, step, held, STATE_KEY, HOW_TO_KEEP),
+            "dgcopt: rank %d: the optimizer's state is that of step %d, where training goes on, but %s until then (%d "
+            "tensors) did not come along and starts anew: it was loaded before the optimizer was wrapped, or lost its "
+            "entry %r on the way. %s",
+            *(rank, step, what, count, entry, HOW_TO_KEEP),
         )
     return step
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import STATE_KEY, check_owner, kept_by
+from ..checkpoint import STATE_KEY, check_owner, kept_by, put_mark, take_mark, unmarked
 from ..collectives import AllReduce
-from ..comm import Comm, Handle, current_comm
+from ..comm import Comm, Handle, broadcasting_root, current_comm
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import compare
@@ -95,6 +95,7 @@ class Rounds:
         self._join_wire(comm)
         if rule.warmup_steps and not isinstance(optimizer, Distributed):
             DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=comm)
+        self.step = take_mark(optimizer.param_groups, KEY, comm.rank)
         self._scaled = ScaledSteps(optimizer)
         self._follow_warm_up()
         optimizer.averaging = self  # type: ignore[attr-defined]
@@ -366,6 +367,12 @@ class Rounds:
         self.step, self._missed = state["step"], state["under_way"]
         self._follow_warm_up()
 
+    def go_on_from(self, step: int) -> None:
+        """State that came without what is kept here is of that step, before this rank has made any."""
+        if not self.replica.begun:
+            self.step = step
+            self._follow_warm_up()
+
     def rejoin(self, comm: Comm | None = None) -> None:
         """Go on over another wire, after ranks were lost or have come; from the mean of the weights that are there.
 
@@ -410,12 +417,17 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     state = rounds.state()
     state_dict[KEY] = {STATE_KEY: state}
     rounds.sync.save(state_dict[KEY], state)
+    if broadcasting_root() is None:  # Horovod's would make settings of it
+        put_mark(state_dict, KEY, rounds.step, state["memory"], state["shared"])
 
 
 def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    if KEY not in state_dict:
-        return None
     rounds: Rounds = cast(Any, optimizer).averaging
+    groups = [unmarked(group) for group in state_dict["param_groups"]]
+    if KEY not in state_dict:
+        if step := take_mark([dict(group) for group in state_dict["param_groups"]], KEY, rounds.comm.rank):
+            rounds.go_on_from(step)
+        return {**state_dict, "param_groups": groups}
     state = state_dict[KEY][STATE_KEY]
     why = (
         f"each rank has weights of its own. dgcopt.checkpoint.load hands it out to any number of ranks; or delete "
@@ -424,4 +436,4 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | 
     check_owner(state, rounds.comm.rank, rounds.comm.size, "", why)
     rounds.restore(state)
     rounds.sync.load(state_dict[KEY], state)
-    return {key: value for key, value in state_dict.items() if key != KEY}
+    return {key: value for key, value in state_dict.items() if key != KEY} | {"param_groups": groups}

@@ -141,7 +141,7 @@ def _wrap(
     become(optimizer, Distributed, between_hooks)
     assert isinstance(optimizer, Distributed)
     optimizer._set_up(names, given, compressor, settings)
-    step = take_mark(optimizer.param_groups, comm.rank)
+    step = take_mark(optimizer.param_groups, STATE_KEY, comm.rank)
     optimizer._join(comm)
     if step:
         optimizer._restore({"memory": {}, "order": [], "step": step})
@@ -344,7 +344,7 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     if engine is not None:
         state = engine.state()
         state_dict[STATE_KEY] = kept_by(optimizer.comm.rank, optimizer.comm.size, **state)
-        put_mark(state_dict, engine.step, state["memory"])
+        put_mark(state_dict, STATE_KEY, engine.step, state["memory"])
     return None
 
 
@@ -360,7 +360,7 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         if (state["rank"], state["world_size"]) in optimizer._formerly:
             state = {**state, "rank": rank, "world_size": size}
         optimizer._restore(own_part(state, rank, size))
-    elif step := take_mark([dict(group) for group in groups], rank):
+    elif step := take_mark([dict(group) for group in groups], STATE_KEY, rank):
         optimizer._restore({"memory": {}, "order": [], "step": step})
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}
     return {**kept, "param_groups": [unmarked(group) for group in groups]}

@@ -312,6 +312,59 @@ def test_state_of_another_rank_is_refused():
     momentum(small_model().parameters()).load_state_dict(states[0])
 
 
+def loaded_before_wrapping(rule: Averaging, states: list[dict[str, Any]]) -> World:
+    world = World(2)
+    world.load(states)
+    for (_, model, optimizer), comm in zip(world, world.comms, strict=True):
+        rule.attach(optimizer, model.named_parameters(), comm)
+    return world
+
+
+@pytest.mark.parametrize("saved_after", [3, 5, 6])
+@pytest.mark.parametrize(
+    "rule", [LocalSGD(3, warmup_steps=2), LocalSGD(3), SlowMo(3), dgcopt.DiLoCo(3), dgcopt.LowPrecisionDecentralized()]
+)
+def test_state_loaded_before_wrapping_goes_on_at_its_step(rule: Averaging, saved_after: int, caplog):
+    """And what did not come along is told: it was dropped, and steps were counted anew, without a word."""
+    whole = World(2, rule).train(range(saved_after))
+    states = whole.states()
+    caplog.clear()
+    world = loaded_before_wrapping(rule, states)
+    kept = states[0]["optimizer"]["averaging"]["dgcopt"]
+    told = [text for text in caplog.messages if "what averaging kept" in text]
+    assert len(told) == 2 * any(kept["memory"].values() or kept["shared"].values())
+    assert all(f"step {saved_after}," in text and "loaded before the optimizer was wrapped" in text for text in told)
+    assert [optimizer.averaging.step for optimizer in world.optimizers] == [saved_after] * 2
+    assert not any(key.startswith("dgcopt") for optimizer in world.optimizers for key in optimizer.param_groups[0])
+    if identical(whole):
+        world.step(7)
+        assert [optimizer.averaging.step for optimizer in world.optimizers] == [saved_after + 1] * 2
+    else:
+        with pytest.raises(DivergenceError, match="replicas have come apart"):
+            world.step(7)
+
+
+def test_local_sgd_loaded_before_wrapping_at_the_end_of_a_window_loses_nothing():
+    rule = LocalSGD(3, warmup_steps=2)
+    whole = World(2, rule).train(range(5))
+    assert_worlds_close(loaded_before_wrapping(rule, whole.states()).train(range(5, 9)), whole.train(range(5, 9)), 0)
+
+
+def test_rank_0_loads_before_wrapping_and_hands_its_state_out():
+    states = World(2, LocalSGD(3)).train(range(6)).states()
+    world = World(2)
+    world.models[0].load_state_dict(states[0]["model"])
+    world.optimizers[0].load_state_dict(states[0]["optimizer"])
+    for (_, model, optimizer), comm in zip(world, world.comms, strict=True):
+        LocalSGD(3).attach(optimizer, model.named_parameters(), comm)
+    root = {key: world.optimizers[0].state_dict()[key] for key in ("state", "param_groups")}
+    for _, model, optimizer in world:  # what dgcopt.broadcast_optimizer_state does
+        model.load_state_dict(states[0]["model"])
+        optimizer.load_state_dict(copy.deepcopy(root))
+    world.train(range(6, 9))
+    assert [optimizer.averaging.step for optimizer in world.optimizers] == [9, 9] and identical(world)
+
+
 def test_state_of_other_parameters_is_refused():
     states = World(2, LocalSGD(3)).train(range(2)).states()
     kept = states[0]["optimizer"]["averaging"]["dgcopt"]["memory"]["weights"]

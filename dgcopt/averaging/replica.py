@@ -104,6 +104,8 @@ class Replica:
         groups = self.optimizer.param_groups
         if len(trained) == len(self._trained) and all(a is b for a, b in zip(trained, self._trained, strict=True)):
             for bucket, ctx in self._buckets.items():
+                for segment in bucket.segments:
+                    segment.check_size()
                 ctx.group = groups[_kind(bucket)[0]]  # loaded state makes it another dict
             return self._buckets
         self.store.release()

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..kernels import BLOCK
 
 __all__ = ["PerTensor", "Segment"]
@@ -29,13 +30,21 @@ class Segment:
     param: Tensor
     start: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.param.numel()
 
     @property
     def stop(self) -> int:
-        return self.start + self.param.numel()
+        return self.start + self.numel
+
+    def check_size(self) -> None:
+        """Raises ConfigError if the parameter has got another number of elements than it has room for."""
+        if self.param.numel() != self.numel:
+            raise ConfigError(
+                f"parameter {self.name!r} had {self.numel} elements when it was last exchanged, and has "
+                f"{self.param.numel()}: make the optimizer anew for parameters of another size"
+            )
 
     def view(self, flat: Tensor) -> Tensor:
         """This parameter's part of `flat`, in its shape and, where it is channels-last, in its memory order."""

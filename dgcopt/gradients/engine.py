@@ -424,7 +424,7 @@ class Engine:
         used = [param.grad is not None for param in trained]
         prepared = layout.fits(trained, self._sparse)
         if not prepared:
-            layout.check_sizes(self.names)
+            layout.check_sizes()
         infinite = arrivals.find_infinite(trained, changed) if self.attendance.here else None
         if infinite is not None:
             log.log(

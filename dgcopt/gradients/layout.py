@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective
-from ..errors import ConfigError
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, Touched
 
@@ -44,14 +43,11 @@ class Layout:
         same = same and [(param.dtype, param.numel()) for param in trained] == self._forms
         return same and not any(param in self.place for param in sparse)
 
-    def check_sizes(self, names: Mapping[Tensor, str]) -> None:
-        """Raises ConfigError for a parameter that has got another number of elements, as what is kept of it has not."""
-        for param, (_, numel) in zip(self.trained, self._forms, strict=True):
-            if param.numel() != numel:
-                raise ConfigError(
-                    f"parameter {names[param]!r} had {numel} elements when gradients were last exchanged, and has "
-                    f"{param.numel()}: make the optimizer anew for parameters of another size"
-                )
+    def check_sizes(self) -> None:
+        """Raises ConfigError for a parameter that has got another number of elements."""
+        for bucket in self.buckets:
+            for segment in bucket.segments:
+                segment.check_size()
 
     def release(self, param: Tensor) -> None:
         """See `GradientBucket.release`."""

@@ -70,6 +70,25 @@ def test_a_parameter_of_another_size_is_told_by_name() -> None:
             ranks.optimizers[0].step()
 
 
+@pytest.mark.parametrize("numel", [3, 400])
+def test_an_averaged_parameter_of_another_size_is_told_by_name(numel: int) -> None:
+    comms, models = dgcopt.simulated_world(2), [small_model() for _ in range(2)]
+    optimizers = [
+        dgcopt.LocalSGD(sgd(model.parameters()), every=1, named_parameters=model.named_parameters(), comm=comm)
+        for model, comm in zip(models, comms, strict=True)
+    ]
+    for resized in (False, True):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if resized:
+                model[4].bias.data = torch.zeros(numel, dtype=torch.float64)
+                optimizer.zero_grad()
+                with pytest.raises(ConfigError, match=rf"'4\.bias' had 5 elements .* and has {numel}"):
+                    optimizer.step()
+            else:
+                model(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
+                optimizer.step()
+
+
 def test_layers_that_were_replaced(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2, sgd)
     ranks.step()

@@ -165,16 +165,29 @@ class _State:
                 f"{[*parts]}, where this State has {self._names} and {[*self._parts]}: give it the same, or another "
                 f"directory"
             )
-        self.model.load_state_dict(state["model"])
         # a single rank commits no memory, and what was held back since must not stay
         nothing = checkpoint.kept_by(self._comm.rank, self._comm.size)
-        self.optimizer.load_state_dict({checkpoint.STATE_KEY: nothing} | state["optimizer"])
+        kept = {checkpoint.STATE_KEY: nothing} | state["optimizer"]
+        self._take_over(self.model, state["model"], "model")
+        self._take_over(self.optimizer, kept, "optimizer, or one of other parameters")
         for name, part in self._parts.items():
             part.load_state_dict(parts[name])
         self._set(values)
         for callback in self._after_loading:
             callback()
         return True
+
+    def _take_over(self, part: Any, state: dict[str, Any], what: str) -> None:
+        try:
+            part.load_state_dict(state)
+        except Exception as error:
+            if type(error) not in (RuntimeError, ValueError):  # torch's own; others have said what is wrong
+                raise
+            lines = [line.strip(" \t.") for line in str(error).splitlines()] or ["?"]
+            raise CheckpointError(
+                f"rank {self._comm.rank}: the newest commit in {self._directory} is of another {what}: "
+                f"{lines[min(1, len(lines) - 1)]}; take the one that it was saved with, or another directory"
+            ) from error
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
         """As Horovod's, but run after the commit is loaded, which would undo what they change."""

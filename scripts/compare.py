@@ -16,6 +16,19 @@ matplotlib.use("Agg")  # no display needed
 import matplotlib.pyplot as plt
 
 
+def problem_with(run: Path) -> str:
+    """Why a run cannot be compared; nothing if it can."""
+    if not (run / "history.jsonl").is_file():
+        return f"{run} is not the output folder of a run of train.py: it has no history.jsonl"
+    if not (run / "result.json").is_file():
+        return f"{run} has no result.json: the run has not ended; end it with train.py --resume"
+    if "ratio_fp32" not in json.loads((run / "result.json").read_text()):
+        return f"{run} is a run of one worker, which sends nothing: compare runs of two workers or more"
+    if not any("ratio_fp32" in entry for entry in history(run)):
+        return f"{run} has no step in its history.jsonl: let it log one, with train.py --log_steps"
+    return ""
+
+
 def history(run: Path) -> list[dict[str, Any]]:
     """The entries of a run, oldest first."""
     return [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
@@ -53,6 +66,8 @@ if __name__ == "__main__":
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
     parser.add_argument("--plot", type=Path, help="file for the loss curves, such as losses.png")
     arguments = parser.parse_args()
+    for problem in filter(None, map(problem_with, arguments.runs)):
+        parser.exit(2, f"{parser.prog}: {problem}\n")
     print(table(arguments.runs))
     if arguments.plot:
         plot(arguments.runs, arguments.plot)

@@ -564,5 +564,30 @@ class TestRefusals:
             importlib.import_module("train").main()
         assert stop.value.code == 1 and "say --output and --resume" in capsys.readouterr().err
 
+    def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
+        train(1, tmp_path, *SMALL)
+        for what in ("--resume", "--evaluate"):
+            line = refusal(*SMALL, "--model.width", "9", what, "--output", str(tmp_path))
+            assert f"{tmp_path}/checkpoints is of another model: size mismatch for" in line
+            assert "take the one that it was saved with, or another directory" in line
+
+    def test_runs_that_cannot_be_compared(self, tmp_path: Path) -> None:
+        """Each in one line, which names the folder."""
+        alone = tmp_path / "alone"
+        train(1, alone, *SMALL)
+        unfinished = tmp_path / "unfinished"
+        shutil.copytree(alone, unfinished)
+        (unfinished / "result.json").unlink()
+        for run, says in (
+            (tmp_path / "nowhere", "is not the output folder of a run of train.py"),
+            (unfinished, "has no result.json: the run has not ended"),
+            (alone, "is a run of one worker, which sends nothing"),
+        ):
+            command = [sys.executable, "scripts/compare.py", str(run)]
+            done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
+            lines = done.stderr.strip().splitlines()
+            assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith(f"compare.py: {run} "), done.stderr
+            assert says in lines[0]
+
     def test_nothing_to_evaluate(self, tmp_path: Path) -> None:
         assert str(tmp_path) in refusal(*SMALL, "--evaluate", "--output", str(tmp_path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from ..collectives import AllGather, Collective
 from ..errors import MismatchError
 
 __all__ = ["compare"]
+
+LONG = 120
+"""Characters of a line that is shown as it is."""
 
 
 def compare(lines: list[str], rank: int, what: str, remedy: str = "") -> Generator[Collective, Tensor, None]:
@@ -34,12 +38,30 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = "") -> Generat
     for other in others[:4]:
         for here, there in itertools.zip_longest(told[0], told[other], fillvalue="(nothing)"):
             if here != there:
-                differences.append(f"rank 0 has [{here}], rank {other} has [{there}]")
+                mine, theirs = _short(here, there), _short(there, here)
+                differences.append(f"rank 0 has [{mine}], rank {other} has [{theirs}]")
                 break
     raise MismatchError(
         f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. Build the same model with the same settings "
         f"on every rank.{remedy}"
     )
+
+
+def _short(line: str, other: str) -> str:
+    """A long line without the settings before and after those in which it differs from another."""
+    if max(len(line), len(other)) <= LONG:
+        return line
+    mine, theirs = line.split(", "), other.split(", ")
+    before = _alike(mine, theirs)
+    after = _alike(mine[:before:-1], theirs[:before:-1])
+    whose = re.match(r"[^([{]*[([{]?", line)
+    left_out = [f"{whose[0]}..."] if before and whose else []
+    return ", ".join([*left_out, *mine[before : len(mine) - after], *(["..."] if after else [])])
+
+
+def _alike(ours: Sequence[str], theirs: Sequence[str]) -> int:
+    """How many are equal before the first that differs."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
 
 
 def _bytes(data: bytearray, label: str) -> AllGather:

@@ -10,13 +10,35 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import Ranks, small_model
+from worlds import Ranks, small_model, together
 
 import dgcopt
 from dgcopt import DGC, ConfigError, DivergenceError, LocalSGD, MismatchError, Warmup
+from dgcopt.exchange.agreement import compare
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 WARM = DGC(0.01, warmup=Warmup(ratios=(0.5, 0.25, 0.1), steps=2))
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "second"),
+    [
+        ({"ratio": (0.1, 0.2)}, "DGC(ratio=0.1, ...", "DGC(ratio=0.2, ..."),
+        ({"values": ("fp32", "int8")}, "DGC(..., values='fp32', ...", "DGC(..., values='int8', ..."),
+        ({"reduce": ("owner", "auto"), "keep": (1.0, 2.0)}, "reduce='owner', keep=1.0)", "reduce='auto', keep=2.0)"),
+    ],
+)
+def test_of_long_settings_those_are_shown_that_differ(settings: dict[str, Any], first: str, second: str) -> None:
+    def exchange(comm: dgcopt.Comm) -> Any:
+        rule = DGC(**{name: values[comm.rank] for name, values in settings.items()})
+        return compare([f"compression: {rule!r}"], comm.rank, "settings")
+
+    for error in together(2, exchange, MismatchError):
+        shown = str(error)
+        assert f"{first}]" in shown and f"{second}]" in shown and "momentum_masking" not in shown, shown
 
 
 # -- compared before the first step ----------------------------------------------------------------------------------

@@ -149,17 +149,20 @@ class Engine:
         return bool(self._arrivals.additions)
 
     def added(self, param: Tensor) -> None:
-        """Take note of a gradient that was added to, in a pass that does not count, too."""
-        self._arrivals.own.add(param)
-        self.layout.release(param)
+        """Take note of a gradient that was added to in a pass that does not count."""
+        self._arrivals.uncounted.add(param)
+        found = self.layout.place.get(param)
+        if found is not None:
+            bucket, place = found
+            bucket.release(place)
 
     def arrived(self, param: Tensor) -> None:
         """Take note of a backward pass that has added to a gradient, and launch what is complete.
 
         Raises RuntimeError if it is one pass more than the user said there would be.
         """
-        announced = self.settings.backward_passes_per_step
-        if not self.in_flight:
+        arrivals, announced = self._arrivals, self.settings.backward_passes_per_step
+        if not arrivals.additions:
             if self.runner.busy:
                 with torch.no_grad():
                     self.runner.progress()  # the end of a `join` that other ranks have left since
@@ -167,26 +170,29 @@ class Engine:
             before, self._rule = self._rule, repr(self.compressor)
             # of settings that have changed on some ranks only, the vote is to tell before messages differ
             self._now.outdated = before != self._rule or not self.layout.fits(self._trained(), self._sparse)
-        is_last = self._arrivals.arrived(param, announced)
-        passes = self._arrivals.passes[param] if announced > 1 else 0
-        if passes > announced:
+        is_last = arrivals.arrived(param, announced)
+        if announced > 1 and arrivals.passes[param] > announced:
             raise RuntimeError(
                 f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed "
-                f"{passes} times before step(), but backward_passes_per_step is {announced}. Raise it "
+                f"{arrivals.passes[param]} times before step(), but backward_passes_per_step is {announced}. Raise it "
                 f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
                 f"every {announced} passes."
             )
         found, now = self.layout.place.get(param), self._now
-        if found is None or now.outdated or now.stale or not self.attendance.here:
+        if found is None:
             return
         bucket, place = found
+        bucket.release(place)
+        if now.outdated or now.stale or not self.attendance.here:
+            return
         if bucket.index < now.launched:
             now.stale = True
             return
         if not is_last or not bucket.leaves_early or not self._may_leave_early:
             return
-        self._arrivals.take(param, bucket, place, self._scale_taken(bucket))
-        if self._arrivals.has_filled(bucket):
+        if arrivals.take(param, bucket, place):
+            arrivals.fill(bucket, self._scale_taken(bucket))
+        if arrivals.has_all_of(bucket):
             try:
                 self._launch_filled()
             except Exception:
@@ -197,7 +203,7 @@ class Engine:
     def _launch_filled(self) -> None:
         """Launch the next buckets as long as all their gradients are there."""
         for bucket in self.layout.buckets[self._now.launched :]:
-            if not self._arrivals.has_filled(bucket):
+            if not self._arrivals.has_all_of(bucket):
                 break
             self._arrivals.fill(bucket, self._scale_taken(bucket))
             self._launch(bucket)
@@ -221,8 +227,8 @@ class Engine:
 
     def _trained(self) -> list[Tensor]:
         """The parameters that travel: also one that was frozen after backward, whose gradient the step will use."""
-        own = self._arrivals.own
-        return [p for p in self.names if p.numel() and (p.requires_grad or (p in own and p.grad is not None))]
+        own = self._arrivals.has_added_to
+        return [p for p in self.names if p.numel() and (p.requires_grad or (own(p) and p.grad is not None))]
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +267,7 @@ class Engine:
                 if not self.attendance.here:
                     bucket.fill([place], [None])
                 elif segment.param not in self._arrivals.taken or self._arrivals.has_changed(segment.param):
-                    self._arrivals.take(segment.param, bucket, place, self._scale_taken(bucket))
+                    self._arrivals.take(segment.param, bucket, place)
             self._arrivals.fill(bucket, self._scale_taken(bucket))
         if self.compressor.whole_model and self.compressor.sends == "gradient":
             self._prepare([(bucket.grad, bucket) for bucket in layout.buckets])

@@ -49,13 +49,6 @@ class Layout:
             for segment in bucket.segments:
                 segment.check_size()
 
-    def release(self, param: Tensor) -> None:
-        """See `GradientBucket.release`."""
-        found = self.place.get(param)
-        if found is not None:
-            bucket, place = found
-            bucket.release(place)
-
     def touched(self) -> Iterator[Touched]:
         """Gradients that are zero but at a few positions."""
         for bucket in self.buckets:

@@ -173,8 +173,8 @@ class Stepping(Optimizer):
         if engine is None:  # the only rank that is left after `rejoin`
             return
         self._grads = Grads.OWN if self._grads in (Grads.OWN, Grads.VOID) else Grads.MIXED
-        engine.added(param)
         if self.mode is Mode.ADD_UP or self.mode is Mode.LOCAL:
+            engine.added(param)
             return
         if is_first and getattr(self, "_join_config", None) is not None:
             torch.distributed.algorithms.Join.notify_join_context(self)  # type: ignore[arg-type]

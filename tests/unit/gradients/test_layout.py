@@ -112,10 +112,15 @@ def test_gradients_stay_the_tensors_that_autograd_made() -> None:
 
 
 def wide_enough(order: torch.memory_format = torch.contiguous_format) -> nn.Module:
-    """Gradients that are copied at once and ones that wait for others."""
+    """Gradients that are copied at once, as 2^18 elements are, and ones that wait for others."""
     torch.manual_seed(1)
     model = nn.Sequential(
-        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(8, 4000), nn.Tanh(), nn.Linear(4000, 5)
+        nn.Unflatten(1, (3, 2, 2)),
+        nn.Conv2d(3, 8, 2),
+        nn.Flatten(),
+        nn.Linear(8, 33_000),
+        nn.Tanh(),
+        nn.Linear(33_000, 5),
     )
     return model.double().to(memory_format=order)
 

@@ -337,7 +337,7 @@ class OuterSync(Sync):
         # a single rank saves no memory, and what was held back since must not stay
         nothing = kept_by(self.rounds.comm.rank, self.rounds.comm.size)
         # what is shared out keeps its sum, and what ranks hold back of outer gradients, which are means, counts by that
-        scale = self.rounds.comm.size / state["saved_by"]
+        scale = self.rounds.comm.size / abs(state["saved_by"])
         for outer, kept in zip(self.outers, entry["outers"], strict=True):
             held = kept.get(STATE_KEY, nothing)
             outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": _scaled(held["memory"], scale)}})

@@ -38,8 +38,8 @@ class Replica:
         since: local steps since the last exchange that took them to all ranks.
         apart: parameters that were trained since all ranks held the same, also if they are frozen by now.
         begun: whether the algorithm has seen the weights that it starts from.
-        saved_by: how many ranks have saved the state that was loaded last; 0 if none was, or if all have gone on from
-            it, -1 if it is not theirs.
+        saved_by: how many ranks have saved the state that was loaded last, less than zero if these had yet to come
+            together themselves; 0 if none was, or if all have gone on from it.
     """
 
     def __init__(self, rule: Averaging, optimizer: Optimizer, given: dict[Tensor, str]) -> None:
@@ -162,7 +162,12 @@ class Replica:
         for bucket, kind, flat in self._saved():
             state["memory"].setdefault(kind, {}).update({n: view.clone() for n, view in bucket.by_name(flat)})
         apart = [name for param, name in self.names.items() if param in self.apart]
-        return {**state, "since": self.since, "apart": apart, "saved_by": self._comm.size}
+        saved_by = self._comm.size
+        if self.is_to_merge:
+            for kind in filter(self.rule.merges, state["memory"]):
+                state["memory"][kind] = {name: flat * self._share for name, flat in state["memory"][kind].items()}
+            saved_by = -saved_by
+        return {**state, "since": self.since, "apart": apart, "saved_by": saved_by}
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of all weights, by name."""
@@ -177,14 +182,23 @@ class Replica:
         if self.saved_by == self._comm.size:
             self.store.drop("weights")
 
+    @property
+    def is_to_merge(self) -> bool:
+        """Whether what was loaded is that of another number of ranks, from whose mean these have yet to go on."""
+        return self.saved_by not in (0, self._comm.size)
+
+    @property
+    def _share(self) -> float:
+        """What makes a rank's part of the mean of what was loaded, which is shared out by its sum."""
+        return self._comm.size / abs(self.saved_by)
+
     @torch.no_grad()
     def merge(self, traffic: Traffic) -> Job:
         """Another number of ranks goes on: from the mean of all weights that there were, with memory to match."""
-        scale = self._comm.size / self.saved_by if self.saved_by > 0 else 1.0
         for bucket, ctx in self._buckets.items():
             for kind, flat in sorted(ctx.memory.items()):
                 if self.rule.merges(kind):
-                    ctx.memory[kind] = yield traffic.start(AllReduce(flat * scale), f"{kind} of {bucket.label}")
+                    ctx.memory[kind] = yield traffic.start(AllReduce(flat * self._share), f"{kind} of {bucket.label}")
             if "weights" in ctx.memory:
                 bucket.write(ctx.memory.pop("weights"))
         self.store.drop("weights")  # of frozen parameters, which are equal

@@ -313,13 +313,14 @@ class Rounds:
         """Compare what must be equal, and let the algorithm see the weights that it starts from."""
         self._take_in_parameters()
         replica, traffic = self.replica, self.runner.traffic
-        lines = [*replica.describe(), f"state: {f'of {replica.saved_by} ranks' if replica.saved_by else 'none loaded'}"]
+        whose = f"of {abs(replica.saved_by)} ranks" if replica.saved_by else "none loaded"
+        lines = [*replica.describe(), f"state: {whose}{', yet to come together' if replica.saved_by < 0 else ''}"]
         yield from traffic.through(compare(lines, self.comm.rank, "parameters and settings", LOADED_BY_ALL))
         buckets = self.buckets()
         if not replica.saved_by:
             named = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(named, self.comm, None, "raise"))
-        elif replica.saved_by != self.comm.size:
+        elif replica.is_to_merge:
             yield from replica.merge(traffic)
             self._missed = False
         replica.saved_by = 0
@@ -347,10 +348,13 @@ class Rounds:
     def state(self) -> dict[str, Any]:
         """What `restore` takes."""
         state = self.replica.state()
-        if self.replica.since or not self.rule.identical(self.local_step):
+        replica = self.replica
+        if not replica.is_to_merge and (replica.since or not self.rule.identical(self.local_step)):
             # for another number of ranks, which go on from the mean of all weights that there were
             state["memory"]["weights"] = self.replica.weights()
-        return kept_by(self.comm.rank, self.comm.size, step=self.step, under_way=self.sync.under_way, **state)
+        return kept_by(
+            self.comm.rank, self.comm.size, step=self.step, under_way=self._missed or self.sync.under_way, **state
+        )
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave; ranks compare, or come together, at the next step.
@@ -381,9 +385,9 @@ class Rounds:
         self.sync.abandon()
         state, telemetry = self.state(), self.runner.traffic.telemetry
         state["memory"]["weights"] = self.replica.weights()
-        state["saved_by"] = -1  # nobody's sum is to be divided
         comes_along = getattr(self.optimizer, "comm", None) is self.comm
         self._join_wire(current_comm(comm))
+        state["saved_by"] = -self.comm.size  # as each brings its own
         if comes_along:
             cast(Any, self.optimizer).rejoin(self.comm)
         self.runner.traffic.telemetry = telemetry

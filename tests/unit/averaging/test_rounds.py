@@ -283,6 +283,43 @@ def test_another_number_of_ranks_goes_on_from_the_mean(before: int, after: int, 
         assert_worlds_close(ours, theirs)
 
 
+@pytest.mark.parametrize("sizes", [(4, 3, 3), (4, 3, 4), (4, 2, 1), (2, 3, 2), (3, 2, 4, 3)], ids=str)
+@pytest.mark.parametrize("rule", [LocalSGD(3), SlowMo(3, sharded=False), SlowMo(3), dgcopt.DiLoCo(2)], ids=str)
+def test_what_is_saved_again_before_any_step_is_what_was_loaded(rule: Averaging, sizes: tuple[int, ...]):
+    """Whose mean the ranks have yet to come to: of ranks that there are no more, weights were lost."""
+    old = World(sizes[0], rule).train(range(4))
+    direct, again = World(sizes[-1], rule), old
+    direct.load([reshare(old.states(), rank, sizes[-1]) for rank in range(sizes[-1])])
+    for size in sizes[1:]:
+        states, again = again.states(), World(size, rule)
+        again.load([reshare(states, rank, size) for rank in range(size)] if len(states) != size else states)
+    center = [sum(tensors) / sizes[0] for tensors in zip(*map(old.weights, range(sizes[0])), strict=True)]
+    for world in (direct, again):
+        for _, model, optimizer in world:
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            optimizer.state.clear()
+        for optimizer in world.optimizers:
+            optimizer.averaging.average()
+        assert_close(world.weights(), center)
+    ours, theirs = ([s["optimizer"]["averaging"]["dgcopt"]["memory"] for s in w.states()] for w in (again, direct))
+    for kind, by_name in theirs[0].items():
+        for name in by_name:
+            sums = [sum(memory[kind][name].double() for memory in of) for of in (ours, theirs)]
+            torch.testing.assert_close(*sums)
+
+
+def test_an_exchange_that_was_under_way_is_saved_again_before_any_step():
+    rule = LocalSGD(3, overlap=True)
+    whole = World(2, rule).train(range(3))
+    resumed = World(2, rule)
+    for _ in range(2):
+        resumed.load(whole.states())
+        whole, resumed = resumed, World(2, rule)
+    assert whole.states()[0]["optimizer"]["averaging"]["dgcopt"]["under_way"]
+    assert_worlds_close(whole.train(range(3, 7)), World(2, rule).train(range(7)), 0)
+
+
 def test_without_average_the_mean_is_taken_by_the_first_step():
     """Whose gradients are of the weights before it."""
     old = World(4, LocalSGD(3), plain).train(range(2))

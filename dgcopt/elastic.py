@@ -49,6 +49,9 @@ def run(train: Callable[..., Any]) -> Callable[..., Any]:
     launcher that goes on after a loss (`torchrun --max-restarts`) starts the script anew.
     """
 
+    if not callable(train):
+        raise ConfigError(f"dgcopt.elastic.run takes a function of a State, not {train!r:.200}")
+
     @functools.wraps(train)
     def synchronised(state: Any, *args: Any, **kwargs: Any) -> Any:
         if current_comm().elastic:

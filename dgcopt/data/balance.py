@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -257,7 +257,11 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         return [own[place % len(own)] for place in range(max(counts))]
 
     def _of_rank(self, rank: int) -> list[list[int]]:
-        batches = [list(batch) for batch in self.batch_fn(self.sampler.of_rank(rank))]
+        made = self.batch_fn(self.sampler.of_rank(rank))
+        made = list(made) if isinstance(made, Iterable) else [made]
+        if not all(isinstance(batch, Iterable) for batch in made):
+            raise ConfigError(f"batch_fn must make a list of lists of samples, not {made!r:.200}")
+        batches = [list(batch) for batch in made]
         for place, batch in enumerate(batches):
             if not batch or not all(isinstance(sample, int) for sample in batch):
                 raise ConfigError(
@@ -268,6 +272,10 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
 
 def _costs_of(dataset: Any, complexity_fn: Any) -> Tensor:
     """Each sample's cost, float64. Raises ConfigError if one is no finite number, or there are not as many."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(f"{type(dataset).__name__} has no samples by number: only datasets that have are shared out")
+    if not callable(complexity_fn) and not isinstance(complexity_fn, Iterable):
+        raise ConfigError(f"complexity_fn must be a function of a sample, or all costs, not {complexity_fn!r:.200}")
     count = len(dataset)
     if count == 0:
         raise ConfigError("the dataset is empty: there is nothing to share out")

@@ -218,9 +218,7 @@ class RedisStore(Store):
         try:
             import redis
         except ImportError:
-            raise ConfigError(
-                "a store on Redis servers needs the package redis: pip install 'dgcopt[cache]', or pip install redis"
-            ) from None
+            raise ConfigError("a store on Redis servers needs the package redis: pip install redis") from None
         self._clients = [
             redis.Redis.from_url(url, socket_timeout=ANSWER, socket_connect_timeout=ANSWER) for url in self.urls
         ]
@@ -294,7 +292,8 @@ def open_store(store: str | Sequence[str] | Store, capacity: int | None = None) 
         return MemoryStore(**size)
     if store == "disk" or (isinstance(store, str) and store.startswith("disk:")):
         return DiskStore(store.removeprefix("disk").removeprefix(":") or None, **size)
-    if isinstance(store, str) and "://" not in store:
+    urls = [store] if isinstance(store, str) else store
+    if not isinstance(urls, Sequence) or not all(isinstance(url, str) and "://" in url for url in urls):
         raise ConfigError(f'store must be "memory", "disk", "disk:PATH", or URLs of Redis servers, not {store!r}')
     if capacity is not None:
         raise ConfigError("a Redis server's capacity is its own setting, maxmemory")

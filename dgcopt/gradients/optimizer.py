@@ -352,6 +352,8 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     assert isinstance(optimizer, Distributed)
     optimizer._keep_up()
     rank, size = optimizer.comm.rank, optimizer.comm.size
+    if "param_groups" not in state_dict:
+        raise ConfigError("this is no optimizer's state: optimizer.state_dict() has param_groups, a model's has none")
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return None  # which torch refuses: what is kept stays as it is

@@ -13,7 +13,7 @@ from torch import nn
 
 import dgcopt
 import dgcopt.hvd as hvd
-from dgcopt import ConfigError, elastic
+from dgcopt import ConfigError, data, elastic
 from dgcopt.__main__ import algorithms, library
 from dgcopt.averaging import Exponential, Ring
 from dgcopt.testing import check_averaging, check_compressor
@@ -106,8 +106,27 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "names that are numbers": (lambda: wrapped(named_parameters=enumerate(NET.parameters())), "tuples"),
     "a word for a flag": (lambda: wrapped(sparse_as_dense="no"), "sparse_as_dense must be True or False"),
     "an unfinished compressor": (lambda: wrapped(compression=dgcopt.Compressor()), r"must define exchange\(\)"),
+    "a model's state for an optimizer": (lambda: wrapped().load_state_dict(NET.state_dict()), "no optimizer's state"),
+    "elastic.run of nothing": (lambda: elastic.run(None), "takes a function of a State"),
+    "costs that are none": (
+        lambda: balanced(complexity_fn=None),
+        "complexity_fn must be a function of a sample",
+    ),
+    "a dataset without length": (lambda: balanced(iter([1])), "has no samples by number"),
+    "batches that are none": (lambda: [*batches(lambda samples: 3)], "a list of lists of samples, not \\[3\\]"),
+    "batches that are samples": (lambda: [*batches(list)], "a list of lists of samples, not"),
+    "a store that is none": (lambda: data.CachedDataset([1], store=None), 'store must be "memory"'),
+    "a list of stores": (lambda: data.CachedDataset([1], store=["disk"]), 'store must be "memory"'),
     "epochs of no length": (lambda: dgcopt.DGC(warmup=dgcopt.Warmup()).set_steps_per_epoch(0), "steps_per_epoch must"),
 }
+
+
+def balanced(dataset: Any = (1, 2, 3), complexity_fn: Any = int) -> Any:
+    return data.LoadBalancingDistributedSampler(dataset, complexity_fn, num_replicas=2, rank=0)
+
+
+def batches(batch_fn: Any) -> Any:
+    return data.LoadBalancingDistributedBatchSampler(balanced(), batch_fn)
 
 
 def sgd() -> torch.optim.Optimizer:

@@ -41,6 +41,7 @@ from ..kernels import peaks
 from ..version import __version__
 from .attached import AttachedOptimizer, parameters_of
 from .ddp_bucket import Part, Travelling, parts_of
+from .ddp_module import uncounted_parameters
 from .stepping import Stepping
 
 if TYPE_CHECKING or torch.distributed.is_available():
@@ -92,6 +93,8 @@ class HookState:
         self._contexts: dict[Part, Context] = {}
         self._flights: list[Flight[Travelling]] = []
         self._arrived: list[tuple[Tensor, list[Flight[Travelling]], Future[Tensor]]] = []
+        self._uncounted: set[Tensor] = set()
+        """What is yet to come of a backward pass in which DDP does not say which bucket is the last."""
 
     @property
     def comm(self) -> Comm:
@@ -195,10 +198,15 @@ class HookState:
         if self.comm.size == 1:
             future.set_result(buffer)
             return future
+        params, is_last = bucket.parameters(), bucket.is_last()
         try:
-            if bucket.index() == 0:
+            if bucket.index() == 0 and not (self._uncounted and self._uncounted.issuperset(params)):
                 self._forget()  # a backward pass that failed half-way
                 self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+                self._uncounted = set() if is_last or self._layout else uncounted_parameters(self)
+            if self._uncounted:
+                self._uncounted.difference_update(params)
+                is_last = not self._uncounted
             flights = self._flights_of(bucket)
             self._arrived.append((buffer, flights, future))
             for flight in flights:
@@ -208,7 +216,7 @@ class HookState:
         except Exception:
             self._forget()
             raise
-        if bucket.is_last():
+        if is_last:
             self._runner.finish(self._finish)
         return future
 

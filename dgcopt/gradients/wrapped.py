@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -17,6 +16,7 @@ from ..exchange.divergence import digest
 from ..exchange.parameters import describe, describe_groups
 from ..flat.gradient import HiddenGradients
 from ..version import __version__
+from .ddp_module import all_modules
 from .settings import Settings
 
 __all__ = ["Wrapped"]
@@ -137,7 +137,7 @@ def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     ours = set(params)
-    for module in _instances(torch.nn.parallel.DistributedDataParallel):  # nothing leads from a parameter to its DDP
+    for module in all_modules():
         size = torch.distributed.get_world_size(module.process_group)
         everyone = size == torch.distributed.get_world_size() > 1
         # False after a forward pass within DDP's no_sync()
@@ -145,17 +145,6 @@ def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
         if everyone and exchanges and not ours.isdisjoint(module.parameters()):
             return True
     return False
-
-
-def _instances(kind: type[Any]) -> list[Any]:
-    """All living objects of a class and its subclasses: the garbage collector knows that each refers to its class.
-
-    It looks through all that is alive, for milliseconds: so all classes are asked for at once.
-    """
-    classes = [kind]
-    for each in classes:  # which grows on the way
-        classes += each.__subclasses__()
-    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
 def _decays_apart(group: dict[str, Any]) -> bool:

@@ -336,6 +336,30 @@ def ddp_settings_make_no_difference() -> None:
         assert torch.equal(Training(dgcopt.DGC(RATIO), **settings).run().weights(), usual), settings
 
 
+class Mixed(nn.Module):
+    """Parameters of two dtypes, which DDP has in two buckets from the first pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(20, 30), nn.Linear(30, 5).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs).tanh().double()).float()
+
+
+@scenario
+def buckets_that_static_graph_does_not_count() -> None:
+    """In its first pass DDP calls all of them the first one, and none the last."""
+    for compressor in (dgcopt.NoCompression(), dgcopt.DGC(RATIO), dgcopt.DGC(RATIO, overlap=True)):
+        usual = Training(compressor, model=Mixed).run()
+        static = Training(compressor, model=Mixed, static_graph=True).run()
+        assert len({part.bucket.segments[0].param.dtype for part in static.state._contexts}) == 2
+        assert torch.equal(static.weights(), usual.weights()), compressor
+    ours = Training(dgcopt.NoCompression(), plain, model=Words, static_graph=True).run(4)
+    assert_close(ours.weights(), Training(make=plain, model=Words).run(4).weights())
+
+
 @scenario
 def no_sync_adds_up() -> None:
     def run(hook) -> Tensor:

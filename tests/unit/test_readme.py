@@ -83,6 +83,15 @@ def test_commands_name_what_exists(page, monkeypatch):
                 assert f"\n{extra} =\n" in known, words
 
 
+@pytest.mark.parametrize("name", ["data", "elastic", "hvd", "testing"])
+def test_modules_are_there_when_they_are_asked_for(name, monkeypatch):
+    """`import dgcopt` alone does not import them, and pages say `dgcopt.elastic.State` and the like."""
+    monkeypatch.delattr(dgcopt, name, raising=False)
+    assert getattr(dgcopt, name).__name__ == f"dgcopt.{name}"
+    with pytest.raises(AttributeError, match="no attribute 'elastics'"):
+        _ = dgcopt.elastics
+
+
 def test_a_compressor_of_your_own():
     (code,) = code_of("docs/design.md")
     names: dict = {}
@@ -120,6 +129,8 @@ def test_a_compressor_in_twenty_lines(capsys):
     assert printed in (ROOT / "docs/compressors.md").read_text(), (
         f"the page shows another report than this one:\n{printed}"
     )
+    with pytest.raises(dgcopt.ConfigError, match=r"decay must be a number, not '0\.9'"):
+        names["LargestOfBlock"](decay="0.9")
     exec(declared, names)
     report = names["check_compressor"](names["Declared"]())
     assert all(outcome == "ok" for _, outcome in report.lines), report

@@ -13,7 +13,6 @@ from .buckets import Bucket
 from .segments import Segment
 
 __all__ = [
-    "LARGE",
     "GradientBucket",
     "HiddenGradients",
     "LocalGradient",
@@ -24,10 +23,7 @@ __all__ = [
 
 
 LARGE = 2**14
-"""Elements of a gradient that is copied as soon as it is there, while it is in the cache; smaller ones together.
-
-To copy so many takes about as long as to make a view of them.
-"""
+"""Elements of a large gradient: to copy so many takes about as long as to make a view of them."""
 
 
 def values_of(grad: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from ..exchange.parameters import (
     describe,
     describe_groups,
     inner_optimizer,
+    plain,
     unique_names,
 )
 from ..exchange.runner import Job, Runner, on_their_way
@@ -89,6 +90,8 @@ class HookState:
         self._scale = 1.0
         self._share = 1.0
         self._comm: Comm | None = None
+        self._rule = ""  # the compressor's settings, as they were in the last step
+        self._has_changed = False  # since then: if on some ranks only, the vote is to tell before messages differ
         self._layout: dict[tuple[str, ...], list[Part]] = {}
         self._contexts: dict[Part, Context] = {}
         self._flights: list[Flight[Travelling]] = []
@@ -202,6 +205,8 @@ class HookState:
         try:
             if bucket.index() == 0 and not (self._uncounted and self._uncounted.issuperset(params)):
                 self._forget()  # a backward pass that failed half-way
+                before, self._rule = self._rule, repr(self.compressor)
+                self._has_changed = bool(before) and before != self._rule
                 self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
                 self._uncounted = set() if is_last or self._layout else uncounted_parameters(self)
             if self._uncounted:
@@ -211,7 +216,8 @@ class HookState:
             self._arrived.append((buffer, flights, future))
             for flight in flights:
                 self._flights.append(flight)
-                if self.compressor.overlaps(buffer.device) and not self.compressor.whole_model:
+                waits = self.compressor.whole_model or self._has_changed
+                if self.compressor.overlaps(buffer.device) and not waits:
                     self._launch(flight)
         except Exception:
             self._forget()
@@ -350,7 +356,7 @@ class HookState:
         self._saved = None
         tells = [number for flight in self._flights for number in flight.of.tells.tolist()]
         used = [peak != 0 for peak in tells]
-        order = [name for names in self._layout for name in names]
+        order = [f"compression: {plain(self.compressor)}", *(name for names in self._layout for name in names)]
         served = _served_without_data()
         ballot = Ballot(
             active=served is None,
@@ -365,7 +371,7 @@ class HookState:
         traffic = self._traffic
         verdict = yield from traffic.through(vote(ballot, self.comm.size, "vote"))
         if not verdict.alike:
-            yield from traffic.through(compare(order, self.comm.rank, "DDP's buckets"))
+            yield from traffic.through(compare(order, self.comm.rank, "settings and buckets of DDP"))
         if verdict.void:
             yield from traffic.call_off(self._flights)
             self._make_void(verdict.void)

@@ -889,6 +889,13 @@ def ranks_that_differ_are_told_how() -> None:
         with pytest.raises(dgcopt.MismatchError, match=what):
             training.step(0)
     training = Training(dgcopt.DGC(RATIO)).run(2)
+    training.state.compressor.ratio *= 1 + rank
+    with pytest.raises(dgcopt.MismatchError, match=r"ratio=0\.05.*ratio=0\.1"):
+        training.step(2)
+    training = Training(dgcopt.TopK(RATIO)).run(2)
+    training.state.compressor.ratio *= 2  # on all ranks alike
+    training.step(2)
+    training = Training(dgcopt.DGC(RATIO)).run(2)
     training.state.step += rank
     with pytest.raises(dgcopt.MismatchError, match="rank 0 is at step 2, rank 1 is at step 3"):
         training.step(2)

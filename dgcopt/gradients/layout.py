@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from ..flat.gradient import GradientBucket, Touched
 __all__ = ["Layout", "lay_out"]
 
 MEGABYTE = 1024 * 1024
+
+_DTYPE = attrgetter("dtype")
 
 
 @dataclass(eq=False)
@@ -32,7 +35,7 @@ class Layout:
     place: dict[Tensor, tuple[GradientBucket, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._forms = [(param.dtype, param.numel()) for param in self.trained]
+        self._dtypes, self._numels = _forms(self.trained)
         for bucket in self.buckets:
             for place, segment in enumerate(bucket.segments):
                 self.place[segment.param] = (bucket, place)
@@ -40,7 +43,7 @@ class Layout:
     def fits(self, trained: Sequence[Tensor], sparse: Iterable[Tensor]) -> bool:
         """Whether it still serves: the same parameters are trained, of the same dtypes, and none turned out sparse."""
         same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
-        same = same and [(param.dtype, param.numel()) for param in trained] == self._forms
+        same = same and _forms(trained) == (self._dtypes, self._numels)
         return same and not any(param in self.place for param in sparse)
 
     def check_sizes(self) -> None:
@@ -59,6 +62,11 @@ class Layout:
         """The optimizer has stepped, or will not: keep no gradients alive beyond what the user does."""
         for bucket in self.buckets:
             bucket.let_go()
+
+
+def _forms(params: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int]]:
+    """What a cast changes, and a change of size."""
+    return [*map(_DTYPE, params)], [*map(Tensor.numel, params)]
 
 
 def lay_out(

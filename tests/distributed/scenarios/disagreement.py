@@ -77,7 +77,6 @@ def hvd_collectives_differ(comm: Comm) -> None:
     expect_mismatch(comm, "from rank 1", partial(hvd.broadcast_, doubles.float(), int(odd)))
     expect_mismatch(comm, "float64 (3,)", partial(hvd.reducescatter, doubles))
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [comm.size] * 3
-    hvd.shutdown()
 
 
 def expect_mismatch(comm: Comm, words: str, call: Callable[[], Any]) -> None:

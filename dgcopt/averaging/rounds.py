@@ -210,6 +210,8 @@ class Rounds:
         self.step += 1
         self.replica.since += 1
         if self.local_step == 0:  # a warm-up has ended
+            if isinstance(self.optimizer, Distributed) and self.optimizer.engine is not None:
+                self.optimizer.engine.end()
             for bucket, ctx in self.buckets().items():
                 self._start(bucket, ctx)
         if self.local_step > 0:

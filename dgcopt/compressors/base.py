@@ -227,3 +227,6 @@ class Compressor:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Runs after the optimizer's own update."""
+
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        """No exchange comes any more: memory called "momentum", by parameter, is the optimizer's again if it was."""

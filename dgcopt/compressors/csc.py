@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,3 +113,6 @@ class CSC(ScheduledRatio):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._memory.after_step()
+
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self._memory.give_back(momenta)

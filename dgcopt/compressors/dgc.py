@@ -1,7 +1,7 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang & Dally, ICLR 2018, arXiv:1712.01887)."""
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -229,3 +229,6 @@ class DGC(ScheduledRatio):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self._memory.after_step()
+
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self._memory.give_back(momenta)

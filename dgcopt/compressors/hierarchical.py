@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 import torch
@@ -56,6 +56,9 @@ class Hierarchical(Wrapper):
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.nodes)
+
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        """It is that of machines."""
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         ranks = ctx.size / ctx.nodes

@@ -147,6 +147,9 @@ class ErrorFeedback:
     def after_step(self) -> None:
         """Nothing to give back."""
 
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        """Nothing was taken over."""
+
 
 class MomentumCorrection(ErrorFeedback):
     """Momentum before sparsification (section 3.2): u <- m u + g, v <- v + u; with Nesterov, v <- v + g + m u.
@@ -229,6 +232,14 @@ class MomentumCorrection(ErrorFeedback):
             else:
                 buffer.mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
             param.grad = grad.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer.clone()
+
+    @torch.no_grad()
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        """u becomes SGD's own momentum again, for steps without an exchange, and that of weight decay with it."""
+        for param, u in momenta.items():
+            state = self.optimizer.state[param]
+            u, decayed = u.to(param.dtype), state.pop("decay_momentum", None)
+            state["momentum_buffer"] = u if decayed is None else u + decayed
 
     def start(self, segment: Segment) -> Tensor | None:
         """SGD's own momentum buffer of a parameter, from steps before it was wrapped: what u starts from."""

@@ -275,6 +275,10 @@ class PerParameter(Compressor):
             rule.after_step(optimizer)
         self._put_together(optimizer)
 
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        for pattern, rule in self.rules.items():
+            rule.give_back({param: u for param, u in momenta.items() if self._pattern_of[param] == pattern})
+
     def _put_together(self, optimizer: Optimizer) -> None:
         """Make the optimizer's groups what they were before the step."""
         if self._whole is not None:

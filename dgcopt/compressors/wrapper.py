@@ -103,3 +103,6 @@ class Wrapper(Compressor):
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.inner.after_step(optimizer)
+
+    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self.inner.give_back(momenta)

@@ -546,6 +546,14 @@ class Engine:
         self._arrivals.clear()
         self._now = UnderWay()
 
+    def end(self) -> None:
+        """No exchange comes any more, between steps: momentum that the compressor has taken over goes back."""
+        self.store.release()
+        self.layout, self._contexts = Layout(order=self.layout.order), {}
+        momenta = self.store.memory().get("momentum", {})
+        self.compressor.give_back({param: momenta[name] for param, name in self.names.items() if name in momenta})
+        self.store.drop("momentum")
+
     # -- which gradients travel together -----------------------------------------------------------------------------
 
     def _lay_out(self) -> Job:

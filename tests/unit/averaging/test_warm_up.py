@@ -154,3 +154,30 @@ def test_updates_are_added_to_the_mean_that_another_number_of_ranks_goes_on_from
         for name, param in params.items():
             expected = before[name] - others.given[name] / size
             torch.testing.assert_close(param.detach(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True, "weight_decay": 0.1}, {"dampening": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        dgcopt.DGC(1.0),
+        dgcopt.CSC(1.0, 64),
+        dgcopt.PerParameter({"a.*": dgcopt.DGC(1.0), "*": dgcopt.NoCompression()}),
+    ],
+    ids=lambda compressor: type(compressor).__name__,
+)
+def test_momentum_goes_on_after_it(compressor: Compressor, settings: dict[str, Any]) -> None:
+    """At ratio 1 it is a dense warm-up, of which the momentum is left."""
+
+    def make(params: Any) -> Any:
+        return SGD(params, lr=0.1, momentum=0.9, **settings)
+
+    ranks, dense = (
+        Ranks(each, rule=LocalSGD(1, warmup_steps=WARM), make=make) for each in (compressor, dgcopt.NoCompression())
+    )
+    for seed in range(2 * WARM):
+        ranks.step(seed)
+        dense.step(seed)
+        for name, param in ranks.params[0].items():
+            torch.testing.assert_close(param, dense.params[0][name], rtol=0, atol=1e-6, msg=f"{name}, step {seed}")
+    assert all("decay_momentum" not in state for optimizer in ranks.optimizers for state in optimizer.state.values())

@@ -47,8 +47,7 @@ def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
 def encode_dense_rows(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """`encode_dense` of each row of a matrix: the messages, and the values as they arrive, each as rows."""
     code, counts = code_of(kind, DENSE_CODES), torch.full((len(rows),), rows.shape[1])
-    parts = code.encode(rows.reshape(-1), counts)
-    arriving = code.decode(parts, counts, [])
+    parts, arriving = code.encode(rows.reshape(-1), counts)
     return torch.cat([part.view(len(rows), -1) for part in parts], 1), arriving.view(rows.shape)
 
 

@@ -85,9 +85,8 @@ class SparseCode:
             index_part.copy_(encode_rice(indices, counts, count, numel))
         else:
             index_part.copy_(indices.int().view(torch.uint8).view(len(counts), -1))
-        parts = self._values.encode(values, counts)
+        parts, arriving = self._values.encode(values, counts)
         put_parts(value_part, parts, self._values.sizes(counts))
-        arriving = self._values.decode(parts, counts, [])
         return messages, kept, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ and multiplies. What rounding loses is the caller's to keep.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,13 @@ from ..kernels import (
     SPAN,
     by_row,
     finite,
-    firsts,
     in_blocks,
     means,
     nearest_levels,
     of_levels,
     of_steps,
     round_steps,
+    sent,
 )
 from .bits import Count, pack_rows, packed_bytes, read_as, unpack_rows
 from .rows import one_row, take_parts
@@ -59,11 +60,14 @@ class ValueCode(Protocol):
     def sizes(self, count: Count) -> tuple[Count, ...]:
         """Bytes of each part of a message of `count` values; grow with it."""
 
-    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-        """One-dimensional `values` of any floating dtype, one message's after the other's: each part's bytes, alike."""
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """One-dimensional `values` of any floating dtype, one message's after the other's: each part's bytes, alike.
+
+        Returns the values as they arrive, too: the bits that `decode` makes of the parts.
+        """
 
     def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The values of parts from `ranks`; PayloadError if they cannot be right. No ranks: one's own, which are."""
+        """The values of parts from `ranks`; PayloadError if they cannot be right."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +79,12 @@ class Floats:
     def sizes(self, count: Count) -> tuple[Count, ...]:
         return (count * self.dtype.itemsize,)
 
-    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         limit = torch.finfo(self.dtype).max
         if limit < torch.finfo(values.dtype).max:
             values = torch.where(values.isinf(), values, values.clamp(-limit, limit))
-        return (values.to(self.dtype).contiguous().view(torch.uint8),)
+        arriving = values.to(self.dtype).contiguous()
+        return (arriving.view(torch.uint8),), arriving
 
     def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
         return read_as(parts[0], self.dtype)
@@ -103,13 +108,14 @@ class Steps:
     def sizes(self, count: Count) -> tuple[Count, ...]:
         return -(-count // self.block) * _SCALE.itemsize, packed_bytes(count, self.width)
 
-    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         cuts = _cuts(counts, self.block, values.device)
         steps, multiples = round_steps(values, self.block, self.most, cuts)
+        arriving = of_steps(multiples, steps.float(), self.block, cuts)
         fields = multiples.view(torch.uint8)
         if self.width < 8:
             fields = pack_rows(fields & (1 << self.width) - 1, counts, self.width)
-        return steps.view(torch.uint8), fields
+        return (steps.view(torch.uint8), fields), arriving
 
     def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
         steps = read_as(parts[0], _SCALE).float()
@@ -150,11 +156,13 @@ class Levels:
     def sizes(self, count: Count) -> tuple[Count, ...]:
         return -(-count // self.block) * self._numbers * _SCALE.itemsize, packed_bytes(count, self.width)
 
-    def encode(self, values: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, values: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         cuts = _cuts(counts, self.block, values.device)
         numbers = self._fit(values, cuts)
-        fields = nearest_levels(values, self._series(numbers), self.block, cuts)
-        return numbers.view(-1).view(torch.uint8), pack_rows(fields, counts, self.width)
+        levels = self._series(numbers)
+        fields = nearest_levels(values, levels, self.block, cuts)
+        parts = numbers.view(-1).view(torch.uint8), pack_rows(fields, counts, self.width)
+        return parts, of_levels(fields, levels, self.block, cuts)
 
     def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
         levels = self._series(read_as(parts[0], _SCALE).view(-1, self._numbers))
@@ -217,7 +225,7 @@ def decode_values(payload: Tensor, count: int, kind: str, rank: int) -> Tensor:
 
 def encode_one(code: ValueCode, values: Tensor) -> Tensor:
     """The values of one message."""
-    return torch.cat(code.encode(values, one_row(len(values))))
+    return torch.cat(code.encode(values, one_row(len(values)))[0])
 
 
 def decode_one(code: ValueCode, payload: Tensor, count: int, rank: int) -> Tensor:
@@ -245,9 +253,7 @@ def check_scales(scales: Tensor, rank: int) -> None:
 
 
 def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int]) -> None:
-    """`check_scales` of the scales of every block, in messages from `ranks`; for one's own nobody waits."""
-    if not ranks:
-        return
+    """`check_scales` of the scales of every block, in messages from `ranks`."""
     right = _right(scales)
     if not right.all():
         row, _ = by_row(-(-counts // block), scales.device)
@@ -263,6 +269,6 @@ def _cuts(counts: Tensor, block: int, device: torch.device) -> Tensor | None:
     """Where blocks start that never reach from one message into the next, and the last one ends; None for one."""
     if len(counts) == 1:
         return None
-    row, ordinal = by_row(-(-counts // block), device)
-    starts = firsts(counts, device)[row] + ordinal * block
-    return torch.nn.functional.pad(starts, (0, 1), value=int(counts.sum()))
+    ends = [0, *itertools.accumulate(counts.tolist())]
+    starts = itertools.chain.from_iterable(range(*row, block) for row in itertools.pairwise(ends))
+    return sent(torch.tensor([*starts, ends[-1]]), device)

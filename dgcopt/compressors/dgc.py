@@ -81,7 +81,7 @@ class DGC(ScheduledRatio):
     indices: Indices = "int32"
     momentum_masking: bool = True
     clip: LocalClip | None = None
-    vectors: Literal["dense", "sparse", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "dense"
+    vectors: Literal["dense", "sparse", "fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"] = "dense"
     granularity: Literal["tensor", "bucket"] = "tensor"
     residual: Literal["full", "bf16"] = "full"
     overlap: bool | Literal["auto"] = "auto"

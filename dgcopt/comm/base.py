@@ -256,7 +256,12 @@ class Comm(ABC):
         self._check(collective, len(ranks))
         if len(ranks) == 1 and not self._supports_alone(collective):
             return Finished(collective, alone(collective))
-        collective.tensor = collective.tensor.contiguous()
+        tensor = collective.tensor.contiguous()
+        if (
+            tensor.numel() == 1
+        ):  # which is contiguous whatever its strides, but with some no view of its bytes can be made
+            tensor = tensor.as_strided(tensor.shape, [1] * tensor.dim())
+        collective.tensor = tensor
         try:
             return self._start(collective, ranks)
         except DGCError:

@@ -106,7 +106,7 @@ class _Work(Handle):
         tensor = self.collective.tensor
         if self.output.dtype != tensor.dtype:  # it has travelled as bytes
             rows = self.output.shape[:1] if isinstance(self.collective, AllGather) else ()
-            self.output = self.output.view(tensor.dtype).view(*rows, *tensor.shape)
+            self.output = self.output.view(-1).view(tensor.dtype).view(*rows, *tensor.shape)
         return self.output
 
 

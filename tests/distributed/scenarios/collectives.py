@@ -152,10 +152,12 @@ def odd_shapes(comm: Comm) -> None:
         lambda rank: torch.tensor(float(rank)),
         lambda rank: torch.zeros(0),
         lambda rank: torch.zeros(3, 0, dtype=torch.int64),
+        lambda rank: torch.zeros(3, 0, dtype=torch.int16),
+        lambda rank: torch.full((2,), float(rank), dtype=torch.bfloat16)[::2],
         lambda rank: torch.full((2, 3, 4, 5), float(rank)).contiguous(memory_format=torch.channels_last),
     ):
         rows = torch.stack([make(rank) for rank in range(size)])
-        expect(comm, AllReduce(make(me), op="sum"), rows.sum(0))
+        expect(comm, AllReduce(make(me), op="sum"), rows.sum(0, dtype=rows.dtype))
         expect(comm, AllGather(make(me)), rows)
         expect(comm, Broadcast(make(me), root=size - 1), rows[-1])
         expect(comm, SendRecv(make(me), to=(me + 1) % size, source=(me - 1) % size), rows[me - 1])

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..compressors import Compressor
 from ..errors import ConfigError
 from ..flat.gradient import HiddenGradients
+from .closure import Call, closure_of, with_closure
 
 __all__ = ["AttachedOptimizer", "parameters_of"]
 
@@ -65,12 +66,10 @@ class AttachedOptimizer:
                 f"state.attach(optimizer) with it before the first backward pass."
             )
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Runs `Compressor.before_step` once gradients are there: now, or when the closure has made them."""
         self._watch.remove()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._use_gradients()
             return None
@@ -80,9 +79,7 @@ class AttachedOptimizer:
             self._use_gradients()
             return loss
 
-        if len(args) > 1:
-            return (args[0], closure_then_compressor, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure_then_compressor}
+        return with_closure(args, kwargs, closure_then_compressor)
 
     def _use_gradients(self) -> None:
         if not self.is_alone():

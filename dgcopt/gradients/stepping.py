@@ -18,6 +18,7 @@ from ..comm import Comm
 from ..compressors import Compressor
 from ..errors import ConfigError
 from ..flat.gradient import HiddenGradients, values_of
+from .closure import Call, Closure, closure_of, with_closure
 from .engine import Engine
 from .sparse_step import step_touched
 from .subclass import bare_class
@@ -239,7 +240,7 @@ class Stepping(Optimizer):
             self.synchronize()
         self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
 
-    def _averaged_closure(self, closure: Callable[[], Any]) -> Any:
+    def _averaged_closure(self, closure: Closure) -> Any:
         """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere.
 
         If nothing is left to do then, the step that has called it is over, unless it has changed weights already.
@@ -326,23 +327,17 @@ def between_hooks(optimizer: Stepping, bare: Callable[..., Any], *args: Any, **k
     return optimizer._step_unless_done(*args, **kwargs)
 
 
-def before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Average gradients, or let the closure do it; runs also where a scheduler kept the unwrapped `step`."""
     assert isinstance(optimizer, Stepping)
     if in_own_step(optimizer):
         return None
-    place = 1 if args and args[0] is optimizer else 0
-    closure = args[place] if len(args) > place else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if closure is None:
         optimizer._average_before_step()
         return None
     optimizer._own_step = OwnStep.AHEAD
-    averaged = functools.partial(optimizer._averaged_closure, closure)
-    if len(args) > place:
-        return (*args[:place], averaged, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "closure": averaged}
+    return with_closure(args, kwargs, functools.partial(optimizer._averaged_closure, closure))
 
 
 def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

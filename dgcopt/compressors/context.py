@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -149,13 +149,15 @@ class Context:
 
     def key(self, seed: int, own: bool = True) -> int:
         """64 bits, from which `dgcopt.kernels.draws` makes random numbers: of this step, bucket and, if `own`, rank."""
-        words = f"{seed} {self.step} {self.index} {self.rank if own else 'all'}"
-        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(self._place(seed, own), digest_size=8).digest(), "little")
 
     def generator(self, seed: int, own: bool = False) -> torch.Generator:
         """Random numbers (on the CPU) of this step and bucket: the same on all ranks, or this rank's `own`."""
-        words = f"{seed} {self.step} {self.index} {self.rank if own else 'all'}"
-        return torch.Generator().manual_seed(zlib.crc32(words.encode()))
+        return torch.Generator().manual_seed(zlib.crc32(self._place(seed, own)))
+
+    def _place(self, seed: int, own: bool) -> bytes:
+        """What random numbers are made from: they are the same wherever this is."""
+        return f"{seed} {self.step} {self.index} {self.rank if own else 'all'}".encode()
 
     def share(self, kind: str, segment: Segment, value: Tensor) -> None:
         """Once the step has succeeded, `shared[kind]` of a parameter is `value`: the same bits on all ranks."""
@@ -292,6 +294,10 @@ class Context:
                 self.shared.setdefault(kind, {})[segment.name] = value
         taken, added = self._taken, self._added
         self._forget()
+        self._pass_on(taken, added)
+
+    def _pass_on(self, taken: Collection[str], added: Collection[str]) -> None:
+        """Unsent memory that the exchange has not `taken` up is for the next one; what was `added` is gone, if zero."""
         idle = [kind for kind in (*self.memory, *self.shards) if is_unsent(kind) and kind not in taken]
         for kind in idle:
             if "residual" in taken:

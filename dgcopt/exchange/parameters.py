@@ -181,11 +181,10 @@ def describe_groups(optimizer: Optimizer) -> list[str]:
     lines = []
     for place, group in enumerate(optimizer.param_groups):
         for name, value in sorted(group.items()):
-            plain = value.tolist() if isinstance(value, Tensor) else value
-            parts = plain if isinstance(plain, tuple | list) else [plain]
+            parts = _parts_of(value)
             how = name in ("params", "foreach", "fused")  # how a step is made does not change what it is
             if not how and all(isinstance(part, int | float) for part in parts):
-                lines.append(f"{name} of parameter group {place}: {plain}")
+                lines.append(f"{name} of parameter group {place}: {', '.join(map(str, parts))}")
     return lines
 
 
@@ -204,14 +203,15 @@ def take_over_settings(optimizer: Optimizer, rank: int, comm: Comm) -> Generator
         value = group[name]
         parts = [type(part)(next(theirs)) for part in _parts_of(value)]
         if isinstance(value, Tensor):
-            value.fill_(parts[0])
+            value.copy_(torch.tensor(parts, dtype=value.dtype).view_as(value))
         else:
             group[name] = type(value)(parts) if isinstance(value, tuple | list) else parts[0]
 
 
 def _parts_of(value: Any) -> Sequence[Any]:
+    """The numbers that a setting consists of, such as two betas, or one learning rate."""
     if isinstance(value, Tensor):
-        return [value.item()] if value.numel() == 1 else [None]
+        return value.flatten().tolist()
     return value if isinstance(value, tuple | list) else [value]
 
 

@@ -35,7 +35,7 @@ from .base import DEADLINE, Channel, Comm, Handle, RankSet, lowered
 __all__ = ["SimulatedComm", "simulate", "simulated_world"]
 
 
-class _Meeting(Handle):
+class _Meeting:
     """One collective of one group: complete once every rank has brought its part."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -90,9 +90,6 @@ class _Meeting(Handle):
                 raise MismatchError(f"rank {rank} waits for rank {self.ranks[mine.source]}, which sends it nothing")
             return self.shared[mine.source].clone()
         return self.shared
-
-    def result(self) -> Tensor:
-        raise AssertionError("ask a _Seat for its result")
 
 
 class _Seat(Handle):

@@ -25,6 +25,7 @@ from ..comm import Comm, Handle, broadcasting_root, current_comm
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import compare
+from ..exchange.attendance import Attendance
 from ..exchange.buffers import Buffers
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight
@@ -33,7 +34,6 @@ from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, vote
 from ..flat.buckets import Bucket
-from ..gradients.engine import Attendance
 from ..gradients.optimizer import Distributed, DistributedOptimizer
 from ..gradients.stepping import Mode, in_own_step
 from .amp import ScaledSteps
@@ -112,7 +112,7 @@ class Rounds:
         self.comm = comm
         self.runner = Runner(comm, "averaging", self._offer, self.sync.abandon)
         self.replica.join(comm)
-        self.attendance = Attendance(comm.size, comm.size)
+        self.attendance = Attendance(comm.size)
         self.joining = False
         self._missed = False  # whether a round that was under way is to be made again
         if comm.waits_at_start:
@@ -281,8 +281,8 @@ class Rounds:
         there = self.attendance
         there.check(verdict.absent)
         there.ranks = verdict.active_ranks
-        by_moved = there.divides and there.ranks
-        self.replica.set_weight((self.comm.size / there.ranks if moved else 0.0) if by_moved else 1.0)
+        counts = moved or not (there.divides and there.ranks)
+        self.replica.set_weight(there.share if counts else 0.0)
         return there.ranks > 0
 
     def _offer(self) -> Job | None:
@@ -307,7 +307,7 @@ class Rounds:
         yield from self.sync.run()
         if not self.attendance.ranks:  # all have what each has learned, and are at the same step
             self.step, self.joining = before, False
-            self.attendance.here, self.attendance.ranks = True, self.comm.size
+            self.attendance.all_here()
             self.replica.set_weight(1.0)
 
     @torch.no_grad()

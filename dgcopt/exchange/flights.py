@@ -176,12 +176,15 @@ class Traffic:
                 self._start_all([ready for run in runs for ready in run])
 
     def call_off(self, flights: Sequence[Flight[Any]]) -> Generator[Handle, Tensor, None]:
-        """Wait for collectives that were started, the same ones on all ranks, and discard their results."""
+        """Wait for collectives that were started, the same ones on all ranks, and discard their results: afterwards
+        flights are as they were before they were launched."""
         for handle in _awaited(flights):  # noqa: UP028  # a list cannot be sent results
             yield handle
         for flight in flights:
             if flight.exchange is not None:
                 flight.exchange.close()
+            flight.exchange = flight.collective = flight.handle = flight.result = None
+            flight.rounds.clear()
 
     def settle(self, context: Context, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what its exchange was to remember is, and what it has counted is telemetry."""

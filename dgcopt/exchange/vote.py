@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, AllReduce, Collective, Exchange
+from ..collectives import AllGather, AllReduce, Collective
 from ..errors import MismatchError
 
 __all__ = ["Ballot", "Verdict", "checksum", "fingerprint", "used_anywhere", "vote"]
@@ -183,7 +183,7 @@ def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
-def used_anywhere(used: list[bool], label: str) -> Exchange:
+def used_anywhere(used: list[bool], label: str) -> Generator[Collective, Tensor, list[bool]]:
     """Which parameters have a gradient on any rank, from which have one here: one bit each, gathered if they differ."""
     padded = torch.zeros(-(-len(used) // 8) * 8, dtype=torch.uint8)
     padded[: len(used)] = torch.tensor(used, dtype=torch.uint8)
@@ -191,4 +191,4 @@ def used_anywhere(used: list[bool], label: str) -> Exchange:
     packed = (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
     rows = yield AllGather(packed, group="control", label=label)
     bits = (rows.unsqueeze(-1) & weights).ne(0).any(0)
-    return bits.flatten()[: len(used)]
+    return bits.flatten()[: len(used)].tolist()

@@ -26,8 +26,9 @@ from ..collectives import AllReduce
 from ..comm import Comm, Handle
 from ..compressors import Context, GradientExchange
 from ..compressors.sparse_rows import gather_rows
-from ..errors import ConfigError, MismatchError, OutOfData
+from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import compare
+from ..exchange.attendance import Attendance
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight, claim, context_of, exchange_of
 from ..exchange.link import measure_link
@@ -51,38 +52,6 @@ REMEDY = (
     " What only one rank has loaded, dgcopt.broadcast_optimizer_state(optimizer, root_rank=0) before the first step "
     "gives to all."
 )
-
-
-@dataclass
-class Attendance:
-    """Who still has data: whether this rank of `size` has, how many have, and whether averages divide by these.
-
-    If it `throws`, it is an error that some have none while others have.
-    """
-
-    size: int
-    ranks: int
-    here: bool = True
-    divides: bool = True
-    throws: bool = False
-
-    def begin(self, divides: bool, throws: bool = False) -> None:
-        """All ranks have data, and may run out of it from now on."""
-        self.here, self.ranks, self.divides, self.throws = True, self.size, divides, throws
-
-    def check(self, absent: Sequence[int]) -> None:
-        """Raises OutOfData, on all ranks, if some are `absent` and that is to be an error."""
-        if self.throws and 0 < len(absent) < self.size:
-            self.here, self.ranks = True, self.size
-            raise OutOfData(
-                f"rank(s) {', '.join(map(str, absent))} of {self.size} have run out of data before the others, and "
-                f"throw_on_early_termination was asked for: give all ranks as many batches, or leave it away"
-            )
-
-    def scale(self, settings: Settings) -> float:
-        """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
-        partial = settings.op == "average" and self.divides and self.ranks
-        return (self.size / self.ranks if partial else 1.0) / settings.gradient_predivide_factor
 
 
 @dataclass
@@ -121,7 +90,7 @@ class Engine:
         self.void = False
         self.infinite: list[int] = []
         self.sends_all = False
-        self.attendance = Attendance(comm.size, comm.size)
+        self.attendance = Attendance(comm.size)
         self.early = EarlyLaunch()
         self.turns: Turns[Engine] = turns_over(comm)
         self.store = Store()
@@ -232,12 +201,17 @@ class Engine:
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
+    def _weight(self) -> float:
+        """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
+        share = self.attendance.share if self.settings.op == "average" else 1.0
+        return share / self.settings.gradient_predivide_factor
+
     def _scale(self, bucket: GradientBucket) -> float:
         """What gradients are multiplied by before an exchange sees them."""
-        return self.attendance.scale(self.settings) * self._contexts[bucket].prescale
+        return self._weight() * self._contexts[bucket].prescale
 
     def _scale_taken(self, bucket: GradientBucket) -> float:
-        """By which of that while they are copied into buckets: not if all are to be prepared there as they are."""
+        """What of that they are multiplied by while they are copied: 1, if `Compressor.prepare` sees them first."""
         return 1.0 if self.compressor.whole_model and self.compressor.sends == "gradient" else self._scale(bucket)
 
     def _launch(self, bucket: GradientBucket) -> None:
@@ -261,7 +235,7 @@ class Engine:
         return flight, exchange_of(bucket, self.compressor, context)
 
     def _launch_rest(self, used: dict[Tensor, bool] | None) -> None:
-        layout, scale = self.layout, self.attendance.scale(self.settings)
+        layout, weight = self.layout, self._weight()
         for bucket in layout.buckets[self._now.launched :]:
             for place, segment in enumerate(() if bucket.in_place else bucket.segments):
                 if not self.attendance.here:
@@ -290,7 +264,20 @@ class Engine:
                 grad = grad.to_sparse(1)
             flight = Flight[GradientBucket | Tensor](f"sparse gradient {name}", param)
             self._now.flights.append(flight)
-            self.runner.traffic.launch(flight, gather_rows(grad * scale, divisor))
+            self.runner.traffic.launch(flight, gather_rows(grad * weight, divisor))
+
+    def _make_update(self) -> None:
+        """Make what travels of this rank's gradients: what the optimizer would add to its parameters."""
+        if self.compressor.whole_model:
+            graded = [(param, param.grad) for param in self.layout.trained if param.grad is not None]
+            for param, grad in graded:
+                if grad.is_sparse:
+                    raise ConfigError(
+                        f"rank {self.comm.rank}: {self.compressor!r} clips gradients before updates are made of "
+                        f"them, and that of {self.names[param]!r} is sparse: leave the clip away"
+                    )
+            self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
+        self.wrapped.make_update(self.settings.sparse_as_dense)
 
     def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
         """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
@@ -316,10 +303,6 @@ class Engine:
         verdict = self.runner.ask(self._take_vote(final=False))
         return verdict is not None and bool(verdict.void)
 
-    def all_have_data(self) -> None:
-        """Begin anew after ranks had run out of data."""
-        self.attendance.here, self.attendance.ranks = True, self.comm.size
-
     def serve_step(self) -> Job:
         """Take part in a step of the ranks that still have data; or learn that there are none."""
         self.attendance.here = False
@@ -327,7 +310,7 @@ class Engine:
         if self.attendance.ranks:
             self.wrapped.step_without_data()
         else:
-            self.all_have_data()
+            self.attendance.all_here()
 
     def _offer(self) -> Job | None:
         """What another rank may wait for: this step, once its gradients have come in, or the next without any."""
@@ -359,7 +342,7 @@ class Engine:
         traffic = self.runner.traffic
         self.void = False
         verdict = yield from self._take_vote()
-        while not verdict.final:  # only a rank without data of its own is not asked for its preliminary vote
+        while not verdict.final:  # others' scalers have asked for it, and this rank, without data, has none to ask
             if verdict.void:
                 self._make_void(verdict.void)
                 return
@@ -384,7 +367,7 @@ class Engine:
         if not verdict.complete:
             there = [self.attendance.here and param.grad is not None for param in trained]
             if not verdict.used_alike:
-                there = (yield from traffic.through(used_anywhere(there, "gradients that there are"))).tolist()
+                there = yield from traffic.through(used_anywhere(there, "gradients that there are"))
             used = dict(zip(trained, there, strict=True))
             if not any(there) and self.attendance.here and not self._warned:
                 self._warned = True
@@ -395,16 +378,7 @@ class Engine:
                     *(self.comm.rank, self.step, type(self.wrapped.optimizer).__name__),
                 )
         if self.compressor.sends == "update" and self.attendance.here:
-            if self.compressor.whole_model:
-                graded = [(param, param.grad) for param in trained if param.grad is not None]
-                for param, grad in graded:
-                    if grad.is_sparse:
-                        raise ConfigError(
-                            f"rank {self.comm.rank}: {self.compressor!r} clips gradients before updates are made of "
-                            f"them, and that of {self.names[param]!r} is sparse: leave the clip away"
-                        )
-                self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
-            self.wrapped.make_update(self.settings.sparse_as_dense)
+            self._make_update()
         self._launch_rest(used)
         yield from traffic.finish(self._now.flights, self.compressor.in_turn)
         self._settle(used)
@@ -462,7 +436,7 @@ class Engine:
             verdict.launched = 0
 
     def _take_back(self, launched: int, is_void: bool = False) -> Job:
-        """End the collectives that were started, on the rank that has sent most, and undo what they meant."""
+        """Start what some rank has started already, wait for the end of all of it, and undo what it meant."""
         if launched > len(self.layout.buckets):
             raise MismatchError(
                 f"rank {self.comm.rank} lost its buckets while other ranks have sent theirs: load state or change "
@@ -505,7 +479,7 @@ class Engine:
         here = [
             rest is not None and bool(s.view(rest).any()) for bucket, rest in rests.items() for s in bucket.segments
         ]
-        there = iter((yield from traffic.through(used_anywhere(here, "what is held back"))).tolist())
+        there = iter((yield from traffic.through(used_anywhere(here, "what is held back"))))
         for flight in self._now.flights:
             if isinstance(flight.of, Tensor):
                 continue

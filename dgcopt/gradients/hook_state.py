@@ -383,7 +383,7 @@ class HookState:
             if verdict.complete:
                 used = [True] * len(used)
             elif not verdict.used_alike:
-                used = (yield from traffic.through(used_anywhere(used, "gradients that there are"))).tolist()
+                used = yield from traffic.through(used_anywhere(used, "gradients that there are"))
             self._launch_rest(certain=verdict.complete)
             yield from traffic.finish(self._flights, self.compressor.in_turn)
             self._hand_out(used)
@@ -397,8 +397,6 @@ class HookState:
         self.telemetry.repeated += any(flight.exchange is not None for flight in self._flights)
         yield from self._traffic.call_off(self._flights)
         for flight in self._flights:
-            flight.exchange = flight.handle = flight.result = None
-            flight.rounds.clear()
             if flight.of.part is not None:
                 self._contexts[flight.of.part].roll_back()
                 flight.of.part.fill(flight.of.grads, self._factor)
@@ -436,9 +434,8 @@ class HookState:
     def _forget(self) -> str:
         """The step is over, or failed: what it has not settled is rolled back."""
         told = on_their_way(self._flights)
-        for flight in self._flights:
-            if flight.of.part is not None:
-                self._contexts[flight.of.part].roll_back()
+        for context in self._contexts.values():
+            context.roll_back()
         self._flights, self._arrived = [], []
         return told
 

@@ -24,4 +24,4 @@ class JoinHook:
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have run out of data."""
         if self.engine is not None:
-            self.engine.all_have_data()
+            self.engine.attendance.all_here()

@@ -53,7 +53,10 @@ class Wrapped:
     # -- what must be equal on all ranks -----------------------------------------------------------------------------
 
     def describe(self, settings: Settings, trained: Collection[Tensor] | None = None) -> list[str]:
-        """Everything that must be equal whenever buckets are laid out, a line each; see `describe` for `trained`."""
+        """Everything that must be equal whenever buckets are laid out, a line each.
+
+        `trained` are the parameters that travel: those that require a gradient if None.
+        """
         told = {"compression": self.compressor, **vars(settings)}
         return describe(self.optimizer, self.names, told, __version__, trained)
 

@@ -516,6 +516,9 @@ def test_ranks_without_data_step_with_the_learning_rate_of_others(compression, l
                 ranks.optimizers[rank].zero_grad()
                 nn.functional.cross_entropy(ranks.models[rank](inputs[rank::3]), targets[rank::3]).backward()
             for rank in active:
+                group = ranks.optimizers[rank].param_groups[0]
+                before = float(group["lr"])
                 ranks.optimizers[rank].step()
+                assert rank != active[0] or float(group["lr"]) == before, "taken from a rank without data"
                 schedules[rank].step()
     ranks.assert_replicas_equal()

@@ -63,9 +63,10 @@ def fuse_optimizer(optimizer: AnyOptimizer, do_flatten: bool = True, *, elementw
     """Let `optimizer` step all its small tensors in a few kernels.
 
     The very object comes back, with a class that is a subclass of the one it had. Results are those of the plain
-    optimizer, bit for bit, except where it left `fused` and `foreach` open and torch has a fused kernel for the CPU,
-    which rounds otherwise (`fused=False` keeps the bits). Its `state_dict()` is the plain optimizer's, so either loads
-    the other's. Copied or pickled it is the plain optimizer again.
+    optimizer, bit for bit, except where torch has a fused kernel for the CPU and `fused` is True, or left open as
+    `foreach` is: that kernel is taken, which rounds otherwise (`fused=False` keeps the bits); and in bfloat16. Its
+    `state_dict()` is the plain optimizer's, so either loads the other's. Copied or pickled it is the plain optimizer
+    again.
 
     Args:
         optimizer: any elementwise one of `torch.optim`. Fuse it before `dgcopt.DistributedOptimizer` wraps it; where
@@ -212,6 +213,11 @@ class Run:
     def _remember(self) -> None:
         self._known = dict(self.state)
         self._held = [value for state in self._states for value in state.values()]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        """How often the counts were changed in place, by a step or by the user."""
+        return [count._version for count in self._counts.values()]
 
     def fits(self, states: dict[Tensor, dict[str, Any]]) -> bool:
         """Whether parameters, gradients and state still lie as they did. All parameters have gradients."""
@@ -220,6 +226,8 @@ class Run:
             return False
         held = [value for state in self._states for value in state.values()]
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
+        if self._versions_now() != self._versions:
             return False
         grads = self._grads()
         if any(grad.layout != torch.strided for grad in grads) or _share_memory(grads) != self._share_memory:
@@ -253,6 +261,7 @@ class Run:
                 self._share(name, self.state[name])
             states.update(zip(self.params, self._states, strict=True))
             self._remember()
+        self._versions = self._versions_now()
         _count_change(self.params)
 
 

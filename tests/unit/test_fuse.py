@@ -209,6 +209,8 @@ def test_what_is_done_to_the_state_in_place_counts() -> None:
         for params, optimizer in ((one, plain), (other, fused)):
             give_gradients(params, step)
             optimizer.step()
+            if step == 0:
+                optimizer.state[params[3]]["step"].add_(2)  # of one that is stepped with others
             if step == 1:
                 for param in params:
                     optimizer.state[param]["exp_avg"].mul_(2)

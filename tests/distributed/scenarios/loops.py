@@ -351,9 +351,9 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
         Halves(),
     )
     for (name, make), compression in share(comm, itertools.product(makers.items(), compressions)):
-        bad = [0, 2, 3]  # the very first step, and two in a row
+        bad = [0, 4, 5]  # the very first step, and two in a row, once buckets leave early
         disturbed, calm = (Pair(comm, make, compression) for _ in range(2))
-        for step in range(6):
+        for step in range(8):
             before = bits_of(disturbed.models[1], disturbed.ours)
             for pair in (disturbed, calm):
                 if pair is calm and step in bad:
@@ -383,7 +383,7 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
             for kind, by_name in ours.items():
                 values = [theirs[kind][name] for name in by_name]
                 assert_close(list(by_name.values()), values, rounding(comm, 1e-9), f"{what}: {kind}")
-        assert disturbed.ours.telemetry.skipped == len(bad)
+        assert disturbed.ours.telemetry.skipped == len(bad) and disturbed.ours.telemetry.repeated == 0
 
 
 def loss_scaling(comm: Comm) -> Loop:

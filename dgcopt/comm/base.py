@@ -257,10 +257,9 @@ class Comm(ABC):
         if len(ranks) == 1 and not self._supports_alone(collective):
             return Finished(collective, alone(collective))
         tensor = collective.tensor.contiguous()
-        if (
-            tensor.numel() == 1
-        ):  # which is contiguous whatever its strides, but with some no view of its bytes can be made
-            tensor = tensor.as_strided(tensor.shape, [1] * tensor.dim())
+        if tensor.numel() == 1 and set(tensor.stride()) - {1}:
+            # contiguous whatever its strides, but with some of them no view of its bytes can be made
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
         collective.tensor = tensor
         try:
             return self._start(collective, ranks)

@@ -37,6 +37,8 @@ import dgcopt
 ROOT = Path(__file__).resolve().parent.parent
 COMPRESSORS = ("DGC(ratio=0.01, overlap=True)", "NoCompression()")
 WARMUP, STEPS = 4, 7
+SIZE = 2  # ranks
+ITEMSIZES = {"unsigned char": 1, "float": 4}
 WAITING = "#c6dbef"
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -83,8 +85,7 @@ def serve(compressor: str, path: Path) -> None:
     start = comm.start
 
     def marked_start(collective: Any) -> Any:
-        numel = collective.tensor.numel()
-        with record_function(f"start {numel} {collective.label}"):
+        with record_function(f"start {collective.nbytes} {collective.label}"):
             return start(collective)
 
     comm.start = marked_start
@@ -215,9 +216,10 @@ def steps_of(path: Path) -> list[Step]:
             if match := re.fullmatch(r"start (\d+) (.*)", name):
                 handed_over.append((int(match[1]), match[2], span.start))
             elif name.startswith("gloo:"):
-                # Gloo does not know what it carries, but takes messages of one size in the order of their starts
-                numel = math.prod(event["args"]["Input Dims"][0])
-                mine = next(each for each in handed_over if each[0] == numel)
+                # Gloo does not know what it carries, but takes messages of one size in the order of their starts; few
+                # bytes go to all ranks at once, as a copy for each
+                nbytes = math.prod(event["args"]["Input Dims"][0]) * ITEMSIZES[event["args"]["Input type"][0]]
+                mine = next(each for each in handed_over if nbytes in (each[0], each[0] * SIZE))
                 handed_over.remove(mine)
                 wire.append(Message(mine[1], span.start, span.end, mine[2]))
             else:
@@ -302,7 +304,7 @@ def main() -> None:
     link = "loopback" if reason else "unshaped" if arguments.link == "none" else arguments.link
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {link}{reason and f': {reason}'}\n")
     steps = {}
-    with tempfile.TemporaryDirectory() as folder, (Loopback if reason else Namespaces)(2) as hosts:
+    with tempfile.TemporaryDirectory() as folder, (Loopback if reason else Namespaces)(SIZE) as hosts:
         hosts.shape(arguments.link)
         for number, compressor in enumerate(arguments.compressors):
             keep = number == 0 and arguments.trace

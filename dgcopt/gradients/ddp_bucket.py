@@ -5,13 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, LocalGradient, SparseSum
 from ..kernels import peaks
 
-__all__ = ["Part", "Travelling", "parts_of"]
+__all__ = ["Part", "Travelling", "gradients_of", "parts_of"]
+
+
+def gradients_of(params: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Views of the gradients in a bucket's buffer.
+
+    `GradBucket.gradients()` takes all of them for contiguous (torch 2.13); where a parameter is dense in memory, DDP
+    lays its gradient out as the parameter (`Reducer::initialize_bucket_views`).
+    """
+    spans = buffer.split([param.numel() for param in params])
+    return [
+        span.view(param.shape)
+        if param.is_contiguous() or _has_gaps(param)
+        else span.as_strided(param.shape, param.stride())
+        for span, param in zip(spans, params, strict=True)
+    ]
+
+
+def _has_gaps(param: Tensor) -> bool:
+    """Whether its elements do not fill a span of memory, each its own place."""
+    return torch.empty_like(param, device="meta").stride() != param.stride()
 
 
 @dataclass(eq=False)

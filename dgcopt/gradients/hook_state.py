@@ -41,7 +41,7 @@ from ..flat.store import Store
 from ..kernels import peaks
 from ..version import __version__
 from .attached import AttachedOptimizer, parameters_of
-from .ddp_bucket import Part, Travelling, parts_of
+from .ddp_bucket import Part, Travelling, gradients_of, parts_of
 from .ddp_module import uncounted_parameters
 from .stepping import Stepping
 
@@ -238,7 +238,7 @@ class HookState:
         if buffer.is_sparse:
             tells = peaks([values_of(buffer)])
             return [Flight(f"sparse gradient {names[0]}", Travelling(None, buffer, [buffer], tells))]
-        grads, flights = bucket.gradients(), []
+        grads, flights = gradients_of(params, buffer), []
         for part in self._layout[names]:
             mine = [grads[place] for place in part.places]
             flights.append(Flight(part.bucket.label, Travelling(part, buffer, mine, part.fill(mine, self._factor))))
@@ -284,7 +284,8 @@ class HookState:
             return not self.compressor.whole_model and self.compressor.in_place(kind)
 
         first = len(self._flights)
-        parts = parts_of(by_name, bucket.gradients(), self.compressor.kind, stays, first)
+        grads = gradients_of(bucket.parameters(), bucket.buffer())
+        parts = parts_of(by_name, grads, self.compressor.kind, stays, first)
         claim(self._store, [part.bucket for part in parts], self.compressor, comm.rank)
         for part in parts:
             self._contexts[part] = context_of(part.bucket, comm, "average", self._store)

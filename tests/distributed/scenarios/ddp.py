@@ -464,6 +464,10 @@ def parameters_in_any_memory_order() -> None:
         assert not ours.model.turned.is_contiguous() and not ours.model.conv.weight.is_contiguous()
         usual = Training(compressor, model=functools.partial(OddMemory, odd=False)).run(5)
         assert_close(ours.weights(), usual.weights(), 1e-5)
+    dense, resumed = Training(model=OddMemory).run(3), Training(dgcopt.DGC(1.0), model=OddMemory)
+    resumed.model.load_state_dict(dense.model.state_dict())
+    resumed.optimizer.load_state_dict(dense.optimizer.state_dict())  # whose momentum is taken over
+    assert_close(resumed.run(3, first=3).weights(), dense.run(3, first=3).weights())
 
 
 class Words(nn.Module):
@@ -497,7 +501,7 @@ class Muted(Branches):
 
 @scenario
 def what_is_not_sent_is_kept() -> None:
-    for model in (small_model, Muted):
+    for model in (small_model, Muted, OddMemory):
         training = Training(dgcopt.DGC(RATIO), plain, attach=False, model=model)
         start, gradients = training.weights(), 0.0
         for step in range(6):

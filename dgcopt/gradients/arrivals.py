@@ -19,7 +19,6 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from ..compressors import Compressor
 from ..flat.gradient import GradientBucket, is_finite, values_of
 from ..kernels import peaks
 
@@ -177,13 +176,8 @@ class EarlyLaunch:
         self._pause_until = 0
 
     def may(self, step: int) -> bool:
-        """Whether in this step those may that ever do."""
+        """Whether in this step those may that leave early at all."""
         return self.possible and step >= self._pause_until
-
-    @staticmethod
-    def ever(compressor: Compressor, device: torch.device) -> bool:
-        """Whether a compressor lets those on a device leave early at all."""
-        return compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"
 
     def was_mistaken(self, step: int) -> None:
         """Gradients have changed after they were sent: launch none for a while, longer each time."""

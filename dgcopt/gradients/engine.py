@@ -14,32 +14,26 @@ agree on rank 0's order, and buckets are laid out by it. The same happens when o
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives import AllReduce
 from ..comm import Comm, Handle
-from ..compressors import Context, GradientExchange
-from ..compressors.sparse_rows import gather_rows
-from ..errors import ConfigError, MismatchError
+from ..errors import ConfigError
 from ..exchange.agreement import compare
 from ..exchange.attendance import Attendance
 from ..exchange.divergence import replicas
-from ..exchange.flights import Flight, claim, context_of, exchange_of
-from ..exchange.link import measure_link
 from ..exchange.parameters import plain, take_over_settings
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
-from ..flat.gradient import GradientBucket
 from ..flat.store import Store
 from .arrivals import Arrivals, EarlyLaunch
-from .layout import Layout, lay_out
+from .departures import Departures
+from .held_back import send_held_back
+from .layout import Layout, bucket_sizes, lay_out
 from .settings import Settings
 from .turns import Turns, turns_over
 from .wrapped import Wrapped
@@ -54,18 +48,6 @@ REMEDY = (
 )
 
 
-@dataclass
-class UnderWay:
-    """What this rank has launched since its last step: flights, how many buckets, and whether they were `outdated`,
-    laid out for other parameters, or `stale`, of gradients that have changed since.
-    """
-
-    flights: list[Flight[GradientBucket | Tensor]] = field(default_factory=list)
-    launched: int = 0
-    outdated: bool = False
-    stale: bool = False
-
-
 class Engine:
     """The exchanges of one optimizer's gradients on one rank.
 
@@ -76,8 +58,8 @@ class Engine:
 
     Attributes: `step`, how many were made; `void`, whether the step that was synchronised last must not be taken, on
     any rank; `infinite`, the ranks whose gradients were not finite then; `attendance`, who has data; `early`, whether
-    buckets may be launched before the step; `layout`, which gradients travel together; `store`, what lasts;
-    `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges.
+    buckets may be launched before the step; `departures`, what has left; `layout`, which gradients travel together;
+    `store`, what lasts; `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -86,7 +68,6 @@ class Engine:
         self.compressor = wrapped.compressor
         self.comm = comm
         self.settings = settings
-        self.step = 0
         self.void = False
         self.infinite: list[int] = []
         self.sends_all = False
@@ -95,15 +76,23 @@ class Engine:
         self.turns: Turns[Engine] = turns_over(comm)
         self.store = Store()
         self._begun = False
-        self.layout = Layout()
-        self._contexts: dict[GradientBucket, Context] = {}
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings, as they were at the last step
         self._warned = False
-        self._arrivals = Arrivals()
-        self._now = UnderWay()
         self._moved_on = False  # whether another rank has moved this one to the end of its step already
         self.runner = Runner(comm, "optimizer", self._offer, self._forget_step)
+        self._arrivals = Arrivals()
+        self.departures = Departures(wrapped, settings, self.attendance, self._arrivals, self.runner.traffic)
+
+    @property
+    def step(self) -> int:
+        """How many steps were made."""
+        return self.departures.step
+
+    @property
+    def layout(self) -> Layout:
+        """Which gradients travel together."""
+        return self.departures.layout
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
@@ -130,7 +119,8 @@ class Engine:
 
         Raises RuntimeError if it is one pass more than the user said there would be.
         """
-        arrivals, announced = self._arrivals, self.settings.backward_passes_per_step
+        arrivals, departures = self._arrivals, self.departures
+        announced = self.settings.backward_passes_per_step
         if not arrivals.additions:
             if self.runner.busy:
                 with torch.no_grad():
@@ -138,7 +128,7 @@ class Engine:
             self._moved_on = False
             before, self._rule = self._rule, repr(self.compressor)
             # of settings that have changed on some ranks only, the vote is to tell before messages differ
-            self._now.outdated = before != self._rule or not self.layout.fits(self._trained(), self._sparse)
+            departures.outdated = before != self._rule or not self.layout.fits(self._trained(), self._sparse)
         is_last = arrivals.arrived(param, announced)
         if announced > 1 and arrivals.passes[param] > announced:
             raise RuntimeError(
@@ -147,40 +137,31 @@ class Engine:
                 f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
                 f"every {announced} passes."
             )
-        found, now = self.layout.place.get(param), self._now
+        found = self.layout.place.get(param)
         if found is None:
             return
         bucket, place = found
         bucket.release(place)
-        if now.outdated or now.stale or not self.attendance.here:
+        if departures.outdated or departures.stale or not self.attendance.here:
             return
-        if bucket.index < now.launched:
-            now.stale = True
+        if bucket.index < departures.launched:
+            departures.stale = True
             return
         if not is_last or not bucket.leaves_early or not self._may_leave_early:
             return
         if arrivals.take(param, bucket, place):
-            arrivals.fill(bucket, self._scale_taken(bucket))
+            departures.fill(bucket)
         if arrivals.has_all_of(bucket):
             try:
-                self._launch_filled()
+                departures.launch_full()
             except Exception:
                 self.abandon()
                 raise
 
-    @torch.no_grad()
-    def _launch_filled(self) -> None:
-        """Launch the next buckets as long as all their gradients are there."""
-        for bucket in self.layout.buckets[self._now.launched :]:
-            if not self._arrivals.has_all_of(bucket):
-                break
-            self._arrivals.fill(bucket, self._scale_taken(bucket))
-            self._launch(bucket)
-
     def discard(self) -> None:
         """Forget this step's gradients, which the user has set to zero; what was sent is taken back at the next."""
-        if self._now.launched:
-            self._now.stale = True
+        if self.departures.launched:
+            self.departures.stale = True
             self.early.was_mistaken(self.step)
         self._arrivals.forget()
         self.layout.let_go()
@@ -188,7 +169,8 @@ class Engine:
     def hold(self) -> None:
         """From now on launch nothing before the step, because until then gradients are scaled."""
         self.early.possible = False
-        self._now.stale = self._now.stale or self._now.launched > 0  # scaling them back does not count as a change
+        if self.departures.launched:
+            self.departures.stale = True  # scaling them back does not count as a change
 
     @property
     def _may_leave_early(self) -> bool:
@@ -198,92 +180,6 @@ class Engine:
         """The parameters that travel: also one that was frozen after backward, whose gradient the step will use."""
         own = self._arrivals.has_added_to
         return [p for p in self.names if p.numel() and (p.requires_grad or (own(p) and p.grad is not None))]
-
-    # -- launching ---------------------------------------------------------------------------------------------------
-
-    def _weight(self) -> float:
-        """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
-        share = self.attendance.share if self.settings.op == "average" else 1.0
-        return share / self.settings.gradient_predivide_factor
-
-    def _scale(self, bucket: GradientBucket) -> float:
-        """What gradients are multiplied by before an exchange sees them."""
-        return self._weight() * self._contexts[bucket].prescale
-
-    def _scale_taken(self, bucket: GradientBucket) -> float:
-        """What of that they are multiplied by while they are copied: 1, if `Compressor.prepare` sees them first."""
-        return 1.0 if self.compressor.whole_model and self.compressor.sends == "gradient" else self._scale(bucket)
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        """Launch a bucket whose step all ranks have yet to agree on."""
-        self.runner.traffic.launch(*self._exchange(bucket, certain=False))
-        context = self._contexts[bucket]
-        if context.peak is not None:
-            self._arrivals.bounded(bucket, context.peak)
-
-    def _exchange(self, bucket: GradientBucket, certain: bool) -> tuple[Flight[Any], GradientExchange]:
-        """The exchange of a bucket that is about to be launched."""
-        self._now.launched += 1
-        context = self._contexts[bucket]
-        context.step, context.certain = self.step, certain
-        if bucket.in_place:
-            context.local = bucket.local(self.attendance.here, self._scale(bucket))
-        elif self._scale(bucket) != self._scale_taken(bucket):
-            bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
-        flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
-        self._now.flights.append(flight)
-        return flight, exchange_of(bucket, self.compressor, context)
-
-    def _launch_rest(self, used: dict[Tensor, bool] | None) -> None:
-        layout, weight = self.layout, self._weight()
-        for bucket in layout.buckets[self._now.launched :]:
-            for place, segment in enumerate(() if bucket.in_place else bucket.segments):
-                if not self.attendance.here:
-                    bucket.fill([place], [None])
-                elif segment.param not in self._arrivals.taken or self._arrivals.has_changed(segment.param):
-                    self._arrivals.take(segment.param, bucket, place)
-            self._arrivals.fill(bucket, self._scale_taken(bucket))
-        if self.compressor.whole_model and self.compressor.sends == "gradient":
-            self._prepare([(bucket.grad, bucket) for bucket in layout.buckets])
-        certain = used is None  # else some memory is to stay as it is
-        exchanges = (self._exchange(bucket, certain) for bucket in layout.buckets[self._now.launched :])
-        if self.compressor.in_turn or any(bucket.leaves_early for bucket in layout.buckets):
-            for flight, exchange in exchanges:
-                self.runner.traffic.launch(flight, exchange)
-        else:  # all ranks launch the same ones now
-            self.runner.traffic.launch_together(exchanges)
-        divisor = self.comm.size if self.settings.op == "average" else 1
-        for name, param in layout.sparse:
-            if used is not None and not used[param]:
-                param.grad = None
-                continue
-            grad = param.grad if self.attendance.here else None
-            if grad is None:
-                grad = torch.zeros_like(param).to_sparse(1)
-            elif not grad.is_sparse:
-                grad = grad.to_sparse(1)
-            flight = Flight[GradientBucket | Tensor](f"sparse gradient {name}", param)
-            self._now.flights.append(flight)
-            self.runner.traffic.launch(flight, gather_rows(grad * weight, divisor))
-
-    def _make_update(self) -> None:
-        """Make what travels of this rank's gradients: what the optimizer would add to its parameters."""
-        if self.compressor.whole_model:
-            graded = [(param, param.grad) for param in self.layout.trained if param.grad is not None]
-            for param, grad in graded:
-                if grad.is_sparse:
-                    raise ConfigError(
-                        f"rank {self.comm.rank}: {self.compressor!r} clips gradients before updates are made of "
-                        f"them, and that of {self.names[param]!r} is sparse: leave the clip away"
-                    )
-            self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
-        self.wrapped.make_update(self.settings.sparse_as_dense)
-
-    def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
-        """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
-        for context in self._contexts.values():
-            context.step = self.step
-        self.compressor.prepare([grad for grad, _ in grads], [self._contexts[bucket] for _, bucket in grads])
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
@@ -328,10 +224,10 @@ class Engine:
         self._forget_step()
 
     def _forget_step(self) -> str:
-        not_sent = self.layout.buckets[self._now.launched :]
-        told = on_their_way(self._now.flights, [bucket.label for bucket in not_sent])
-        for context in self._contexts.values():
-            context.roll_back()
+        departures = self.departures
+        not_sent = self.layout.buckets[departures.launched :]
+        told = on_their_way(departures.flights, [bucket.label for bucket in not_sent])
+        departures.roll_back()
         self._end_step()
         self.layout.let_go()
         return told
@@ -339,7 +235,7 @@ class Engine:
     @torch.no_grad()
     def _drive(self) -> Job:
         """Everything that is left of the step."""
-        traffic = self.runner.traffic
+        traffic, departures = self.runner.traffic, self.departures
         self.void = False
         verdict = yield from self._take_vote()
         while not verdict.final:  # others' scalers have asked for it, and this rank, without data, has none to ask
@@ -353,7 +249,7 @@ class Engine:
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
         again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
         if again or verdict.void or not verdict.active_ranks:
-            yield from self._take_back(verdict.launched, bool(verdict.void))
+            yield from departures.take_back(verdict.launched, bool(verdict.void))
         self.attendance.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
@@ -377,14 +273,14 @@ class Engine:
                     "the optimizer after layers are replaced, or loaded with assign=True",
                     *(self.comm.rank, self.step, type(self.wrapped.optimizer).__name__),
                 )
-        if self.compressor.sends == "update" and self.attendance.here:
-            self._make_update()
-        self._launch_rest(used)
-        yield from traffic.finish(self._now.flights, self.compressor.in_turn)
-        self._settle(used)
+        departures.launch_rest(used)
+        yield from traffic.finish(departures.flights, self.compressor.in_turn)
+        departures.settle(used)
         if self.sends_all:
-            yield from self._send_rest(used)
-        self._hand_out(used)
+            contexts = departures.layout.contexts
+            yield from send_held_back(departures.flights, contexts, used, self.compressor, traffic)
+        departures.hand_out(used)
+        self._end_step()
         if self.wrapped.buffers is not None:
             yield from traffic.through(self.wrapped.buffers.exchange(self.comm, self.step, self.attendance.here))
         every = self.settings.check_replicas_every
@@ -393,14 +289,15 @@ class Engine:
             yield from traffic.through(check)
 
     def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
-        trained, arrivals, layout, now = self._trained(), self._arrivals, self.layout, self._now
+        trained, arrivals, departures = self._trained(), self._arrivals, self.departures
+        layout = departures.layout
         if not self.settings.sparse_as_dense:
             self._sparse |= {param for param in trained if param.grad is not None and param.grad.is_sparse}
         changed = {param for param in arrivals.taken if arrivals.has_changed(param)}
-        if final and any(layout.place[p][0].index < now.launched for p in changed):
-            if not now.stale:  # not by one more backward pass, which is expected from now on
+        if final and any(layout.place[p][0].index < departures.launched for p in changed):
+            if not departures.stale:  # not by one more backward pass, which is expected from now on
                 self.early.was_mistaken(self.step)
-            now.stale = True
+            departures.stale = True
         used = [param.grad is not None for param in trained]
         prepared = layout.fits(trained, self._sparse)
         if not prepared:
@@ -417,8 +314,8 @@ class Engine:
             finite=infinite is None,
             step=self.step,
             trained=checksum([plain(self.compressor), *(self.names[param] for param in trained)]),
-            launched=(self.turns.expected or self)._now.launched,
-            stale=now.stale,
+            launched=(self.turns.expected or self).departures.launched,
+            stale=departures.stale,
             prepared=prepared,
             complete=all(used),
             final=final,
@@ -432,29 +329,8 @@ class Engine:
         expected = self.turns.expected
         self.turns.came(self)
         if expected is not None and expected is not self and verdict.launched:
-            yield from expected._take_back(verdict.launched)
+            yield from expected.departures.take_back(verdict.launched)
             verdict.launched = 0
-
-    def _take_back(self, launched: int, is_void: bool = False) -> Job:
-        """Start what some rank has started already, wait for the end of all of it, and undo what it meant."""
-        if launched > len(self.layout.buckets):
-            raise MismatchError(
-                f"rank {self.comm.rank} lost its buckets while other ranks have sent theirs: load state or change "
-                f"parameters on all ranks alike, between steps"
-            )
-        while self._now.launched < launched:
-            bucket = self.layout.buckets[self._now.launched]
-            if not bucket.in_place:
-                bucket.keep_clear()
-                bucket.grad.zero_()
-            self._launch(bucket)
-        yield from self.runner.traffic.call_off(self._now.flights)
-        if self._now.flights and not is_void:
-            self.telemetry.repeated += 1
-        for context in self._contexts.values():
-            context.roll_back()
-        self._arrivals.put_back()
-        self._now = UnderWay(outdated=self._now.outdated)
 
     def _make_void(self, ranks: list[int]) -> None:
         """End a step that nobody takes."""
@@ -466,64 +342,14 @@ class Engine:
         self._end_step()
         self.layout.let_go()
 
-    def _settle(self, used: dict[Tensor, bool] | None) -> None:
-        start = time.perf_counter()
-        for bucket, context in self._contexts.items():
-            self.runner.traffic.settle(context, _flags(bucket, used))
-        self.telemetry.apply_seconds += time.perf_counter() - start
-
-    def _send_rest(self, used: dict[Tensor, bool] | None) -> Job:
-        """Send what is held back even now, whole: what has arrived is more by that; `used`, too, by what has come."""
-        traffic = self.runner.traffic
-        rests = {bucket: context.take_unsent() for bucket, context in self._contexts.items()}
-        here = [
-            rest is not None and bool(s.view(rest).any()) for bucket, rest in rests.items() for s in bucket.segments
-        ]
-        there = iter((yield from traffic.through(used_anywhere(here, "what is held back"))))
-        for flight in self._now.flights:
-            if isinstance(flight.of, Tensor):
-                continue
-            bucket, context, rest = flight.of, self._contexts[flight.of], rests[flight.of]
-            held = [next(there) for _ in bucket.segments]
-            if not any(held):
-                continue
-            mine = bucket.empty() if rest is None else self.compressor.as_gradient(rest, context).to(context.dtype)
-            label = f"what was held back of {flight.label}"
-            mean = yield traffic.start(AllReduce(mine * context.prescale, op=context.op), label)
-            assert flight.result is not None
-            result = context.dense(flight.result)
-            for segment, is_held in zip(bucket.segments, held, strict=True):
-                if used is not None and not used[segment.param]:
-                    result[segment.start : segment.stop] = 0
-                    used[segment.param] = is_held
-            flight.result = result.add_(mean)
-
-    def _hand_out(self, used: dict[Tensor, bool] | None) -> None:
-        start = time.perf_counter()
-        elements, factor = 0, self.settings.gradient_predivide_factor
-        for flight in self._now.flights:
-            of, result = flight.of, flight.result
-            assert result is not None
-            if isinstance(of, Tensor):
-                assert isinstance(result, Tensor)
-                of.grad = result if factor == 1 else result * factor
-                elements += of.numel()
-                continue
-            of.hand_out(result, _flags(of, used), factor)
-            elements += sum(segment.numel for segment in of.segments)
-        self.telemetry.apply_seconds += time.perf_counter() - start
-        self.runner.traffic.count_step(elements)
-        self.step += 1
-        self._end_step()
-
     def _end_step(self) -> None:
         self._arrivals.clear()
-        self._now = UnderWay()
+        self.departures.clear()
 
     def end(self) -> None:
         """No exchange comes any more, between steps: momentum that the compressor has taken over goes back."""
         self.store.release()
-        self.layout, self._contexts = Layout(order=self.layout.order), {}
+        self.departures.layout = Layout(order=self.layout.order)
         momenta = self.store.memory().get("momentum", {})
         self.compressor.give_back({param: momenta[name] for param, name in self.names.items() if name in momenta})
         self.store.drop("momentum")
@@ -538,8 +364,9 @@ class Engine:
         traffic, settings = self.runner.traffic, self.settings
         wanted = () if self.layout.buckets or self.layout.sparse else self.layout.order  # which was restored
         self.store.release()
-        self.layout, self._contexts = Layout(order=wanted), {}
-        sizes = self._bucket_mb()
+        self.departures.layout = Layout(order=wanted)
+        trained = self._trained()
+        sizes = bucket_sizes(settings, self.compressor, trained)
         lines = [*self._described(), "buckets: {:g} MB, the first {:g}".format(*sizes)]
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
@@ -549,39 +376,15 @@ class Engine:
             weights = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(weights, self.comm, 0, settings.on_divergence))
             self._begun = True
-        self.layout = yield from traffic.through(
-            lay_out(
-                [(self.names[param], param) for param in self._trained()],
-                wanted or [self.names[param] for param in self._arrivals.additions],
-                self._sparse,
-                self.compressor.kind,
-                *sizes,
-                settings.groups,
-            )
-        )
+        named = [(self.names[param], param) for param in trained]
+        wanted = wanted or [self.names[param] for param in self._arrivals.additions]
+        laid_out = lay_out(named, wanted, self._sparse, self.compressor, settings, self.comm, self.store)
+        self.departures.layout = yield from traffic.through(laid_out)
         self._sparse |= {param for _, param in self.layout.sparse}
-        yield from traffic.through(measure_link(self.comm, self.compressor))
-        claim(self.store, self.layout.buckets, self.compressor, self.comm.rank)
-        for bucket in self.layout.buckets:
-            divided = settings.op == "average" and self.compressor.adds_up(bucket.kind)  # before the exchange
-            op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
-            # a GPU copies gradients faster than it starts as many kernels as there are parameters
-            bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
-            bucket.leaves_early = self.early.ever(self.compressor, bucket.device)
-            self._contexts[bucket] = context_of(bucket, self.comm, op, self.store)
-            self._contexts[bucket].prescale = 1 / self.comm.size if divided else 1.0
 
     def _described(self) -> list[str]:
         """What must be equal on all ranks when buckets are laid out, a line each."""
         return self.wrapped.describe(self.settings, set(self._trained()))
-
-    def _bucket_mb(self) -> tuple[float, float]:
-        """How much a bucket holds, and the first: little where buckets leave while backward runs."""
-        devices = {param.device for param in self._trained()}
-        early = any(self.early.ever(self.compressor, device) for device in devices)
-        most, first = (25.0, 1.0) if early else (100.0, 100.0)
-        asked = self.settings.bucket_mb, self.settings.first_bucket_mb
-        return most if asked[0] is None else asked[0], first if asked[1] is None else asked[1]
 
     # -- what persists -----------------------------------------------------------------------------------------------
 
@@ -597,15 +400,9 @@ class Engine:
         """
         if self.comm.elastic:
             self.abandon()  # the step that failed, on all ranks
-        if self._now.launched or self.runner.busy:
+        if self.departures.launched or self.runner.busy:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         self.runner.clear()
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})
         self._arrivals.clear()
-        self.layout, self._contexts = Layout(order=state["order"]), {}
-        self.step = state["step"]
-
-
-def _flags(bucket: GradientBucket, used: dict[Tensor, bool] | None) -> list[bool] | None:
-    """Which of a bucket's parameters are used; None if all are."""
-    return None if used is None else [used[segment.param] for segment in bucket.segments]
+        self.departures.layout, self.departures.step = Layout(order=state["order"]), state["step"]

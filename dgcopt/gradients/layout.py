@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective
+from ..comm import Comm
+from ..compressors import Compressor, Context
+from ..exchange.flights import claim, context_of
+from ..exchange.link import measure_link
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, Touched
+from ..flat.store import Store
+from .settings import Settings
 
-__all__ = ["Layout", "lay_out"]
+__all__ = ["Layout", "bucket_sizes", "lay_out"]
 
 MEGABYTE = 1024 * 1024
 
@@ -25,13 +32,15 @@ class Layout:
     """How the gradients of the `trained` parameters travel; by default there are none yet.
 
     Attributes: `order`, all names as their gradients become ready; `buckets` in the order of their launch; `sparse`,
-    parameters whose gradient is sparse, with their names; `place`, a dense parameter's bucket and its place in it.
+    parameters whose gradient is sparse, with their names; `contexts`, what the exchange of each bucket may know;
+    `place`, a dense parameter's bucket and its place in it.
     """
 
     trained: Sequence[Tensor] = ()
     order: Sequence[str] = ()
     buckets: Sequence[GradientBucket] = ()
     sparse: Sequence[tuple[str, Tensor]] = ()
+    contexts: dict[GradientBucket, Context] = field(default_factory=dict)
     place: dict[Tensor, tuple[GradientBucket, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -69,14 +78,22 @@ def _forms(params: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int]]:
     return [*map(_DTYPE, params)], [*map(Tensor.numel, params)]
 
 
+def bucket_sizes(settings: Settings, compressor: Compressor, params: Iterable[Tensor]) -> tuple[float, float]:
+    """Megabytes that a bucket holds, and the first: little where buckets of `params` leave while backward runs."""
+    early = any(_leaves_early(compressor, device) for device in {param.device for param in params})
+    most, first = (25.0, 1.0) if early else (100.0, 100.0)
+    asked = settings.bucket_mb, settings.first_bucket_mb
+    return most if asked[0] is None else asked[0], first if asked[1] is None else asked[1]
+
+
 def lay_out(
     named: Sequence[tuple[str, Tensor]],
     wanted: Sequence[str],
     sparse: Collection[Tensor],
-    kind_of: Callable[[str, Tensor], Hashable],
-    bucket_mb: float,
-    first_bucket_mb: float,
-    groups: dict[str, int] | None,
+    compressor: Compressor,
+    settings: Settings,
+    comm: Comm,
+    store: Store,
 ) -> Generator[Collective, Tensor, Layout]:
     """Agree on rank 0's order and on what is sparse on any rank, and lay out buckets by it.
 
@@ -84,8 +101,9 @@ def lay_out(
         named: the trained parameters, alike on all ranks.
         wanted: names in the order in which gradients became ready here.
         sparse: parameters whose gradients have been sparse here.
-        kind_of, groups: which parameters may share a bucket; see `build_buckets`.
-        bucket_mb, first_bucket_mb: when a bucket is full.
+        compressor, settings: by which buckets are built and exchanged.
+        comm: the wire.
+        store: what is kept of parameters, which the new buckets take up.
     """
     place = {name: i for i, name in enumerate(wanted)}
     # what rank 0 has not seen comes after what it has, the last parameter first, as backward would
@@ -95,10 +113,32 @@ def lay_out(
     anywhere = yield AllReduce(flags, op="max", group="control", label="sparse gradients")
     is_sparse = anywhere.bool().tolist()
     dense = [named[i] for i in order.tolist() if not is_sparse[i]]
-    sizes = int(bucket_mb * MEGABYTE), int(first_bucket_mb * MEGABYTE)
+    most, first = bucket_sizes(settings, compressor, (param for _, param in named))
+    sizes = int(most * MEGABYTE), int(first * MEGABYTE)
+    buckets = build_buckets(dense, compressor.kind, *sizes, settings.groups, GradientBucket)
+    yield from measure_link(comm, compressor)
+    claim(store, buckets, compressor, comm.rank)
     return Layout(
         [param for _, param in named],
         [named[i][0] for i in order.tolist()],
-        build_buckets(dense, kind_of, *sizes, groups, GradientBucket),
+        buckets,
         [named[i] for i in order.tolist() if is_sparse[i]],
+        {bucket: _prepared(bucket, compressor, settings, comm, store) for bucket in buckets},
     )
+
+
+def _prepared(bucket: GradientBucket, compressor: Compressor, settings: Settings, comm: Comm, store: Store) -> Context:
+    """Decide how a new bucket travels; returns what its exchange may know."""
+    divided = settings.op == "average" and compressor.adds_up(bucket.kind)  # before the exchange
+    op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
+    # a GPU copies gradients faster than it starts as many kernels as there are parameters
+    bucket.in_place = bucket.is_cpu and compressor.in_place(bucket.kind)
+    bucket.leaves_early = _leaves_early(compressor, bucket.device)
+    context = context_of(bucket, comm, op, store)
+    context.prescale = 1 / comm.size if divided else 1.0
+    return context
+
+
+def _leaves_early(compressor: Compressor, device: torch.device) -> bool:
+    """Whether a compressor lets buckets on a device leave while backward runs."""
+    return compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"

@@ -566,7 +566,7 @@ def test_gradients_are_divided_before_the_sum_where_a_rule_only_adds_up() -> Non
     world = World(3, momentum, dgcopt.PerParameter(SPARSE))
     world.train(2)
     engine = world.optimizers[0].engine
-    ops = {bucket.kind.pattern: engine._contexts[bucket].op for bucket in engine.layout.buckets}
+    ops = {bucket.kind.pattern: engine.layout.contexts[bucket].op for bucket in engine.layout.buckets}
     assert ops == {"*.bias": "sum", "fc.*": "average", "norm.*": "average", "*": "average"}
 
 

@@ -25,7 +25,7 @@ def held_bytes(optimizer: Optimizer) -> int:
     engine = optimizer.engine
     flats = [flat for bucket in engine.layout.buckets for flat in (bucket._sent, bucket._other)]
     tensors = [flat.tensor for flat in flats if flat is not None]
-    for context in engine._contexts.values():
+    for context in engine.layout.contexts.values():
         tensors += [*context.memory.values(), *context._spare.values(), *context._next.values()]
         tensors += [value for value in context.scratch.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -384,7 +384,7 @@ def test_on_a_cpu_dgc_sends_early_only_if_it_is_told_to(overlap: bool | str, ear
     assert caplog.text.count("sends once the step is called for, as parameters are on a CPU") == 2 * (overlap == "auto")
     ranks.step(0)
     ranks.backward(1)
-    assert [bool(optimizer.engine._now.launched) for optimizer in ranks.optimizers] == [early, early]
+    assert [bool(optimizer.engine.departures.launched) for optimizer in ranks.optimizers] == [early, early]
     assert compressor.overlaps(torch.device("cuda")) == (overlap is not False)
 
 

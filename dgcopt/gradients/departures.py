@@ -1,0 +1,234 @@
+"""What leaves of one optimizer's gradients on one rank, how it is taken back, and where its results go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compressors import GradientExchange
+from ..compressors.sparse_rows import gather_rows
+from ..errors import ConfigError, MismatchError
+from ..exchange.attendance import Attendance
+from ..exchange.flights import Flight, Traffic, exchange_of
+from ..exchange.runner import Job
+from ..flat.gradient import GradientBucket
+from .arrivals import Arrivals
+from .layout import Layout
+from .settings import Settings
+from .wrapped import Wrapped
+
+__all__ = ["Departures"]
+
+
+class Departures:
+    """What has left since the last step, and what is to leave in it.
+
+    Args:
+        wrapped: the optimizer and its parameters.
+        settings: how gradients are exchanged.
+        attendance: who has data.
+        arrivals: the gradients that have come in.
+        traffic: through which collectives leave.
+
+    Attributes: `layout`, which gradients travel together; `step`, how many were made; `flights`, exchanges that were
+    launched; `launched`, of how many buckets; `outdated`, whether buckets were laid out for other parameters or other
+    settings; `stale`, whether gradients have changed since they left.
+    """
+
+    def __init__(
+        self, wrapped: Wrapped, settings: Settings, attendance: Attendance, arrivals: Arrivals, traffic: Traffic
+    ) -> None:
+        self.wrapped = wrapped
+        self.compressor = wrapped.compressor
+        self.settings = settings
+        self.attendance = attendance
+        self.arrivals = arrivals
+        self.traffic = traffic
+        self.layout = Layout()
+        self.step = 0
+        self.clear()
+
+    def clear(self, outdated: bool = False) -> None:
+        """Nothing has left."""
+        self.flights: list[Flight[GradientBucket | Tensor]] = []
+        self.launched = 0
+        self.outdated = outdated
+        self.stale = False
+
+    # -- launching ---------------------------------------------------------------------------------------------------
+
+    def fill(self, bucket: GradientBucket) -> None:
+        """Copy what waits for a bucket into it."""
+        self.arrivals.fill(bucket, self._scale_taken(bucket))
+
+    @torch.no_grad()
+    def launch_full(self) -> None:
+        """Launch the next buckets as long as all their gradients are there; all ranks have yet to agree on the step."""
+        for bucket in self.layout.buckets[self.launched :]:
+            if not self.arrivals.has_all_of(bucket):
+                break
+            self.fill(bucket)
+            self._launch(bucket)
+
+    def launch_rest(self, used: dict[Tensor, bool] | None) -> None:
+        """Launch all that is left, once all ranks have agreed on the step, and on which parameters are `used`."""
+        if self.compressor.sends == "update" and self.attendance.here:
+            self._make_update()
+        rest = self.layout.buckets[self.launched :]
+        for bucket in rest:
+            for place, segment in enumerate(() if bucket.in_place else bucket.segments):
+                if not self.attendance.here:
+                    bucket.fill([place], [None])
+                elif segment.param not in self.arrivals.taken or self.arrivals.has_changed(segment.param):
+                    self.arrivals.take(segment.param, bucket, place)
+            self.fill(bucket)
+        if self._prepares_gradients:
+            self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
+        certain = used is None  # else some memory is to stay as it is
+        exchanges = (self._exchange(bucket, certain) for bucket in rest)
+        if self.compressor.in_turn or any(bucket.leaves_early for bucket in self.layout.buckets):
+            for flight, exchange in exchanges:
+                self.traffic.launch(flight, exchange)
+        else:  # all ranks launch the same ones now
+            self.traffic.launch_together(exchanges)
+        for name, param in self.layout.sparse:
+            if used is not None and not used[param]:
+                param.grad = None
+            else:
+                self._launch_rows(name, param)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        self.traffic.launch(*self._exchange(bucket, certain=False))
+        context = self.layout.contexts[bucket]
+        if context.peak is not None:
+            self.arrivals.bounded(bucket, context.peak)
+
+    def _exchange(self, bucket: GradientBucket, certain: bool) -> tuple[Flight[Any], GradientExchange]:
+        """The exchange of a bucket that is about to be launched."""
+        self.launched += 1
+        context = self.layout.contexts[bucket]
+        context.step, context.certain = self.step, certain
+        if bucket.in_place:
+            context.local = bucket.local(self.attendance.here, self._scale(bucket))
+        elif self._scale(bucket) != self._scale_taken(bucket):
+            bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
+        flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
+        self.flights.append(flight)
+        return flight, exchange_of(bucket, self.compressor, context)
+
+    def _launch_rows(self, name: str, param: Tensor) -> None:
+        """Launch a sparse gradient, which travels alone."""
+        grad = param.grad if self.attendance.here else None
+        if grad is None:
+            grad = torch.zeros_like(param).to_sparse(1)
+        elif not grad.is_sparse:
+            grad = grad.to_sparse(1)
+        flight = Flight[GradientBucket | Tensor](f"sparse gradient {name}", param)
+        self.flights.append(flight)
+        divisor = self.traffic.comm.size if self.settings.op == "average" else 1
+        self.traffic.launch(flight, gather_rows(grad * self._weight, divisor))
+
+    # -- what an exchange sees ---------------------------------------------------------------------------------------
+
+    @property
+    def _weight(self) -> float:
+        """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
+        share = self.attendance.share if self.settings.op == "average" else 1.0
+        return share / self.settings.gradient_predivide_factor
+
+    def _scale(self, bucket: GradientBucket) -> float:
+        """What gradients are multiplied by before an exchange sees them."""
+        return self._weight * self.layout.contexts[bucket].prescale
+
+    def _scale_taken(self, bucket: GradientBucket) -> float:
+        """What of that they are multiplied by while they are copied."""
+        return 1.0 if self._prepares_gradients else self._scale(bucket)
+
+    @property
+    def _prepares_gradients(self) -> bool:
+        """Whether `Compressor.prepare` sees gradients before they are multiplied."""
+        return self.compressor.whole_model and self.compressor.sends == "gradient"
+
+    def _make_update(self) -> None:
+        """Make what travels of this rank's gradients: what the optimizer would add to its parameters."""
+        if self.compressor.whole_model:
+            graded = [(param, param.grad) for param in self.layout.trained if param.grad is not None]
+            for param, grad in graded:
+                if grad.is_sparse:
+                    raise ConfigError(
+                        f"rank {self.traffic.comm.rank}: {self.compressor!r} clips gradients before updates are made "
+                        f"of them, and that of {self.wrapped.names[param]!r} is sparse: leave the clip away"
+                    )
+            self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
+        self.wrapped.make_update(self.settings.sparse_as_dense)
+
+    def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
+        """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
+        contexts = self.layout.contexts
+        for context in contexts.values():
+            context.step = self.step
+        self.compressor.prepare([grad for grad, _ in grads], [contexts[bucket] for _, bucket in grads])
+
+    # -- what becomes of it ------------------------------------------------------------------------------------------
+
+    def take_back(self, launched: int, is_void: bool = False) -> Job:
+        """Start what some rank has `launched` already, wait for the end of all of it, and undo what it meant.
+
+        It is to be sent anew, unless the step `is_void`.
+        """
+        if launched > len(self.layout.buckets):
+            raise MismatchError(
+                f"rank {self.traffic.comm.rank} lost its buckets while other ranks have sent theirs: load state or "
+                f"change parameters on all ranks alike, between steps"
+            )
+        while self.launched < launched:
+            bucket = self.layout.buckets[self.launched]
+            if not bucket.in_place:
+                bucket.keep_clear()
+                bucket.grad.zero_()
+            self._launch(bucket)
+        yield from self.traffic.call_off(self.flights)
+        if self.flights and not is_void:
+            self.traffic.telemetry.repeated += 1
+        self.roll_back()
+        self.arrivals.put_back()
+        self.clear(self.outdated)
+
+    def roll_back(self) -> None:
+        """The step is void, or failed: all memory stays what it was before."""
+        for context in self.layout.contexts.values():
+            context.roll_back()
+
+    def settle(self, used: dict[Tensor, bool] | None) -> None:
+        """The step succeeded: what its exchanges were to remember is."""
+        start = time.perf_counter()
+        for bucket, context in self.layout.contexts.items():
+            self.traffic.settle(context, _flags(bucket, used))
+        self.traffic.telemetry.apply_seconds += time.perf_counter() - start
+
+    def hand_out(self, used: dict[Tensor, bool] | None) -> None:
+        """Make the gradients what the exchanges have made of them; the step is counted."""
+        start = time.perf_counter()
+        elements, factor = 0, self.settings.gradient_predivide_factor
+        for flight in self.flights:
+            of, result = flight.of, flight.result
+            assert result is not None
+            if isinstance(of, Tensor):
+                assert isinstance(result, Tensor)
+                of.grad = result if factor == 1 else result * factor
+                elements += of.numel()
+                continue
+            of.hand_out(result, _flags(of, used), factor)
+            elements += sum(segment.numel for segment in of.segments)
+        self.traffic.telemetry.apply_seconds += time.perf_counter() - start
+        self.traffic.count_step(elements)
+        self.step += 1
+
+
+def _flags(bucket: GradientBucket, used: dict[Tensor, bool] | None) -> list[bool] | None:
+    """Which of a bucket's parameters are used; None if all are."""
+    return None if used is None else [used[segment.param] for segment in bucket.segments]

@@ -43,11 +43,12 @@ Result = TypeVar("Result")
 Yielded = TypeVar("Yielded")
 
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
-Group: TypeAlias = Literal["world", "node", "across", "control"]
+Group: TypeAlias = Literal["world", "node", "across", "control", "agreement"]
 """`world`: all ranks. `node`: those of one machine. `across`: one of each machine, those of equal local rank.
 
 `control`: all ranks again, for small CPU tensors, matched apart from the other groups: ranks may start such a vote
-before, between or after the same collectives of `world`, each in its own place.
+before, between or after the same collectives of `world`, each in its own place. `agreement`: the same once more, for
+what ranks compare before they go on: where one of them takes another path, no vote is taken for its answer.
 """
 
 OPS: tuple[str, ...] = ("average", "sum", "min", "max")

@@ -37,8 +37,8 @@ __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "RankSet", "lowe
 DEADLINE = 300.0
 """Seconds that a rank waits for a collective before it gives up, unless told otherwise."""
 
-Channel: TypeAlias = tuple[int, ...] | Literal["control"]
-"""Within which collectives are matched: groups of the same ranks are one channel, except `control`."""
+Channel: TypeAlias = tuple[int, ...] | Literal["control", "agreement"]
+"""Within which collectives are matched: groups of the same ranks are one channel, but for those of small messages."""
 
 Result = TypeVar("Result")
 
@@ -82,9 +82,9 @@ class Comm(ABC):
 
     Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
     machine among `nodes`; `cross_rank` of `cross_size` among the ranks of its local rank, one on each machine.
-    Collectives of one group must be started in the same order on all its ranks; those of group "control" are matched
-    apart from all others. `checksums`, alike on all ranks, says whether messages are verified, `streams` over how many
-    connections to each other rank they are spread.
+    Collectives of one group must be started in the same order on all its ranks; those of the groups "control" and
+    "agreement" are matched apart from all others. `checksums`, alike on all ranks, says whether messages are verified,
+    `streams` over how many connections to each other rank they are spread.
     """
 
     wire: ClassVar[str]
@@ -113,7 +113,7 @@ class Comm(ABC):
         self._leaving: list[Callable[[], None]] = []
         everyone = tuple(range(size))
         self._ranks: dict[Group, tuple[int, ...]] = {
-            "world": everyone, "node": (rank,), "across": (rank,), "control": everyone
+            "world": everyone, "node": (rank,), "across": (rank,), "control": everyone, "agreement": everyone
         }  # fmt: skip
         self._set_nodes([0] * size)
 
@@ -179,7 +179,7 @@ class Comm(ABC):
 
     def _channel(self, group: Group) -> Channel:
         """The group's key in the tables of a wire."""
-        return "control" if group == "control" else self._ranks[group]
+        return group if group in ("control", "agreement") else self._ranks[group]
 
     def among(self, ranks: Iterable[int] | RankSet | Literal["node", "across"]) -> Comm:
         """A comm of some of this comm's ranks, renumbered from 0 in ascending order.
@@ -224,7 +224,7 @@ class Comm(ABC):
         if self.waits_at_start:
             mine = torch.zeros(self.size, dtype=torch.uint8)
             mine[list(members)] = 1
-            rows = self.run(AllGather(mine, group="control", label="ranks of a process set"))
+            rows = self.run(AllGather(mine, group="agreement", label="ranks of a process set"))
             named = [row.nonzero().flatten().tolist() for row in rows]
             for rank, theirs in enumerate(named):
                 if theirs != named[0]:

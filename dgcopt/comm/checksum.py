@@ -91,5 +91,5 @@ def _sender(collective: _Messages, place: int) -> str:
         place = collective.root
     elif isinstance(collective, SendRecv) and collective.source is not None:
         place = collective.source
-    whole = collective.group in ("world", "control")
+    whole = collective.group in ("world", "control", "agreement")
     return f"rank {place}" if whole else f"rank {place} of group {collective.group}"

@@ -200,7 +200,7 @@ class HorovodComm(Comm):
         self._session.leave_mark()
         where, channel = self._sets[ranks], self._channel(collective.group)
         # the channels of a comm, too, may share a process set
-        name = f"dgcopt.{self._name}.{'control.' if channel == 'control' else ''}{collective.label}"
+        name = f"dgcopt.{self._name}.{f'{channel}.' if isinstance(channel, str) else ''}{collective.label}"
         if not collective.label:  # number those of each channel, whose ranks start them alike
             self._unnamed[channel] = self._unnamed.get(channel, 0) + 1
             name += f"{type(collective).__name__} {self._unnamed[channel]} of ranks {ranks[0]}..{ranks[-1]}"

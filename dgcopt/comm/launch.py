@@ -83,7 +83,7 @@ def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
     if comm.elastic:
         return
     mine = torch.tensor([checksums, streams])
-    said = comm.run(AllGather(mine, group="control", label="settings of the wire"))
+    said = comm.run(AllGather(mine, group="agreement", label="settings of the wire"))
     if bool((said != said[0]).any()):
         comm.close()
         if len(said[:, 0].unique()) > 1:

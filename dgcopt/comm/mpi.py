@@ -80,7 +80,11 @@ class MPIComm(Comm):
                 "none of that"
             )
         self._in_flight: set[_Requests] = set()
-        self._communicators: dict[Channel, Any] = {self.ranks(): world, "control": world.Dup()}
+        self._communicators: dict[Channel, Any] = {
+            self.ranks(): world,
+            "control": world.Dup(),
+            "agreement": world.Dup(),
+        }
         self._find_nodes()
         for group in ("node", "across"):
             members = self.ranks(group)

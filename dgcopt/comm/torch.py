@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
@@ -114,10 +114,10 @@ class TorchComm(Comm):
     """torch.distributed among the ranks of its default process group, or over another of all given as `process_group`.
 
     Beside the default one it makes its own, so that what the script itself reduces in the middle of a step never mixes
-    with buckets, which some ranks have sent by then and others have not. A given one of fewer ranks needs a second, of
-    Gloo, as `control`: `among` makes both. If the script has not called `init_process_group`, `init_method` must say
-    where the ranks meet ("env://" under torchrun), and `close` ends what was started here. Raises CommError if the
-    ranks do not all come before `deadline`.
+    with buckets, which some ranks have sent by then and others have not. A given one of fewer ranks needs two more, of
+    Gloo, as `apart`, by name: `among` makes all three. If the script has not called `init_process_group`, `init_method`
+    must say where the ranks meet ("env://" under torchrun), and `close` ends what was started here. Raises CommError if
+    the ranks do not all come before `deadline`.
     """
 
     wire = "torch"
@@ -126,7 +126,7 @@ class TorchComm(Comm):
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        control: dist.ProcessGroup | None = None,
+        apart: Mapping[Channel, dist.ProcessGroup] | None = None,
         init_method: str = "env://",
         rank: int = -1,
         size: int = -1,
@@ -164,8 +164,8 @@ class TorchComm(Comm):
         self._lanes: list[dist.ProcessGroup | None] = [self._world]
         self._turn = 0
         self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
-        if control is not None:
-            self._groups["control"] = control
+        if apart is not None:
+            self._groups.update(apart)
             return
         if self.size < dist.get_world_size():
             raise ConfigError(
@@ -180,7 +180,7 @@ class TorchComm(Comm):
         if self._world is None:
             self._groups[self.ranks()] = self._new_group(self.ranks())
             self._lanes = [self._groups[self.ranks()]]
-        self._groups["control"] = self._new_group(self.ranks(), "gloo")
+        self._groups.update(self._new_groups_apart(self.ranks()))
         for members in self._subgroups:
             made = self._new_group(members)
             if self.rank in members:
@@ -210,16 +210,19 @@ class TorchComm(Comm):
         everywhere = [self._global(rank) for rank in members]
         return dist.new_group(everywhere, timeout=timedelta(seconds=self.deadline), backend=backend)
 
+    def _new_groups_apart(self, members: tuple[int, ...]) -> dict[Channel, dist.ProcessGroup]:
+        return {"control": self._new_group(members, "gloo"), "agreement": self._new_group(members, "gloo")}
+
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
         if self.size < dist.get_world_size():
             raise ConfigError(
                 f"torch makes a group with all {dist.get_world_size()} ranks taking part, and this comm has "
                 f"{self.size} of them: ask the comm of all ranks for ranks {[self._global(r) for r in members]}"
             )
-        group, control = self._new_group(members), self._new_group(members, "gloo")
+        group, apart = self._new_group(members), self._new_groups_apart(members)
         if self.rank not in members:
             return None
-        return TorchComm(group, control=control, deadline=self.deadline)
+        return TorchComm(group, apart=apart, deadline=self.deadline)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -31,7 +31,7 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = "") -> Generat
         return
     text = "\n".join(lines).encode()
     length = torch.tensor([len(text)], dtype=torch.int64)
-    lengths = yield AllGather(length, group="control", label=f"length of {what}")
+    lengths = yield AllGather(length, group="agreement", label=f"length of {what}")
     rows = yield _bytes(bytearray(text.ljust(int(lengths.max()), b"\n")), what)
     told = [bytes(row.tolist()).decode(errors="replace").rstrip("\n").split("\n") for row in rows]
     differences = []
@@ -65,4 +65,4 @@ def _alike(ours: Sequence[str], theirs: Sequence[str]) -> int:
 
 
 def _bytes(data: bytearray, label: str) -> AllGather:
-    return AllGather(torch.frombuffer(data, dtype=torch.uint8), group="control", label=label)
+    return AllGather(torch.frombuffer(data, dtype=torch.uint8), group="agreement", label=label)

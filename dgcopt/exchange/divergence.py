@@ -59,7 +59,7 @@ def replicas(
         return
     names = list(tensors)
     mine = torch.cat([digest(tensors[name]) for name in names])
-    rows = (yield AllGather(mine, group="control", label="digests of parameters")).view(comm.size, len(names), -1)
+    rows = (yield AllGather(mine, group="agreement", label="digests of parameters")).view(comm.size, len(names), -1)
     differs = (rows != rows[:1]).any(-1)
     if not differs.any():
         return

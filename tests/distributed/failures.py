@@ -55,6 +55,15 @@ def raises_while_weights_are_averaged(comm: Comm) -> None:
             raise ZeroDivisionError("the last rank had enough")
 
 
+def takes_another_path(comm: Comm) -> None:
+    """As with `if rank == 0:` around what all ranks must call."""
+    mine = replica(comm)
+    train([mine], range(2))
+    if is_last(comm):
+        dgcopt.check_replicas({"weight": torch.ones(3)})
+    train([mine], range(2, 4))
+
+
 def sleeps(comm: Comm) -> None:
     mine = replica(comm)
     train([mine], range(2))

@@ -49,6 +49,15 @@ def test_exception(wire: str) -> None:
     assert "TimeoutExceeded" not in outcome.output, f"other ranks waited for the deadline:\n{outcome.tail}"
 
 
+@pytest.mark.parametrize("wire", ["torch", "mpi"])
+def test_another_path(wire: str) -> None:
+    """Each says what it waits for, where its messages could be taken for one another: Horovod goes by names."""
+    outcome = fail(wire, "takes_another_path", limit=2 * DEADLINE)
+    assert_says(
+        outcome, rf"{TIMED_OUT}|TimeoutExceeded: rank 1 waited {DEADLINE} s for .* names of tensors .*rank\(s\) 0"
+    )
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_sleeping_rank(wire: str) -> None:
     assert_says(fail(wire, "sleeps", limit=2 * DEADLINE), TIMED_OUT)

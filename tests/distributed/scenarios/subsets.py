@@ -45,6 +45,18 @@ def a_vote_while_the_world_is_behind(comm: Comm) -> None:
     assert comm.wait(handle).tolist() == [comm.size] * 1000
 
 
+def a_vote_while_others_compare(comm: Comm) -> None:
+    """A rank that compares first and one that votes first: neither takes the other's message for an answer."""
+    vote, comparison = (
+        AllReduce(torch.tensor([comm.rank] * 11, dtype=torch.int32), op="max", group="control", label="vote"),
+        AllGather(torch.full((32,), comm.rank, dtype=torch.uint8), group="agreement", label="hash"),
+    )
+    order = (vote, comparison) if comm.rank % 2 else (comparison, vote)
+    started = {id(collective): comm.start(collective) for collective in order}
+    assert comm.wait(started[id(vote)]).tolist() == [comm.size - 1] * 11
+    assert comm.wait(started[id(comparison)])[:, 0].tolist() == list(range(comm.size))
+
+
 def control_has_every_collective(comm: Comm) -> None:
     size, me = comm.size, comm.rank
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -231,6 +243,7 @@ SCENARIOS = {
     for function in (
         votes_in_any_order,
         a_vote_while_the_world_is_behind,
+        a_vote_while_others_compare,
         control_has_every_collective,
         disjoint_subsets,
         two_comms_of_the_same_ranks,

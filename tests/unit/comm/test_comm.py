@@ -105,7 +105,7 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])
 def test_every_collective_of_every_group(size, nodes):
     comms = dgcopt.simulated_world(size, nodes)
-    for group in ("world", "node", "across", "control"):
+    for group in ("world", "node", "across", "control", "agreement"):
         ranks = [comm.ranks(group) for comm in comms]
         k = len(ranks[0])
         inputs = [torch.arange(4.0 * k) + 10 * rank for rank in range(size)]

@@ -8,6 +8,7 @@ which and the exchange take turns: one of them always waits for the other.
 
 from __future__ import annotations
 
+import inspect
 import queue
 import threading
 from collections import deque
@@ -44,16 +45,19 @@ __all__ = ["DDPHook", "from_ddp_hook"]
 
 Hook = Callable[[Any, Any], Any]
 
+STEPS = "it steps parameters by itself, and DistributedOptimizer does that: give the hook inside it"
+
 REFUSED = {
     "PostLocalSGDState": (
         "after its first steps ranks hold weights of their own, which DistributedOptimizer takes for a fault: use "
         "dgcopt.LocalSGD(..., warmup_steps=...), with DistributedOptimizer(process_set='node') for the averages within "
         "machines"
     ),
-    "_OptimizerHookState": "it steps parameters by itself, and DistributedOptimizer does that: give the hook inside it",
+    "_OptimizerHookState": STEPS,
+    "ZeroRedundancyOptimizer": STEPS,
     "_AllreduceUpcastHookState": "it is a part of DDP's own mixed precision, and asks DDP for its settings",
 }
-"""States of torch's hooks that cannot work here, and why."""
+"""What torch's hooks that cannot work here have as their state, or hold, and why."""
 
 
 def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
@@ -82,9 +86,10 @@ def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
         raise ConfigError(
             f"from_ddp_hook takes what register_comm_hook takes, a state and a function, not {state!r} and {hook!r}"
         )
-    why = REFUSED.get(type(state).__name__)
-    if why is not None:
-        raise ConfigError(f"{_name_of(hook)} cannot run inside DistributedOptimizer: {why}")
+    for part in (state, *_made_of(hook)):
+        why = REFUSED.get(type(part).__name__)
+        if why is not None:
+            raise ConfigError(f"{_name_of(hook)} cannot run inside DistributedOptimizer: {why}")
     return DDPHook(state, hook)
 
 
@@ -401,6 +406,15 @@ def _op(op: Hashable) -> Op:
         if op == theirs:
             return ours
     raise ConfigError("a DDP hook asks for a reduction that wires do not have: there are sum, average, min and max")
+
+
+def _made_of(hook: Any) -> list[Any]:
+    """A hook, and the hooks and states that torch's wrappers of hooks hold in their closures."""
+    found = [hook]
+    for each in found:  # which grows on the way
+        inside = inspect.getclosurevars(each).nonlocals.values() if inspect.isfunction(each) else ()
+        found += [thing for thing in inside if all(thing is not known for known in found)]
+    return found
 
 
 def _name_of(hook: Any) -> str:

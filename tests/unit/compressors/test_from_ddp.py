@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
+    optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
     quantization_hooks,
@@ -156,9 +158,16 @@ def test_a_step_that_is_void_leaves_its_memory_alone() -> None:
         assert step == state.iter and all(torch.equal(errors[i], state.error_dict[i]) for i in errors)
 
 
+STEPPING = optimizer_overlap_hooks._hook_then_optimizer(
+    default_hooks.allreduce_hook, optimizer_overlap_hooks._OptimizerHookState(SimpleNamespace(step_param=None))
+)
+
+
 @pytest.mark.parametrize(
     ("state", "hook", "words"),
     [
+        (None, STEPPING, "steps parameters by itself.* give the hook inside it"),
+        (None, default_hooks.fp16_compress_wrapper(STEPPING), "steps parameters by itself.* give the hook inside it"),
         (post_localSGD_hook.PostLocalSGDState(None, None, 5), post_localSGD_hook.post_localSGD_hook, "LocalSGD"),
         (None, None, "takes what register_comm_hook takes"),
         (None, dgcopt.DGC, "takes what register_comm_hook takes"),

@@ -228,7 +228,7 @@ class Stepping(Optimizer):
 
     def _average_before_step(self) -> None:
         """Before a step without a closure."""
-        if self.mode in (Mode.EXCHANGE, Mode.ADD_UP):
+        if self.mode in (Mode.EXCHANGE, Mode.ADD_UP) and not self._makes_state_only():
             if self._grads is Grads.AVERAGED and not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -239,6 +239,19 @@ class Stepping(Optimizer):
                 )
             self.synchronize()
         self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
+
+    def _makes_state_only(self) -> bool:
+        """Whether `torch.distributed.checkpoint` calls this step, for an optimizer to make its state.
+
+        Gradients are zeros then that no backward pass has made, and lr is 0: an exchange would waste what is held back.
+        """
+        engine = self.engine
+        if engine is None or engine.step == 0 or engine.in_flight or self._grads is not Grads.OWN:
+            return False
+        if any(float(group.get("lr", 0.0)) != 0 for group in self.param_groups):
+            return False
+        grads = [param.grad for param in self.parameter_names if param.requires_grad]
+        return all(grad is not None and not values_of(grad).any() for grad in grads)
 
     def _averaged_closure(self, closure: Closure) -> Any:
         """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere.

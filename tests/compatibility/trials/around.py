@@ -329,7 +329,13 @@ def in_backward(comm: Comm) -> None:
     assert_close(*ends, "stepped in backward")
 
 
-@trial(AROUND, "torch.distributed.checkpoint: get_state_dict, set_state_dict", real=True)
+@trial(
+    AROUND,
+    "torch.distributed.checkpoint: get_state_dict, set_state_dict",
+    note="what ranks hold back stays behind, and a warning says so; with `flatten_optimizer_state_dict=True` torch "
+    "drops the step too, and the warning with it: use `dgcopt.checkpoint`",
+    real=True,
+)
 def distributed_checkpoint(comm: Comm) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

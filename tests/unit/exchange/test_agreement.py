@@ -360,6 +360,21 @@ def test_torchs_distributed_checkpoint_takes_marked_state(caplog):
     assert optimizer.state_dict()["dgcopt"]["step"] == 1
 
 
+def test_torchs_distributed_checkpoint_sends_nothing():
+    """It calls step() with zeros as gradients, at lr=0, where an optimizer keeps nothing, as SGD does."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    ranks = Ranks(2, functools.partial(torch.optim.SGD, lr=0.1), compression=dgcopt.TopK(0.1))
+    for seed in range(3):
+        ranks.step(seed)
+    held = [optimizer.residual_norm() for optimizer in ranks.optimizers]
+    for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+        optimizer.zero_grad()
+        get_optimizer_state_dict(model, optimizer)
+    assert [optimizer.residual_norm() for optimizer in ranks.optimizers] == held and all(held)
+    assert [optimizer.telemetry.steps for optimizer in ranks.optimizers] == [3, 3]
+
+
 # -- compositions that make no sense ----------------------------------------------------------------------------------
 
 

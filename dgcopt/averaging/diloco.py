@@ -270,11 +270,13 @@ class OuterSync(Sync):
                 return
         if self.sending is None:
             self._send(self.turn(rounds.local_step))
-        yield from rounds.runner.together("outer step")
         assert self.sending is not None
         outer, fragment = self.outers[self.sending], self.sending
-        outer.step()
         engine = outer.engine
+        if engine is not None:
+            engine.due = True  # also of a fragment that is frozen as a whole
+        yield from rounds.runner.together("outer step")
+        outer.step()
         if engine is not None and engine.void:
             raise rounds.replica.not_finite(rounds.local_step, engine.infinite)
         outer.zero_grad()

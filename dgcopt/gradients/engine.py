@@ -59,7 +59,8 @@ class Engine:
     Attributes: `step`, how many were made; `void`, whether the step that was synchronised last must not be taken, on
     any rank; `infinite`, the ranks whose gradients were not finite then; `attendance`, who has data; `early`, whether
     buckets may be launched before the step; `departures`, what has left; `layout`, which gradients travel together;
-    `store`, what lasts; `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges.
+    `store`, what lasts; `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges;
+    `due`, whether a step is to come even if no gradient has.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -71,6 +72,7 @@ class Engine:
         self.void = False
         self.infinite: list[int] = []
         self.sends_all = False
+        self.due = False
         self.attendance = Attendance(comm.size)
         self.early = EarlyLaunch()
         self.turns: Turns[Engine] = turns_over(comm)
@@ -209,10 +211,10 @@ class Engine:
             self.attendance.all_here()
 
     def _offer(self) -> Job | None:
-        """What another rank may wait for: this step, once its gradients have come in, or the next without any."""
+        """What another rank may wait for: this step, once it is due or has gradients, or the next one without data."""
         if not self.attendance.here:
             return self.serve_step()
-        return self._move_on() if self.in_flight and not self._moved_on else None
+        return self._move_on() if (self.in_flight or self.due) and not self._moved_on else None
 
     def _move_on(self) -> Job:
         yield from self._drive()
@@ -345,6 +347,7 @@ class Engine:
     def _end_step(self) -> None:
         self._arrivals.clear()
         self.departures.clear()
+        self.due = False
 
     def end(self) -> None:
         """No exchange comes any more, between steps: momentum that the compressor has taken over goes back."""

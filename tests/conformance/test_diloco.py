@@ -388,6 +388,25 @@ def test_frozen_parameters_stay_and_new_ones_come() -> None:
     assert not torch.equal(one[0], frozen[0])
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("frozen_from", [0, 3])
+def test_a_fragment_may_be_frozen_as_a_whole(frozen_from: int, delay: int) -> None:
+    """Whose turn then has nothing to send, once what it has learned was; later it is trained again."""
+    world = World(3, DiLoCo(4, partial(SGD, lr=0.6, momentum=0.8), fragments=2, delay=delay))
+    for step in range(16):
+        for model in world.models:
+            model[0].requires_grad_(not frozen_from <= step < 14)
+        before = world.weights()
+        world.step(step)
+        after, anchors = world.weights(), world.anchors()
+        for rank in range(3):
+            stays = frozen_from <= step < 14 and (step != 5 or frozen_from == 0)
+            assert torch.equal(after[rank][0], before[rank][0]) == stays, f"step {step}"
+        if step % 2:
+            turn = FRAGMENTS[2][(step // 2) % 2]
+            assert all(torch.equal(after[rank][p], anchors[p]) for rank in range(3) for p in turn), f"step {step}"
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -29,6 +29,8 @@ class AttachedOptimizer:
         averaged: the parameters that DDP has averaged so far.
 
     Until it has stepped, another optimizer that steps the same parameters is a ConfigError.
+
+    Attributes: `is_due`, whether gradients have been exchanged since its last step.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class AttachedOptimizer:
         self.is_alone = is_alone
         self.averaged = averaged
         self.params = parameters_of(optimizer)
+        self.is_due = False
         self._hidden = HiddenGradients()
         self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
         self._hooks = [
@@ -87,6 +90,7 @@ class AttachedOptimizer:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hidden.show()
+        self.is_due = False
         if not self.is_alone():
             self.compressor.after_step(optimizer)
 

@@ -89,6 +89,7 @@ class HookState:
         self._scaler: Any = None
         self._scale = 1.0
         self._share = 1.0
+        self._warned = False
         self._comm: Comm | None = None
         self._rule = ""  # the compressor's settings, as they were in the last step
         self._has_changed = False  # since then: if on some ranks only, the vote is to tell before messages differ
@@ -388,6 +389,8 @@ class HookState:
             self._launch_rest(certain=verdict.complete)
             yield from traffic.finish(self._flights, self.compressor.in_turn)
             self._hand_out(used)
+            if served is None:
+                self._expect_step()
         for buffer, flights, future in self._arrived:
             result = flights[0].result if buffer.is_sparse and not verdict.void else buffer
             future.set_result(result)  # type: ignore[arg-type]  # a tensor, as sparse gradients are gathered whole
@@ -431,6 +434,23 @@ class HookState:
         self.telemetry.apply_seconds += time.perf_counter() - start
         self._traffic.count_step(elements)
         self.step += 1
+
+    def _expect_step(self) -> None:
+        """Say so if gradients were exchanged before, and the optimizer has not stepped since."""
+        attached = self._attached
+        if attached is None:
+            return
+        keeps = any(context.memory or context.shards for context in self._contexts.values())
+        if attached.is_due and keeps and not self._warned:
+            self._warned = True
+            log.warning(
+                "dgcopt: rank %d, step %d: ddp_hook has exchanged gradients twice, and %s has not stepped in between. "
+                "What %s keeps has both in it, even if the first were set to zero since, so training goes wrong. Let "
+                "backward passes that no step follows (accumulation; a GAN's discriminator while the generator is "
+                "trained) run inside ddp_model.no_sync(), where nothing is sent",
+                *(self.comm.rank, self.step - 1, type(attached.optimizer).__name__, plain(self.compressor)),
+            )
+        attached.is_due = True
 
     def _forget(self) -> str:
         """The step is over, or failed: what it has not settled is rolled back."""

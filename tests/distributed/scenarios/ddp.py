@@ -1,5 +1,6 @@
 """Compressors as hooks of torch's DistributedDataParallel, on two real ranks."""
 
+import contextlib
 import copy
 import functools
 import io
@@ -586,6 +587,31 @@ def an_optimizer_made_anew_is_noticed() -> None:
     again.optimizer = sgd(again.model.parameters())
     again.state.attach(again.optimizer)
     assert_close(again.run(4).weights(), Training().run(4).weights())
+
+
+@scenario
+def gradients_exchanged_without_a_step_are_noticed() -> None:
+    """What DGC keeps counts all of them, also where the next pass, or nothing, is made of them."""
+
+    def said(compressor: Any, passes: int, quietly: bool = False) -> list[str]:
+        training, records = Training(compressor), logging.Handler()
+        texts: list[str] = []
+        records.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("dgcopt").addHandler(records)
+        for step in range(3):
+            training.optimizer.zero_grad()
+            for _ in range(passes - 1):
+                with training.ddp.no_sync() if quietly else contextlib.nullcontext():
+                    training.backward(step)
+            training.backward(step)
+            training.optimizer.step()
+        logging.getLogger("dgcopt").removeHandler(records)
+        return texts
+
+    (text,) = said(dgcopt.DGC(RATIO), 2)
+    assert "has not stepped" in text and "no_sync()" in text
+    assert not said(dgcopt.DGC(RATIO), 1) and not said(dgcopt.DGC(RATIO), 2, quietly=True)
+    assert not said(dgcopt.NoCompression(), 2), "which keeps nothing"
 
 
 @scenario

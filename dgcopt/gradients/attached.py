@@ -85,8 +85,15 @@ class AttachedOptimizer:
         return with_closure(args, kwargs, closure_then_compressor)
 
     def _use_gradients(self) -> None:
-        if not self.is_alone():
-            self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
+        if self.is_alone():
+            return
+        if not self.averaged() and any(param.grad is not None for param in self.params):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} steps, but DDP has not called the hook that ddp_hook made for it, so "
+                f"gradients travel as ever, without what {type(self.compressor).__name__} takes over from the "
+                f"optimizer, such as momentum: ddp_model.register_comm_hook(state, hook) before the first backward pass"
+            )
+        self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hidden.show()

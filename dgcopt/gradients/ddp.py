@@ -83,4 +83,9 @@ def exchange_bucket(state: HookState, bucket: GradBucket, *_: Tensor) -> Future[
             "ddp_hook is for DistributedDataParallel, and this is the gradient of a FullyShardedDataParallel module: "
             "sharded parameters are not supported yet. Put the plain module in DistributedDataParallel"
         )
+    if not isinstance(state, HookState):
+        raise ConfigError(
+            f"DDP has not been given both that ddp_hook returns: register_comm_hook(*dgcopt.ddp_hook(...)), not "
+            f"{state!r:.80}"
+        )
     return state.exchange(bucket)

@@ -22,6 +22,9 @@ log = logging.getLogger("dgcopt")
 
 WIRES = ("torch", "horovod", "mpi", "local")
 
+SIZES = {"torch": ("WORLD_SIZE",), "horovod": ("HOROVOD_SIZE",), "mpi": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
+"""Where the launcher of each wire says how many ranks it has started."""
+
 _current: Comm | None = None
 
 
@@ -42,7 +45,8 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
             take NCCL's own: NCCL_SOCKET_NTHREADS is set to it, unless it is set already.
 
     The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
-    itself, CommError if the ranks do not meet, MismatchError if they differ in `checksums` or `streams`.
+    itself, or the wire has each of the ranks that were started alone, CommError if the ranks do not meet, MismatchError
+    if they differ in `checksums` or `streams`.
     """
     global _current
     _renew()
@@ -66,6 +70,8 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
     check_flag(checksums, "checksums")
     check_whole(streams, "streams", 1)
     comm = _makers[chosen](deadline)
+    if comm.size == 1 and chosen != "local":
+        _check_alone(chosen, reason, os.environ)
     check_alike(comm, checksums, streams)
     comm.checksums = checksums
     comm.spread(streams)
@@ -76,6 +82,18 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
         *(_current.node, _current.nodes),
     )
     return _current
+
+
+def _check_alone(chosen: str, reason: str, env: Mapping[str, str]) -> None:
+    """Raises ConfigError if the launcher of another wire has started more than this one rank, each alone on its own."""
+    for wire, names in SIZES.items():
+        for name in names if wire != chosen else ():
+            if env.get(name, "1") != "1":
+                raise ConfigError(
+                    f"over {chosen} ({reason}) this process is alone, and the launcher has started {env[name]} "
+                    f"({name}): each would train by itself. Choose the wire {wire!r}, or start with the launcher of "
+                    f"{chosen}"
+                )
 
 
 def check_alike(comm: Comm, checksums: bool, streams: int) -> None:

@@ -10,6 +10,7 @@ from worlds import Ranks
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv, reduce_rows
+from dgcopt.comm import launch
 from dgcopt.comm.launch import _detect, slurm_meeting_place
 from dgcopt.comm.local import LocalComm
 from dgcopt.errors import CommError, ConfigError, MismatchError, TimeoutExceeded
@@ -100,6 +101,16 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
         dgcopt.shutdown()
     with pytest.raises(ConfigError, match="torch, horovod, mpi, local"):
         dgcopt.init("pigeon")
+
+
+def test_alone_by_a_wire_that_the_launcher_does_not_start(monkeypatch):
+    monkeypatch.setitem(launch._makers, "mpi", LocalComm)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"over mpi \(asked for\) this process is alone.*2 \(WORLD_SIZE\).*'torch'"):
+        dgcopt.init("mpi")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert dgcopt.init("mpi").size == 1
+    dgcopt.shutdown()
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])

@@ -104,6 +104,10 @@ def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str
 def _check_directory(directory: Any) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise ConfigError(f"directory must be a path, where checkpoints are, not {directory!r:.200}")
+    path = Path(directory)
+    if path.is_file() or (path / MANIFEST).exists():
+        what = "a file" if path.is_file() else "one checkpoint"
+        raise ConfigError(f"{directory} is {what}: give the directory that holds checkpoints, here maybe {path.parent}")
 
 
 def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:

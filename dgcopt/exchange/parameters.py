@@ -129,10 +129,12 @@ def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[
         return {param: name for name, param in own}
     unnamed = [(place, param) for place, param in own if param not in given]
     if unnamed:
+        foreign = len(unnamed) == len(own)
         raise ConfigError(
             f"named_parameters was specified, but {len(unnamed)} parameter(s) of the optimizer were not named: "
             + ", ".join(f"{place} of shape {tuple(param.shape)}" for place, param in unnamed[:5])
             + ". Pass the names of all parameters given to the optimizer, or none."
+            + (" Those that were named are none of the optimizer's: are they another model's?" * foreign)
         )
     return {param: given[param] for _, param in own}
 

@@ -85,6 +85,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "save, keep": (lambda: dgcopt.checkpoint.save("x", {}, 1, keep=0), "keep must be a whole number"),
     "save, state first": (lambda: dgcopt.checkpoint.save({}, "x", 1), "directory must be a path"),
     "save, a model": (lambda: dgcopt.checkpoint.save("x", NET, 1), "state must be a dict"),
+    "load a file": (lambda: dgcopt.checkpoint.load(__file__), "is a file: give the directory that holds checkpoints"),
     "load nowhere": (lambda: dgcopt.checkpoint.load(None), "directory must be a path"),
     "a world of no number": (lambda: dgcopt.simulated_world("2"), "size must be a whole number"),
     "check a class": (lambda: check_compressor(dgcopt.DGC), r"must be an instance: DGC\(\)"),
@@ -163,4 +164,6 @@ def test_a_checkpoint_that_could_not_be_loaded_is_not_written(wrong: Any, tmp_pa
     with pytest.raises(dgcopt.CheckpointError, match=r"holds \S+\.(Net|SGD), which could not be loaded.*state_dict"):
         dgcopt.checkpoint.save(tmp_path, {"model": wrong}, 2)
     assert dgcopt.checkpoint.load(tmp_path) == (1, {"step": 1})
+    with pytest.raises(ConfigError, match=f"is one checkpoint: give the directory .*, here maybe {tmp_path}$"):
+        dgcopt.checkpoint.load(tmp_path / "step-00000001")
     dgcopt.shutdown()

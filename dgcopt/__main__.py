@@ -141,6 +141,7 @@ def show(kinds: Sequence[type], name: str, command: str) -> int:
 def main() -> int:
     """Read the command line and do what it says; the exit status."""
     parser = argparse.ArgumentParser(prog="dgcopt", description="Compressed data-parallel training with torch.")
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("compressors", help="list compressors with their cost, or show one of them in full")
     listing.add_argument("name", nargs="?", help="a compressor, such as TopK")

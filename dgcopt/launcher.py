@@ -117,7 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: the first of them, and a free port")
     option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
     option("--launcher", choices=LAUNCHERS, help="torchrun, or within a Slurm allocation srun, if left out")
-    option("--launcher-args", default="", metavar="ARGS", help="more options of the launcher itself, in one word")
+    option(
+        "--launcher-args",
+        default="",
+        metavar="ARGS",
+        help='more options of the launcher itself, in one word; a single one with "=", as in --launcher-args=--verbose',
+    )
     option("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank; the cores shared out, if left out")
     option("--interface", metavar="NAME", help="the network interface of all collectives, such as eth0")
     option("--ssh-port", type=int, metavar="PORT", help="where the machines' ssh listens")

@@ -219,6 +219,10 @@ def test_command_shows_what_is_in_use(monkeypatch, capsys):
     assert main() == 0
     told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert told["dgcopt"] == dgcopt.__version__ and told["torch"].startswith(torch.__version__)
+    monkeypatch.setattr("sys.argv", ["dgcopt", "--version"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    assert capsys.readouterr().out.strip() == dgcopt.__version__
     assert told["kernels"] == f"native ({instructions()})" or told["kernels"].startswith("torch, as ")
     assert told["wires"].split(", ")[0] == "torch" and "DGCOPT_NODE=a" in told["settings"]
 

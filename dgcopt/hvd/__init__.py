@@ -1,10 +1,11 @@
 """Horovod's names over any wire: `import dgcopt.hvd as hvd` in place of `import horovod.torch as hvd`.
 
 The script then runs under horovodrun as before, and under torchrun, mpirun, srun or alone too. Its own collectives
-never mix with gradients in flight. What differs from Horovod: collectives are matched by their order, so
-all ranks must start them in the same one, and blocking ones compare shapes, dtypes, operations and roots first, which
-Horovod does by itself; and objects are not pickled, so they must be what `dgcopt.broadcast_object`
-takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use when they are asked for.
+never mix with gradients in flight. What differs from Horovod: collectives are matched by their order, so all ranks
+must start them in the same one, and compare names, shapes, dtypes, operations and roots first; `_async` ones wait for
+that, too, where Horovod does it in a thread of its own. Objects are not pickled, so they must be what
+`dgcopt.broadcast_object` takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use when they are
+asked for.
 
 Before `hvd.init()`, all of these but DistributedOptimizer and the `_built` functions raise ConfigError, a ValueError.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Co
 from ..collectives import Op as Reduction
 from ..comm import Comm, Finished
 from ..compressors import BF16, FP16, NoCompression, accept
-from ..errors import ConfigError, MismatchError
+from ..errors import ConfigError
 from ..exchange.agreement import compare
 from .world import ProcessSet, comm_of, global_process_set
 
@@ -127,9 +127,38 @@ class _Differentiable(torch.autograd.Function):
         return (None, None, *(back if isinstance(back, list) else [back]))
 
 
-def _label(operation: str, name: str | None, process_set: ProcessSet) -> str:
-    """What the ranks call a collective. Those without a name are numbered, as Horovod takes no two alike at a time."""
-    return f"hvd.{operation} {next(process_set.unnamed) if name is None else name}"
+def _called(operation: str, name: str | None, process_set: ProcessSet) -> tuple[str, str]:
+    """What the ranks call a collective, and its label on the wire.
+
+    There those without a name are numbered, as Horovod takes no two alike at a time.
+    """
+    what = f"hvd.{operation}" if name is None else f"hvd.{operation} {name}"
+    return what, f"{what} {next(process_set.unnamed)}" if name is None else what
+
+
+def _announce(comm: Comm, label: str, lines: Sequence[str], numbers: Sequence[int] = ()) -> Tensor:
+    """Every rank's `numbers`, a row each, of as many as there are ranks at most.
+
+    Raises MismatchError, on all ranks, if `lines` differ: Horovod asks by itself what is called, other libraries would
+    mix up the bytes, or end the process. An announcement has the same form whatever is called, so any two can meet.
+    """
+    asks_by_itself = comm.wire == "horovod"
+    if asks_by_itself and not numbers:
+        return torch.empty(comm.size, 0)
+    text = "\n".join(lines)
+    mine = torch.zeros(1 + comm.size, dtype=torch.int64)
+    mine[0] = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    mine[1 : 1 + len(numbers)] = torch.tensor(numbers)
+    told = comm.run(AllGather(mine, group="control", label=f"announcement of {label}"))
+    if told[:, 0].ne(told[0, 0]).any():
+        remedy = " All ranks must start their collectives in the same order."
+        comm.drive(compare([*lines], comm.rank, label, remedy))
+    return told[:, 1 : 1 + len(numbers)]
+
+
+def _form(tensor: Tensor, shape: Sequence[Any] | None = None) -> str:
+    """A tensor's dtype and shape, for `_announce`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape if shape is None else shape)}"
 
 
 def _named(tensors: Sequence[Tensor], name: str | None) -> list[tuple[Tensor, str | None]]:
@@ -167,25 +196,13 @@ def _on_wire(op: Any, tensor: Tensor, postscale_factor: float, size: int) -> tup
     return (Sum, size) if whole else (op, 1)
 
 
-def _own(tensor: Any, label: str) -> Tensor:
+def _own(tensor: Any, operation: str) -> Tensor:
     """What a collective is given, without its graph. Raises ConfigError for what is no tensor."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
-            f"{label.split()[0]} takes a tensor, not {tensor!r:.200}: torch.tensor(...) makes one of numbers"
+            f"hvd.{operation} takes a tensor, not {tensor!r:.200}: torch.tensor(...) makes one of numbers"
         )
     return tensor.detach()
-
-
-def _agree(tensor: Any, what: str, process_set: ProcessSet) -> None:
-    """Raises MismatchError, on all ranks, if they do not call `what` with tensors of one shape and dtype.
-
-    Horovod asks by itself; other libraries would mix up their bytes. What is started and not waited for is not asked
-    about, as ranks may come to it at other times.
-    """
-    comm = comm_of(process_set)
-    if comm.size > 1 and comm.wire != "horovod":
-        shape, dtype = tuple(_own(tensor, what).shape), str(tensor.dtype).removeprefix("torch.")
-        comm.drive(compare([f"{what}: {dtype} {shape}"], comm.rank, what))
 
 
 def _half(tensor: Tensor, compression: Any) -> Tensor:
@@ -207,17 +224,39 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start `allreduce`; all ranks must start what they start in the same order."""
-    comm, label = comm_of(process_set), _label("allreduce", name, process_set)
-    message = _scaled(_own(tensor, label).clone(), prescale_factor)
-    chosen, divisor = _on_wire(_operation(op, average), message, postscale_factor, comm.size)
+    """Start `allreduce`, once all ranks have told what they call, in the same order everywhere."""
+    return _allreduces([(tensor, name)], average, op, prescale_factor, postscale_factor, process_set)[0]
 
-    def finish(result: Tensor) -> Tensor:
-        return _scaled(result, postscale_factor, divisor).to(tensor.device)
 
-    if chosen == Product:
-        return _start(comm, AllGather(message, label=label), lambda rows: finish(rows.prod(0, dtype=rows.dtype)))
-    return _start(comm, AllReduce(message, op=_REDUCTIONS[chosen], label=label), finish)
+def _allreduces(
+    named: Sequence[tuple[Tensor, str | None]],
+    average: bool | None,
+    op: Any,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+) -> list[Handle]:
+    """Start `allreduce` of several tensors, told of together."""
+    comm, op = comm_of(process_set), _operation(op, average)
+    how = f"with op {op} and factors {prescale_factor}, {postscale_factor}"
+    messages = [_scaled(_own(tensor, "allreduce").clone(), prescale_factor) for tensor, _ in named]
+    chosen = [_on_wire(op, message, postscale_factor, comm.size) for message in messages]
+    called = [_called("allreduce", name, process_set) for _, name in named]
+    lines = [f"{what} {how}: {_form(message)}" for (what, _), message in zip(called, messages, strict=True)]
+    _announce(comm, "hvd.allreduce", lines)
+
+    def started(message: Tensor, label: str, chosen: Any, divisor: int, device: torch.device) -> Handle:
+        def finish(result: Tensor) -> Tensor:
+            return _scaled(result, postscale_factor, divisor).to(device)
+
+        if chosen == Product:
+            return _start(comm, AllGather(message, label=label), lambda rows: finish(rows.prod(0, dtype=rows.dtype)))
+        return _start(comm, AllReduce(message, op=_REDUCTIONS[chosen], label=label), finish)
+
+    return [
+        started(message, label, *how_on_wire, message.device)
+        for message, (_, label), how_on_wire in zip(messages, called, chosen, strict=True)
+    ]
 
 
 def allreduce_async_(
@@ -230,13 +269,17 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """As `allreduce_async`, in place."""
-    started = allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    return Handle(started.is_done, lambda: _overwritten(tensor, started.result()))
+    return _into(tensor, allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
-def _overwritten(tensor: Tensor, result: Tensor) -> Tensor:
-    tensor.detach().copy_(result)
-    return tensor
+def _into(tensor: Tensor, started: Handle) -> Handle:
+    """The same collective in place."""
+
+    def finish() -> Tensor:
+        tensor.detach().copy_(started.result())
+        return tensor
+
+    return Handle(started.is_done, finish)
 
 
 def allreduce(
@@ -258,7 +301,6 @@ def allreduce(
     again = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
 
     def there(tensor: Tensor) -> Tensor:
-        _agree(tensor, f"hvd.allreduce with op {op}", process_set)
         return synchronize(allreduce_async(tensor, None, name, op, **again))  # type: ignore[arg-type]
 
     def back(grad: Tensor) -> Tensor:
@@ -279,7 +321,6 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """As `allreduce`, in place."""
-    _agree(tensor, f"hvd.allreduce_ with op {_operation(op, average)}", process_set)
     return synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
 
 
@@ -294,7 +335,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start `allreduce` of several tensors."""
     rest = (op, prescale_factor, postscale_factor, process_set)
-    return _all([allreduce_async(tensor, average, label, *rest) for tensor, label in _named(tensors, name)])
+    return _all(_allreduces(_named(tensors, name), average, *rest))
 
 
 def grouped_allreduce_async_(
@@ -308,7 +349,8 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start `allreduce_` of several tensors."""
     rest = (op, prescale_factor, postscale_factor, process_set)
-    return _all([allreduce_async_(tensor, average, label, *rest) for tensor, label in _named(tensors, name)])
+    started = _allreduces(_named(tensors, name), average, *rest)
+    return _all([_into(tensor, handle) for tensor, handle in zip(tensors, started, strict=True)])
 
 
 def grouped_allreduce(
@@ -366,13 +408,16 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start `reducescatter`; all ranks must start what they start in the same order."""
-    comm, label = comm_of(process_set), _label("reducescatter", name, process_set)
+    """Start `reducescatter`, once all ranks have told what they call, in the same order everywhere."""
+    comm = comm_of(process_set)
     if op not in (Average, Sum):
         raise ConfigError(f"op must be hvd.Average or hvd.Sum here, not {op!r}")
-    if _own(tensor, label).dim() == 0:
+    if _own(tensor, "reducescatter").dim() == 0:
         raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
-    op, divisor = _on_wire(op, tensor, postscale_factor, comm.size)
+    chosen, divisor = _on_wire(op, tensor, postscale_factor, comm.size)
+    what, label = _called("reducescatter", name, process_set)
+    how = f"with op {op} and factors {prescale_factor}, {postscale_factor}"
+    _announce(comm, label, [f"{what} {how}: {_form(tensor)}"])
     lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
     rows = _scaled(tensor.detach(), prescale_factor)
     padded = rows.new_zeros(comm.size, lengths[0], *rows.shape[1:])
@@ -384,7 +429,7 @@ def reducescatter_async(
 
     if padded.numel() == 0:
         return Handle(lambda: True, lambda: finish(padded.flatten(0, 1)))
-    return _start(comm, ReduceScatter(padded.flatten(0, 1), op=_REDUCTIONS[op], label=label), finish)
+    return _start(comm, ReduceScatter(padded.flatten(0, 1), op=_REDUCTIONS[chosen], label=label), finish)
 
 
 def reducescatter(
@@ -402,7 +447,6 @@ def reducescatter(
     """
 
     def there(tensor: Tensor) -> Tensor:
-        _agree(tensor, f"hvd.reducescatter with op {op}", process_set)
         return synchronize(reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor))
 
     def back(grad: Tensor) -> Tensor:
@@ -442,21 +486,12 @@ def grouped_reducescatter(
 # -- gather, broadcast, alltoall -------------------------------------------------------------------------------------
 
 
-def _alike(comm: Comm, numbers: Sequence[int], rows: Tensor, label: str) -> Tensor:
-    """Every rank's `numbers`. Raises MismatchError, on all ranks, if dtypes or dimensions but the first differ."""
-    kind = f"{rows.dtype} of shape (any, {', '.join(map(str, rows.shape[1:]))})"
-    mine = comm.to_wire(torch.tensor([*numbers, zlib.crc32(kind.encode())]))
-    told = comm.run(AllGather(mine, label=f"lengths for {label}")).cpu()
-    if len(told[:, -1].unique()) > 1:
-        raise MismatchError(f"{label}: rank {comm.rank} has {kind}, and not all ranks have the same")
-    return told[:, :-1]
-
-
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Start `allgather`, once all ranks have told how much they have, in the same order everywhere."""
-    comm, label = comm_of(process_set), _label("allgather", name, process_set)
-    rows = torch.atleast_1d(_own(tensor, label))
-    lengths = _alike(comm, [len(rows)], rows, label).flatten().tolist()
+    comm, rows = comm_of(process_set), torch.atleast_1d(_own(tensor, "allgather"))
+    what, label = _called("allgather", name, process_set)
+    lines = [f"{what}: {_form(rows, ('any', *rows.shape[1:]))}"]
+    lengths = _announce(comm, label, lines, [len(rows)]).flatten().tolist()
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     if padded.numel() == 0:
         return Handle(lambda: True, lambda: rows.new_zeros(sum(lengths), *rows.shape[1:]))
@@ -503,19 +538,18 @@ def grouped_allgather(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start `broadcast`; all ranks must start what they start in the same order."""
-    comm, root = comm_of(process_set), process_set.place_of(root_rank)
-    label = _label("broadcast", name, process_set)
-    message = Broadcast(_own(tensor, label).clone(), root=root, label=label)
-    return _start(comm, message, lambda result: result.to(tensor.device))
+    """Start `broadcast`, once all ranks have told what they call, in the same order everywhere."""
+    comm, root, message = comm_of(process_set), process_set.place_of(root_rank), _own(tensor, "broadcast").clone()
+    what, label = _called("broadcast", name, process_set)
+    _announce(comm, label, [f"{what} from rank {root_rank}: {_form(message)}"])
+    return _start(comm, Broadcast(message, root=root, label=label), lambda result: result.to(tensor.device))
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """As `broadcast_async`, in place."""
-    started = broadcast_async(tensor, root_rank, name, process_set)
-    return Handle(started.is_done, lambda: _overwritten(tensor, started.result()))
+    return _into(tensor, broadcast_async(tensor, root_rank, name, process_set))
 
 
 def broadcast(
@@ -531,7 +565,6 @@ def broadcast(
         return average if comm_of(global_process_set).rank == root_rank else torch.zeros_like(average)
 
     def there(tensor: Tensor) -> Tensor:
-        _agree(tensor, f"hvd.broadcast from rank {root_rank}", process_set)
         return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
     return _Differentiable.apply(there, back, tensor)
@@ -541,7 +574,6 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """As `broadcast`, in place."""
-    _agree(tensor, f"hvd.broadcast_ from rank {root_rank}", process_set)
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
@@ -552,13 +584,14 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `alltoall`, once all ranks have told how much they send; the result is always the pair."""
-    comm, label = comm_of(process_set), _label("alltoall", name, process_set)
-    rows = torch.atleast_1d(_own(tensor, label))
+    comm, rows = comm_of(process_set), torch.atleast_1d(_own(tensor, "alltoall"))
     even = [len(rows) // comm.size] * comm.size
     counts = even if splits is None else [int(count) for count in splits]
     fits = len(counts) == comm.size and min(counts) >= 0 and sum(counts) == len(rows)
     # a rank whose splits do not fit says so, because the others would wait for it
-    told = _alike(comm, counts if fits else [-1] * comm.size, rows, label)
+    what, label = _called("alltoall", name, process_set)
+    lines = [f"{what}: {_form(rows, ('any', *rows.shape[1:]))}"]
+    told = _announce(comm, label, lines, counts if fits else [-1] * comm.size)
     if (told < 0).any():
         wrong = (told < 0).any(1).nonzero().flatten().tolist()
         raise ConfigError(
@@ -607,4 +640,6 @@ def alltoall(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have come here."""
-    comm_of(process_set).run(Barrier(label="hvd.barrier"))
+    comm = comm_of(process_set)
+    _announce(comm, "hvd.barrier", ["hvd.barrier"])
+    comm.run(Barrier(label="hvd.barrier"))

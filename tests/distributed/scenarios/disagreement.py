@@ -63,20 +63,36 @@ def ranks_start_otherwise(comm: Comm) -> None:
 
 
 def hvd_collectives_differ(comm: Comm) -> None:
-    """Horovod asks by itself whether they do."""
+    """Blocking or not. Horovod asks by itself whether they do."""
     if comm.wire == "horovod":
         return
     odd = comm.rank == comm.size - 1
     hvd.init()
-    ones = torch.ones(4 if odd else 3)
+    three, threes, rows = torch.ones(4 if odd else 3), torch.ones(3), torch.ones(2, 4 if odd else 3)
     doubles = torch.ones(3, dtype=torch.float64 if odd else torch.float32)
-    expect_mismatch(comm, "float32 (4,)", partial(hvd.allreduce, ones))
+    whole = torch.ones(3, dtype=torch.int32 if odd else torch.float32)
+    sparse = torch.sparse_coo_tensor([[0, 1]], rows, (2, rows.shape[1]))
+    longer = "float32 (4,)"
+    expect_mismatch(comm, longer, partial(hvd.allreduce, three))
     expect_mismatch(comm, "float64 (3,)", partial(hvd.allreduce_, doubles))
-    expect_mismatch(comm, "with op 1", partial(hvd.allreduce, doubles.float(), op=hvd.Sum if odd else hvd.Average))
-    expect_mismatch(comm, "float32 (4,)", partial(hvd.broadcast, ones, 0))
-    expect_mismatch(comm, "from rank 1", partial(hvd.broadcast_, doubles.float(), int(odd)))
+    expect_mismatch(comm, "with op 1", partial(hvd.allreduce, threes, op=hvd.Sum if odd else hvd.Average))
+    expect_mismatch(comm, "with op 5", partial(hvd.allreduce_async, threes, op=hvd.Product if odd else hvd.Sum))
+    expect_mismatch(comm, "factors 2, 1", partial(hvd.allreduce_async_, threes, prescale_factor=2 if odd else 1))
+    expect_mismatch(comm, "int32 (3,)", partial(hvd.allreduce_async, whole))
+    expect_mismatch(comm, "x.1", partial(hvd.grouped_allreduce_async, [threes, three], name="x"))
+    expect_mismatch(comm, "x.1", partial(hvd.grouped_allreduce_async_, [threes] * (2 if odd else 1), name="x"))
+    expect_mismatch(comm, longer, partial(hvd.broadcast, three, 0))
+    expect_mismatch(comm, "from rank 1", partial(hvd.broadcast_, threes, int(odd)))
+    expect_mismatch(comm, longer, partial(hvd.broadcast_async_, three, 0))
     expect_mismatch(comm, "float64 (3,)", partial(hvd.reducescatter, doubles))
-    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [comm.size] * 3
+    expect_mismatch(comm, longer, partial(hvd.reducescatter_async, three))
+    expect_mismatch(comm, "('any', 4)", partial(hvd.allgather_async, rows))
+    expect_mismatch(comm, "('any', 4)", partial(hvd.alltoall_async, torch.ones(comm.size, len(three))))
+    expect_mismatch(comm, "('any', 4)", partial(hvd.sparse_allreduce_async, sparse, "x", hvd.Sum))
+    expect_mismatch(comm, "hvd.allreduce b", partial(hvd.allreduce_async, threes, name="b" if odd else "a"))
+    expect_mismatch(comm, "hvd.allgather", partial(hvd.allgather_async if odd else hvd.allreduce_async, threes))
+    expect_mismatch(comm, "hvd.barrier", hvd.barrier if odd else partial(hvd.allreduce_async, threes))
+    assert hvd.allreduce(threes, op=hvd.Sum).tolist() == [comm.size] * 3
 
 
 def expect_mismatch(comm: Comm, words: str, call: Callable[[], Any]) -> None:

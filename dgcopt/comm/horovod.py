@@ -207,8 +207,7 @@ class HorovodComm(Comm):
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if isinstance(collective, AllReduce):
             op = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[collective.op]
-            flat = tensor.view(-1)
-            handle = hvd.allreduce_async_(flat, name=name, op=op, process_set=where)
+            handle = hvd.allreduce_async_(tensor, name=name, op=op, process_set=where)
         elif isinstance(collective, ReduceScatter):
             op = hvd.Average if collective.op == "average" else hvd.Sum
             handle = hvd.reducescatter_async(tensor, name=name, op=op, process_set=where)
@@ -225,7 +224,8 @@ class HorovodComm(Comm):
             elif isinstance(collective, Broadcast):
                 # a process set's root is named by its rank in the world
                 root = self._in_world[ranks[collective.root]]
-                handle = hvd.broadcast_async(raw, root, name=name, process_set=where)
+                message = tensor if dtype in _MOVED else raw  # in its shape, which Horovod compares
+                handle = hvd.broadcast_async(message, root, name=name, process_set=where)
             elif isinstance(collective, SendRecv):
                 splits = torch.zeros(len(ranks), dtype=torch.int32)
                 if collective.to is not None:

@@ -64,10 +64,17 @@ def ranks_start_otherwise(comm: Comm) -> None:
 
 def hvd_collectives_differ(comm: Comm) -> None:
     """Blocking or not. Horovod asks by itself whether they do."""
-    if comm.wire == "horovod":
-        return
     odd = comm.rank == comm.size - 1
     hvd.init()
+    if comm.wire == "horovod":
+        for call in (hvd.allreduce, partial(hvd.broadcast, root_rank=0)):
+            try:
+                call(torch.ones(3, 2) if odd else torch.ones(2, 3))
+            except hvd.HorovodInternalError as error:
+                assert "shape" in str(error).lower(), error
+            else:
+                raise AssertionError("Horovod was not told of the shape")
+        return
     three, threes, rows = torch.ones(4 if odd else 3), torch.ones(3), torch.ones(2, 4 if odd else 3)
     doubles = torch.ones(3, dtype=torch.float64 if odd else torch.float32)
     whole = torch.ones(3, dtype=torch.int32 if odd else torch.float32)

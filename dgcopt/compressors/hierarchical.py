@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,13 +12,16 @@ from ..collectives import AllReduce, Broadcast, Collective, watched
 from ..errors import ConfigError
 from ..flat.store import is_unsent
 from .base import Compressor, GradientExchange
-from .context import Context
+from .context import Context, at_least_float32
 from .wrapper import Wrapper
 
 __all__ = ["Hierarchical"]
 
 RANKS = "ranks per machine"
-"""By parameter name, in what all ranks share: for how many gradients what machines hold back of it counts."""
+"""By parameter name, in what all ranks share: for how many gradients what machines keep of it counts."""
+
+MOMENTUM = "momentum"
+"""What compressors call memory that goes on to make gradients, and is not unsent."""
 
 
 class Hierarchical(Wrapper):
@@ -34,7 +37,7 @@ class Hierarchical(Wrapper):
 
     Args:
         inner: the compressor between machines; None is NoCompression. Its memory is on the first ranks; other
-            ranks hand over the residuals that a checkpoint of other machines gave them.
+            ranks hand over the residuals and momentum that a checkpoint of other machines gave them.
 
     Raises ConfigError for another Hierarchical inside, as between machines there are no machines.
     """
@@ -64,7 +67,8 @@ class Hierarchical(Wrapper):
         ranks = ctx.size / ctx.nodes
         if RANKS not in ctx.scratch:
             ctx.scratch[RANKS] = ranks
-            _count_for(ranks, ctx)
+            if _count_for(ranks, ctx):
+                yield from _hand_over_momentum(ctx)
         if ctx.local_rank > 0:
             ctx.add_unsent(grad, weight=ranks)
         else:
@@ -81,14 +85,32 @@ class Hierarchical(Wrapper):
         return None  # first ranks send more than others
 
 
-def _count_for(ranks: float, ctx: Context) -> None:
-    """Let what was held back between other machines, of other numbers of ranks, count for what it did there."""
+def _count_for(ranks: float, ctx: Context) -> bool:
+    """Let what was kept between other machines, of other numbers of ranks, count for what it did there.
+
+    Returns whether there may be anything, which all ranks know alike.
+    """
     known = ctx.shared.setdefault(RANKS, {})
+    any_known = any(segment.name in known for segment in ctx.segments)
     for segment in ctx.segments:
         before = float(known.get(segment.name, ranks))
-        for kind in filter(is_unsent, ctx.memory) if before != ranks else ():
-            segment.view(ctx.memory[kind]).mul_(before / ranks)
+        for kind, flat in ctx.memory.items() if before != ranks else ():
+            if is_unsent(kind) or kind == MOMENTUM:
+                segment.view(flat).mul_(before / ranks)
         known[segment.name] = torch.tensor(ranks, dtype=torch.float64)
+    return any_known
+
+
+def _hand_over_momentum(ctx: Context) -> Generator[Collective, Tensor, None]:
+    """What ranks have of machines whose first ones they were, the first rank of this machine goes on with."""
+    astray = torch.tensor([float(ctx.local_rank > 0 and MOMENTUM in ctx.memory)], device=ctx.device)
+    if not (yield AllReduce(astray, op="sum", group="node", label="whether momentum is astray")).any():
+        return
+    mine, dtype = ctx.memory.pop(MOMENTUM, None), at_least_float32(ctx.dtype)
+    flat = torch.zeros(ctx.numel, dtype=dtype, device=ctx.device) if mine is None else mine.to(dtype)
+    momentum = yield AllReduce(flat, op="sum", group="node", label="momentum of other machines")
+    if ctx.local_rank == 0:
+        ctx.memory[MOMENTUM] = momentum
 
 
 def send_across(collective: Collective) -> None:

@@ -224,6 +224,21 @@ def test_what_machines_held_back_is_all_there_among_other_ranks_on_other_machine
     ranks.assert_nothing_is_lost(given, 1e-4, weight=len(after) / len(set(after)))
 
 
+@pytest.mark.parametrize("after", [[0, 1, 1, 1], [0, 0, 0, 0], [0, 1, 2, 3], [0, 0], [0, 0, 0, 1, 1, 2]], ids=str)
+def test_machines_momentum_goes_on_on_other_machines(after: list[int]) -> None:
+    """At ratio 1 as without machines; it stayed behind on ranks that are no longer the first ones of theirs."""
+    ended = []
+    for compressor in (dgcopt.Hierarchical(dgcopt.DGC(1.0)), dgcopt.DGC(1.0)):
+        states = None
+        for seed, machines in enumerate(([0, 0, 1, 1], after, [0, 0, 1, 1])):
+            ranks = Ranks(compressor, states, len(machines), "average", machines, momentum)
+            for step in range(2):
+                ranks.step(nothing(), 10 * seed + step)
+            states = ranks.states()
+        ended.append([param.detach() for param in ranks.params[0].values()])
+    torch.testing.assert_close(*ended, rtol=1e-6, atol=1e-6)
+
+
 def test_momentum_is_not_applied_twice_to_what_dgc_held_back() -> None:
     """What v has of vectors is applied as it is where they travel dense from now on, after the momentum."""
     ranks = Ranks(dgcopt.DGC(0.05, vectors="sparse"), make=momentum)

@@ -320,6 +320,36 @@ def test_an_exchange_that_was_under_way_is_saved_again_before_any_step():
     assert_worlds_close(whole.train(range(3, 7)), World(2, rule).train(range(7)), 0)
 
 
+def test_what_was_frozen_within_a_window_comes_together_after_a_restart():
+    """And what was never trained does not travel."""
+    whole, resumed = World(2, LocalSGD(4)), World(2, LocalSGD(4))
+    for model in whole.models + resumed.models:
+        model[4].requires_grad_(False)
+    whole.train(range(2))
+    for model in whole.models + resumed.models:
+        model[0].requires_grad_(False)
+    resumed.load(whole.states())
+    for world in (whole, resumed):
+        world.train(range(2, 3))
+        travels = [segment.name for bucket in world.optimizers[0].averaging.buckets() for segment in bucket.segments]
+        assert travels == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        world.train(range(3, 4))
+        assert identical(world)
+    assert_worlds_close(whole, resumed, 0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_that_were_taken_over_are_not_saved_again(size: int):
+    """They would come back with another number of ranks; also those of parameters that are frozen by now."""
+    states, ours = World(2, LocalSGD(2)).train(range(3)).states(), World(size, LocalSGD(2))
+    for model in ours.models:
+        model[0].requires_grad_(False)
+    ours.load([reshare(states, rank, size) for rank in range(size)])
+    ours.train(range(3, 4))
+    assert identical(ours)
+    assert "weights" not in ours.states()[0]["optimizer"]["averaging"]["dgcopt"]["memory"]
+
+
 def test_without_average_the_mean_is_taken_by_the_first_step():
     """Whose gradients are of the weights before it."""
     old = World(4, LocalSGD(3), plain).train(range(2))
@@ -801,6 +831,20 @@ def test_parameters_that_cannot_be_averaged_are_refused():
         LocalSGD().attach(
             plain(model.parameters()), list(model.named_parameters())[1:], comm=dgcopt.simulated_world(1)[0]
         )
+
+
+def test_parameters_that_have_become_what_cannot_be_averaged_are_refused():
+    world = World(2, LocalSGD(2)).train(range(1))
+    for _, _, optimizer in world:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]})
+        with pytest.raises(ConfigError, match=r"'group1.parameter0' has dtype complex64"):
+            optimizer.step()
+    world = World(2, LocalSGD(2)).train(range(1))
+    for _, model, optimizer in world:
+        model[4].bias.data = torch.zeros(7, dtype=torch.float64)
+        model[4].bias.grad = None
+        with pytest.raises(ConfigError, match=r"'4.bias' had 5 elements when it was last exchanged, and has 7"):
+            optimizer.step()
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------

@@ -60,13 +60,20 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Co
     DistributedOptimizer keeps, its step and all that ranks share.
 
     What each rank keeps for itself (residuals) is not touched if it is at the root's step already; else it belongs to
-    other steps and starts from zero, which the log says. Raises ConfigError, on every rank, for state that
-    `broadcast_object` cannot send.
+    other steps and starts from zero, which the log says. Raises, on every rank, ConfigError for state that
+    `broadcast_object` cannot send, and MismatchError for optimizers of other kinds or groups.
     """
     check_optimizer(optimizer)
     comm = current_comm(comm)
     if comm.size == 1:
         return
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    lines = [
+        f"root rank: {root_rank}",
+        f"optimizer: {type(optimizer).__name__}",
+        f"parameters of its groups: {lengths}",
+    ]
+    comm.drive(compare(lines, comm.rank, "optimizers whose state is broadcast"))
     state = optimizer.state_dict()
     mine = state.get(STATE_KEY)
     sent = {key: state[key] for key in ("state", "param_groups")}

@@ -191,6 +191,19 @@ class Distributed(Stepping):
         if self.engine is not None:
             self._watch_parameters()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
+        try:
+            super().load_state_dict(state_dict)
+            lacking = [key for key in self.defaults if any(key not in group for group in self.param_groups)]
+        except KeyError as error:
+            lacking = [*map(str, error.args)]
+        if lacking:
+            raise ConfigError(
+                f"this state lacks {', '.join(lacking)}, which {type(self).__name__} needs: it is of another "
+                f"optimizer. Load it into one of the kind that it was saved from, and begin anew with this one"
+            )
+
     def _named(self, params: Sequence[Tensor], names: Sequence[str] | None) -> dict[Tensor, str]:
         """The names of the last group's parameters."""
         group = len(self.param_groups) - 1

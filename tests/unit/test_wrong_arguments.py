@@ -107,6 +107,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "names that are numbers": (lambda: wrapped(named_parameters=enumerate(NET.parameters())), "tuples"),
     "a word for a flag": (lambda: wrapped(sparse_as_dense="no"), "sparse_as_dense must be True or False"),
     "an unfinished compressor": (lambda: wrapped(compression=dgcopt.Compressor()), r"must define exchange\(\)"),
+    "SGD's state for Adam": (
+        lambda: wrapped(torch.optim.Adam(NET.parameters())).load_state_dict(wrapped().state_dict()),
+        "this state lacks betas, eps, which Adam needs: it is of another optimizer",
+    ),
+    "SGD's momentum for Adam": (
+        lambda: wrapped(torch.optim.Adam(NET.parameters())).load_state_dict(
+            {**sgd().state_dict(), "state": {0: {"momentum_buffer": torch.ones(2, 2)}}}
+        ),
+        "this state lacks step, which Adam needs: it is of another optimizer",
+    ),
     "a model's state for an optimizer": (lambda: wrapped().load_state_dict(NET.state_dict()), "no optimizer's state"),
     "elastic.run of nothing": (lambda: elastic.run(None), "takes a function of a State"),
     "costs that are none": (
@@ -134,8 +144,8 @@ def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD(Net().parameters(), lr=0.1)
 
 
-def wrapped(**settings: Any) -> Any:
-    return dgcopt.DistributedOptimizer(sgd(), **{"comm": dgcopt.simulated_world(2)[0], **settings})
+def wrapped(optimizer: Any = None, **settings: Any) -> Any:
+    return dgcopt.DistributedOptimizer(optimizer or sgd(), **{"comm": dgcopt.simulated_world(2)[0], **settings})
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -62,6 +62,21 @@ def ranks_start_otherwise(comm: Comm) -> None:
         )
 
 
+def states_of_other_optimizers(comm: Comm) -> None:
+    """Which torch would load, and miss settings at the next step."""
+    odd = comm.rank == comm.size - 1
+    param, more = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    sgd, other = torch.optim.SGD([param]), (torch.optim.Adam if odd else torch.optim.SGD)([param])
+    longer = torch.optim.SGD([{"params": [param]}, *([{"params": [more]}] if odd else [])])
+    cases: dict[str, tuple[torch.optim.Optimizer, int]] = {
+        "optimizer: Adam": (other, 0),
+        "groups: [1, 1]": (longer, 0),
+        "root rank: 1": (sgd, int(odd)),
+    }
+    for words, (optimizer, root) in cases.items():
+        expect_mismatch(comm, words, partial(dgcopt.broadcast_optimizer_state, optimizer, root, comm))
+
+
 def hvd_collectives_differ(comm: Comm) -> None:
     """Blocking or not. Horovod asks by itself whether they do."""
     odd = comm.rank == comm.size - 1
@@ -116,5 +131,6 @@ def expect_mismatch(comm: Comm, words: str, call: Callable[[], Any]) -> None:
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     "disagreement: found by all": ranks_disagree,
     "disagreement: broadcast_parameters": ranks_start_otherwise,
+    "disagreement: broadcast_optimizer_state": states_of_other_optimizers,
     "disagreement: hvd": hvd_collectives_differ,
 }

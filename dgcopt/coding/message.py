@@ -158,14 +158,14 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
 
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int]) -> Tensor:
     if indices.numel():
-        ends = indices[:, [0, -1]]
+        first, last = indices[:, 0], indices[:, -1]
         # compared, not subtracted: the difference of two that are far apart wraps around
-        right = (indices[:, 1:] > indices[:, :-1]).all(1) & (ends[:, 0] >= 0) & (ends[:, 1] < numel)
+        right = (indices[:, 1:] > indices[:, :-1]).all(1) & (first >= 0) & (last < numel)
         if not right.all():
             row = int((~right).nonzero()[0])
             raise PayloadError(
                 f"the message from rank {ranks[row]} holds indices that do not ascend within a bucket of {numel} "
-                f"elements (from {int(ends[row, 0])} to {int(ends[row, 1])}): it was damaged on the way, or that rank "
+                f"elements (from {int(first[row])} to {int(last[row])}): it was damaged on the way, or that rank "
                 f"runs another model or version"
             )
     return indices.view(-1).long()

@@ -82,16 +82,24 @@ class SparseSum:
         return flat
 
     def _for(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Messages to be added to what is of `dtype`: one, with the sums of all, where that would round every sum."""
+        """Messages to be added to what is of `dtype`: one, with the sums of all, where that would round every sum.
+
+        Of positions that several messages name one has the sum and the others zero, so that nobody waits for a device
+        to count them.
+        """
         wider = torch.promote_types(dtype, torch.float32)
         if wider == dtype or len(self.messages) < 2:
             return self.messages
         lengths = [len(positions) for positions, _ in self.messages]
-        positions, places = torch.cat([positions for positions, _ in self.messages]).unique(return_inverse=True)
+        positions, order = torch.cat([positions for positions, _ in self.messages]).sort()
+        first = torch.ones_like(positions, dtype=torch.bool)
+        torch.ne(positions[1:], positions[:-1], out=first[1:])
+        number = first.cumsum(0) - 1
+        places = torch.empty_like(order).index_copy_(0, order, number)
         sums = torch.zeros(len(positions), dtype=wider, device=positions.device)
         for where, (_, values) in zip(places.split(lengths), self.messages, strict=True):
             sums.index_add_(0, where, values.to(wider))
-        return [(positions, sums)]
+        return [(positions, torch.where(first, sums.index_select(0, number), 0))]
 
     def add_to_parts(self, parts: Parts, factor: float) -> tuple[Tensor, Tensor]:
         """Add `factor` times the sum to a flat gradient that lies apart.

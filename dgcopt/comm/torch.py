@@ -104,6 +104,8 @@ class _Work(Handle):
             self.output.div_(self.divide_by, rounding_mode=None if exact else "trunc")
             self.divide_by = 1
         tensor = self.collective.tensor
+        if self.output.device != tensor.device:
+            self.output = self.output.to(tensor.device)
         if self.output.dtype != tensor.dtype:  # it has travelled as bytes
             rows = self.output.shape[:1] if isinstance(self.collective, AllGather) else ()
             self.output = self.output.view(-1).view(tensor.dtype).view(*rows, *tensor.shape)
@@ -283,6 +285,8 @@ class TorchComm(Comm):
         elif isinstance(collective, Broadcast):
             works = [dist.broadcast(tensor, self._global(ranks[collective.root]), group=group, async_op=True)]
         elif isinstance(collective, SendRecv):
+            if tensor.is_cuda and "cuda:gloo" in _backends(group):
+                tensor = tensor.cpu()  # Gloo would read the device's memory as the host's
             peers = []
             if collective.source is not None:
                 output = torch.empty_like(tensor)

@@ -34,10 +34,10 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     blocks, tensors, half, float32 = n // 64, 8, torch.bfloat16, torch.float32
 
     def flat(numel: int, dtype: torch.dtype = float32) -> Tensor:
-        return torch.randn(numel).to(dtype).to(device)
+        return torch.randn(numel, device=device).to(dtype)
 
     def whole(numel: int, below: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.randint(below, (numel,), dtype=dtype).to(device)
+        return torch.randint(below, (numel,), dtype=dtype, device=device)
 
     x, y, out, bits = flat(n), flat(n), flat(n), whole(n, 243)
     place = torch.arange(blocks).mul(tensors).div(blocks, rounding_mode="floor").long().to(device)
@@ -163,7 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device, n = arguments.device, arguments.numel // 8192 * 8192
-    source = torch.randn(n).to(device)
+    source = torch.randn(n, device=device)
     target, records = torch.empty_like(source), []
     print("| operation | MB | ms | GB/s | of a copy | torch: ms | |\n|---|---|---|---|---|---|---|")
     for name, operands in calls(n, device):

@@ -29,7 +29,7 @@ class NaiveDGC(Optimizer):
         self.wanted = [math.ceil(ratio * param.numel()) for param in self.matrices]
         self.ratio = ratio
         for param in self.params:
-            self.state[param] = {"u": torch.zeros(param.numel()), "v": torch.zeros(param.numel())}
+            self.state[param] = {name: torch.zeros(param.numel(), device=param.device) for name in ("u", "v")}
 
     def _select(self, importance: Tensor, wanted: int) -> Tensor:
         size = importance.numel()
@@ -52,8 +52,9 @@ class NaiveDGC(Optimizer):
         """This rank's message, to be gathered, and its vectors, to be added up. Both are of a fixed length."""
         momentum = self.param_groups[0]["momentum"]
         # a place for every index that may be sent; those not needed add a zero to the first coordinate
-        indices = torch.zeros(sum(self.wanted), dtype=torch.int64)
-        values = torch.zeros(sum(self.wanted))
+        device = self.params[0].device
+        indices = torch.zeros(sum(self.wanted), dtype=torch.int64, device=device)
+        values = torch.zeros(sum(self.wanted), device=device)
         slots = list(zip(self.matrices, indices.split(self.wanted), values.split(self.wanted), strict=True))
         for param, to_indices, to_values in slots:
             u, v = self.state[param]["u"], self.state[param]["v"]

@@ -135,10 +135,14 @@ def table(records: list[dict[str, Any]], ranks: int) -> str:
     """In markdown."""
     millions = records[0]["numel"] / 1e6
     lines = [f"**{records[0]['model']}, {millions:.1f} million parameters, as one of {ranks} ranks**\n"]
-    lines.append("| system | ms per step | over the bare optimizer | more, ms | bytes sent | peak GB |\n|---|---|---|---|---|---|")
+    lines.append(
+        "| system | ms per step | over the bare optimizer | more, ms | bytes sent | peak GB |\n|---|---|---|---|---|---|"
+    )
     for r in records:
         more = 1e3 * (r["median"] - records[0]["median"])
-        cells = f"{1e3 * r['median']:.2f} | {r['over']:.3f}x | {more:+.2f} | {r.get('sent', 0):,.0f} | {r['memory']:.1f}"
+        cells = (
+            f"{1e3 * r['median']:.2f} | {r['over']:.3f}x | {more:+.2f} | {r.get('sent', 0):,.0f} | {r['memory']:.1f}"
+        )
         lines.append(f"| {r['system']} | {cells} |")
     return "\n".join(lines)
 
@@ -211,7 +215,7 @@ def overlap(rows: dict[str, list[tuple[str, float, float]]]) -> str:
     for spans in others:
         for _, start, length in spans:
             total += length
-            beside += sum(max(0.0, min(start + length, s + l) - max(start, s)) for _, s, l in main)
+            beside += sum(max(0.0, min(start + length, at + ms) - max(start, at)) for _, at, ms in main)
     return f"Messages took {total:.2f} ms on their own stream, {beside:.2f} ms of it beside the model's kernels."
 
 

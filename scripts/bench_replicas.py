@@ -104,7 +104,9 @@ def table(runs: list[dict[str, Any]], millions: float, plan: argparse.Namespace)
     """In markdown, at the last step that all methods have reached."""
     last = min(run["curve"][-1][0] for run in runs)
     lines = [f"**A GPT of {millions:.1f} million parameters, {plan.replicas} replicas, after {last:.0f} steps**\n"]
-    lines.append("| method | bytes sent | per step | of dense | training loss | validation loss |\n|---|---|---|---|---|---|")
+    lines.append(
+        "| method | bytes sent | per step | of dense | training loss | validation loss |\n|---|---|---|---|---|---|"
+    )
     at = [next(entry for entry in run["curve"] if entry[0] == last) for run in runs]
     for run, (_, sent, loss, held_out) in zip(runs, at, strict=True):
         share = sent / at[0][1] if at[0][1] else math.nan

@@ -135,9 +135,7 @@ def table(records: list[dict[str, Any]], ranks: int) -> str:
     """In markdown."""
     millions = records[0]["numel"] / 1e6
     lines = [f"**{records[0]['model']}, {millions:.1f} million parameters, as one of {ranks} ranks**\n"]
-    lines.append(
-        "| system | ms per step | over the bare optimizer | more, ms | bytes sent | peak GB |\n|---|---|---|---|---|---|"
-    )
+    lines += ["| system | ms per step | over the bare optimizer | more, ms | bytes sent | peak GB |", "|---" * 6 + "|"]
     for r in records:
         more = 1e3 * (r["median"] - records[0]["median"])
         cells = (

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm import horovod_torch
+from ..comm import horovod_torch, wire_in_use
 from ..errors import CommError
 from ..exchange import broadcast as start_alike
 from ..gradients.optimizer import DistributedOptimizer
@@ -163,6 +163,11 @@ _INSTEAD = {
 
 def __getattr__(name: str) -> Any:
     if name == "elastic":
+        if is_initialized() and wire_in_use() != "horovod":
+            raise AttributeError(
+                f"hvd.elastic is Horovod's own, and messages go over {wire_in_use()} here: start the script with "
+                f"horovodrun, or use dgcopt.elastic.run and dgcopt.elastic.State, which serve every launcher"
+            )
         try:
             return horovod_torch().elastic
         except CommError as error:

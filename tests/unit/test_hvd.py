@@ -205,6 +205,11 @@ def test_elastic_without_horovod(monkeypatch: pytest.MonkeyPatch):
         _ = hvd.elastic
 
 
+def test_elastic_over_another_wire(alone):
+    with pytest.raises(AttributeError, match=r"go over local here.*dgcopt\.elastic\.State"):
+        _ = hvd.elastic
+
+
 @pytest.mark.parametrize("wire", ["torch", "mpi", "local"])
 def test_which_libraries_there_are(wire: str, monkeypatch: pytest.MonkeyPatch):
     """Before and after joining; Horovod's answers are its own."""

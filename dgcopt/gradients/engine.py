@@ -139,7 +139,7 @@ class Engine:
                 f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
                 f"every {announced} passes."
             )
-        found = self.layout.place.get(param)
+        found = departures.layout.place.get(param)
         if found is None:
             return
         bucket, place = found

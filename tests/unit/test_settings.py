@@ -169,6 +169,7 @@ def test_parameters_that_cannot_be_trained():
         ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
         ({"backward_passes_per_step": 1.5}, "backward_passes_per_step"),
         ({"op": "median"}, "op"),
+        ({"op": True}, "op must be"),  # which is 1 to Python, and so Horovod's Sum
         ({"bucket_mb": 0}, "bucket_mb"),
         ({"bucket_mb": "25"}, "bucket_mb"),
         ({"first_bucket_mb": math.nan}, "first_bucket_mb"),
@@ -188,6 +189,25 @@ def test_parameters_that_cannot_be_trained():
 def test_settings_out_of_range(settings, words):
     with pytest.raises(ConfigError, match=words):
         wrap(small_model().parameters(), **settings)
+
+
+def test_groups_of_parameters_that_are_not_there_or_twice():
+    first, *others = small_model().parameters()
+    for groups, words in (
+        ([[first], [torch.zeros(3)]], r"groups\[1\] holds something that is no parameter"),
+        ([["0.weight"]], r"groups\[0\] holds something that is no parameter"),
+        ([[first], [first]], "parameter 'group0.parameter0' is in groups twice"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            wrap([first, *others], groups=groups)
+
+
+def test_a_number_of_groups_is_one_of_parameters_that_are_trained():
+    model = small_model()
+    for param in (model[0].weight, model[0].bias):
+        param.requires_grad_(False)
+    groups = wrap(model.parameters(), model.named_parameters(), groups=2)._settings.groups
+    assert groups == {"2.weight": 0, "2.bias": 0, "4.weight": 1, "4.bias": 1}
 
 
 def test_wrapping_twice():

@@ -154,6 +154,44 @@ def test_a_step_without_an_exchange_is_the_optimizers_own(make, compression, war
     assert not torch.equal(ranks.weights()[0], ranks.weights(1)[0])
 
 
+@pytest.mark.parametrize("block", ["no_sync", "skip_synchronize"])
+def test_gradients_travel_no_more_after_a_warm_up_whatever_block_its_last_step_is_in(block):
+    """Nor those of the steps that follow in such a block."""
+
+    def train(within_block: bool) -> Ranks:
+        ranks = Ranks(2, momentum_sgd)
+        for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+            dgcopt.LocalSGD(optimizer, 4, None, 3, named_parameters=model.named_parameters(), comm=optimizer.comm)
+        for seed in range(9):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+            for optimizer in ranks.optimizers:
+                if within_block and block == "skip_synchronize" and seed < 3:
+                    optimizer.synchronize()
+                with getattr(optimizer, block)() if within_block else nullcontext():
+                    optimizer.step()
+        return ranks
+
+    plain, within = train(within_block=False), train(within_block=True)
+    for rank in range(2):
+        assert_close(within.weights(rank), plain.weights(rank), 0)
+        assert within.optimizers[rank].telemetry.payload_bytes == plain.optimizers[rank].telemetry.payload_bytes
+    assert not torch.equal(plain.weights(0)[0], plain.weights(1)[0])
+
+
+def test_passes_are_not_counted_once_gradients_have_stopped_to_travel():
+    ranks = Ranks(2, momentum_sgd, backward_passes_per_step=2)
+    for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+        dgcopt.LocalSGD(optimizer, 4, None, 1, named_parameters=model.named_parameters(), comm=optimizer.comm)
+    for passes in (2, 3, 1):
+        for seed in range(passes):
+            ranks.backward(seed)
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+    assert not torch.equal(ranks.weights(0)[0], ranks.weights(1)[0])
+
+
 @pytest.mark.parametrize(
     "compression", [dgcopt.DGC(0.1), dgcopt.PerParameter({"*[02]*": dgcopt.DGC(0.1), "*": dgcopt.BF16()})]
 )

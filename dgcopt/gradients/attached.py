@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -27,8 +28,10 @@ class AttachedOptimizer:
         compressor: what takes over from it.
         is_alone: whether there is only one rank, so that nothing is exchanged.
         averaged: the parameters that DDP has averaged so far.
+        names: those of all parameters that it steps.
 
-    Until it has stepped, another optimizer that steps the same parameters is a ConfigError.
+    Until it has stepped, another optimizer that steps the same parameters is a ConfigError. So is a parameter that no
+    hook has averaged, if the compressor takes momentum over from it, or the step.
 
     Attributes: `is_due`, whether gradients have been exchanged since its last step.
     """
@@ -39,11 +42,13 @@ class AttachedOptimizer:
         compressor: Compressor,
         is_alone: Callable[[], bool],
         averaged: Callable[[], set[Tensor]],
+        names: dict[Tensor, str],
     ) -> None:
         self.optimizer = optimizer
         self.compressor = compressor
         self.is_alone = is_alone
         self.averaged = averaged
+        self.names = names
         self.params = parameters_of(optimizer)
         self.is_due = False
         self._hidden = HiddenGradients()
@@ -53,11 +58,13 @@ class AttachedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
             self._watch,
         ]
+        _OF.setdefault(optimizer, WeakSet()).add(self)
 
     def detach(self) -> None:
         """Leave the optimizer alone from now on."""
         for hook in self._hooks:
             hook.remove()
+        _OF[self.optimizer].discard(self)
 
     def notice(self, other: Optimizer) -> None:
         """Raises ConfigError if in its place another optimizer has stepped, as one made anew does."""
@@ -93,13 +100,42 @@ class AttachedOptimizer:
                 f"gradients travel as ever, without what {type(self.compressor).__name__} takes over from the "
                 f"optimizer, such as momentum: ddp_model.register_comm_hook(state, hook) before the first backward pass"
             )
-        self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
+        others = self._not_averaged()
+        before = self._settings_of(others)
+        stepped = set(self.compressor.before_step(self.optimizer) or ())
+        if before != self._settings_of(others) or not stepped.isdisjoint(others):
+            self.compressor.after_step(self.optimizer)
+            raise ConfigError(
+                f"the optimizer given to ddp_hook steps parameter {self.names.get(others[0], '')!r} too, whose "
+                f"gradient no ddp_hook averages, and {type(self.compressor).__name__} would take its momentum away. "
+                f"Give all parameters that are not in DistributedDataParallel an optimizer of its own"
+            )
+        self._hidden.hide(stepped)
+
+    def _not_averaged(self) -> list[Tensor]:
+        """The parameters about to be stepped that no hook with this optimizer has averaged."""
+        averaged = {param for attached in _OF[self.optimizer] for param in attached.averaged()}
+        groups = self.optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.grad is not None and p not in averaged]
+
+    def _settings_of(self, params: list[Tensor]) -> list[list[Any]]:
+        """What their parameter groups say."""
+        wanted = set(params)
+        return [
+            [value for key, value in group.items() if key != "params"]
+            for group in self.optimizer.param_groups
+            if not wanted.isdisjoint(group["params"])
+        ]
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hidden.show()
         self.is_due = False
         if not self.is_alone():
             self.compressor.after_step(optimizer)
+
+
+_OF: WeakKeyDictionary[Optimizer, WeakSet[AttachedOptimizer]] = WeakKeyDictionary()
+"""Several models in DDP may have one optimizer."""
 
 
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:

@@ -159,7 +159,8 @@ class HookState:
         if others or self._layout:
             raise ConfigError("attach one optimizer, before the first backward pass")
         numbered = unique_names(optimizer, None)
-        check_trainable({param: (self._given or {}).get(param, name) for param, name in numbered.items()})
+        names = {param: (self._given or {}).get(param, name) for param, name in numbered.items()}
+        check_trainable(names)
         if self._attached is not None:
             self._attached.detach()
         if self._given is None:
@@ -173,7 +174,11 @@ class HookState:
                 type(optimizer).__name__,
             )
         self._attached = AttachedOptimizer(
-            optimizer, self.compressor, lambda: self.comm.size == 1, lambda: set(self._names if self._layout else ())
+            optimizer,
+            self.compressor,
+            lambda: self.comm.size == 1,
+            lambda: set(self._names if self._layout else ()),
+            names,
         )
 
     def use(self, names: dict[Tensor, str] | None, comm: Comm | None, scaler: Any) -> None:
@@ -448,7 +453,7 @@ class HookState:
                 "What %s keeps has both in it, even if the first were set to zero since, so training goes wrong. Let "
                 "backward passes that no step follows (accumulation; a GAN's discriminator while the generator is "
                 "trained) run inside ddp_model.no_sync(), where nothing is sent",
-                *(self.comm.rank, self.step - 1, type(attached.optimizer).__name__, plain(self.compressor)),
+                *(self.comm.rank, self.step - 1, type(attached.optimizer).__name__, type(self.compressor).__name__),
             )
         attached.is_due = True
 

@@ -590,6 +590,33 @@ def an_optimizer_made_anew_is_noticed() -> None:
 
 
 @scenario
+def one_optimizer_of_more_than_a_model_in_ddp() -> None:
+    """Its momentum is taken over for all that it steps: of what no hook exchanges, too, where it would be lost."""
+
+    def run(first: Any, second: Any) -> Tensor:
+        parts = small_model()
+        front, back = parts[:4], parts[4:]
+        optimizer, models = sgd(parts.parameters()), [DDP(front), DDP(back)]
+        for model, compressor in zip(models, (first, second), strict=True):
+            if compressor is not None:
+                model.register_comm_hook(*dgcopt.ddp_hook(compressor, optimizer, parts.named_parameters()))
+        for step in range(4):
+            inputs, targets = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(models[1](models[0](inputs)), targets).backward()
+            optimizer.step()
+        return flat(parts.parameters())
+
+    dense = run(None, None)
+    assert_close(run(dgcopt.DGC(1.0), dgcopt.DGC(1.0)), dense)
+    assert_close(run(dgcopt.NoCompression(), None), dense)
+    with pytest.raises(
+        dgcopt.ConfigError, match=r"steps parameter '4\.weight'.* no ddp_hook averages.* optimizer of its own"
+    ):
+        run(dgcopt.DGC(RATIO), None)
+
+
+@scenario
 def gradients_exchanged_without_a_step_are_noticed() -> None:
     """What DGC keeps counts all of them, also where the next pass, or nothing, is made of them."""
 

@@ -138,6 +138,9 @@ def _wrap(
 ) -> None:
     """Give the optimizer its new class, and what that needs."""
     compressor.see_parameters(names, given.values())
+    compressor.attach(optimizer)
+    if compressor.sends == "update":
+        check_steps_alone(optimizer, f"{type(compressor).__name__} sends the update that it makes")
     become(optimizer, Distributed, between_hooks)
     assert isinstance(optimizer, Distributed)
     optimizer._set_up(names, given, compressor, settings)
@@ -284,9 +287,6 @@ class Distributed(Stepping):
             self.comm.drive(compare(self.wrapped.describe(self._settings), self.comm.rank, "parameters and settings"))
         if not self._is_hooked:
             self._is_hooked = True
-            self.compressor.attach(self)
-            if self.compressor.sends == "update":
-                check_steps_alone(self, f"{type(self.compressor).__name__} sends the update that it makes")
             self.register_step_pre_hook(before_step)
             self.register_step_post_hook(after_step)
         self._watch_parameters()

@@ -30,6 +30,27 @@ def test_of_no_setting_anything_goes(kind: Any, setting: str) -> None:
             kind(**{setting: wrong})
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("compressor", "make", "words"),
+    [
+        (dgcopt.DeMo(), torch.optim.Adam, "Adam would apply another one"),
+        (dgcopt.PerParameter({"*": dgcopt.DeMo()}), torch.optim.Adam, "Adam would apply another one"),
+        (dgcopt.FP16(dgcopt.Signum()), lambda p: torch.optim.SGD(p, 0.1, 0.9), "give SGD momentum=0"),
+        (dgcopt.QAdam(), lambda p: torch.optim.SGD(p, 0.1), "needs torch.optim.Adam or AdamW"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_in_one_process_too(
+    compressor: Any, make: Any, words: str, size: int
+) -> None:
+    optimizer = make([nn.Parameter(torch.ones(3))])
+    kind, comm = type(optimizer), dgcopt.simulated_world(size)[0]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=words):
+            dgcopt.DistributedOptimizer(optimizer, compression=compressor, comm=comm)
+    assert type(optimizer) is kind, "it can be wrapped with another compressor"
+
+
 def test_a_dataclass_of_ones_own_is_checked_by_its_annotations() -> None:
     from dataclasses import dataclass
 

@@ -90,7 +90,7 @@ class WholeOwner:
         message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
 
         def keep() -> None:
-            shard.held = sums - arriving[0]
+            shard.held = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
 
         ctx.once_settled(keep)
         gathered = yield AllGather(message[0])
@@ -110,6 +110,15 @@ class WholeOwner:
 
 
 def _forget(arriving: Tensor, ctx: Context) -> None:
-    """Once the step has succeeded, what arrives waits no more."""
+    """Once the step has succeeded, what arrives waits no more, and nothing of what codes make of gaps does."""
     v = ctx.memory["residual"]
-    ctx.once_settled(lambda: v.sub_(arriving))
+    ctx.once_settled(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
+
+
+def _is_of_parameters(chunks: Chunks, ctx: Context) -> Tensor:
+    """Which of the elements that this rank owns lie in no gap, and not behind the last parameter."""
+    if "owned" not in ctx.scratch:
+        rows = torch.zeros(ctx.size, chunks.length, dtype=torch.bool, device=ctx.device)
+        ctx.tensors.clear_gaps(rows.view(-1)[: ctx.numel].fill_(True))
+        ctx.scratch["owned"] = rows[ctx.rank]
+    return ctx.scratch["owned"]

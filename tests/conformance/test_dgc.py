@@ -10,6 +10,7 @@ from torch import nn
 import dgcopt
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
+from dgcopt.testing import check_compressor
 
 SHAPES = [(7, 11), (7,), (4, 3, 5), (4,), (90, 3)]
 STEPS = 7
@@ -139,3 +140,10 @@ def test_one_worker(nesterov):
         weights, gradients_of, 1, STEPS, lambda step: 0.1, lambda step: 0.1, 0.9, nesterov, True, 0.0, None
     )
     torch.testing.assert_close(param.detach(), theirs[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduce", ["gather", "owner"])
+@pytest.mark.parametrize("vectors", ["int2", "sign"])
+def test_what_codes_without_a_zero_make_of_gaps_between_vectors_does_not_wait(vectors, reduce):
+    """A checkpoint does not hold it, and a run that goes on from one would get other scales."""
+    check_compressor(dgcopt.DGC(0.1, vectors=vectors, reduce=reduce), sizes=(3,))

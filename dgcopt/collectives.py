@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ what ranks compare before they go on: where one of them takes another path, no v
 """
 
 OPS: tuple[str, ...] = ("average", "sum", "min", "max")
+GROUPS: tuple[str, ...] = get_args(Group)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Collective:
 
     `tensor` belongs to the collective until its result is there, and may be overwritten. `label` names it in
     errors; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave. Raises
-    ConfigError for what is no tensor.
+    ConfigError for what is no dense tensor, or no group.
     """
 
     tensor: Tensor
@@ -86,6 +87,13 @@ class Collective:
                 f"{type(self).__name__} takes one tensor, not {type(self.tensor).__name__}: yield a collective for "
                 f"each of several, or put them into one (torch.cat, tensor.view(torch.uint8))"
             )
+        if self.tensor.layout != torch.strided:
+            raise ConfigError(
+                f"{type(self).__name__} takes a dense tensor, not one of layout {self.tensor.layout}: send its indices "
+                f"and values, or tensor.to_dense()"
+            )
+        if self.group not in GROUPS:
+            raise ConfigError(f"group must be one of {', '.join(GROUPS)}, not {self.group!r}")
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ from ..collectives import AllReduce
 from ..comm import Comm, Handle, broadcasting_root, current_comm
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError, MismatchError
-from ..exchange.agreement import compare
+from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
 from ..exchange.buffers import Buffers
 from ..exchange.divergence import replicas
@@ -46,7 +46,9 @@ __all__ = ["Rounds"]
 FAR = 1_000_000
 """Steps ahead in which a rank without data looks for the next exchange."""
 
-LOADED_BY_ALL = " State is loaded on all ranks or on none, each rank's own: dgcopt.checkpoint.load hands it out."
+LOADED_BY_ALL = (
+    f"{SAME_MODEL} State is loaded on all ranks or on none, each rank's own: dgcopt.checkpoint.load hands it out."
+)
 
 KEY = "averaging"
 """Where `optimizer.state_dict()` keeps what is here."""

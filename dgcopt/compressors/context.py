@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Link
+from ..errors import ConfigError
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
 from ..flat.shard import Shard, Sharding
@@ -139,13 +140,22 @@ class Context:
         return residual, ahead
 
     def keep_residual(self, left: Tensor) -> None:
-        """What has not been sent this time. `left` must stay as it is until the exchange is over."""
+        """What has not been sent this time. `left` must stay as it is until the exchange is over.
+
+        Of several calls the last counts. Raises ConfigError for another shape than the gradient's.
+        """
+        if left.shape != (self.numel,):
+            raise ConfigError(
+                f"what is kept must have the shape of the gradient, {(self.numel,)}, not {tuple(left.shape)}: zeros "
+                f"where nothing waits"
+            )
         self.tensors.clear_gaps(left)
+        self._next.pop("residual", None)
         if left is self._spare.get("residual"):
-            self._next["residual"] = self._spare.pop("residual")
+            self._next["residual"], self._left = self._spare.pop("residual"), None
         else:
             residual, self._left = self.hold("residual"), left
-            self.once_settled(lambda: residual.copy_(left))
+            self.once_settled(lambda: residual.copy_(left) if left is self._left else None)
 
     def key(self, seed: int, own: bool = True) -> int:
         """64 bits, from which `dgcopt.kernels.draws` makes random numbers: of this step, bucket and, if `own`, rank."""

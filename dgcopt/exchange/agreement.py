@@ -6,20 +6,55 @@ import hashlib
 import itertools
 import re
 from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, Collective
+from ..collectives import AllGather, Collective, Exchange, carried, watched
 from ..errors import MismatchError
 
-__all__ = ["compare"]
+__all__ = ["SAME_MODEL", "announced", "compare"]
+
+Result = TypeVar("Result")
 
 LONG = 120
 """Characters of a line that is shown as it is."""
 
+SAME_MODEL = "Build the same model with the same settings on every rank."
 
-def compare(lines: list[str], rank: int, what: str, remedy: str = "") -> Generator[Collective, Tensor, None]:
+SAME_MESSAGES = (
+    "All ranks must yield the same collectives in the same order, of one shape, dtype and op: where lengths depend on "
+    "data, exchange them first and pad to the largest, as dgcopt.Threshold does."
+)
+
+
+def announced(
+    exchange: Generator[Collective, Tensor, Result], label: str, rank: int
+) -> Generator[Collective, Tensor, Result]:
+    """The same exchange, whose ranks compare each of its collectives, and its end, before they start it.
+
+    Raises MismatchError, on all ranks, where these differ: libraries would end the process, or wait for ever.
+    """
+
+    def of(words: str, like: Collective | None) -> Generator[Collective, Tensor, None]:
+        def send_like(collective: Collective) -> None:
+            if like is not None and like.group != "world":  # which only some ranks take part in
+                collective.group, collective.tensor = like.group, collective.tensor.to(like.tensor.device)
+
+        return watched(compare([words], rank, f"what {label} sends", SAME_MESSAGES), send_like)
+
+    def carry(collective: Collective) -> Exchange:
+        own = [f"{name}={getattr(collective, name)!r}" for name in ("op", "root") if hasattr(collective, name)]
+        yield from of(", ".join([f"{label}: {collective.describe()}", *own]), collective)
+        return (yield collective)
+
+    result = yield from carried(exchange, carry)
+    yield from of(f"{label}: no more collectives", None)
+    return result
+
+
+def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) -> Generator[Collective, Tensor, None]:
     """Exchange `lines` with all ranks; every rank must do so at the same place.
 
     Raises MismatchError on every rank if any differs from rank 0, saying where first, and the `remedy`.
@@ -41,10 +76,7 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = "") -> Generat
                 mine, theirs = _short(here, there), _short(there, here)
                 differences.append(f"rank 0 has [{mine}], rank {other} has [{theirs}]")
                 break
-    raise MismatchError(
-        f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. Build the same model with the same settings "
-        f"on every rank.{remedy}"
-    )
+    raise MismatchError(f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. {remedy}")
 
 
 def _short(line: str, other: str) -> str:

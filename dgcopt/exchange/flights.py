@@ -26,6 +26,7 @@ from ..errors import CommError, ConfigError
 from ..flat.buckets import Bucket
 from ..flat.gradient import GradientBucket, SparseSum
 from ..flat.store import Store
+from .agreement import announced
 from .telemetry import Telemetry
 
 __all__ = ["Flight", "Traffic", "claim", "context_of", "exchange_of"]
@@ -230,15 +231,21 @@ def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store:
     return context
 
 
-def exchange_of(bucket: GradientBucket, compressor: Compressor, context: Context) -> GradientExchange:
+def exchange_of(
+    bucket: GradientBucket, compressor: Compressor, context: Context, together: bool = False
+) -> GradientExchange:
     """The exchange of one bucket, whose gradient is in it, or in `context.local` if they stay in place.
 
-    Raises ConfigError if the compressor returns anything but an averaged gradient.
+    Where all ranks launch it `together`, those whose compressor does not say how much it sends compare that first.
+
+    Raises ConfigError if the compressor returns anything but an averaged gradient, and what `announced` does.
     """
     if context.idle and not bucket.in_place:
         context.add_unsent(bucket.grad, context.idle, context.prescale)
     exchange = compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
     check_generator(exchange)
+    if together and compressor.payload_bytes(context) is None:
+        exchange = announced(exchange, bucket.label, context.rank)
     result = yield from exchange
     if isinstance(result, SparseSum) or (isinstance(result, Tensor) and result.shape == (bucket.numel,)):
         return result

@@ -74,8 +74,11 @@ class Departures:
             self.fill(bucket)
             self._launch(bucket)
 
-    def launch_rest(self, used: dict[Tensor, bool] | None) -> None:
-        """Launch all that is left, once all ranks have agreed on the step, and on which parameters are `used`."""
+    def launch_rest(self, used: dict[Tensor, bool] | None, together: bool) -> None:
+        """Launch all that is left, once all ranks have agreed on the step, and on which parameters are `used`.
+
+        `together` says whether that is all of it, on all ranks.
+        """
         if self.compressor.sends == "update" and self.attendance.here:
             self._make_update()
         rest = self.layout.buckets[self.launched :]
@@ -89,7 +92,7 @@ class Departures:
         if self._prepares_gradients:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
         certain = used is None  # else some memory is to stay as it is
-        exchanges = (self._exchange(bucket, certain) for bucket in rest)
+        exchanges = (self._exchange(bucket, certain, together) for bucket in rest)
         if self.compressor.in_turn or any(bucket.leaves_early for bucket in self.layout.buckets):
             for flight, exchange in exchanges:
                 self.traffic.launch(flight, exchange)
@@ -107,7 +110,9 @@ class Departures:
         if context.peak is not None:
             self.arrivals.bounded(bucket, context.peak)
 
-    def _exchange(self, bucket: GradientBucket, certain: bool) -> tuple[Flight[Any], GradientExchange]:
+    def _exchange(
+        self, bucket: GradientBucket, certain: bool, together: bool = False
+    ) -> tuple[Flight[Any], GradientExchange]:
         """The exchange of a bucket that is about to be launched."""
         self.launched += 1
         context = self.layout.contexts[bucket]
@@ -118,7 +123,7 @@ class Departures:
             bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
         flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
         self.flights.append(flight)
-        return flight, exchange_of(bucket, self.compressor, context)
+        return flight, exchange_of(bucket, self.compressor, context, together)
 
     def _launch_rows(self, name: str, param: Tensor) -> None:
         """Launch a sparse gradient, which travels alone."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..comm import Comm, Handle
 from ..errors import ConfigError
-from ..exchange.agreement import compare
+from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
 from ..exchange.divergence import replicas
 from ..exchange.parameters import plain, take_over_settings
@@ -43,8 +43,13 @@ __all__ = ["Engine"]
 log = logging.getLogger("dgcopt")
 
 REMEDY = (
-    " What only one rank has loaded, dgcopt.broadcast_optimizer_state(optimizer, root_rank=0) before the first step "
-    "gives to all."
+    f"{SAME_MODEL} What only one rank has loaded, dgcopt.broadcast_optimizer_state(optimizer, root_rank=0) before the "
+    f"first step gives to all."
+)
+
+CHANGED = (
+    f"{SAME_MODEL} What a compressor of your own keeps from step to step belongs into its context (ctx.remember, "
+    f"ctx.keep_residual), not into attributes, by which ranks compare settings."
 )
 
 
@@ -247,7 +252,7 @@ class Engine:
             verdict = yield from self._take_vote()
         yield from self._take_turn(verdict)
         if not verdict.alike:
-            yield from traffic.through(compare(self._described(), self.comm.rank, "parameters"))
+            yield from traffic.through(compare(self._described(), self.comm.rank, "parameters", CHANGED))
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
         again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
         if again or verdict.void or not verdict.active_ranks:
@@ -275,7 +280,7 @@ class Engine:
                     "the optimizer after layers are replaced, or loaded with assign=True",
                     *(self.comm.rank, self.step, type(self.wrapped.optimizer).__name__),
                 )
-        departures.launch_rest(used)
+        departures.launch_rest(used, together=again or not verdict.launched)
         yield from traffic.finish(departures.flights, self.compressor.in_turn)
         departures.settle(used)
         if self.sends_all:

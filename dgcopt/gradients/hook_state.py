@@ -222,7 +222,7 @@ class HookState:
             self._arrived.append((buffer, flights, future))
             for flight in flights:
                 self._flights.append(flight)
-                waits = self.compressor.whole_model or self._has_changed
+                waits = self.compressor.whole_model or self._has_changed or not self.step
                 if self.compressor.overlaps(buffer.device) and not waits:
                     self._launch(flight)
         except Exception:
@@ -329,7 +329,7 @@ class HookState:
         """What DDP's gradients are multiplied by before they are exchanged, where the exchange divides by all."""
         return self._share / self._scale
 
-    def _launch(self, flight: Flight[Travelling], certain: bool = False) -> None:
+    def _launch(self, flight: Flight[Travelling], certain: bool = False, together: bool = False) -> None:
         part = flight.of.part
         if part is None:
             self._traffic.launch(flight, gather_rows(flight.of.buffer * self._factor, self.comm.size))
@@ -338,15 +338,16 @@ class HookState:
         context.step, context.certain, context.index = self.step, certain, self._flights.index(flight)
         if part.bucket.in_place:
             context.local = part.local(flight.of.grads, self._factor)
-        self._traffic.launch(flight, exchange_of(part.bucket, self.compressor, context))
+        self._traffic.launch(flight, exchange_of(part.bucket, self.compressor, context, together))
 
     def _launch_rest(self, certain: bool) -> None:
         waiting = [flight for flight in self._flights if flight.exchange is None]
         if self.compressor.whole_model and waiting:
             parts = [flight.of.part for flight in waiting if flight.of.part is not None]
             self.compressor.prepare([part.bucket.grad for part in parts], [self._contexts[part] for part in parts])
+        together = len(waiting) == len(self._flights)
         for flight in waiting:
-            self._launch(flight, certain)
+            self._launch(flight, certain, together)
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from ..collectives import Op as Reduction
 from ..comm import Comm, Finished
 from ..compressors import BF16, FP16, NoCompression, accept
 from ..errors import ConfigError
-from ..exchange.agreement import compare
+from ..exchange.agreement import SAME_MODEL, compare
 from .world import ProcessSet, comm_of, global_process_set
 
 __all__ = [
@@ -151,7 +151,7 @@ def _announce(comm: Comm, label: str, lines: Sequence[str], numbers: Sequence[in
     mine[1 : 1 + len(numbers)] = torch.tensor(numbers)
     told = comm.run(AllGather(mine, group="control", label=f"announcement of {label}"))
     if told[:, 0].ne(told[0, 0]).any():
-        remedy = " All ranks must start their collectives in the same order."
+        remedy = f"{SAME_MODEL} All ranks must start their collectives in the same order."
         comm.drive(compare([*lines], comm.rank, label, remedy))
     return told[:, 1 : 1 + len(numbers)]
 

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dgcopt
 import dgcopt.hvd as hvd
 from dgcopt import DGC, Comm, MismatchError
-from dgcopt.collectives import AllReduce
+from dgcopt.collectives import AllGather, AllReduce
+from dgcopt.compressors import Context, GradientExchange
 
 
 def ranks_disagree(comm: Comm) -> None:
@@ -117,6 +118,40 @@ def hvd_collectives_differ(comm: Comm) -> None:
     assert hvd.allreduce(threes, op=hvd.Sum).tolist() == [comm.size] * 3
 
 
+class OfItsOwn(dgcopt.Compressor):
+    """Ranks yield other collectives than the last one does, which `odd` says."""
+
+    def __init__(self, odd: str) -> None:
+        self.odd = odd
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        odd = self.odd if ctx.rank == ctx.size - 1 else ""
+        if odd != "one less":
+            yield AllGather(grad[: 9 if odd == "length" else 8])
+        if odd == "kind":
+            yield AllGather(grad)
+        return (yield AllReduce(grad.double() if odd == "dtype" else grad, op="sum" if odd == "op" else "average"))
+
+
+def compressors_send_otherwise(comm: Comm) -> None:
+    """By mistakes of whoever wrote them, which end the process, or keep ranks waiting."""
+    cases = {
+        "length": "AllGather[9 float32]",
+        "kind": "AllGather[128 float32]",
+        "dtype": "AllReduce[128 float64]",
+        "op": "op='sum'",
+        "one less": "AllReduce[128 float32]",
+    }
+    for odd, words in cases.items():
+        model = nn.Linear(3, 2)
+        nn.init.ones_(model.weight), nn.init.ones_(model.bias)
+        optimizer = dgcopt.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), OfItsOwn(odd), comm=comm, bucket_mb=1e-4
+        )
+        model(torch.ones(1, 3)).sum().backward()
+        expect_mismatch(comm, words, optimizer.step)
+
+
 def expect_mismatch(comm: Comm, words: str, call: Callable[[], Any]) -> None:
     """A MismatchError on every rank that says what the last one has; and the wire stays usable."""
     try:
@@ -133,4 +168,5 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     "disagreement: broadcast_parameters": ranks_start_otherwise,
     "disagreement: broadcast_optimizer_state": states_of_other_optimizers,
     "disagreement: hvd": hvd_collectives_differ,
+    "disagreement: a compressor of one's own": compressors_send_otherwise,
 }

@@ -162,7 +162,7 @@ class DGC(ScheduledRatio):
         v = ctx.hold("residual", dtype=dtype)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.ahead(local, v, u, runs).view(-1)
-            ctx.peak = everything.abs().amax()
+            ctx.peak = everything.abs().amax() if self.clip is None else None  # which clips Inf
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
             if ratio == 1:
                 ctx.once_settled(lambda: v.sub_(v.to(ctx.dtype)))
@@ -186,7 +186,7 @@ class DGC(ScheduledRatio):
         else:
             indices, values = selection.largest_of(lambda blocks: memory.ahead(local, v, u, runs, blocks), maxima)
         if not ctx.certain:
-            ctx.peak = maxima.amax()
+            ctx.peak = maxima.amax() if self.clip is None else None
 
         def at(positions: Tensor) -> Tensor:
             if new is not None:

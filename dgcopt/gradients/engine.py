@@ -370,10 +370,13 @@ class Engine:
         What was kept for parameters in buckets of before waits for the new ones.
         """
         traffic, settings = self.runner.traffic, self.settings
+        trained = self._trained()
+        named = [(self.names[param], param) for param in trained]
         wanted = () if self.layout.buckets or self.layout.sparse else self.layout.order  # which was restored
+        if {*wanted} != {name for name, _ in named}:  # other parameters are trained since: as if it never stopped
+            wanted = ()
         self.store.release()
         self.departures.layout = Layout(order=wanted)
-        trained = self._trained()
         sizes = bucket_sizes(settings, self.compressor, trained)
         lines = [*self._described(), "buckets: {:g} MB, the first {:g}".format(*sizes)]
         if self._begun:
@@ -384,7 +387,6 @@ class Engine:
             weights = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(weights, self.comm, 0, settings.on_divergence))
             self._begun = True
-        named = [(self.names[param], param) for param in trained]
         wanted = wanted or [self.names[param] for param in self._arrivals.additions]
         laid_out = lay_out(named, wanted, self._sparse, self.compressor, settings, self.comm, self.store)
         self.departures.layout = yield from traffic.through(laid_out)

@@ -141,6 +141,44 @@ def test_settings_that_all_ranks_have_changed(kind: Any) -> None:
         ranks.assert_replicas_equal()
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_inf_makes_a_step_void_though_a_clip_by_value_would_make_it_finite(ratio: float) -> None:
+    """Whenever its bucket leaves."""
+    ranks = Ranks(2, sgd, compression=dgcopt.DGC(ratio, clip=dgcopt.LocalClip(value=0.5), overlap=True))
+    for seed in range(2):
+        ranks.step(seed)
+    before = ranks.weights()
+    hook = ranks.models[0][2].weight.register_hook(lambda grad: grad.fill_(torch.inf))
+    ranks.step()
+    hook.remove()
+    assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
+    assert all(map(torch.equal, ranks.weights(), before))
+
+
+@pytest.mark.parametrize("comes", ["a new group", "an unfrozen layer"])
+def test_what_is_trained_from_a_checkpoint_on_lies_where_it_does_without_one(comes: str) -> None:
+    """As the order of parameters in buckets decides over last bits."""
+    straight, resumed = Ranks(2, sgd), Ranks(2, sgd)
+    for ranks in (straight, resumed):
+        for model in ranks.models:
+            model[2].requires_grad_(False)
+    for seed in range(2):
+        straight.step(seed)
+    for ours, theirs in zip(straight.optimizers, resumed.optimizers, strict=True):
+        theirs.load_state_dict(ours.state_dict())
+    for ranks in (straight, resumed):
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            if comes == "a new group":
+                torch.manual_seed(3)
+                model.append(torch.nn.Linear(5, 5).double())
+                optimizer.add_param_group({"params": list(model[-1].parameters())}, names=["5.weight", "5.bias"])
+            else:
+                model[2].requires_grad_(True)
+        ranks.step()
+    orders = [ranks.optimizers[0].state_dict()["dgcopt"]["order"] for ranks in (straight, resumed)]
+    assert orders[0] == orders[1] and len(orders[0]) == 6
+
+
 # -- compressors of one's own, as they come out at the first attempt -------------------------------------------------
 
 

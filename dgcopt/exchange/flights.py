@@ -231,12 +231,18 @@ def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store:
     return context
 
 
+def _is_of_the_library(compressor: Compressor) -> bool:
+    """Whether all of it is, which yields the same collectives on all ranks whatever their data are."""
+    return all(type(part).__module__.split(".")[0] == "dgcopt" for part in compressor.parts())
+
+
 def exchange_of(
     bucket: GradientBucket, compressor: Compressor, context: Context, together: bool = False
 ) -> GradientExchange:
     """The exchange of one bucket, whose gradient is in it, or in `context.local` if they stay in place.
 
-    Where all ranks launch it `together`, those whose compressor does not say how much it sends compare that first.
+    Where all ranks launch it `together`, and the compressor is the user's own and does not say how much it sends, they
+    compare that first.
 
     Raises ConfigError if the compressor returns anything but an averaged gradient, and what `announced` does.
     """
@@ -244,7 +250,7 @@ def exchange_of(
         context.add_unsent(bucket.grad, context.idle, context.prescale)
     exchange = compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
     check_generator(exchange)
-    if together and compressor.payload_bytes(context) is None:
+    if together and not _is_of_the_library(compressor) and compressor.payload_bytes(context) is None:
         exchange = announced(exchange, bucket.label, context.rank)
     result = yield from exchange
     if isinstance(result, SparseSum) or (isinstance(result, Tensor) and result.shape == (bucket.numel,)):

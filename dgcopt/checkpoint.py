@@ -74,6 +74,7 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
         state: this rank's own: tensors, numbers, text, and lists or dicts of them, such as
             `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`.
         step: names the checkpoint; a later one must be larger, and the same one again replaces it.
+        comm: the wire; None is that of `dgcopt.init()`.
         keep: how many valid checkpoints stay; older ones are deleted.
 
     An interrupted save leaves the previous checkpoint valid. Raises CheckpointError on every rank if any could not
@@ -92,9 +93,10 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
 def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str, Any]] | None:
     """The newest checkpoint that is valid on every rank, as `(step, this rank's state)`; collective.
 
-    None if the directory holds no checkpoint. Damaged and half-written ones are passed over in favour of older ones.
-    Loaded by as many ranks as wrote it, every rank gets what it gave, bit for bit; by more or fewer, see `reshare`.
-    Raises CheckpointError if there are only damaged ones, saying what is wrong with the newest.
+    None if the `directory` holds no checkpoint, or is missing. Damaged and half-written ones are passed over in favour
+    of older ones. Loaded by as many ranks as wrote it, every rank gets what it gave, bit for bit; by more or fewer, see
+    `reshare`. `comm` is the wire; None is that of `dgcopt.init()`. Raises CheckpointError if there are only damaged
+    ones, saying what is wrong with the newest, and ConfigError for a file, or the folder of one checkpoint.
     """
     _check_directory(directory)
     comm = current_comm(comm)

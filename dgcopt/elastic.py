@@ -43,7 +43,7 @@ __all__ = ["State", "run"]
 
 
 def run(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of a State, and of whatever else, go on from the newest commit: `hvd.elastic.run` everywhere.
+    """Make `train`, a function of a State, go on from the newest commit: `hvd.elastic.run` under every launcher.
 
     Under Horovod Elastic it is called again whenever workers were lost or have come. Elsewhere it is called once: a
     launcher that goes on after a loss (`torchrun --max-restarts`) starts the script anew.

@@ -207,7 +207,8 @@ def _comms(node_of: Sequence[int]) -> list[SimulatedComm]:
 def simulate(exchanges: Sequence[Exchange], comms: Sequence[SimulatedComm] | None = None) -> list[Tensor]:
     """Drive one exchange per rank, each as far as it gets, and return their results, rank by rank.
 
-    Raises MismatchError if the ranks do not yield the same collectives.
+    `exchanges` are generators of collectives, such as `Compressor.exchange` makes; `comms` the ranks, by default as
+    many of one machine. Raises MismatchError if the ranks do not yield the same collectives.
     """
     comms = simulated_world(len(exchanges)) if comms is None else comms
     exchanges = [lowered(exchange, comm) for comm, exchange in zip(comms, exchanges, strict=True)]

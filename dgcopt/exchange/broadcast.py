@@ -29,8 +29,8 @@ def broadcast_parameters(
     """Overwrite tensors in place with rank `root_rank`'s, typically `model.state_dict()` before training.
 
     `params` maps names to tensors, or lists pairs; values that are no tensors are passed over. All ranks must give the
-    same names, shapes and dtypes in the same order. Raises MismatchError, on every rank, if they differ, CommError if
-    some do not come, and ConfigError for what is neither.
+    same names, shapes and dtypes in the same order. `comm` is the wire; None is that of `dgcopt.init()`. Raises
+    MismatchError, on every rank, if they differ, CommError if some do not come, and ConfigError for what is neither.
     """
     comm = current_comm(comm)
     tensors = named_tensors(params)
@@ -49,15 +49,18 @@ def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -
 
     Tensors, None, bool, int, float and str, and dicts, lists and tuples of them, at any depth; what comes back is a
     copy, on the root too, with its tensors on the CPU. Subclasses arrive as what they are subclasses of. Nothing is
-    pickled, so no message can run code. Raises ConfigError, on every rank, for anything else.
+    pickled, so no message can run code. `comm` is the wire; None is that of `dgcopt.init()`. Raises ConfigError, on
+    every rank, for anything else, CommError if some do not come.
     """
     comm = current_comm(comm)
     return comm.drive(_sent(value, root_rank, comm, "object"))
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Comm | None = None) -> None:
-    """Load rank `root_rank`'s optimizer state on every rank: buffers, step counts, learning rates; and of what
-    DistributedOptimizer keeps, its step and all that ranks share.
+    """Load rank `root_rank`'s optimizer state on every rank, such as after it alone has read a checkpoint.
+
+    That is buffers, step counts and learning rates; and of what DistributedOptimizer keeps, its step and all that ranks
+    share. `comm` is the wire; None is that of `dgcopt.init()`.
 
     What each rank keeps for itself (residuals) is not touched if it is at the root's step already; else it belongs to
     other steps and starts from zero, which the log says. Raises, on every rank, ConfigError for state that

@@ -30,10 +30,14 @@ def check_replicas(
 ) -> None:
     """Compare tensors over ranks, bit for bit, at 16 bytes on the wire each; collective.
 
-    `params` maps names to tensors, typically `model.state_dict()`, or lists pairs. Raises DivergenceError on every
-    rank, naming the first tensor that differs and the ranks that do not agree with rank 0; with "resync" everyone
-    takes rank 0's instead of the tensors that differ, and the error is a warning in the log. Raises MismatchError if
-    ranks give other names, ConfigError for what is neither.
+    Args:
+        params: maps names to tensors, typically `model.state_dict()`, or lists pairs.
+        on_divergence: "raise" DivergenceError on every rank, naming the first tensor that differs and the ranks that do
+            not agree with rank 0; or "resync": everyone takes rank 0's in place of the tensors that differ, and the
+            error is a warning in the log.
+        comm: the wire; None is that of `dgcopt.init()`.
+
+    Raises MismatchError if ranks give other names, ConfigError for what is neither.
     """
     comm = current_comm(comm)
     tensors = named_tensors(params)

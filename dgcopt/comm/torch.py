@@ -238,7 +238,7 @@ class TorchComm(Comm):
 
     def supports(self, collective: Collective) -> bool:
         tensor = collective.tensor
-        if isinstance(collective, ReduceScatter) and tensor.device.type == "cpu":
+        if isinstance(collective, ReduceScatter) and (tensor.is_cpu or "cuda:gloo" in _backends(self._world)):
             return False
         return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in _REDUCED
 

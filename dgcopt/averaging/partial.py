@@ -15,7 +15,7 @@ from ..comm import Comm
 from ..compressors.selection import count_of
 from ..errors import ConfigError
 from ..exchange.parameters import number
-from ..kernels import BLOCK, chunks
+from ..kernels import BLOCK, chunks, sent
 from .base import Averaging
 from .weights import Weights, mean
 
@@ -109,7 +109,7 @@ class SPARTA(Averaging):
             return x
         chosen: Tensor | slice
         if self.choose == "random":
-            chosen = self._drawn(fraction, ctx).to(x.device)
+            chosen = sent(self._drawn(fraction, ctx), x.device)
         elif self.choose == "strided":
             chosen = self._next(fraction, ctx)
         else:

@@ -158,6 +158,7 @@ def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) ->
     low, high = values.new_empty(blocks), values.new_empty(blocks)
     if blocks:
         doublings = settings["WIDTH"].bit_length() - 1
+        settings["num_warps"] = 4  # two have not enough registers for the halves of so many sums
         operands = (values, values if cuts is None else cuts, len(values), block, low, high)
         _means[(blocks,)](*operands, COUNT=count, DOUBLINGS=doublings, **settings)
     return low, high

@@ -62,7 +62,7 @@ def ddp_hook(
     Raises ConfigError for compressors that send updates (DDP exchanges gradients), a distributed optimizer, or names
     that do not fit. In backward passes: MismatchError, on all ranks, if they differ in compressor, settings or
     parameters; what the wire raises, such as TimeoutExceeded, naming rank and bucket; ConfigError if a restored state
-    does not belong to this rank or model.
+    does not belong to this rank or model, or if the wire has another number of ranks than DDP's process group.
     """
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise ConfigError(f"scaler must be the loop's torch.amp.GradScaler, not {scaler!r:.200}")

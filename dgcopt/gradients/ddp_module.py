@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["all_modules", "uncounted_parameters"]
+__all__ = ["all_modules", "module_with", "uncounted_parameters"]
 
 
 def all_modules() -> list[DistributedDataParallel]:
@@ -22,15 +22,20 @@ def all_modules() -> list[DistributedDataParallel]:
     return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
+def module_with(hook_state: Any) -> DistributedDataParallel | None:
+    """The one where this state was registered; None if there is none, or a state of the user's around it."""
+    having = (m for m in all_modules() if any(state is hook_state for _, state in m._comm_hooks))
+    return next(having, None)
+
+
 def uncounted_parameters(hook_state: Any) -> set[Tensor]:
     """The parameters of a first backward pass in which every bucket is said to be the first, and none the last.
 
     With `static_graph` DDP calls the hook for all buckets at the end of its first pass, and does not count them (torch
     2.13, `Reducer::delay_all_reduce`). Empty where it counts them.
     """
-    for module in all_modules():
-        if module.static_graph and any(state is hook_state for _, state in module._comm_hooks):
-            ignored = module.parameters_to_ignore
-            named = module.module.named_parameters()
-            return {param for name, param in named if param.requires_grad and name not in ignored}
-    return set()
+    module = module_with(hook_state)
+    if module is None or not module.static_graph:
+        return set()
+    named, ignored = module.module.named_parameters(), module.parameters_to_ignore
+    return {param for name, param in named if param.requires_grad and name not in ignored}

@@ -42,7 +42,7 @@ from ..kernels import peaks
 from ..version import __version__
 from .attached import AttachedOptimizer, parameters_of
 from .ddp_bucket import Part, Travelling, gradients_of, parts_of
-from .ddp_module import uncounted_parameters
+from .ddp_module import module_with, uncounted_parameters
 from .stepping import Stepping
 
 if TYPE_CHECKING or torch.distributed.is_available():
@@ -108,6 +108,12 @@ class HookState:
     @functools.cached_property
     def _runner(self) -> Runner:
         self._comm = self._comm or current_comm()
+        module = module_with(self)
+        if module is not None and module.process_group.size() != self._comm.size:
+            raise ConfigError(
+                f"this DistributedDataParallel averages among {module.process_group.size()} rank(s), and its ddp_hook "
+                f"among {self._comm.size}: give ddp_hook the same ranks, comm=dgcopt.init().among([...])"
+            )
         runner = Runner(self._comm, "ddp_hook", lambda: None, self._forget)
         runner.traffic.telemetry = self.telemetry
         return runner

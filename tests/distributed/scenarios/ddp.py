@@ -590,6 +590,14 @@ def an_optimizer_made_anew_is_noticed() -> None:
 
 
 @scenario
+def ddp_of_fewer_ranks_than_the_hook_is_refused() -> None:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    training = Training(dgcopt.DGC(RATIO), process_group=alone)
+    with pytest.raises(dgcopt.ConfigError, match=r"averages among 1 rank\(s\), .* among 2: .* comm="):
+        training.step(0)
+
+
+@scenario
 def one_optimizer_of_more_than_a_model_in_ddp() -> None:
     """Its momentum is taken over for all that it steps: of what no hook exchanges, too, where it would be lost."""
 

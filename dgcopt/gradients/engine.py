@@ -276,8 +276,9 @@ class Engine:
                 self._warned = True
                 log.warning(
                     "dgcopt: rank %d, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
-                    "nothing. If backward() was called, the model's parameters are not the optimizer's any more: make "
-                    "the optimizer after layers are replaced, or loaded with assign=True",
+                    "nothing. If backward() was called, zero_grad() came between it and step(), or the model's "
+                    "parameters are not the optimizer's any more: make the optimizer after layers are replaced, or "
+                    "loaded with assign=True",
                     *(self.comm.rank, self.step, type(self.wrapped.optimizer).__name__),
                 )
         departures.launch_rest(used, together=again or not verdict.launched)

@@ -101,7 +101,7 @@ def test_layers_that_were_replaced(caplog: pytest.LogCaptureFixture) -> None:
                 optimizer.step()
     said = [record.getMessage() for record in caplog.records if "no parameter of this SGD" in record.getMessage()]
     assert len(said) == 2, "once on each rank"
-    assert "are not the optimizer's any more" in said[0]
+    assert "zero_grad() came between it and step()" in said[0] and "are not the optimizer's any more" in said[0]
 
 
 def test_buffers_that_one_rank_exchanges() -> None:

@@ -247,15 +247,14 @@ class OuterSync(Sync):
         """
         self.sending = fragment
         names, weight = self.rounds.names, self.rounds.replica.weight
-        outer, saved = self.outers[fragment], self._outgoing if again else {}
+        outer, saved = self.outers[fragment], self._outgoing
         graded = {}
         for param, anchor in self.members(fragment):
-            anchor.requires_grad_(self._may_differ(param))
+            anchor.requires_grad_(names[param] in saved if again else self._may_differ(param))
             if anchor.requires_grad:
                 # from what the anchor was when it was written to the weights, or its rounding would count as a change
                 change = anchor.to(param.dtype).to(anchor.dtype) - param
-                anchor.grad = saved.get(names[param], change.mul_(weight))
-            if anchor.grad is not None:
+                anchor.grad = saved[names[param]] if again else change.mul_(weight)
                 graded[names[param]] = anchor
         if self.rule.delay:
             self._outgoing = {name: anchor.grad.clone() for name, anchor in graded.items() if anchor.grad is not None}

@@ -388,6 +388,24 @@ def test_frozen_parameters_stay_and_new_ones_come() -> None:
     assert not torch.equal(one[0], frozen[0])
 
 
+def test_what_is_trained_again_while_gradients_are_on_their_way_is_not_among_them_after_a_restart() -> None:
+    whole, resumed = (World(2, DiLoCo(4, delay=2)) for _ in range(2))
+    for world in (whole, resumed):
+        for model in world.models:
+            model[0].requires_grad_(False)
+    for step in range(3):
+        for model in whole.models if step == 2 else ():
+            model[0].requires_grad_(True)
+        whole.step(step)
+    for model in resumed.models:
+        model[0].requires_grad_(True)
+    resumed.load(whole.states())
+    for step in range(3, 9):
+        for world in (whole, resumed):
+            world.step(step)
+        assert_close(resumed.weights(), whole.weights(), f"after step {step + 1}", 0)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("frozen_from", [0, 3])
 def test_a_fragment_may_be_frozen_as_a_whole(frozen_from: int, delay: int) -> None:

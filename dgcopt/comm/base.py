@@ -387,7 +387,7 @@ class Comm(ABC):
             TimeoutExceeded,
             f"rank {self.rank} waited {limit:g} s for {collective.describe()} over {self.wire}, which also needs "
             f"rank(s) {', '.join(map(str, others[:16]))}{' ...' if len(others) > 16 else ''}. Look for a rank that "
-            f"died, is slower, or took another path; dgcopt.init(deadline=...) gives it longer.",
+            f"died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) gives it longer.",
         )
 
     def _failed(self, collective: Collective, error: Exception) -> CommError:

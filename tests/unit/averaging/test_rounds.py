@@ -601,6 +601,28 @@ def test_what_only_some_have_heard_of_is_not_lost(batches: tuple[int, ...], rule
     assert_close(world.weights(), [x + change for x, change in zip(start, moved, strict=True)])
 
 
+def test_an_outer_step_counts_ranks_with_data_as_local_sgd_does():
+    """Which it is with an outer SGD of lr 1."""
+    batches, runs = (2, 3, 6), []
+    for rule in (LocalSGD(2), dgcopt.DiLoCo(2, functools.partial(SGD, lr=1.0))):
+        world = World(3, rule)
+        with contextlib.ExitStack() as loops:
+            ends = [loops.enter_context(contextlib.ExitStack()) for _ in batches]
+            for end, optimizer in zip(ends, world.optimizers, strict=True):
+                end.enter_context(dgcopt.join(optimizer))
+            for step in range(6):
+                for rank, end in enumerate(ends):
+                    if batches[rank] == step:
+                        end.close()
+                world.backward(step)
+                for rank, _, optimizer in world:
+                    if step < batches[rank]:
+                        optimizer.step()
+        assert identical(world)
+        runs.append(world)
+    assert_worlds_close(*runs)
+
+
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_slow_step_has_the_learning_rate_of_ranks_with_data(sharded: bool):
     """Those without make no steps, and so none of their schedulers."""

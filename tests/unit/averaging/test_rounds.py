@@ -696,6 +696,16 @@ def test_after_a_failure_all_ranks_load_and_go_on():
     assert_worlds_close(world.train(range(3, 6)), other.train(range(3, 6)), 0)
 
 
+@pytest.mark.parametrize("rule", [LocalSGD(4), dgcopt.DiLoCo(4)], ids=str)
+def test_a_round_that_failed_leaves_nothing_for_the_next_one_to_settle(rule: Averaging):
+    averaging = World(2, rule).train(range(1)).optimizers[0].averaging
+    (ctx,), changes = averaging.buckets().values(), []
+    ctx.once_settled(lambda: changes.append("memory"))
+    averaging.sync.abandon()
+    ctx.settle()
+    assert not changes
+
+
 def test_large_finite_weights_are_averaged():
     """Whose sum is beyond half precision."""
     world = World(2, LocalSGD(1), plain, functools.partial(small_model, torch.float16))

@@ -196,9 +196,11 @@ class Distributed(Stepping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
+        # torch adds to `defaults` what not every optimizer's groups hold: Muon's lack `differentiable`
+        needed = [key for key in self.defaults if all(key in group for group in self.param_groups)]
         try:
             super().load_state_dict(state_dict)
-            lacking = [key for key in self.defaults if any(key not in group for group in self.param_groups)]
+            lacking = [key for key in needed if any(key not in group for group in self.param_groups)]
         except KeyError as error:
             lacking = [*map(str, error.args)]
         if lacking:

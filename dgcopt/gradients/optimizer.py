@@ -198,12 +198,14 @@ class Distributed(Stepping):
         """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
         # torch adds to `defaults` what not every optimizer's groups hold: Muon's lack `differentiable`
         needed = [key for key in self.defaults if all(key in group for group in self.param_groups)]
+        state, groups = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
             lacking = [key for key in needed if any(key not in group for group in self.param_groups)]
         except KeyError as error:
             lacking = [*map(str, error.args)]
         if lacking:
+            self.state, self.param_groups = state, groups
             raise ConfigError(
                 f"this state lacks {', '.join(lacking)}, which {type(self).__name__} needs: it is of another "
                 f"optimizer. Load it into one of the kind that it was saved from, and begin anew with this one"

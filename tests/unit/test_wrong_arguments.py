@@ -182,6 +182,14 @@ def test_what_a_function_cannot_take(name: str) -> None:
         dgcopt.shutdown()
 
 
+def test_a_state_that_was_refused_leaves_the_optimizer_as_it_was() -> None:
+    ours = wrapped(torch.optim.Adam(NET.parameters(), lr=0.5))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="this state lacks betas"):
+            ours.load_state_dict(wrapped().state_dict())
+        assert ours.param_groups[0]["lr"] == 0.5 and ours.param_groups[0]["betas"] == (0.9, 0.999)
+
+
 @pytest.mark.parametrize("root", ["0", None, 5, -1])
 def test_a_root_that_does_not_exist(root: Any) -> None:
     comm = dgcopt.simulated_world(2)[0]

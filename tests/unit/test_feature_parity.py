@@ -1,4 +1,4 @@
-"""docs/seeds.md: every public name, setting and test that it names exists, and what is not here has a reason."""
+"""docs/feature-parity.md: every public name, setting and test on it exists, and each missing feature has a reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "seeds.md").read_text()
+PAGE = (ROOT / "docs" / "feature-parity.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip().strip("|").split(" | ")]
     for line in PAGE.splitlines()
-    if line.startswith("|") and not line.startswith(("|---", "| described"))
+    if line.startswith("|") and not line.startswith(("|---", "| feature |"))
 ]
 
 
@@ -25,18 +25,18 @@ def named(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_every_description_has_its_table() -> None:
+def test_every_source_has_its_table() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert titles == ["DDP communication hooks", "Reducer", "Join", "Deep Gradient Compression", "SlowMo", "Bagua"]
-    assert PAGE.count("| described | here | test | what differs, and why |") == len(titles) and len(ROWS) > 60
+    assert PAGE.count("| feature | in dgcopt | test | difference, and why |") == len(titles) and len(ROWS) > 60
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: re.sub(r"[`\[\]]", "", row[0])[:50])
 def test_row(row: list[str]) -> None:
     row = row if len(row) == 4 else [*row[:3], ""]
-    described, here, tests, differs = (cell.rstrip("|").strip() for cell in row)
-    assert described and named(tests), "a row without a test"
-    assert named(here) or (here == "none" and differs), "what is not here needs a reason"
+    feature, here, tests, differs = (cell.rstrip("|").strip() for cell in row)
+    assert feature and named(tests), "a row without a test"
+    assert named(here) or (here == "none" and differs), "a missing feature needs a reason"
     for name in named(here):
         check_name(name)
     for name in re.findall(r"`(dgcopt\.[^`]+)`", differs):
@@ -75,12 +75,12 @@ def check_test(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dgcopt.NoSuch", "dgcopt.DGC(no_such=)", "dgcopt", "torch.nn"])
-def test_what_does_not_exist_is_found(name: str) -> None:
+def test_an_unknown_name_is_found(name: str) -> None:
     with pytest.raises((AssertionError, AttributeError, ModuleNotFoundError)):
         check_name(name)
 
 
-@pytest.mark.parametrize("name", ["tests/unit/test_seeds.py::test_no_such", "loop: no_such"])
-def test_a_test_that_does_not_exist_is_found(name: str) -> None:
+@pytest.mark.parametrize("name", ["tests/unit/test_feature_parity.py::test_no_such", "loop: no_such"])
+def test_an_unknown_test_is_found(name: str) -> None:
     with pytest.raises(AssertionError):
         check_test(name)

@@ -6,7 +6,7 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +27,8 @@ from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
 from .base import Averaging
 from .rounds import Rounds
+from .rule import Rule
+from .sync import Round, Sync
 from .weights import Weights, mean
 
 __all__ = ["AsyncAverage"]
@@ -72,7 +74,7 @@ class AsyncAverage(Averaging):
     def rounds(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
     ) -> Rounds:
-        return AsyncRounds(self, optimizer, named_parameters, comm)
+        return AsyncRounds(self, self.sync, optimizer, named_parameters, comm)
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         if comm.no_threads:
@@ -95,14 +97,15 @@ class AsyncRounds(Rounds):
 
     def __init__(
         self,
-        rule: AsyncAverage,
+        rule: Rule,
+        sync: Callable[[Round], Sync],
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         comm: Comm | None,
     ) -> None:
         self._background: Background | None = None
         self._paused = False
-        super().__init__(rule, optimizer, named_parameters, comm)
+        super().__init__(rule, sync, optimizer, named_parameters, comm)
 
     def _join_wire(self, comm: Comm) -> None:
         if self._background is not None:
@@ -128,14 +131,14 @@ class AsyncRounds(Rounds):
         """
         self._paused = True
         self.background.stop()
-        self.settle()
+        self.finish_round()
 
     def resume(self) -> None:
         """Let the exchanges go on after `abort()`, or begin, once a warm-up is over. Collective.
 
         Raises MismatchError if ranks differ in which parameters they train.
         """
-        self.settle()
+        self.finish_round()
         self._paused = False
         self._start_thread()
 
@@ -188,10 +191,10 @@ class AsyncRounds(Rounds):
         super().after_step()
         self.background.after_step()
 
-    def settle(self) -> None:
+    def finish_round(self) -> None:
         self.background.after_step()  # which may have failed half-way
         self.background.check()
-        super().settle()
+        super().finish_round()
         self.background.take_in()
 
     def _start_thread(self) -> None:

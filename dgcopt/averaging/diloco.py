@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,7 @@ from ..flat.gradient import is_finite
 from ..flat.store import Memory
 from ..gradients.optimizer import Distributed, DistributedOptimizer
 from .base import Averaging
-from .sync import Sync
-
-if TYPE_CHECKING:
-    from .rounds import Rounds
+from .sync import Round, Sync
 
 __all__ = ["DiLoCo", "Outer", "OuterSync", "SparseLoCo"]
 
@@ -127,8 +124,8 @@ class DiLoCo(Averaging):
         """Steps of an outer optimizer in an epoch of so many local steps; at least 1."""
         return max(1, steps // self.every)
 
-    def sync(self, rounds: Rounds) -> Sync:
-        return OuterSync(self, rounds)
+    def sync(self, round: Round) -> Sync:
+        return OuterSync(self, round)
 
 
 class SparseLoCo(DiLoCo):
@@ -176,14 +173,14 @@ class OuterSync(Sync):
     Attributes: `anchors`, of all parameters; `sending`, the fragment that is on its way, if any.
     """
 
-    def __init__(self, rule: DiLoCo, rounds: Rounds) -> None:
-        super().__init__(rounds)
+    def __init__(self, rule: DiLoCo, round: Round) -> None:
+        super().__init__(round)
         self.rule = rule
         self.anchors: dict[Tensor, nn.Parameter] = {}
         self.sending: int | None = None
         self._compression = NoCompression() if rule.compression is None else copy.deepcopy(accept(rule.compression))
-        self._compression.see_parameters(rounds.names)  # as a fragment has only some
-        self._fragments: list[list[Tensor]] = _split(list(rounds.names), rule.fragments)
+        self._compression.see_parameters(round.names)  # as a fragment has only some
+        self._fragments: list[list[Tensor]] = _split(list(round.names), rule.fragments)
         self._anchored: set[Tensor] = set()  # parameters whose anchor is where local steps have started from
         self._outgoing: dict[str, Tensor] = {}  # the gradient that is on its way, if a checkpoint may come meanwhile
         self._moved = 0  # the last local step that this rank has made itself
@@ -196,12 +193,12 @@ class OuterSync(Sync):
             self.outers.append(outer)
 
     def join(self) -> None:
-        comm = self.rounds.comm
+        comm = self.round.comm
         for outer, params in zip(self.outers, self._fragments, strict=True):
             if isinstance(outer, Distributed):  # in the order in which a rank that is new to the world joins it
                 outer.rejoin(comm)
             else:
-                named = [(self.rounds.names[param], self.anchors[param]) for param in params]
+                named = [(self.round.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
 
     def set_steps_per_epoch(self, steps: int) -> None:
@@ -213,11 +210,11 @@ class OuterSync(Sync):
         for param in params:
             anchor = self.anchors[param] = _anchor(param)
             self._fragments[-1].append(param)
-            self.outers[-1].add_param_group({"params": [anchor]}, names=[self.rounds.names[param]])
+            self.outers[-1].add_param_group({"params": [anchor]}, names=[self.round.names[param]])
 
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
-        held = self.rounds.replica.store.shared.get("anchor", {})
+        held = self.round.replica.store.shared.get("anchor", {})
         for segment in bucket.segments:
             if segment.param not in self._anchored:
                 self._anchored.add(segment.param)
@@ -226,9 +223,9 @@ class OuterSync(Sync):
     # -- an outer step -----------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        self._moved = self.rounds.local_step
-        arrival = self.rounds.local_step + self.rule.delay
-        if self.rule.delay and self.rule.due(arrival) and not self.rounds.joining:
+        self._moved = self.round.local_step
+        arrival = self.round.local_step + self.rule.delay
+        if self.rule.delay and self.rule.due(arrival) and not self.round.joining:
             self._send(self.turn(arrival))
 
     def turn(self, step: int) -> int:
@@ -246,7 +243,7 @@ class OuterSync(Sync):
         `again` takes the one that was on its way when state was saved.
         """
         self.sending = fragment
-        names, weight = self.rounds.names, self.rounds.replica.weight
+        names, weight = self.round.names, self.round.replica.weight
         outer, saved = self.outers[fragment], self._outgoing
         graded = {}
         for param, anchor in self.members(fragment):
@@ -262,22 +259,22 @@ class OuterSync(Sync):
             outer.gradient_arrived(anchor)
 
     def run(self) -> Job:
-        rounds = self.rounds
-        if rounds.joining:
-            finite = all(is_finite(param.detach()) for param in rounds.names)
-            if not (yield from rounds.vote(finite, self._moved > rounds.local_step - self.rule.every)):
+        round = self.round
+        if round.joining:
+            finite = all(is_finite(param.detach()) for param in round.names)
+            if not (yield from round.vote(finite, self._moved > round.local_step - self.rule.every)):
                 return
         if self.sending is None:
-            self._send(self.turn(rounds.local_step))
+            self._send(self.turn(round.local_step))
         assert self.sending is not None
         outer, fragment = self.outers[self.sending], self.sending
         engine = outer.engine
         if engine is not None:
             engine.due = True  # also of a fragment that is frozen as a whole
-        yield from rounds.runner.together("outer step")
+        yield from round.runner.together("outer step")
         outer.step()
         if engine is not None and engine.void:
-            raise rounds.replica.not_finite(rounds.local_step, engine.infinite)
+            raise round.replica.not_finite(round.local_step, engine.infinite)
         outer.zero_grad()
         self._take_over(fragment)
 
@@ -289,14 +286,14 @@ class OuterSync(Sync):
         for param, anchor in followed:
             param.copy_(anchor if alpha == 0 else torch.lerp(anchor, param.to(anchor), alpha))
         self.sending, self._outgoing = None, {}
-        self.rounds.replica.synced([param for param, _ in followed] if alpha == 0 else [])
+        self.round.replica.mark_synced([param for param, _ in followed] if alpha == 0 else [])
 
     def _may_differ(self, param: Tensor) -> bool:
         """Whether ranks have trained it since it was the same on all, or will."""
-        return param.requires_grad or param in self.rounds.replica.apart
+        return param.requires_grad or param in self.round.replica.unsynced
 
-    def abandon(self) -> str:
-        self.rounds.replica.roll_back()
+    def abort(self) -> str:
+        self.round.replica.roll_back()
         for outer in self.outers:
             outer.zero_grad()
         self.sending, self._outgoing = None, {}
@@ -305,18 +302,18 @@ class OuterSync(Sync):
     # -- what persists -----------------------------------------------------------------------------------------------
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return self.sending is not None
 
-    def repeat(self) -> None:
-        self._send(self.turn(self.rounds.local_step + self.rule.delay), again=True)
+    def relaunch(self) -> None:
+        self._send(self.turn(self.round.local_step + self.rule.delay), again=True)
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         if self.sending is not None:
             self.outers[self.sending].synchronize()
 
     def save(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
-        names = self.rounds.names
+        names = self.round.names
         if self._anchored:
             anchors = {names[param]: self.anchors[param].detach().clone() for param in self._anchored}
             state["shared"]["anchor"] = state["shared"].get("anchor", {}) | anchors
@@ -327,7 +324,7 @@ class OuterSync(Sync):
     def load(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
         self._anchored = set()
         self._outgoing = {name: grad.clone() for name, grad in state["memory"].get("outgoing", {}).items()}
-        self.rounds.replica.store.drop("outgoing")
+        self.round.replica.store.drop("outgoing")
         if "outers" not in entry:
             raise ConfigError(
                 "the state is of another algorithm, without outer optimizers: resume with the one that it was saved "
@@ -336,9 +333,9 @@ class OuterSync(Sync):
         if len(entry["outers"]) != len(self.outers):
             raise ConfigError(f"the state is of {len(entry['outers'])} fragments, and there are {len(self.outers)}")
         # a single rank saves no memory, and what was held back since must not stay
-        nothing = kept_by(self.rounds.comm.rank, self.rounds.comm.size)
+        nothing = kept_by(self.round.comm.rank, self.round.comm.size)
         # what is shared out keeps its sum, and what ranks hold back of outer gradients, which are means, counts by that
-        scale = self.rounds.comm.size / abs(state["saved_by"])
+        scale = self.round.comm.size / abs(state["saved_by"])
         for outer, kept in zip(self.outers, entry["outers"], strict=True):
             held = kept.get(STATE_KEY, nothing)
             outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": _scaled(held["memory"], scale)}})

@@ -1,9 +1,9 @@
-"""One rank's weights: in which buckets they are exchanged, what is kept of them, and how far they have moved."""
+"""One rank's replica of the weights: its buckets, its memory, and its progress since the last round."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from ..exchange.runner import Job
 from ..flat.buckets import Bucket, build_buckets
 from ..flat.store import Store
 from ..version import __version__
+from .rule import Rule
 from .weights import Weights
-
-if TYPE_CHECKING:
-    from .base import Averaging
 
 __all__ = ["Replica"]
 
@@ -33,16 +31,16 @@ class Replica:
 
     Attributes:
         names: all parameters and their names; new ones are added at the next step.
-        store: what the algorithm keeps of them.
-        weight: what this rank's weights count for in a mean.
-        since: local steps since the last exchange that took them to all ranks.
-        apart: parameters that were trained since all ranks held the same, also if they are frozen by now.
-        begun: whether the algorithm has seen the weights that it starts from.
-        saved_by: how many ranks have saved the state that was loaded last, less than zero if these had yet to come
-            together themselves; 0 if none was, or if all have gone on from it.
+        store: the algorithm's memory by parameter name.
+        weight: the weight of this rank in a mean.
+        steps_since_sync: local steps since the last round that reached all ranks.
+        unsynced: parameters trained since all ranks held the same values, including parameters frozen since.
+        started: True once the rule has seen the weights from which training starts.
+        saved_by: number of ranks that saved the loaded state, negative if they had not merged themselves; 0 if no
+            state was loaded, or once all ranks have resumed from it.
     """
 
-    def __init__(self, rule: Averaging, optimizer: Optimizer, given: dict[Tensor, str]) -> None:
+    def __init__(self, rule: Rule, optimizer: Optimizer, given: dict[Tensor, str]) -> None:
         self.rule = rule
         self.optimizer = optimizer
         self._given = given
@@ -50,28 +48,28 @@ class Replica:
         check_trainable(self.names)
 
     def join(self, comm: Comm) -> None:
-        """Begin anew over a wire, with nothing kept."""
+        """Start over a wire, with empty memory."""
         self._comm = comm
         self.store = Store()
         self.weight = 1.0
-        self.since = 0
-        self.apart: set[Tensor] = set()
-        self.begun = False
+        self.steps_since_sync = 0
+        self.unsynced: set[Tensor] = set()
+        self.started = False
         self.saved_by = 0
         self._buckets: dict[Bucket, Weights] = {}
         self._trained: list[Tensor] = []
 
     def describe(self) -> list[str]:
-        """What must be equal on all ranks, a line each."""
+        """Return the settings that must be equal on all ranks, one line each."""
         return describe(self.optimizer, self.names, {"averaging": self.rule}, __version__)
 
     def not_finite(self, step: int, ranks: list[int]) -> DivergenceError:
-        """The error that says that weights of `ranks` hold NaN or Inf after a local step."""
+        """Return the error for NaN or Inf in the weights of `ranks` after a local step."""
         bad = [name for param, name in self.names.items() if not bool(param.detach().isfinite().all())]
         here = f"; here it is parameter {bad[0]!r} ({len(bad)} of {len(self.names)})" if bad else ""
         return DivergenceError(
             f"rank {self._comm.rank}: after local step {step} the weights of rank(s) {ranks} hold NaN or Inf{here}. "
-            f"Nothing was averaged. Lower the learning rate, clip gradients, or go back to a checkpoint."
+            f"Nothing was averaged. Lower the learning rate, clip gradients, or resume from a checkpoint."
         )
 
     # -- parameters and their buckets --------------------------------------------------------------------------------
@@ -82,7 +80,7 @@ class Replica:
         return [param for param in self.names if param.requires_grad]
 
     def find_new_parameters(self) -> list[Tensor]:
-        """Name the parameters that the optimizer was given since; returns them."""
+        """Name and return parameters that were added to the optimizer since the last call."""
         groups = self.optimizer.param_groups
         if len(self.names) == sum(len(group["params"]) for group in groups):
             return []
@@ -96,26 +94,26 @@ class Replica:
         return new
 
     def lay_out(self, start: Callable[[Bucket, Weights], None]) -> dict[Bucket, Weights]:
-        """The buckets of all parameters that are trained or apart; what is kept follows its parameters.
+        """Return the buckets of all trained or unsynced parameters; memory follows its parameters.
 
-        `start` is called for buckets that replace others.
+        Calls `start` for buckets that replace others.
         """
-        trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self.apart)]
+        trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self.unsynced)]
         groups = self.optimizer.param_groups
         if len(trained) == len(self._trained) and all(a is b for a, b in zip(trained, self._trained, strict=True)):
             for bucket, ctx in self._buckets.items():
                 for segment in bucket.segments:
                     segment.check_size()
-                ctx.group = groups[_kind(bucket)[0]]  # loaded state makes it another dict
+                ctx.group = groups[_kind(bucket)[0]]  # load_state_dict replaces the dict
             return self._buckets
         self.store.release()
-        for bucket, what, flat in self._saved():
-            self.store.put(what, bucket, flat)
+        for bucket, memory_kind, flat in self._saved():
+            self.store.put(memory_kind, bucket, flat)
         known = {name for _, name in self.store.waiting()}
         group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
         buckets = build_buckets(
             [(self.names[param], param) for param in trained],
-            # what is new has no memory to share a bucket with that of others
+            # a new parameter has no memory, and must not share a bucket with parameters that have
             lambda name, param: (group_of[param], not known or name in known, self.rule.kind(name, param)),
             BUCKET_BYTES,
             BUCKET_BYTES,
@@ -133,68 +131,68 @@ class Replica:
         return self._buckets
 
     def set_weight(self, weight: float) -> None:
-        """From now on this rank's weights count for so much in a mean."""
+        """Set the weight of this rank in a mean."""
         self.weight = weight
         for ctx in self._buckets.values():
             ctx.weight = weight
 
-    def synced(self, params: Iterable[Tensor] = (), reached_all: bool = True) -> None:
-        """An exchange has ended, after which all ranks hold the same of `params`."""
-        self.since = 0 if reached_all else max(1, self.since)  # what it has heard of others, not all have
-        self.apart.difference_update(params)
+    def mark_synced(self, params: Iterable[Tensor] = (), reached_all: bool = True) -> None:
+        """Note the end of a round after which all ranks hold the same values of `params`."""
+        self.steps_since_sync = 0 if reached_all else max(1, self.steps_since_sync)  # some ranks lack it
+        self.unsynced.difference_update(params)
 
     def roll_back(self) -> None:
-        """An exchange has failed: what is kept stays as it was before."""
+        """Roll memory back after a failed exchange."""
         for ctx in self._buckets.values():
             ctx.roll_back()
 
     # -- what persists -----------------------------------------------------------------------------------------------
 
     def _saved(self) -> Iterable[tuple[Bucket, str, Tensor]]:
-        """What the algorithm keeps of each bucket beside its memory."""
-        for bucket, ctx in self._buckets.items() if self.begun else ():
+        """Yield the tensors that the rule keeps for each bucket outside its memory."""
+        for bucket, ctx in self._buckets.items() if self.started else ():
             for kind, flat in self.rule.saved(ctx).items():
                 yield bucket, kind, flat
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that `restore` takes."""
+        """Return a checkpointable copy, for `restore`."""
         state = self.store.state()
         for bucket, kind, flat in self._saved():
             state["memory"].setdefault(kind, {}).update({n: view.clone() for n, view in bucket.by_name(flat)})
-        apart = [name for param, name in self.names.items() if param in self.apart]
+        apart = [name for param, name in self.names.items() if param in self.unsynced]
         saved_by = self._comm.size
-        if self.is_to_merge:
+        if self.needs_merge:
             for kind in filter(self.rule.merges, state["memory"]):
                 state["memory"][kind] = {name: flat * self._share for name, flat in state["memory"][kind].items()}
             saved_by = -saved_by
-        return {**state, "since": self.since, "apart": apart, "saved_by": saved_by}
+        return {**state, "since": self.steps_since_sync, "apart": apart, "saved_by": saved_by}
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of all weights, by name."""
+        """Return a copy of all weights by name."""
         return {name: param.detach().clone() for param, name in self.names.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave. Raises ConfigError if it does not fit the parameters."""
+        """Restore a `state`. Raises ConfigError if it does not fit the parameters."""
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})
-        self.since, self.saved_by = state["since"], state["saved_by"]
-        self.apart = {param for param, name in self.names.items() if name in state["apart"]}
-        self.begun, self._buckets, self._trained = False, {}, []
+        self.steps_since_sync, self.saved_by = state["since"], state["saved_by"]
+        self.unsynced = {param for param, name in self.names.items() if name in state["apart"]}
+        self.started, self._buckets, self._trained = False, {}, []
         if self.saved_by == self._comm.size:
             self.store.drop("weights")
 
     @property
-    def is_to_merge(self) -> bool:
-        """Whether what was loaded is that of another number of ranks, from whose mean these have yet to go on."""
+    def needs_merge(self) -> bool:
+        """True if the loaded state is of another number of ranks, and these have not merged it yet."""
         return self.saved_by not in (0, self._comm.size)
 
     @property
     def _share(self) -> float:
-        """What makes a rank's part of the mean of what was loaded, which is shared out by its sum."""
+        """The factor that turns this rank's part of a loaded sum into its part of the mean."""
         return self._comm.size / abs(self.saved_by)
 
     @torch.no_grad()
     def merge(self, traffic: Traffic) -> Job:
-        """Another number of ranks goes on: from the mean of all weights that there were, with memory to match."""
+        """Set weights and memory to the means over the ranks that saved the loaded state."""
         for bucket, ctx in self._buckets.items():
             for kind, flat in sorted(ctx.memory.items()):
                 if self.rule.merges(kind):
@@ -205,5 +203,5 @@ class Replica:
 
 
 def _kind(bucket: Bucket) -> tuple[int, bool, Hashable]:
-    """The place of the parameter group, whether anything was kept before, and what the algorithm said."""
+    """Return the index of the parameter group, whether memory existed before, and the rule's kind."""
     return cast(tuple[int, bool, Hashable], bucket.kind)

@@ -1,17 +1,16 @@
-"""One rank's part in averaging: it hooks into the optimizer's step, and has rounds of the algorithm made when due.
+"""Averaging of one optimizer's weights on one rank: hooks around its step that run a round whenever one is due.
 
-After each local step the algorithm says whether a round is due. What that is, `Sync` knows; who takes part, the ranks
-vote on, where all meet anyway or beside a round that overlaps with training: are the weights of all finite, do all
-train the same parameters, who still has data?
+After each local step the rule decides whether a round is due; a `Sync` runs it. Where all ranks meet they vote on it:
+are all weights finite, do all ranks train the same parameters, which ranks still have data?
 
-Where ranks take turns, none can wait for the others in its own step: the last one to step takes the round to its end
-for all of them (`dgcopt.exchange.runner`).
+On the simulated wire ranks take turns in one thread and cannot wait for each other: the last rank to step completes the
+round for all of them (`dgcopt.exchange.runner`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -37,62 +36,63 @@ from ..flat.buckets import Bucket
 from ..gradients.optimizer import Distributed, DistributedOptimizer
 from ..gradients.stepping import Mode, in_own_step
 from .amp import ScaledSteps
-from .base import Averaging
 from .replica import Replica
+from .rule import Rule
+from .sync import Round, Sync
 from .weights import Weights, distance
 
 __all__ = ["Rounds"]
 
 FAR = 1_000_000
-"""Steps ahead in which a rank without data looks for the next exchange."""
+"""Number of steps that a rank without data looks ahead for the next round."""
 
 LOADED_BY_ALL = (
-    f"{SAME_MODEL} State is loaded on all ranks or on none, each rank's own: dgcopt.checkpoint.load hands it out."
+    f"{SAME_MODEL} Load state on all ranks or on none, each rank its own part; dgcopt.checkpoint.load distributes it."
 )
 
 KEY = "averaging"
-"""Where `optimizer.state_dict()` keeps what is here."""
+"""Key of the averaging state in `optimizer.state_dict()`."""
 
 
 class Rounds:
-    """What `optimizer.averaging` is: the averaging of one optimizer's weights on one rank.
+    """Averaging of one optimizer's weights on one rank, its attribute `averaging`.
 
     Attributes:
         rule: the algorithm.
         comm: the wire.
         step: local steps made so far, warm-up included.
         names: all parameters and their names.
-        replica: their weights, and what is kept of them.
-        sync: what this rank does in a round.
-        attendance: whether this rank has data, and how many ranks do; of no account unless `joining`.
-        joining: whether ranks may run out of data, so that all vote on each round and none overlaps.
-        buffers: of the model, that rounds make alike; see `dgcopt.sync_buffers`.
-        runner: what waits for other ranks.
+        replica: their weights and memory.
+        sync: this rank's part in a round.
+        attendance: whether this rank has data, and how many ranks have; used while `joining`.
+        joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
+        buffers: the model's buffers that rounds synchronise; see `dgcopt.sync_buffers`.
+        runner: the jobs that wait for other ranks.
     """
 
     def __init__(
         self,
-        rule: Averaging,
+        rule: Rule,
+        sync: Callable[[Round], Sync],
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         comm: Comm | None,
     ) -> None:
         if hasattr(optimizer, KEY):
-            raise ConfigError(f"this optimizer is averaged by {getattr(optimizer, KEY).rule!r} already: wrap it once")
+            raise ConfigError(f"this optimizer is already averaged by {getattr(optimizer, KEY).rule!r}. Wrap it once.")
         self.rule = rule
         self.optimizer = optimizer
         self.replica = Replica(rule, optimizer, given_names(named_parameters) or {})
         self.names = self.replica.names
-        check_steps_alone(optimizer, f"{type(rule).__name__} averages weights that it has moved")
-        self.sync = rule.sync(self)
+        check_steps_alone(optimizer, f"{type(rule).__name__} averages the weights that it steps")
+        self.sync = sync(self)
         self.step = 0
         self.buffers: Buffers | None = None
         comm = current_comm(comm)
         if not rule.warmup_steps and comm.size > 1 and getattr(optimizer, "comm", None) is comm:
             raise ConfigError(
-                f"this optimizer averages gradients over all ranks at every step, so there is nothing left for "
-                f"{type(rule).__name__}: give it the bare optimizer, or one with a process_set of fewer ranks, or set "
-                f"warmup_steps"
+                f"this optimizer already averages gradients over all ranks at every step, so {type(rule).__name__} has "
+                f"no effect. Give it the bare optimizer or one with a smaller process_set, or set warmup_steps."
             )
         self._join_wire(comm)
         if rule.warmup_steps and not isinstance(optimizer, Distributed):
@@ -102,7 +102,7 @@ class Rounds:
         self._follow_warm_up()
         optimizer.averaging = self  # type: ignore[attr-defined]
         hook = optimizer.register_step_pre_hook(_before_step)
-        # before that of a DistributedOptimizer, which exchanges gradients and may add updates to weights
+        # ahead of DistributedOptimizer's hook, which exchanges gradients and may add updates to weights
         cast(Any, optimizer)._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
         optimizer.register_step_post_hook(_after_step)
         optimizer.register_state_dict_post_hook(_save)
@@ -112,11 +112,11 @@ class Rounds:
     def _join_wire(self, comm: Comm) -> None:
         self.rule.check(comm, list(self.names.values()))
         self.comm = comm
-        self.runner = Runner(comm, "averaging", self._offer, self.sync.abandon)
+        self.runner = Runner(comm, "averaging", self._offer, self.sync.abort)
         self.replica.join(comm)
         self.attendance = Attendance(comm.size)
         self.joining = False
-        self._missed = False  # whether a round that was under way is to be made again
+        self._missed = False  # True if a round was in flight in the loaded state, to be launched again
         if comm.waits_at_start:
             comm.drive(compare(self.replica.describe(), comm.rank, "parameters and settings"))
 
@@ -124,34 +124,34 @@ class Rounds:
 
     @property
     def outers(self) -> list[Any]:
-        """The outer optimizers of DiLoCo, a DistributedOptimizer of anchors for each fragment; otherwise none."""
+        """DiLoCo's outer optimizers, one DistributedOptimizer of anchors per fragment; empty for other algorithms."""
         return self.sync.outers
 
     @property
     def telemetry(self) -> Telemetry:
-        """Bytes and seconds so far, over all local steps; those of a warm-up included."""
+        """Bytes and seconds over all local steps, the warm-up included."""
         own = self.runner.traffic.telemetry
         return own.with_those_of(outer.telemetry for outer in self.outers) if self.outers else own
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank holds back; 0.0 for algorithms that hold nothing back."""
+        """Euclidean norm of this rank's residuals; 0.0 for algorithms without any."""
         return math.hypot(self.replica.store.residual_norm(), *(outer.residual_norm() for outer in self.outers))
 
     def consensus_distance(self) -> float:
-        """How far apart ranks are: the root mean square over ranks of |x_i - mean x|; collective, an allreduce.
+        """Consensus distance: the root mean square over ranks of |x_i - mean x|. Collective: an allreduce.
 
         Not counted by `telemetry`. Source: Kong et al., "Consensus Control for Decentralized Deep Learning", ICML 2021.
         """
-        self.settle()
+        self.finish_round()
         return math.sqrt(self.comm.drive(distance(self.buckets(), self.comm)))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it, weights are the mean over ranks, to be evaluated or saved; afterwards each rank's own. Collective.
+        """Context in which weights are the mean over ranks, for evaluation or saving; restores own weights. Collective.
 
-        Not counted by `telemetry`, and no part of the algorithm; `average()` is.
+        Not counted by `telemetry`, and not part of the algorithm, unlike `average()`.
         """
-        self.settle()
+        self.finish_round()
         own = {bucket: bucket.read() for bucket in self.buckets()}
         for bucket, x in own.items():
             bucket.write(self.comm.run(AllReduce(x.clone(), label="weights to evaluate")))
@@ -162,8 +162,8 @@ class Rounds:
                 bucket.write(x)
 
     def average(self) -> None:
-        """Make all ranks' weights their exact mean, such as at the end of training. Collective."""
-        self.settle()
+        """Set all ranks' weights to their exact mean, for example at the end of training. Collective."""
+        self.finish_round()
         self.runner.add(self._average())
         self.runner.go()
 
@@ -172,53 +172,53 @@ class Rounds:
             yield from self._share_buffers(self.buffers, 0)
         for bucket in self.buckets():
             bucket.write((yield self.runner.traffic.start(AllReduce(bucket.read()), f"mean of {bucket.label}")))
-        self.replica.synced(self.names)
+        self.replica.mark_synced(self.names)
 
     def _share_buffers(self, buffers: Buffers, step: int) -> Job:
-        has_moved = self.replica.since > 0 or not self.joining
+        has_moved = self.replica.steps_since_sync > 0 or not self.joining
         yield from self.runner.traffic.through(buffers.exchange(self.comm, step, has_moved))
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
     @property
     def local_step(self) -> int:
-        """Steps since the warm-up, in which gradients are averaged."""
+        """Local steps since the warm-up."""
         return self.step - self.rule.warmup_steps
 
     @property
     def overlaps(self) -> bool:
-        """Whether a round goes on beside the next forward and backward pass."""
+        """True if a round runs during the next forward and backward pass."""
         return self.rule.overlap and not self.joining
 
     def before_step(self) -> None:
-        """Called before each local step."""
-        self._take_in_parameters()
-        self.settle()
-        buckets = self.buckets()  # so that what is new starts from weights that no local step has changed
+        """Finish the round in flight before a local step; called by the step pre-hook."""
+        self._add_new_parameters()
+        self.finish_round()
+        buckets = self.buckets()  # new parameters start from weights before any local step
         if self.rule.prepares and self.local_step >= 0:
             for bucket, ctx in buckets.items():
                 self.rule.before_step(bucket.read(), ctx)
         self._scaled.before_step(self.names)
 
-    def _take_in_parameters(self) -> None:
-        """Those that the optimizer was given since it was wrapped."""
+    def _add_new_parameters(self) -> None:
+        """Take in parameters that were added to the optimizer since it was wrapped."""
         self.sync.add_parameters(self.replica.find_new_parameters())
 
     def after_step(self) -> None:
-        """Called after each local step: a round, if one is due, or its beginning if it overlaps with what is next."""
+        """Run a round if one is due, or launch it if it overlaps; called by the step post-hook."""
         self._scaled.after_step()
         if self.local_step < 0 and self._is_void:
             return
         self.step += 1
-        self.replica.since += 1
-        if self.local_step == 0:  # a warm-up has ended
+        self.replica.steps_since_sync += 1
+        if self.local_step == 0:  # the warm-up has ended
             if isinstance(self.optimizer, Distributed) and self.optimizer.engine is not None:
                 self.optimizer.engine.end()
             for bucket, ctx in self.buckets().items():
                 self._start(bucket, ctx)
         if self.local_step > 0:
             trained = self.replica.trained
-            self.replica.apart.update(trained)
+            self.replica.unsynced.update(trained)
             self.runner.traffic.count_step(sum(param.numel() for param in trained))
             self.sync.stepped()
             if self.rule.due(self.local_step):
@@ -235,7 +235,7 @@ class Rounds:
 
     @property
     def _is_void(self) -> bool:
-        """Whether no rank has taken the last step of the warm-up, which is then none of it."""
+        """True if all ranks skipped this step of the warm-up, so that it does not count."""
         engine = self.optimizer.engine if isinstance(self.optimizer, Distributed) else None
         return engine is not None and engine.void
 
@@ -244,33 +244,33 @@ class Rounds:
         yield from self.sync.run()
 
     def _follow_warm_up(self) -> None:
-        """During a warm-up the optimizer averages gradients; not before, nor after."""
+        """Switch the optimizer between averaged gradients (warm-up) and local steps."""
         optimizer = self.optimizer
         if self.rule.warmup_steps and isinstance(optimizer, Distributed):
             is_local = self.local_step >= 0
             if is_local != (optimizer.mode is Mode.LOCAL):
                 optimizer.mode = Mode.LOCAL if is_local else Mode.EXCHANGE
             if optimizer.engine is not None:
-                optimizer.engine.sends_all = self.local_step == -1  # as nothing is sent by it from then on
-                self.runner.traffic.telemetry = optimizer.engine.telemetry  # one account of it all
+                optimizer.engine.sends_all = self.local_step == -1  # the last exchange, which flushes the residuals
+                self.runner.traffic.telemetry = optimizer.engine.telemetry  # one account for both
 
-    def settle(self) -> None:
-        """Before a local step: compare with the other ranks, if it is the first one; end what is under way."""
-        self.runner.finish(None if self.replica.begun else self._begin)
+    def finish_round(self) -> None:
+        """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
+        self.runner.finish(None if self.replica.started else self._begin)
         self.sync.apply()
 
-    # -- jobs: what waits for other ranks ----------------------------------------------------------------------------
+    # -- jobs that wait for other ranks ----------------------------------------------------------------------------
 
     def vote(self, finite: bool, moved: bool, flights: Sequence[Flight[Any]] = ()) -> Generator[Handle, Tensor, bool]:
-        """Tell all ranks, and hear from them, where each stands; returns whether any has something to contribute.
+        """Vote on a round; return True if some rank has something to contribute.
 
         Args:
-            finite: whether this rank's weights are.
-            moved: whether it has something to contribute: a local step that no round has taken to all ranks.
-            flights: what it has sent already.
+            finite: True if this rank's weights are finite.
+            moved: True if this rank has made a local step that no round has spread to all ranks.
+            flights: pending exchanges that this rank has launched already.
 
-        Raises, on all ranks, DivergenceError if weights are not finite on any, MismatchError if they are not at the
-        same step or train different parameters, OutOfData if some have no data and that is to be an error.
+        Raises on all ranks: DivergenceError if some rank's weights are not finite; MismatchError if ranks are at
+        different steps or train different parameters; OutOfData if some have no data and that is an error.
         """
         trained = checksum(self.names[param] for param in self.replica.trained)
         ballot = Ballot(moved, finite, self.local_step, trained, len(flights), here=self.attendance.here)
@@ -279,7 +279,7 @@ class Rounds:
             yield from self.runner.traffic.call_off(flights)
             if verdict.void:
                 raise self.replica.not_finite(self.local_step, verdict.void)
-            raise MismatchError("ranks train different parameters: set requires_grad alike on every rank")
+            raise MismatchError("ranks train different parameters. Set requires_grad alike on every rank.")
         there = self.attendance
         there.check(verdict.absent)
         there.ranks = verdict.active_ranks
@@ -288,59 +288,59 @@ class Rounds:
         return there.ranks > 0
 
     def _offer(self) -> Job | None:
-        """What another rank may wait for: the comparison before the first step, or a round without data."""
-        if not self.replica.begun:
+        """Return a job that other ranks may wait for: the comparison before the first step, or a round without data."""
+        if not self.replica.started:
             return self._begin()
         return self._round_without_data() if self.joining and not self.attendance.here else None
 
     def _round_without_data(self) -> Job:
-        """Take part in the next round of the ranks that still have data; or learn that there are none."""
+        """Take part in the next round of the ranks that still have data, or learn that none has."""
         before = self.step
         ahead = range(max(1, self.local_step + 1), self.local_step + FAR)
         due = next((step for step in ahead if self.rule.due(step)), None)
         if due is None:
             raise ConfigError(
-                f"rank {self.comm.rank} has run out of data, and no exchange in which it could take part is due in the "
-                f"next {FAR:,} steps: let {self.rule!r} exchange more often"
+                f"rank {self.comm.rank} has run out of data, and {self.rule!r} has no round in the next {FAR:,} steps "
+                f"in which it could take part. Exchange more often."
             )
         self.step += due - self.local_step
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, self.local_step)
         yield from self.sync.run()
-        if not self.attendance.ranks:  # all have what each has learned, and are at the same step
+        if not self.attendance.ranks:  # every rank has all progress, and all are at the same step
             self.step, self.joining = before, False
             self.attendance.all_here()
             self.replica.set_weight(1.0)
 
     @torch.no_grad()
     def _begin(self) -> Job:
-        """Compare what must be equal, and let the algorithm see the weights that it starts from."""
-        self._take_in_parameters()
+        """Compare settings and weights over ranks, then let the rule see the weights from which training starts."""
+        self._add_new_parameters()
         replica, traffic = self.replica, self.runner.traffic
-        whose = f"of {abs(replica.saved_by)} ranks" if replica.saved_by else "none loaded"
-        lines = [*replica.describe(), f"state: {whose}{', yet to come together' if replica.saved_by < 0 else ''}"]
+        source = f"of {abs(replica.saved_by)} ranks" if replica.saved_by else "none loaded"
+        lines = [*replica.describe(), f"state: {source}{', not merged' if replica.saved_by < 0 else ''}"]
         yield from traffic.through(compare(lines, self.comm.rank, "parameters and settings", LOADED_BY_ALL))
         buckets = self.buckets()
         if not replica.saved_by:
             named = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(named, self.comm, None, "raise"))
-        elif replica.is_to_merge:
+        elif replica.needs_merge:
             yield from replica.merge(traffic)
             self._missed = False
         replica.saved_by = 0
         for bucket, ctx in buckets.items():
             self._start(bucket, ctx)
-        replica.begun = True
+        replica.started = True
         if self._missed:
             self._missed = False
-            self.sync.repeat()
+            self.sync.relaunch()
 
     def buckets(self) -> dict[Bucket, Weights]:
-        """The weights that are exchanged, as they are laid out now."""
+        """Return the current layout of the exchanged weights."""
         return self.replica.lay_out(self._start)
 
     def _start(self, bucket: Bucket, ctx: Weights) -> None:
-        """Let the algorithm see the weights that local steps start from, which a warm-up has yet to make."""
+        """Let the rule see the weights from which local steps start; after the warm-up, if there is one."""
         if self.local_step >= 0:
             ctx.step = self.local_step
             self.rule.start(bucket.read(), ctx)
@@ -350,48 +350,48 @@ class Rounds:
     # -- what persists -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What `restore` takes."""
+        """Return a checkpointable copy, for `restore`."""
         state = self.replica.state()
         replica = self.replica
-        if not replica.is_to_merge and (replica.since or not self.rule.identical(self.local_step)):
-            # for another number of ranks, which go on from the mean of all weights that there were
+        if not replica.needs_merge and (replica.steps_since_sync or not self.rule.identical(self.local_step)):
+            # another number of ranks resumes from the mean of all weights
             state["memory"]["weights"] = self.replica.weights()
         return kept_by(
-            self.comm.rank, self.comm.size, step=self.step, under_way=self._missed or self.sync.under_way, **state
+            self.comm.rank, self.comm.size, step=self.step, under_way=self._missed or self.sync.in_flight, **state
         )
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave; ranks compare, or come together, at the next step.
+        """Restore a `state`; ranks compare or merge at the next step.
 
         Raises ConfigError if it does not fit the parameters.
         """
         if self.runner.busy:
             self.runner.finish()
-        self.sync.call_off()
+        self.sync.cancel()
         self.runner.clear()
-        self.sync.abandon()
-        self._take_in_parameters()
+        self.sync.abort()
+        self._add_new_parameters()
         self.replica.restore(state)
         self.step, self._missed = state["step"], state["under_way"]
         self._follow_warm_up()
 
-    def go_on_from(self, step: int) -> None:
-        """State that came without what is kept here is of that step, before this rank has made any."""
-        if not self.replica.begun:
+    def resume_at(self, step: int) -> None:
+        """Set the step count from a state without averaging memory, before this rank has made a step."""
+        if not self.replica.started:
             self.step = step
             self._follow_warm_up()
 
     def rejoin(self, comm: Comm | None = None) -> None:
-        """Go on over another wire, after ranks were lost or have come; from the mean of the weights that are there.
+        """Continue over another wire after ranks have left or joined, from the mean of their weights.
 
-        All ranks of `comm` must call it. A warm-up's DistributedOptimizer comes along.
+        All ranks of `comm` must call it. The DistributedOptimizer of a warm-up rejoins too.
         """
-        self.sync.abandon()
+        self.sync.abort()
         state, telemetry = self.state(), self.runner.traffic.telemetry
         state["memory"]["weights"] = self.replica.weights()
         comes_along = getattr(self.optimizer, "comm", None) is self.comm
         self._join_wire(current_comm(comm))
-        state["saved_by"] = -self.comm.size  # as each brings its own
+        state["saved_by"] = -self.comm.size  # each rank brings its own weights
         if comes_along:
             cast(Any, self.optimizer).rejoin(self.comm)
         self.runner.traffic.telemetry = telemetry
@@ -399,14 +399,14 @@ class Rounds:
         self.sync.join()
 
     def set_steps_per_epoch(self, steps: int) -> None:
-        """As `Averaging.set_steps_per_epoch`, for an optimizer that is averaged already."""
+        """Set the number of local steps per epoch; see `Averaging.set_steps_per_epoch`."""
         self.sync.set_steps_per_epoch(steps)
 
     # -- uneven data -------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """From now on ranks may run out of data: see `dgcopt.join`."""
-        self.settle()
+        """Allow ranks to run out of data from now on: see `dgcopt.join`."""
+        self.finish_round()
         self.joining = True
 
 
@@ -425,7 +425,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     state = rounds.state()
     state_dict[KEY] = {STATE_KEY: state}
     rounds.sync.save(state_dict[KEY], state)
-    if broadcasting_root() is None:  # Horovod's would make settings of it
+    if broadcasting_root() is None:  # Horovod's broadcast would take it for a setting
         put_mark(state_dict, KEY, rounds.step, state["memory"], state["shared"])
 
 
@@ -434,12 +434,12 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | 
     groups = [unmarked(group) for group in state_dict["param_groups"]]
     if KEY not in state_dict:
         if step := take_mark([dict(group) for group in state_dict["param_groups"]], KEY, rounds.comm.rank):
-            rounds.go_on_from(step)
+            rounds.resume_at(step)
         return {**state_dict, "param_groups": groups}
     state = state_dict[KEY][STATE_KEY]
     why = (
-        f"each rank has weights of its own. dgcopt.checkpoint.load hands it out to any number of ranks; or delete "
-        f"state_dict[{KEY!r}] to do without."
+        f"each rank has its own weights. dgcopt.checkpoint.load distributes it to any number of ranks; or delete "
+        f"state_dict[{KEY!r}] to start without it."
     )
     check_owner(state, rounds.comm.rank, rounds.comm.size, "", why)
     rounds.restore(state)

@@ -1,93 +1,127 @@
-"""What a rank does in one round of averaging: from the weights that local steps have made to those they go on from.
+"""One rank's part in a round of averaging: from the weights after local steps to the weights before the next one.
 
-`Rounds` says when. A round that fails leaves weights and memory as they were.
+`Rounds` decides when a round runs. A round that fails leaves weights and memory unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..comm import Comm, Handle
 from ..exchange.flights import Flight
-from ..exchange.runner import Job, on_their_way
+from ..exchange.runner import Job, Runner, on_their_way
 from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
+from .replica import Replica
+from .rule import Rule
 from .weights import Weights
 
-if TYPE_CHECKING:
-    from .rounds import Rounds
+__all__ = ["Round", "Sync", "WeightSync"]
 
-__all__ = ["Sync", "WeightSync"]
+
+class Round(Protocol):
+    """The surroundings of a `Sync`: one optimizer's weights on one rank, and the wire.
+
+    Attributes:
+        rule: the algorithm.
+        comm: the wire.
+        names: all parameters and their names.
+        replica: their weights and memory.
+        runner: the jobs that wait for other ranks.
+        joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
+    """
+
+    rule: Rule
+    comm: Comm
+    names: dict[Tensor, str]
+    replica: Replica
+    runner: Runner
+    joining: bool
+
+    @property
+    def local_step(self) -> int:
+        """Local steps since the warm-up."""
+
+    @property
+    def overlaps(self) -> bool:
+        """True if a round runs during the next forward and backward pass."""
+
+    def buckets(self) -> dict[Bucket, Weights]:
+        """Return the current layout of the exchanged weights."""
+
+    def vote(self, finite: bool, moved: bool, flights: Sequence[Flight[Any]] = ()) -> Generator[Handle, Tensor, bool]:
+        """Vote on the round; return True if some rank has something to contribute."""
 
 
 class Sync:
-    """One rank's part in each round; made before anything is sent or changed.
+    """One rank's part in each round; created before anything is sent or changed.
 
-    Attributes: `rounds`, whose part it is; `outers`, optimizers that step in a round, whose bytes and residuals count.
+    Attributes: `round`, its surroundings; `outers`, optimizers that step in a round, whose bytes and residuals count.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
-        self.rounds = rounds
+    def __init__(self, round: Round) -> None:
+        self.round = round
         self.outers: list[Any] = []
 
     def join(self) -> None:
-        """`rounds` has joined a wire, its first or another one."""
+        """Adapt to the wire that `round` has joined, its first or another one."""
 
     def set_steps_per_epoch(self, steps: int) -> None:
-        """Tell schedules that count epochs how many local steps one has."""
-        self.rounds.rule.set_steps_per_epoch(steps)
+        """Set the number of local steps per epoch, for schedules that count epochs."""
+        self.round.rule.set_steps_per_epoch(steps)
 
     def start(self, bucket: Bucket) -> None:
-        """See the weights that local steps start from."""
+        """See the weights from which local steps start."""
 
     def add_parameters(self, params: Iterable[Tensor]) -> None:
-        """The optimizer was given more parameters."""
+        """Take in parameters that were added to the optimizer."""
 
     def stepped(self) -> None:
-        """This rank has made a local step, which may have brought a round due."""
+        """Note a local step, which may have made a round due."""
 
     def launch(self) -> None:
-        """Begin a round that goes on beside training (`Averaging.overlap`)."""
+        """Launch a round that overlaps with training (`Averaging.overlap`)."""
         raise NotImplementedError
 
     def run(self) -> Job:
-        """A round, or what is left of it. It votes, through `rounds.vote`, where all ranks meet."""
+        """Run a round, or the rest of it. Votes through `round.vote` where all ranks meet."""
         raise NotImplementedError
 
     def apply(self) -> None:
-        """Before a local step: take over what a round beside training has brought."""
+        """Apply the result of an overlapping round, before a local step."""
 
     @property
-    def under_way(self) -> bool:
-        """Whether a round has begun that has not ended."""
+    def in_flight(self) -> bool:
+        """True if a round was launched and has not ended."""
         raise NotImplementedError
 
-    def repeat(self) -> None:
-        """Begin the round again that was under way when state was saved."""
+    def relaunch(self) -> None:
+        """Launch the round again that was in flight when state was saved."""
         raise NotImplementedError
 
-    def call_off(self) -> None:
-        """Before state is loaded: wait for what was sent, and discard it, on all ranks."""
+    def cancel(self) -> None:
+        """Wait for in-flight collectives and ignore their results, on all ranks, before state is loaded."""
 
-    def abandon(self) -> str:
-        """Forget a round that failed; returns what an error of the wire should say beside its own words."""
+    def abort(self) -> str:
+        """Roll back a failed round; return the words to append to an error of the wire."""
         return ""
 
     def save(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
-        """Add to what `optimizer.state_dict()` holds of averaging: to the whole entry, or to the `state` in it."""
+        """Add to averaging's `entry` in `optimizer.state_dict()`, or to the `state` in it."""
 
     def load(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
-        """Take over what `save` has added; all else is loaded already."""
+        """Restore what `save` has added; everything else is loaded already."""
 
 
 class WeightSync(Sync):
-    """The exchange of all weights, bucket by bucket (`Averaging.exchange`). Nothing changes before all has arrived."""
+    """The exchange of all weights, bucket by bucket (`Averaging.exchange`), written back once all of it has arrived."""
 
-    def __init__(self, rounds: Rounds) -> None:
-        super().__init__(rounds)
+    def __init__(self, round: Round) -> None:
+        super().__init__(round)
         self._flights: list[Flight[Bucket]] = []
         self._copies: dict[Bucket, Tensor] = {}
         self._buckets: dict[Bucket, Weights] = {}
@@ -95,22 +129,22 @@ class WeightSync(Sync):
 
     @torch.no_grad()
     def launch(self) -> None:
-        rounds = self.rounds
+        round = self.round
         self._copy_weights()
-        if not rounds.rule.meets and not self._finite:
-            raise rounds.replica.not_finite(rounds.local_step, [rounds.comm.rank])
+        if not round.rule.meets and not self._finite:
+            raise round.replica.not_finite(round.local_step, [round.comm.rank])
         for bucket, x in self._copies.items():
             ctx = self._buckets[bucket]
-            ctx.step = rounds.local_step
+            ctx.step = round.local_step
             flight = Flight(bucket.label, bucket)
             self._flights.append(flight)
-            rounds.runner.traffic.launch(flight, rounds.rule.exchange(x, ctx))
+            round.runner.traffic.launch(flight, round.rule.exchange(x, ctx))
         self._copies = {}
 
     def _copy_weights(self) -> None:
-        """Copy weights and settings as they are now, for the vote on an exchange and for the exchange itself."""
+        """Copy the current weights and settings, for the vote and for the exchange."""
         if not self._copies:
-            self._buckets = self.rounds.buckets()
+            self._buckets = self.round.buckets()
             for bucket, ctx in self._buckets.items():
                 self._copies[bucket] = bucket.read()
                 ctx.group = dict(ctx.group)  # a scheduler may step before others have voted
@@ -118,17 +152,17 @@ class WeightSync(Sync):
 
     @torch.no_grad()
     def run(self) -> Job:
-        rounds = self.rounds
-        if rounds.rule.meets or rounds.joining:
+        round = self.round
+        if round.rule.meets or round.joining:
             if not self._flights:
                 self._copy_weights()
-            if not (yield from rounds.vote(self._finite, rounds.replica.since > 0, self._flights)):
+            if not (yield from round.vote(self._finite, round.replica.steps_since_sync > 0, self._flights)):
                 self._copies = {}
                 return
         if not self._flights:
             self.launch()
-        yield from rounds.runner.traffic.finish(self._flights, rounds.rule.in_turn)
-        if not rounds.overlaps:
+        yield from round.runner.traffic.finish(self._flights, round.rule.in_turn)
+        if not round.overlaps:
             self.apply()
 
     @torch.no_grad()
@@ -140,20 +174,19 @@ class WeightSync(Sync):
             self._buckets[flight.of].settle()
             flight.of.write(flight.result)
         self._flights = []
-        rounds = self.rounds
-        rule, step = rounds.rule, rounds.local_step
-        rounds.replica.synced(rounds.names if rule.identical(step) else (), rule.reaches_all(step))
+        rule, step = self.round.rule, self.round.local_step
+        self.round.replica.mark_synced(self.round.names if rule.identical(step) else (), rule.reaches_all(step))
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         return bool(self._flights)
 
-    def repeat(self) -> None:
+    def relaunch(self) -> None:
         self.launch()
-        self.rounds.runner.add(self.run())
+        self.round.runner.add(self.run())
 
-    def abandon(self) -> str:
+    def abort(self) -> str:
         told = on_their_way(self._flights)
-        self.rounds.replica.roll_back()
+        self.round.replica.roll_back()
         self._flights, self._copies = [], {}
         return told

@@ -110,7 +110,7 @@ class _Ranks:
     def settle(self) -> None:
         """End exchanges that are under way."""
         for optimizer in self.optimizers:
-            optimizer.averaging.settle()
+            optimizer.averaging.finish_round()
 
     def states(self) -> list[dict[str, Any]]:
         """What every rank would save."""

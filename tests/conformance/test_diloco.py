@@ -264,7 +264,7 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> 
     for optimizer in other.optimizers:  # all have come before the first one waits
         optimizer.averaging.runner.progress()
     for optimizer in other.optimizers:
-        optimizer.averaging.settle()
+        optimizer.averaging.finish_round()
     assert_close(other.weights(), [mean] * size, "mean")
     anchors = one.anchors()
     for optimizer in other.optimizers:

@@ -180,7 +180,7 @@ def can_be_looked_at(comm: Comm) -> None:
             train([mine, undisturbed], [step])
             if rule.overlap and step < STEPS:
                 continue  # an exchange under way would have to be waited for
-            mine.averaging.settle()
+            mine.averaging.finish_round()
             sent = mine.averaging.telemetry.payload_bytes
             distance, rows = mine.averaging.consensus_distance(), gathered(comm, mine.flat)
             center = rows.mean(0)
@@ -194,7 +194,7 @@ def can_be_looked_at(comm: Comm) -> None:
                 assert_same_on_all_ranks(comm, [mine.flat], f"{name}, averaged")
             assert torch.equal(before, mine.flat), "weights did not come back"
             assert sent == mine.averaging.telemetry.payload_bytes
-        undisturbed.averaging.settle()
+        undisturbed.averaging.finish_round()
         assert_close([mine.flat], [undisturbed.flat], 1e-9, f"{name}, looked at")
         mine.averaging.average()
         assert_same_on_all_ranks(comm, [mine.flat], f"{name}, at the end")
@@ -307,7 +307,7 @@ def weights_differ_at_the_start(comm: Comm) -> None:
         usable(comm)
         dgcopt.broadcast_parameters(mine.model.state_dict(), comm=comm)
         train([mine], range(2 + rule.warmup_steps))
-        mine.averaging.settle()
+        mine.averaging.finish_round()
         assert_same_on_all_ranks(comm, mine.parameters, "after broadcast")
 
 
@@ -335,7 +335,7 @@ def weights_are_not_finite(comm: Comm) -> None:
         with torch.no_grad():
             bias.copy_(kept)
         train([mine], range(2, 2 + 2))
-        mine.averaging.settle()
+        mine.averaging.finish_round()
         assert_same_on_all_ranks(comm, mine.parameters, "mended")
 
 
@@ -388,7 +388,7 @@ def uneven_data(comm: Comm) -> None:
             joined, after = by_hand(comm, every, divide_by, epoch=2 * every)
             assert_close([mine.flat], [joined], 1e-9, what)
             train([mine], range(mine.averaging.step, mine.averaging.step + 2 * every))
-            mine.averaging.settle()
+            mine.averaging.finish_round()
             if every == 3:
                 assert_close([mine.flat], [after], 1e-9, f"{what}, in the next epoch")
             assert_same_on_all_ranks(comm, mine.parameters, f"{what}, in the next epoch")

@@ -157,7 +157,7 @@ class Unequal(Mean):
         ),
         (OfItsSize(), "other numbers of ranks go on from the mean", "other ranks"),
         (Impatient(), "ranks may run out of data", "where are you?"),
-        (Never(), "ranks may run out of data", "no exchange in which it could take part"),
+        (Never(), "ranks may run out of data", "has no round in the next"),
         (Throws(), "another run has the same bits", "derive what is random from ctx.step"),
         (Unequal(), "settings can be compared and copied", "a copy has another repr"),
     ],

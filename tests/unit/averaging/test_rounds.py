@@ -184,7 +184,7 @@ def test_copied_or_pickled_it_is_the_bare_optimizer(make: Make, how):
 
 def test_wrapping_twice_is_refused():
     world = World(2, LocalSGD(3))
-    with pytest.raises(ConfigError, match=r"averaged by LocalSGD\(every=3.* already: wrap it once"):
+    with pytest.raises(ConfigError, match=r"already averaged by LocalSGD\(every=3.*\. Wrap it once"):
         LocalSGD(world.optimizers[0], comm=world.comms[0])
 
 
@@ -193,7 +193,7 @@ def test_what_averages_gradients_over_the_same_ranks_is_refused():
     world = World(2)
     for (_, model, optimizer), comm in zip(world, world.comms, strict=True):
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), comm=comm)
-        with pytest.raises(ConfigError, match=r"nothing left for LocalSGD: .* process_set of fewer ranks, or set warm"):
+        with pytest.raises(ConfigError, match=r"so LocalSGD has no effect.* smaller process_set, or set warm"):
             LocalSGD(optimizer, comm=comm)
         LocalSGD(optimizer, 2, warmup_steps=1, named_parameters=model.named_parameters(), comm=comm)
     assert_worlds_close(world.train(range(4)), World(2, LocalSGD(2, warmup_steps=1)).train(range(4)), 0)
@@ -277,7 +277,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean(before: int, after: int, 
         theirs.step(step)
         if overlap:
             for optimizer in ours.optimizers:
-                optimizer.averaging.settle()
+                optimizer.averaging.finish_round()
         if step % 3 == 0:
             theirs.average_by_hand()
         assert_worlds_close(ours, theirs)
@@ -701,7 +701,7 @@ def test_a_round_that_failed_leaves_nothing_for_the_next_one_to_settle(rule: Ave
     averaging = World(2, rule).train(range(1)).optimizers[0].averaging
     (ctx,), changes = averaging.buckets().values(), []
     ctx.once_settled(lambda: changes.append("memory"))
-    averaging.sync.abandon()
+    averaging.sync.abort()
     ctx.settle()
     assert not changes
 
@@ -751,7 +751,7 @@ def test_state_that_only_one_rank_has_loaded_is_told():
     assert sorted(raised) == [0, 1, 2]
     for words in raised.values():
         assert "MismatchError" in words and "rank 0 has [state: of 3 ranks], rank 1 has [state: none loaded]" in words
-        assert "dgcopt.checkpoint.load hands it out" in words
+        assert "dgcopt.checkpoint.load distributes it" in words
 
 
 def test_ranks_at_different_steps_are_told():
@@ -983,19 +983,19 @@ class OfRankZero(Averaging):
     def due(self, step: int) -> bool:
         return step % 2 == 0
 
-    def sync(self, rounds: Rounds) -> Sync:
-        return Fetch(rounds)
+    def sync(self, round: Rounds) -> Sync:
+        return Fetch(round)
 
 
 class Fetch(Sync):
-    under_way = False
+    in_flight = False
 
     def run(self) -> Iterator[Any]:
-        for bucket in self.rounds.buckets():
+        for bucket in self.round.buckets():
             bucket.write(
-                (yield self.rounds.runner.traffic.start(Broadcast(bucket.read()), f"weights of {bucket.label}"))
+                (yield self.round.runner.traffic.start(Broadcast(bucket.read()), f"weights of {bucket.label}"))
             )
-        self.rounds.replica.synced(self.rounds.names)
+        self.round.replica.mark_synced(self.round.names)
 
 
 def test_an_algorithm_says_itself_what_a_round_does():

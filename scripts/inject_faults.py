@@ -1,298 +1,141 @@
-"""Inject faults into real trainings on every wire, and see that each ends as it should.
+"""Inject faults into real and simulated trainings, and classify how each ends by one table of rules.
 
-    python scripts/inject_faults.py                          # some 300 faults on all wires: 90 launches
-    python scripts/inject_faults.py --quick --wires torch    # a small sample
-    python scripts/inject_faults.py --seed 3 --only torch-2/kill/1    # one fault again
+    python scripts/inject_faults.py                                    # more than 1,000 faults: over an hour on 2 cores
+    python scripts/inject_faults.py --quick                            # a small sample
+    python scripts/inject_faults.py --kinds disks networks             # some kinds
+    python scripts/inject_faults.py --results run.jsonl --limit 600    # go on where the last call stopped
+    python scripts/inject_faults.py --only disks/17 --seed 3           # one fault again
 
-Ranks are killed, stalled and frozen, disagree, raise, compute NaN and Inf; messages lose bits, checkpoints lose files.
-Whoever is left must say so in bounded time, replicas must not diverge, and nothing that was computed may be lost:
-after a step that is skipped, and in new processes that go on from the last checkpoint. Exit code 1 if not.
+A fault is handled if the run ends in time with an error of dgcopt that names a place, or goes on to the bits of an
+undisturbed training; an exception that is injected may reach the caller as it is, with the state before or after the
+step. The rules are in tests/distributed/faults/rules.py, and each kind of fault is a module beside it. Exit code 1 if a
+fault is not handled.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests" / "unit")]
 
-from faults import PARAMETERS, RECIPES, STEPS  # noqa: E402
-from launching import WIRES, Outcome, launch, missing  # noqa: E402
+from faults import broadcasts, disks, elastic, exceptions, launches, messages, networks, processes  # noqa: E402
+from faults.rules import Outcome, Seen, classify  # noqa: E402
+from faults.training import RECIPES  # noqa: E402
+from launching import WIRES  # noqa: E402
 
-PROGRAM = str(ROOT / "tests" / "distributed" / "faults.py")
-START, DEADLINE, SLACK = 60, 5, 15
-"""Seconds that processes may take to start, to wait for each other, and to end when one of them has."""
-
-Fault = dict[str, Any]
-LOSSES = ("hang", "divergence", "lost state")
-ODDITIES = (
-    *("wrong shape", "wrong dtype", "other ratio", "other compression", "other op", "other buckets", "other passes"),
-    *("other optimizer", "fewer parameters", "frozen parameter", "one more group"),
-)
-FILES = (
-    *("truncated part", "flipped part", "missing part", "missing manifest", "truncated manifest", "flipped manifest"),
-    "flipped part",
-)
-ENDINGS = (
-    *(("kill", "kill", moment) for moment in ("before backward", "in backward", "before step", "while saving")),
-    *(("kill", "kill", "while saving"), ("stall", "sleep", "in backward"), ("stall", "sleep", "before step")),
-    *(("stall", "freeze", "before backward"), ("mismatch", "one more group", "before backward")),
-    *(("mismatch", "frozen parameter", "after backward"), ("mismatch", "frozen parameter", "before backward")),
-    *(("mismatch", "older state", "before backward"), ("exception", "exception", "in backward")),
-    *(("exception", "exception", "before step"), ("payload", "received", "on arrival")),
-)
-NOTES = {
-    ("horovod-mpi", "stall"): "no frozen rank: Horovod's MPI controller holds its lock at exit",
-    ("simulated", "checkpoint"): "ranks of one process write no checkpoints of their own",
+SINGLE: dict[str, Any] = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (exceptions, messages, broadcasts, disks, processes, networks, elastic)
 }
-QUICK = {"torch": "kill", "horovod-gloo": "payload", "horovod-mpi": "mismatch", "mpi": "stall"}
-"""Which ending a small sample takes on each wire: one, as each costs a launch."""
+"""Kinds whose faults are injected one by one."""
+
+KINDS: dict[str, Any] = {**SINGLE, "launches": launches}
+Fault = dict[str, Any]
 
 
-def faults_of(wire: str, size: int, seed: int, quick: bool, not_finite: int, recipes: list[str]) -> list[Fault]:
-    """All faults of one wire, each drawn by its name and the seed alone."""
-    few = quick or size > 2
-    names = [("not-finite", "", "")] * not_finite
-    names += [("disagreement", odd, "") for odd in (ODDITIES[:: 4 if few else 1])]
-    names += [("payload", where, "") for where in (("sent", "sum") if few else ("sent", "sum", "sent") * 2)]
-    if wire != "simulated":
-        names += [("checkpoint", file, "") for file in (FILES[::3] if few else FILES)]
-        endings = [e for e in ENDINGS if e[1] != "freeze" or wire != "horovod-mpi"]
-        if few:
-            chosen = [QUICK[wire]] if quick else ["kill", "stall", "mismatch"]
-            endings = [[e for e in endings if e[0] == kind][-1 if kind == "mismatch" else 0] for kind in chosen]
-        names += endings
-    faults, counts = [], Counter[str]()
-    for kind, what, moment in names:
-        identity = f"{wire}-{size}/{kind}/{counts[kind]}"
-        counts[kind] += 1
-        rng = random.Random(f"{seed} {identity}")
-        fault = {"id": identity, "kind": kind, "what": what, "where": what, "moment": moment, "wire": wire}
-        fault |= {"size": size, "recipe": rng.choice(recipes), "rank": rng.randrange(size), "bit": rng.randrange(8)}
-        fault |= {"step": rng.choice([3, 5]), "parameter": rng.choice(PARAMETERS), "element": rng.randrange(10**6)}
-        fault |= {"value": rng.choice(["nan", "inf", "-inf"]), "then": rng.choice([0, 1, 1, 2]), "which": 0}
-        fault |= {"byte": rng.randrange(10**6), "place": 0.1 + 0.8 * rng.random(), "how_many": rng.choice([1, 1, 2])}
-        fault["checksums"] = kind == "payload" or (kind == "not-finite" and rng.random() < 0.3)
-        if (what, moment) == ("sleep", "before step"):
-            fault["step"] -= 1  # or the others would wait in the checkpoint, not for a bucket
-        if kind == "not-finite":
-            fault["moment"] = rng.choice(["in backward", "in backward", "after backward"])
-            fault["everywhere"] = rng.random() < 0.15
-        if kind == "payload":
-            fault["which"] = rng.randrange(3 if moment else 100)
-        if kind == "checkpoint":
-            fault["recipe"] = recipes[min(1, len(recipes) - 1)]  # all faults damage copies of one checkpoint
-        faults.append(fault)
-    return faults
+def planned(kind: str, arguments: argparse.Namespace) -> list[Fault]:
+    """The faults of one kind, each drawn by its number and the seed alone."""
+    if kind == "launches":
+        wires, recipes = arguments.wires, arguments.recipes
+        return launches.plan(arguments.seed, arguments.launches, wires, recipes, arguments.quick)
+    module = SINGLE[kind]
+    count = module.QUICK if arguments.quick else module.COUNT
+    return [{"id": f"{kind}/{n}", **fault} for n, fault in enumerate(module.plan(arguments.seed, count))]
 
 
-class Campaign:
-    """Launches what was planned and judges what came of it."""
-
-    def __init__(self, seed: int, folder: Path) -> None:
-        self.seed, self.folder = seed, folder
-        self.verdicts: dict[str, list[tuple[str, str]]] = {}
-        self.launches = 0
-
-    def launch(self, task: str, faults: list[Fault], limit: float, folder: Path, deadline: float = 60) -> Outcome:
-        folder.mkdir(parents=True, exist_ok=True)
-        wire, size = faults[0]["wire"], faults[0]["size"]
-        steps = STEPS + sum(fault["then"] for fault in faults)
-        plan = {"task": task, "faults": faults, "folder": str(folder), "wire": wire, "size": size, "steps": steps}
-        plan |= {"deadline": deadline, "checksums": task == "ending" and faults[0]["checksums"]}
-        path = self.folder / f"plan-{self.launches}.json"
-        path.write_text(json.dumps(plan))
-        self.launches += 1
-        return launch(wire, size, [PROGRAM, str(path)], limit=START + limit, bare=wire == "simulated")
-
-    def blame(self, fault: Fault, what: str, words: str, output: str = "") -> None:
-        verdict = self.verdicts.setdefault(fault["id"], [])
-        if (what, words) not in verdict:
-            verdict.append((what, words))
-            again = f"python scripts/inject_faults.py --seed {self.seed} --only {fault['id']}"
-            print(f"{fault['id']} ({fault['what'] or fault['value']}): {what}: {words}\n  again: {again}\n{output}")
-
-    def survivable(self, faults: list[Fault]) -> None:
-        """Many in one launch; where one ends it after all, the next launch begins behind it."""
-        while faults:
-            where = self.folder / f"survivable-{self.launches}"
-            outcome = self.launch("survivable", faults, 60 + len(faults), where)
-            size, done = faults[0]["size"], 0
-            for done, fault in enumerate([*faults, None]):  # noqa: B007
-                seen = outcome.records.get(fault["id"], {}) if fault else {}
-                if fault is None or len(seen) < size:
-                    break
-                self.judge(fault, seen)
-            if done < len(faults):
-                self.ended(faults[done], outcome)
-            elif outcome.code != 0 or outcome.orphans:
-                self.blame(faults[-1], "hang", f"did not end well: {outcome.code}, {outcome.orphans}", outcome.tail)
-            faults = faults[done + 1 :]
-
-    def ended(self, fault: Fault, outcome: Outcome) -> None:
-        hung = outcome.code is None
-        words = "had to be killed" if hung else f"ended the launch with code {outcome.code}"
-        self.blame(fault, "hang" if hung else "unnoticed", words, outcome.tail)
-
-    def judge(self, fault: Fault, seen: dict[int, dict[str, Any]]) -> None:
-        """What the ranks found by themselves, and what only all of them together show."""
-        self.verdicts.setdefault(fault["id"], [])
-        for rank, record in seen.items():
-            for what, words in record["problems"]:
-                self.blame(fault, what, f"rank {rank}: {words}")
-        if len({record.get("digest") for record in seen.values()}) > 1:
-            self.blame(fault, "divergence", f"replicas differ: {[r['digest'] for r in seen.values()]}")
-        every = [r["masses"] if "masses" in r else [r["mass"]] if r.get("mass") else [] for r in seen.values()]
-        for masses in zip(*every, strict=True):
-            gone = [sum(parts) for parts in zip(*(mass["gone"] for mass in masses), strict=True)]
-            applied = masses[0]["applied"]
-            worst = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(gone, applied, strict=True))
-            if not worst < 1e-4:
-                self.blame(fault, "lost state", f"computed - held back and applied differ by {worst:.2g}")
-
-    def ending(self, fault: Fault) -> int | None:
-        """A launch that must end badly in time. Returns the checkpoint that must be found, if there is one."""
-        folder = self.folder / "left" / fault["id"].replace("/", "-")
-        for _ in range(3):
-            outcome = self.launch("ending", [fault], DEADLINE + SLACK, folder, DEADLINE)
-            end, records = time.time(), outcome.records
-            if "struck" in records:
-                break
-        self.verdicts.setdefault(fault["id"], [])
-        if "struck" not in records or outcome.code is None:
-            self.ended(fault, outcome)
-            return None
-        late = end - records["struck"][fault["rank"]]["at"] - DEADLINE - SLACK
-        # torchrun waits 30 s for a process that does not react to SIGTERM
-        if late > (30 if (fault["wire"], fault["what"]) == ("torch", "freeze") else 0) or outcome.orphans:
-            self.blame(fault, "hang", f"{late:.1f} s too late, left {len(outcome.orphans)} processes", outcome.tail)
-        if outcome.code == 0:
-            self.blame(fault, "unnoticed", "ended as if nothing had happened", outcome.tail)
-        said = records.get("ended", {})
-        for rank, record in said.items():
-            if record["touched"]:
-                self.blame(fault, "lost state", f"rank {rank}: a step that failed changed parameters or memory")
-            if not record["dgc"] and not (fault["kind"] == "exception" and rank == fault["rank"]):
-                self.blame(fault, "unnoticed", f"rank {rank} ended with {record['names'][:1]}: {record['said']}")
-        if words := self.unsaid(fault, said):
-            self.blame(fault, "unnoticed", words, outcome.tail)
-        for step in range(1, STEPS + 1):
-            if len({record["digest"] for record in records.get(f"step {step}", {}).values()}) > 1:
-                self.blame(fault, "divergence", f"replicas differ after step {step}")
-        return max((record["step"] for record in records.get("saved", {}).values()), default=None)
-
-    def unsaid(self, fault: Fault, said: dict[int, dict[str, Any]]) -> str:
-        """What should have been in the errors of this fault and is not."""
-        bad, size, kind = fault["rank"], fault["size"], fault["kind"]
-        others = [record for rank, record in said.items() if rank != bad]
-        if kind == "stall":
-            named = [r for r in others if f"{bad}" in r["said"].partition("rank(s) ")[2][:30] and "bucket" in r["said"]]
-            if not any("TimeoutExceeded" in record["names"] for record in named):
-                return f"no TimeoutExceeded that names rank {bad} and a bucket: {[r['said'] for r in others]}"
-        if kind == "mismatch":
-            if len(said) < size:
-                return f"only ranks {[*said]} said anything"
-            if fault["what"] != "older state" and not all("MismatchError" in r["names"] for r in said.values()):
-                return f"not every rank raised MismatchError: {[r['said'] for r in said.values()]}"
-        if kind == "payload":
-            mine, sender = said.get(bad, {"names": [], "said": ""}), f"rank {(bad + 1) % size}"
-            known = "have other bits" in mine["said"] or f"from {sender}" in mine["said"]
-            if "PayloadError" not in mine["names"] or not known:
-                return f"rank {bad} did not blame {sender}: {mine['said']}"
-        return ""
-
-    def resume(self, faults: list[Fault], newest: dict[str, int | None]) -> None:
-        """New processes go on from what each ending left."""
-        wanted = [fault for fault in faults if newest[fault["id"]] is not None]
-        if not wanted:
-            return
-        outcome = self.launch("resume", wanted, 60 + len(wanted), self.folder / "left")
-        for fault in wanted:
-            seen = outcome.records.get(fault["id"], {})
-            if len(seen) < fault["size"]:
-                self.blame(fault, "lost state", "could not be resumed", outcome.tail)
-                continue
-            self.judge(fault, seen)
-            step = newest[fault["id"]]
-            assert step is not None
-            found = {record["found"] for record in seen.values()}
-            # a rank that dies last may have finished the checkpoint
-            if len(found) > 1 or not found <= ({step, step + 2} if fault["moment"] == "while saving" else {step}):
-                self.blame(fault, "lost state", f"found checkpoints {found}, the last one is of step {step}")
-
-    def run(self, faults: list[Fault]) -> None:
-        """All faults of one wire and size."""
-        endings = [fault for fault in faults if fault["moment"] and fault["kind"] != "not-finite"]
-        self.survivable([fault for fault in faults if fault not in endings])
-        self.resume(endings, {fault["id"]: self.ending(fault) for fault in endings})
+def injected(kind: str, faults: list[Fault]) -> Iterator[tuple[Fault, Seen]]:
+    if kind == "launches":
+        yield from launches.run(faults)
+        return
+    for fault in faults:
+        yield fault, SINGLE[kind].inject(fault)
 
 
-def table(faults: list[Fault], verdicts: dict[str, list[tuple[str, str]]]) -> tuple[str, list[dict[str, Any]]]:
-    """A row for every kind on every wire."""
+def result_of(kind: str, fault: Fault, seed: int, outcome: str, words: str) -> dict[str, Any]:
+    what, group = KINDS[kind].describe(fault), KINDS[kind].label(fault)
+    return {"id": fault["id"], "seed": seed, "kind": group, "what": what, "outcome": outcome, "words": words}
+
+
+def table(results: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """A row for every kind of fault, and one for all."""
     rows = []
-    for kind, wire, size in sorted({(fault["kind"], fault["wire"], fault["size"]) for fault in faults}):
-        ours = [verdicts[f["id"]] for f in faults if (f["kind"], f["wire"], f["size"]) == (kind, wire, size)]
-        row: dict[str, Any] = {"kind": kind, "wire": f"{wire} x{size}", "injected": len(ours)}
-        row["handled"] = sum(not problems for problems in ours)
-        row |= {f"{loss}s": sum(loss in dict(problems) for problems in ours) for loss in LOSSES}
-        rows.append(row | {"note": NOTES.get((wire, kind), "")})
-    total = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("kind", "wire", "note")}
-    rows.append({"kind": "all", "wire": "", **total, "note": ""})
-    head = [*rows[0]]
-    lines = [head, *([str(row[key]) for key in head] for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines), rows
+    for kind in [*dict.fromkeys(result["kind"] for result in results), "all"]:
+        ours = [result for result in results if kind in (result["kind"], "all")]
+        counts = Counter(result["outcome"] for result in ours)
+        row: dict[str, Any] = {"fault": kind, "injected": len(ours) - counts["skipped"]}
+        rows.append(row | {outcome.value: counts[outcome.value] for outcome in Outcome})
+    lines = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    text = "\n".join(" | ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    skipped = dict.fromkeys(f"{r['kind']}: {r['words']}" for r in results if r["outcome"] == "skipped")
+    return text + "".join(f"\nskipped: {what}" for what in skipped), rows
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wires", nargs="+", choices=(*WIRES, "simulated"), default=[*WIRES, "simulated"])
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS], help="which faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=300, help="about how many; never fewer than one of each")
-    parser.add_argument("--quick", action="store_true", help="a small sample with 2 ranks")
-    parser.add_argument("--only", help="the name of one fault; those of its launch that come before it come, too")
-    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES], default=[*RECIPES], help="how to train")
-    parser.add_argument("--json", type=Path, help="write every fault and what came of it to this file")
+    parser.add_argument("--quick", action="store_true", help="a small sample, with 2 ranks")
+    parser.add_argument("--only", help="the name of one fault")
+    parser.add_argument("--results", type=Path, help="a file of results: faults that it has are not repeated")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="begin no fault after that many seconds")
+    parser.add_argument("--launches", type=int, default=300, help="about how many of that kind")
+    parser.add_argument("--wires", nargs="+", choices=(*WIRES, "simulated"), default=[*WIRES, "simulated"])
+    parser.add_argument("--recipes", nargs="+", choices=[*RECIPES], default=[*RECIPES], help="how launches train")
+    parser.add_argument("--json", type=Path, help="write the table and every result to this file")
     arguments = parser.parse_args(words)
 
-    crews = [(wire, 2) for wire in arguments.wires]
-    if not arguments.quick:
-        crews += [(wire, 4) for wire in arguments.wires if wire in ("torch", "mpi", "simulated")]
-    if absent := {wire: missing(wire) for wire, _ in crews if wire != "simulated" and missing(wire)}:
-        sys.exit(f"cannot run on {absent}")
-    others = sum(len(faults_of(*crew, arguments.seed, arguments.quick, 0, arguments.recipes)) for crew in crews)
-    not_finite = 12 if arguments.quick else max(1, -(-(arguments.faults - others) // len(crews)))
-    if arguments.only:
-        identity, kind, _ = arguments.only.split("/")
-        crews = [(identity.rpartition("-")[0], int(identity.rpartition("-")[2]))]
-    planned: list[Fault] = []
+    results: list[dict[str, Any]] = []
+    if arguments.results and arguments.results.exists():
+        results = [json.loads(line) for line in arguments.results.read_text().splitlines()]
+    done = {result["id"] for result in results if result["seed"] == arguments.seed}
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="dgcopt-faults-") as folder:
-        campaign = Campaign(arguments.seed, Path(folder))
-        for wire, size in crews:
-            faults = faults_of(wire, size, arguments.seed, arguments.quick, not_finite, arguments.recipes)
-            if arguments.only:
-                last = next(f for f in faults if f["id"] == arguments.only)
-                survives = kind == "not-finite" or not last["moment"]
-                before = [f for f in faults[: faults.index(last)] if survives and f["kind"] == kind]
-                faults = [*before, last]
-            campaign.run(faults)
-            planned += faults
-            print(f"{wire} x{size}: {len(faults)} faults, {time.monotonic() - start:.0f} s", file=sys.stderr)
-    text, rows = table(planned, campaign.verdicts)
-    print(f"\nseed {arguments.seed}, {campaign.launches} launches, {time.monotonic() - start:.0f} s\n\n{text}")
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        if result["outcome"] not in ("handled", "skipped"):
+            again = f"python scripts/inject_faults.py --seed {arguments.seed} --only {result['id']}"
+            print(f"{result['outcome']}: {result['what']}\n  {result['words']}\n  again: {again}", flush=True)
+        if arguments.results:
+            with arguments.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+
+    for kind in arguments.kinds:
+        faults = planned(kind, arguments)
+        if arguments.only:
+            faults = [fault for fault in faults if fault["id"] == arguments.only]
+        faults = [fault for fault in faults if fault["id"] not in done]
+        possible = []
+        for fault in faults:
+            why = KINDS[kind].unavailable(fault) if hasattr(KINDS[kind], "unavailable") else ""
+            if why:
+                keep(result_of(kind, fault, arguments.seed, "skipped", why))
+            else:
+                possible.append(fault)
+        if time.monotonic() - start > arguments.limit:
+            break
+        for fault, seen in injected(kind, possible):
+            outcome, told = classify(seen)
+            keep(result_of(kind, fault, arguments.seed, outcome.value, told))
+            if time.monotonic() - start > arguments.limit:
+                break
+        if faults:
+            print(f"{kind}: {len(faults)} faults, {time.monotonic() - start:.0f} s", file=sys.stderr)
+    if not results:
+        parser.error("no such fault")
+    text, rows = table(results)
+    print(f"\nseed {arguments.seed}, {time.monotonic() - start:.0f} s\n\n{text}")
     if arguments.json:
-        told = [{**fault, "problems": campaign.verdicts[fault["id"]]} for fault in planned]
-        arguments.json.write_text(json.dumps({"seed": arguments.seed, "table": rows, "faults": told}, indent=1))
-    return int(rows[-1]["handled"] < rows[-1]["injected"])
+        arguments.json.write_text(json.dumps({"seed": arguments.seed, "table": rows, "faults": results}, indent=1))
+    return int(any(result["outcome"] not in ("handled", "skipped") for result in results))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Faults of every kind, injected one at a time into small trainings; run by scripts/inject_faults.py."""

@@ -1,0 +1,114 @@
+"""Exceptions at random lines of dgcopt in the middle of a step, on one of the simulated ranks.
+
+Afterwards every rank is where it was before the step or where it would be after it, entirely: weights, the optimizer's
+state and dgcopt's memory. A loop that goes on either ends with an error of dgcopt or trains as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import dgcopt
+from faults.actors import SUBJECTS, Actor, calls_of, one_step, subject_name
+from faults.rules import Seen
+from faults.tracing import Lines, raises
+
+KIND = "exception at a line"
+COUNT, QUICK = 320, 24
+ERRORS = {error.__name__: error for error in (MemoryError, KeyboardInterrupt, OSError, RuntimeError)}
+SIZE, WARM = 2, 3
+
+
+def plan(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    for number in range(count):
+        rng = random.Random(f"{seed} {KIND} {number}")
+        yield {
+            "subject": number % SUBJECTS if count >= SUBJECTS else rng.randrange(SUBJECTS),
+            "error": rng.choice([*ERRORS]),
+            "place": rng.random(),
+            "again": rng.random() < 0.5,
+        }
+
+
+def label(fault: dict[str, Any]) -> str:
+    return "an exception at a random line, simulated ranks"
+
+
+def describe(fault: dict[str, Any]) -> str:
+    return f"{fault['error']} in {subject_name(fault['subject'])}, then {'again' if fault['again'] else 'the end'}"
+
+
+def inject(fault: dict[str, Any]) -> Seen:
+    subject, error = fault["subject"], ERRORS[fault["error"]]
+    twins, actors = (_trained(subject) for _ in range(2))
+    before = [actor.state() for actor in actors]
+    assert before == [twin.state() for twin in twins], "the training is not deterministic"
+    with Lines().traced() as lines:
+        one_step(twins, WARM)
+    after = [twin.state() for twin in twins]
+
+    seen = Seen(injected=error.__name__)
+    strike = Lines(1 + int(fault["place"] * lines.count), raises(error))
+    with strike.traced():
+        _step_struck(actors, seen, fault["again"])
+    if seen.raised or fault["again"]:
+        for actor, *states in zip(actors, before, after, strict=True):
+            if (said := _relation(actor, *states)) not in ENTIRE:
+                seen.lost.append(f"at {strike.place}: rank {actor.comm.rank} is {said}")
+    if fault["again"] or not seen.raised:
+        ours = any(error.is_ours for error in seen.raised)
+        if not ours and [actor.state() for actor in actors] != after:
+            seen.lost.append(f"at {strike.place}: went on to another state than undisturbed, without an error")
+    return seen
+
+
+ENTIRE = ("before", "after", "after the local step", "before the optimizer's own step")
+
+
+def _trained(subject: int) -> list[Actor]:
+    actors = [Actor(comm, subject) for comm in dgcopt.simulated_world(SIZE)]
+    for step in range(WARM):
+        one_step(actors, step)
+    return actors
+
+
+def _step_struck(actors: list[Actor], seen: Seen, again: bool) -> None:
+    """One step of all ranks. A rank whose call raises calls `again`, or is gone; the others go on until they notice."""
+    gone: set[int] = set()
+    for actor, call in calls_of(actors, WARM):
+        if actor.comm.rank in gone:
+            continue
+        for attempt in range(2):
+            try:
+                call()
+                break
+            except BaseException as error:
+                seen.add(actor.comm.rank, error)
+                if not again or attempt:
+                    gone.add(actor.comm.rank)
+                    actor.comm.close()
+                    break
+
+
+def _relation(actor: Actor, before: Any, after: Any) -> str:
+    """Where a rank is between two states, if it is entirely in one; else how it is torn."""
+    state = actor.state()
+    places = [
+        "either" if here == there == now else "before" if now == here else "after" if now == there else "torn"
+        for now, here, there in zip(state, before, after, strict=True)
+    ]
+    for one in ("before", "after"):
+        if {*places} <= {one, "either"}:
+            return one
+    weights, inner, ours = places
+    if actor.averages and ours in ("before", "either"):
+        return "after the local step" if state[0] == actor.stepped else f"torn: {places}"
+    if weights == "before" and inner in ("before", "either") and ours in ("after", "either"):
+        with contextlib.suppress(dgcopt.DGCError):
+            actor.step(WARM)  # which has only the optimizer's own step left to do
+        if actor.state() == after:
+            return "before the optimizer's own step"
+    return f"torn: weights {weights}, optimizer's state {inner}, dgcopt's {ours}"

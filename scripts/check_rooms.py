@@ -24,6 +24,7 @@ FOREIGN = {
     "_indices": "torch: the same",
     "_foreach_add_": "torch: one call for many tensors",
     "_foreach_copy_": "torch: the same",
+    "_foreach_zero_": "torch: the same",
     "_optimizer_step_pre_hooks": "torch: whether an optimizer has hooks of others",
     "_global_optimizer_pre_hooks": "torch: the same, of all optimizers",
     "_wrapped_by_lr_sched": "torch: an optimizer's step that an LR scheduler has put a counter around",

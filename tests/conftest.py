@@ -6,6 +6,7 @@ How often they had to be started once more is counted over all processes of pyte
 import gc
 import logging
 import os
+import zlib
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,6 +31,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """The same numbers and log in every run, whichever tests ran before: what fails once fails again."""
     torch.manual_seed(0)
     logging.getLogger("dgcopt").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def size_of_gradients(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of tests are small, and are copied: in every other test they stay in place, as large ones do."""
+    if zlib.crc32(request.node.nodeid.encode()) % 2:
+        monkeypatch.setattr("dgcopt.flat.gradient.SMALL", 1)
 
 
 @pytest.hookimpl(optionalhook=True)

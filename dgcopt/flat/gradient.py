@@ -25,6 +25,9 @@ __all__ = [
 LARGE = 2**14
 """Elements of a large gradient: to copy so many takes about as long as to make a view of them."""
 
+SMALL = 2**12
+"""Elements of a small gradient: to look at one takes longer than to copy it, where many are copied at once."""
+
 
 def values_of(grad: Tensor) -> Tensor:
     """What a gradient holds; of a sparse one only the elements that it has."""
@@ -146,18 +149,22 @@ class LocalGradient:
 class Flat:
     """Memory for one gradient of a bucket, in one piece.
 
-    Attributes: `parts`, each parameter's view; `spans`, the same flat, with the gaps behind them.
+    Attributes: `parts`, each parameter's view; `gaps` behind them, where there are any; `spans`, each part flat, with
+    its gap.
     """
 
     def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
         self.tensor = tensor
+        ends = [-(-segment.stop // BLOCK) * BLOCK for segment in segments]
         self.parts = [segment.view(tensor) for segment in segments]
-        self.spans = [tensor[s.start : -(-s.stop // BLOCK) * BLOCK] for s in segments]
-        self._places = [(part.data_ptr(), part.stride()) for part in self.parts]
+        self.spans = [tensor[segment.start : end] for segment, end in zip(segments, ends, strict=True)]
+        self.gaps = [tensor[s.stop : end] for s, end in zip(segments, ends, strict=True) if s.stop < end]
+        self._places = {part.data_ptr() for part in self.parts}
 
-    def holds(self, place: int, grad: Tensor | None) -> bool:
-        """Whether a parameter's gradient lives here."""
-        return grad is not None and _is_plain(grad) and (grad.data_ptr(), grad.stride()) == self._places[place]
+    def holds_any(self, grads: Iterable[Tensor | None]) -> bool:
+        """True if the gradient of a parameter lives here."""
+        plain = (grad for grad in grads if type(grad) is Tensor and grad.layout is torch.strided)
+        return not self._places.isdisjoint(map(Tensor.data_ptr, plain))
 
 
 @dataclass(eq=False)
@@ -196,6 +203,7 @@ class GradientBucket(Bucket):
     leaves_early: bool = False
 
     def __post_init__(self) -> None:
+        self._params = [segment.param for segment in self.segments]
         self._starts = torch.tensor([segment.start for segment in self.segments])
         self._stops = torch.tensor([segment.stop for segment in self.segments])
         self._sent: Flat | None = None
@@ -215,14 +223,23 @@ class GradientBucket(Bucket):
             self._sent = Flat(self.empty(), self.segments)
         return self._sent
 
-    def keep_clear(self) -> None:
-        """Before a step's first gradient is taken: send the other flat gradient if gradients live in this one.
+    @property
+    def has_small_parts(self) -> bool:
+        """True if gradients are small, on average."""
+        return self.numel < SMALL * len(self.segments)
+
+    def grads(self) -> list[Tensor | None]:
+        """The parameters' gradients, as they are now."""
+        return [param.grad for param in self._params]
+
+    def keep_clear(self, grads: Sequence[Tensor | None]) -> None:
+        """Before a step's first gradient is copied: send the other flat gradient if `grads` live in this one.
 
         They do after `hand_out(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites what is sent,
         and what the user's code accumulated must outlive an exchange that has to be repeated.
         """
         sent = self._to_send
-        if any(sent.holds(place, segment.param.grad) for place, segment in enumerate(self.segments)):
+        if sent.holds_any(grads):
             self._sent, self._other = self._other, sent
 
     def release(self, place: int) -> None:
@@ -249,6 +266,26 @@ class GradientBucket(Bucket):
             for place, grad, span in zip(places, grads, spans, strict=True)
         ]
         return copy_scaled(parts, spans, scale)
+
+    @torch.no_grad()
+    def fill_whole(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
+        """`fill` for all parameters at once, in a few operations however many there are.
+
+        Returns the largest magnitude of all: shape `[1]`.
+        """
+        whole = self._to_send
+        strided = [grad for grad in grads if grad is not None and grad.layout is torch.strided]
+        if len(strided) == len(grads):
+            torch._foreach_copy_(whole.parts, strided)
+        else:
+            for part, grad in zip(whole.parts, grads, strict=True):
+                if grad is None:
+                    part.zero_()
+                else:
+                    part.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+        if whole.gaps:
+            torch._foreach_zero_(whole.gaps)
+        return peaks([whole.tensor]) if scale == 1 else copy_scaled([whole.tensor], [whole.tensor], scale)
 
     def _fits(self, place: int, grad: Tensor) -> bool:
         """Whether a gradient can live in a flat one and stay the tensor that it is."""

@@ -10,10 +10,10 @@ scaling change them afterwards without telling; torch counts most changes of a t
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from types import FrameType
 
 import torch
@@ -33,38 +33,75 @@ One by one, ResNet-50's gradients take 3% more of a step's CPU time.
 LONGEST_PAUSE = 1024
 """Steps without early launches after launches that proved too early again and again."""
 
+NOTHING = object()
+"""What was taken of a gradient that was not."""
+
+_VERSION = operator.attrgetter("_version")
 _BACKWARD = torch.autograd.backward.__code__
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
-@dataclass(eq=False)
 class _Filling:
-    """A bucket that gradients come into: the places of those that have, and what of them waits to be copied."""
+    """A bucket that gradients come into.
 
-    places: set[int] = field(default_factory=set)
-    waiting: dict[int, Tensor] = field(default_factory=dict)
-    numel: int = 0
+    Attributes: `complete`, the places of those that are; `waiting`, of those that wait to be copied, and `numel`, how
+    many elements they have; `taken`, by place, what was copied, or is read where it lies, with its version, and
+    `NOTHING` at the `missing` places; `peaks`, the largest magnitudes of all that was.
+    """
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        count = len(bucket.segments)
+        self.bucket = bucket
+        self.complete: set[int] = set()
+        self.waiting: set[int] = set()
+        self.numel = 0
+        self.taken: list[object] = [NOTHING] * count
+        self.missing = count
+        self.versions = [0] * count
+        self.peaks: list[Tensor] = []
+
+    def changed(self) -> list[int]:
+        """The places of gradients that are not the ones any more that were taken."""
+        now, taken = self.bucket.grads(), self.taken
+        versions = _versions(now)
+        if versions == self.versions and all(map(operator.is_, now, taken)):
+            return []
+        return [
+            place
+            for place, before in enumerate(taken)
+            if before is not NOTHING and (now[place] is not before or versions[place] != self.versions[place])
+        ]
+
+    def take(self, places: Sequence[int], grads: list[Tensor | None], peaks: Tensor | None) -> None:
+        """Take note of the gradients at `places` as they are now."""
+        versions = _versions(grads)
+        if len(places) == len(self.taken):
+            self.taken, self.versions, self.peaks, self.missing = list(grads), versions, [], 0
+        else:
+            for place, grad, version in zip(places, grads, versions, strict=True):
+                self.missing -= self.taken[place] is NOTHING
+                self.taken[place], self.versions[place] = grad, version
+        if peaks is not None:
+            self.peaks.append(peaks)
 
 
 class Arrivals:
     """What has come in since the last step.
 
     Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;
-    `passes`, in how many backward passes, if their number is announced; `taken`, parameters whose gradient is in its
-    bucket, or waits to be copied there; `uncounted`, those whose gradient was added to by passes that do not count.
+    `passes`, in how many backward passes, if their number is announced; `uncounted`, those whose gradient was added to
+    by passes that do not count.
     """
 
     def __init__(self) -> None:
         self.additions: dict[Tensor, int] = {}
         self.passes: dict[Tensor, int] = {}
-        self.taken: dict[Tensor, tuple[Tensor | None, int]] = {}
         self.uncounted: set[Tensor] = set()
         self._seen_in: dict[Tensor, int] = {}
         self._pass = 0
         self._graph_task: int | None = None
         self._call: FrameType | None = None
         self._usual: dict[Tensor, int] = {}
-        self._peaks: dict[Tensor, Tensor] = {}
         self._filling: dict[GradientBucket, _Filling] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
@@ -93,65 +130,112 @@ class Arrivals:
         """Whether a gradient is this rank's own, also by passes that do not count."""
         return param in self.additions or param in self.uncounted
 
-    def take(self, param: Tensor, bucket: GradientBucket, place: int) -> bool:
-        """Take note of a gradient that is complete; whether so many wait now that they should be copied, by `fill`."""
-        filling = self._filling.get(bucket)
-        if filling is None:
-            filling = self._filling[bucket] = _Filling()
-            if not bucket.in_place:
-                bucket.keep_clear()
-        filling.places.add(place)
-        grad = param.grad
-        self.taken[param] = (grad, 0 if grad is None else grad._version)
-        if bucket.in_place:
-            return False
-        filling.waiting[place] = param
-        filling.numel += param.numel()
+    def completed(self, bucket: GradientBucket, place: int) -> bool:
+        """Take note of a gradient that is complete; True if so many wait now that `fill_waiting` should copy them."""
+        filling = self._filling.get(bucket) or self._of(bucket)
+        filling.complete.add(place)
+        if bucket.in_place or bucket.has_small_parts:
+            return False  # which are copied when all are there, if at all
+        filling.waiting.add(place)
+        filling.numel += bucket.segments[place].numel
         return filling.numel >= ENOUGH
-
-    def fill(self, bucket: GradientBucket, scale: float) -> None:
-        """Copy `scale` times what waits for a bucket into it, all at once."""
-        filling = self._filling.get(bucket)
-        if filling is not None and filling.waiting:
-            params = filling.waiting.values()
-            peaks = bucket.fill(list(filling.waiting), [param.grad for param in params], scale)
-            self._peaks |= dict.fromkeys(params, peaks)
-            filling.waiting, filling.numel = {}, 0
 
     def has_all_of(self, bucket: GradientBucket) -> bool:
         """Whether all of the bucket's gradients are complete."""
         filling = self._filling.get(bucket)
-        return filling is not None and len(filling.places) == len(bucket.segments)
+        return filling is not None and len(filling.complete) == len(bucket.segments)
+
+    def fill_waiting(self, bucket: GradientBucket, scale: float) -> None:
+        """Copy `scale` times what waits for a bucket into it."""
+        waiting = self._of(bucket).waiting
+        if waiting:
+            self._copy(bucket, sorted(waiting), scale)
+
+    def fill(self, bucket: GradientBucket, scale: float) -> None:
+        """Copy `scale` times what is not in its bucket yet; all of it if anything has changed that is."""
+        filling = self._of(bucket)
+        everything = range(len(bucket.segments))
+        if filling.missing == len(everything) or filling.changed():
+            self._copy(bucket, everything, scale)
+        elif filling.missing:
+            self._copy(bucket, [place for place in everything if filling.taken[place] is NOTHING], scale)
+
+    def _copy(self, bucket: GradientBucket, places: Sequence[int], scale: float) -> None:
+        filling, grads = self._of(bucket), bucket.grads()
+        if not filling.peaks:
+            bucket.keep_clear(grads)
+        if len(places) == len(grads) and bucket.has_small_parts:
+            peaks = bucket.fill_whole(grads, scale)
+        else:
+            grads = [grads[place] for place in places]
+            peaks = bucket.fill(places, grads, scale)
+        filling.take(places, grads, peaks)
+        filling.waiting, filling.numel = set(), 0
+
+    def read(self, bucket: GradientBucket) -> None:
+        """An exchange is about to read a bucket's gradients where they lie."""
+        grads = bucket.grads()
+        self._of(bucket).take(range(len(grads)), grads, None)
 
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
         """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
-        self._peaks |= dict.fromkeys((segment.param for segment in bucket.segments), peak.reshape(1))
+        self._of(bucket).peaks.append(peak.reshape(1))
 
-    def has_changed(self, param: Tensor) -> bool:
-        """Whether a gradient is not the one any more that was taken."""
-        grad, version = self.taken[param]
-        return param.grad is not grad or (grad is not None and grad._version != version)
+    def _of(self, bucket: GradientBucket) -> _Filling:
+        filling = self._filling.get(bucket)
+        if filling is None:
+            filling = self._filling[bucket] = _Filling(bucket)
+        return filling
 
-    def find_infinite(self, params: Iterable[Tensor], changed: Collection[Tensor]) -> Tensor | None:
-        """The first parameter whose gradient holds NaN or Inf: what was copied has been looked at, the rest is now."""
-        graded = [(param, param.grad) for param in params if param.grad is not None]
-        seen = self._peaks
-        if changed:
-            seen = {param: peak for param, peak in seen.items() if param not in changed}
-        unseen: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param, grad in graded:
-            if param not in seen:
-                unseen.setdefault((grad.device, grad.dtype), []).append(values_of(grad))
+    def changed(self) -> dict[GradientBucket, list[int]]:
+        """The buckets of which gradients have changed since they were taken, and their places."""
+        return {bucket: places for bucket, filling in self._filling.items() if (places := filling.changed())}
+
+    def find_infinite(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        changed: Mapping[GradientBucket, Collection[int]],
+    ) -> Tensor | None:
+        """The first of `params` whose gradient holds NaN or Inf: what was taken has been looked at, the rest is now.
+
+        `changed` is what has changed since.
+        """
+        found, seen, count = [], [], 0
+        for bucket, filling in self._filling.items():
+            if filling.peaks and bucket not in changed:
+                found += filling.peaks
+                seen.append(filling)
+                count += len(bucket.segments) - filling.missing
+        if count < len(params):
+            found += self._peaks_of_others(params, grads, seen)
         by_device: dict[torch.device, list[Tensor]] = {}
-        for peak in (*{id(peak): peak for peak in seen.values()}.values(), *map(peaks, unseen.values())):
+        for peak in found:
             by_device.setdefault(peak.device, []).append(peak)
-        if all(bool(torch.cat(found).isfinite().all()) for found in by_device.values()):
+        if all(bool(torch.cat(peaks).isfinite().all()) for peaks in by_device.values()):
             return None
-        return next((param for param, grad in graded if not is_finite(grad)), None)
+        graded = zip(params, grads, strict=True)
+        return next((param for param, grad in graded if grad is not None and not is_finite(grad)), None)
+
+    def _peaks_of_others(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], seen: Sequence[_Filling]
+    ) -> list[Tensor]:
+        """The largest magnitudes of gradients that are in none of the buckets."""
+        known = {
+            segment.param
+            for filling in seen
+            for segment, taken in zip(filling.bucket.segments, filling.taken, strict=True)
+            if taken is not NOTHING
+        }
+        unseen: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None and param not in known:
+                unseen.setdefault((grad.device, grad.dtype), []).append(values_of(grad))
+        return [peaks(alike) for alike in unseen.values()]
 
     def put_back(self) -> None:
         """Empty the buckets; what has arrived stays."""
-        self.taken, self._peaks, self._filling = {}, {}, {}
+        self._filling = {}
 
     def clear(self) -> None:
         """Begin the next step."""
@@ -183,6 +267,14 @@ class EarlyLaunch:
         """Gradients have changed after they were sent: launch none for a while, longer each time."""
         self._mistakes += 1
         self._pause_until = step + 1 + min(2**self._mistakes, LONGEST_PAUSE)
+
+
+def _versions(grads: Sequence[Tensor | None]) -> list[int]:
+    """How often each gradient was changed, as torch counts it; 0 where there is none."""
+    try:
+        return [*map(_VERSION, grads)]
+    except AttributeError:
+        return [0 if grad is None else grad._version for grad in grads]
 
 
 def _users_call() -> FrameType | None:

@@ -108,12 +108,13 @@ def parts_of(
         in_place: for which kinds gradients stay where they are, on a CPU.
         first: the index of the first part among all that are exchanged.
     """
-    order, named = list(names.values()), [(name, param) for param, name in names.items() if param.numel()]
+    place_of = {name: place for place, name in enumerate(names.values())}
+    named = [(name, param) for param, name in names.items() if param.numel()]
     parts: list[Part] = []
     for made in build_buckets(named, kind_of, 2**62, 2**62, None, GradientBucket) if named else []:
         bucket = replace(made, index=first + len(parts))
         bucket.in_place = bucket.is_cpu and in_place(bucket.kind)
-        places = [order.index(segment.name) for segment in bucket.segments]
+        places = [place_of[segment.name] for segment in bucket.segments]
         takes_sums = bucket.is_cpu and all(
             segment.flatten(grads[place]).data_ptr() == grads[place].data_ptr()
             for segment, place in zip(bucket.segments, places, strict=True)

@@ -61,9 +61,24 @@ class Departures:
 
     # -- launching ---------------------------------------------------------------------------------------------------
 
-    def fill(self, bucket: GradientBucket) -> None:
+    def fill_waiting(self, bucket: GradientBucket) -> None:
         """Copy what waits for a bucket into it."""
-        self.arrivals.fill(bucket, self._scale_taken(bucket))
+        self.arrivals.fill_waiting(bucket, self._scale_taken(bucket))
+
+    def fill(self, bucket: GradientBucket) -> None:
+        """Copy what is not in a bucket yet into it, or all that has changed since; zeros on a rank without data."""
+        if bucket.in_place:
+            return
+        if self.attendance.here:
+            self.arrivals.fill(bucket, self._scale_taken(bucket))
+        else:
+            bucket.grad.zero_()
+
+    @torch.no_grad()
+    def fill_rest(self) -> None:
+        """Copy all gradients that are not in their buckets yet, which looks for NaN and Inf in the same pass."""
+        for bucket in self.layout.buckets[self.launched :]:
+            self.fill(bucket)
 
     @torch.no_grad()
     def launch_full(self) -> None:
@@ -82,13 +97,7 @@ class Departures:
         if self.compressor.sends == "update" and self.attendance.here:
             self._make_update()
         rest = self.layout.buckets[self.launched :]
-        for bucket in rest:
-            for place, segment in enumerate(() if bucket.in_place else bucket.segments):
-                if not self.attendance.here:
-                    bucket.fill([place], [None])
-                elif segment.param not in self.arrivals.taken or self.arrivals.has_changed(segment.param):
-                    self.arrivals.take(segment.param, bucket, place)
-            self.fill(bucket)
+        self.fill_rest()
         if self._prepares_gradients:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
         certain = used is None  # else some memory is to stay as it is
@@ -105,6 +114,8 @@ class Departures:
                 self._launch_rows(name, param)
 
     def _launch(self, bucket: GradientBucket) -> None:
+        if bucket.in_place:
+            self.arrivals.read(bucket)
         self.traffic.launch(*self._exchange(bucket, certain=False))
         context = self.layout.contexts[bucket]
         if context.peak is not None:
@@ -193,7 +204,7 @@ class Departures:
         while self.launched < launched:
             bucket = self.layout.buckets[self.launched]
             if not bucket.in_place:
-                bucket.keep_clear()
+                bucket.keep_clear(bucket.grads())
                 bucket.grad.zero_()
             self._launch(bucket)
         yield from self.traffic.call_off(self.flights)

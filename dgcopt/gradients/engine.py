@@ -25,8 +25,7 @@ from ..errors import ConfigError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
 from ..exchange.divergence import replicas
-from ..exchange.group_settings import GroupSettings
-from ..exchange.parameters import plain
+from ..exchange.parameters import plain, take_over_settings
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
@@ -87,7 +86,6 @@ class Engine:
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings, as they were at the last step
         self._warned = False
-        self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
         self._moved_on = False  # whether another rank has moved this one to the end of its step already
         self.runner = Runner(comm, "optimizer", self._offer, self._forget_step)
         self._arrivals = Arrivals()
@@ -158,8 +156,8 @@ class Engine:
             return
         if not is_last or not bucket.leaves_early or not self._may_leave_early:
             return
-        if arrivals.take(param, bucket, place):
-            departures.fill(bucket)
+        if arrivals.completed(bucket, place):
+            departures.fill_waiting(bucket)
         if arrivals.has_all_of(bucket):
             try:
                 departures.launch_full()
@@ -256,21 +254,18 @@ class Engine:
         if not verdict.alike:
             yield from traffic.through(compare(self._described(), self.comm.rank, "parameters", CHANGED))
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
-        is_same = verdict.prepared and verdict.same_settings and verdict.active_ranks == before
-        again = verdict.stale or not is_same
+        again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
         if again or verdict.void or not verdict.active_ranks:
             yield from departures.take_back(verdict.launched, bool(verdict.void))
         self.attendance.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
             return
-        first = min({*range(self.comm.size)} - {*verdict.absent})
         if verdict.absent:  # whose schedulers stand still
-            yield from traffic.through(self._groups.take_over(first, self.comm, not self.attendance.here))
+            there = min({*range(self.comm.size)} - {*verdict.absent})
+            yield from traffic.through(take_over_settings(self.wrapped.optimizer, there, self.comm))
         if not verdict.prepared:
             yield from self._lay_out()
-        if not verdict.same_settings:
-            yield from traffic.through(self._groups.agree(first, self.comm, self.settings.on_divergence))
         trained, used = self.layout.trained, None
         if not verdict.complete:
             there = [self.attendance.here and param.grad is not None for param in trained]
@@ -304,18 +299,22 @@ class Engine:
     def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
         trained, arrivals, departures = self._trained(), self._arrivals, self.departures
         layout = departures.layout
+        grads = [param.grad for param in trained]
         if not self.settings.sparse_as_dense:
-            self._sparse |= {param for param in trained if param.grad is not None and param.grad.is_sparse}
-        changed = {param for param in arrivals.taken if arrivals.has_changed(param)}
-        if final and any(layout.place[p][0].index < departures.launched for p in changed):
+            self._sparse |= {p for p, grad in zip(trained, grads, strict=True) if grad is not None and grad.is_sparse}
+        changed = arrivals.changed()
+        if final and any(bucket.index < departures.launched for bucket in changed):
             if not departures.stale:  # not by one more backward pass, which is expected from now on
                 self.early.was_mistaken(self.step)
             departures.stale = True
-        used = [param.grad is not None for param in trained]
+        used = [grad is not None for grad in grads]
         prepared = layout.fits(trained, self._sparse)
         if not prepared:
             layout.check_sizes()
-        infinite = arrivals.find_infinite(trained, changed) if self.attendance.here else None
+        elif final and not departures.stale and self.compressor.sends == "gradient":
+            departures.fill_rest()
+            changed = {}
+        infinite = arrivals.find_infinite(trained, grads, changed) if self.attendance.here else None
         if infinite is not None:
             log.log(
                 logging.WARNING if self.early.possible else logging.INFO,  # loss scaling expects it
@@ -333,7 +332,6 @@ class Engine:
             complete=all(used),
             final=final,
             here=self.attendance.here,
-            settings=self._groups.checksum(),
             used=fingerprint(used),
         )
         return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
@@ -389,7 +387,7 @@ class Engine:
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
         else:  # before the first step over this wire: do all ranks start alike?
-            lines += self._groups.describe() + self.wrapped.describe_start(warn=self.comm.rank == 0)
+            lines += self.wrapped.describe_start(warn=self.comm.rank == 0)
             yield from traffic.through(compare(lines, self.comm.rank, "what ranks start from", REMEDY))
             weights = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(weights, self.comm, 0, settings.on_divergence))

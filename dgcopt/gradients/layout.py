@@ -131,8 +131,8 @@ def _prepared(bucket: GradientBucket, compressor: Compressor, settings: Settings
     """Decide how a new bucket travels; returns what its exchange may know."""
     divided = settings.op == "average" and compressor.adds_up(bucket.kind)  # before the exchange
     op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
-    # a GPU copies gradients faster than it starts as many kernels as there are parameters
-    bucket.in_place = bucket.is_cpu and compressor.in_place(bucket.kind)
+    # small gradients, and any on a GPU, are copied faster than each is looked at
+    bucket.in_place = bucket.is_cpu and compressor.in_place(bucket.kind) and not bucket.has_small_parts
     bucket.leaves_early = _leaves_early(compressor, bucket.device)
     context = context_of(bucket, comm, op, store)
     context.prescale = 1 / comm.size if divided else 1.0

@@ -1,6 +1,7 @@
 """DGC reads gradients where autograd left them, writes the mean there, and steps only where something arrived."""
 
 import contextlib
+import functools
 import weakref
 from types import SimpleNamespace
 
@@ -20,6 +21,12 @@ from dgcopt.flat.segments import Segment
 from dgcopt.kernels import Parts
 
 
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient is so small that it is copied."""
+    monkeypatch.setattr("dgcopt.flat.gradient.SMALL", 1)
+
+
 def held_bytes(optimizer: Optimizer) -> int:
     """All that is kept for its gradients beside them."""
     engine = optimizer.engine
@@ -34,6 +41,56 @@ def held_bytes(optimizer: Optimizer) -> int:
 def wide_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(12, 640, bias=False), nn.Tanh(), nn.Linear(640, 5, bias=False))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["at the step", "in backward"])
+@pytest.mark.parametrize("accumulated", [False, True], ids=["", "zero_grad(set_to_none=False)"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"vectors": "int8", "values": "int2", "indices": "rice"}, {"reduce": "owner", "vectors": "sparse"}],
+    ids=["plain", "coded", "owners"],
+)
+def test_small_gradients_are_copied_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, settings: dict, accumulated: bool, overlap: bool
+) -> None:
+    """Channels-last, with gaps behind parameters, unused ones among them, momentum, weight decay and a void step."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Conv2d(2, 5, 3), nn.Flatten(), nn.Linear(80, 7), nn.Linear(7, 3), nn.Linear(80, 3))
+        return net.to(memory_format=torch.channels_last)
+
+    def train(small: int) -> tuple[list[Tensor], dict, dict]:
+        monkeypatch.setattr("dgcopt.flat.gradient.SMALL", small)
+        make = functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+        compression = dgcopt.DGC(0.1, overlap=overlap, **settings)
+        ranks = Ranks(2, make, model, compression=compression, bucket_mb=1e-3, first_bucket_mb=1e-4)
+        generator = torch.Generator().manual_seed(5)
+        for step in range(6):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad(set_to_none=not accumulated)
+            for rank, (conv, flat, wide, narrow, other) in enumerate(ranks.models):
+                x = flat(conv(torch.randn(4, 2, 6, 6, generator=generator)))
+                (other(x) if (step + rank) % 3 == 0 else narrow(wide(x))).square().mean().backward()
+                if step == 3 and rank == 1:
+                    conv.weight.grad[0, 0, 0, 0] = torch.nan
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+        (engine, _), in_place = (each.engine for each in ranks.optimizers), small == 1
+        assert any(bucket.in_place for bucket in engine.layout.buckets) == in_place
+        assert engine.telemetry.skipped == 1
+        grads = [param.grad for model in ranks.models for param in model.parameters()]
+        weights = [weight for rank in range(2) for weight in ranks.weights(rank)]
+        return weights + [grad for grad in grads if grad is not None], engine.store.memory(), engine.telemetry
+
+    (mine, memory, told), (copied, copied_memory, copied_told) = train(1), train(2**12)
+    assert len(mine) == len(copied) and all(map(torch.equal, mine, copied))
+    assert memory.keys() == copied_memory.keys() and any(by_name["0.weight"].any() for by_name in memory.values())
+    for kind, by_name in memory.items():
+        assert all(torch.equal(held, copied_memory[kind][name]) for name, held in by_name.items()), kind
+    assert (told.sent_bytes, told.selected, told.repeated) == (
+        copied_told.sent_bytes, copied_told.selected, copied_told.repeated
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("residual, copies", [("full", 2), ("bf16", 1)])

@@ -3,10 +3,15 @@
     directory/
       step-00000100/
         rank-0.pt  rank-1.pt ...     what each rank gave, `torch.save`d, read with `weights_only=True`
-        manifest.json                step, number of ranks, SHA-256 of every file, versions; written last
+        manifest.json                step, number of ranks, SHA-256 of every file, versions, writer; written last
 
 The directory must be shared by all machines. A checkpoint can be loaded by more or fewer ranks than wrote it: what
-they held back is shared out anew (`reshare`).
+they held back is shared out anew (`reshare`). Only folders with a manifest of dgcopt are ever replaced or deleted.
+
+One run at a time may write to a directory. Every process remembers the identities of the checkpoints that it has found,
+when it first used the directory or last loaded from it, and of those that its ranks have saved since. A further one
+was written by another run that is still going on, and `save` refuses. Nothing outlives a process that was killed, so
+a new process goes on from any directory.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import json
 import logging
 import os
 import re
-import shutil
+import secrets
+import socket
+import time
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +71,11 @@ HOW_TO_KEEP = (
 MANIFEST = "manifest.json"
 FORMAT = 1
 FINISHED, REPLACED, UNFINISHED = "step-", ".replaced-step-", ".unfinished-step-"
+LARGEST_STEP = 2**63 - 1
+"""Ranks tell each other steps as int64."""
+
+_known: dict[str, set[str]] = {}
+"""Identities of the checkpoints that this process has found, or saved with its ranks, by directory."""
 
 
 def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | None = None, keep: int = 2) -> Path:
@@ -75,17 +87,22 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
             `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`.
         step: names the checkpoint; a later one must be larger, and the same one again replaces it.
         comm: the wire; None is that of `dgcopt.init()`.
-        keep: how many valid checkpoints stay; older ones are deleted.
+        keep: number of checkpoints that stay, this one included. Only those whose files still have their checksums
+            count; each rank verifies its share. Older ones are deleted. Folders without a manifest of dgcopt, and
+            files of others in a checkpoint's folder, stay.
 
-    An interrupted save leaves the previous checkpoint valid. Raises CheckpointError on every rank if any could not
-    write (disk full, no permission, directory not shared), and where a valid one of a later step is there, as of an
-    earlier run, which would be loaded in place of this one. Later ones that are damaged stay, and do not count.
+    An interrupted save leaves the previous checkpoint valid; the next save deletes its leftovers. Raises
+    CheckpointError on every rank if any could not write (disk full, no permission, directory not shared); if a valid
+    checkpoint of a later step is there, as of an earlier run, which would be loaded in place of this one (later ones
+    that are damaged stay, and do not count); if the folder of this step is not a checkpoint of dgcopt; and if another
+    run has written to the directory since this one first used it or last loaded from it.
     """
     _check_directory(directory)
     if not isinstance(state, dict):
         raise ConfigError(f"state must be a dict, such as {{'model': model.state_dict()}}, not {state!r:.200}")
     check_whole(keep, "keep", 1)
-    check_whole(step, "step", 0)
+    if check_whole(step, "step", 0) > LARGEST_STEP:
+        raise ConfigError(f"step must be at most {LARGEST_STEP}, not {step}: number steps from 0")
     comm = current_comm(comm)
     return comm.drive(_save(Path(directory), state, step, comm, keep))
 
@@ -94,9 +111,10 @@ def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str
     """The newest checkpoint that is valid on every rank, as `(step, this rank's state)`; collective.
 
     None if the `directory` holds no checkpoint, or is missing. Damaged and half-written ones are passed over in favour
-    of older ones. Loaded by as many ranks as wrote it, every rank gets what it gave, bit for bit; by more or fewer, see
-    `reshare`. `comm` is the wire; None is that of `dgcopt.init()`. Raises CheckpointError if there are only damaged
-    ones, saying what is wrong with the newest, and ConfigError for a file, or the folder of one checkpoint.
+    of older ones; a log warning names them and says why. Loaded by as many ranks as wrote it, every rank gets its own,
+    bit for bit; by more or fewer, see `reshare`. `comm` is the wire; None is that of `dgcopt.init()`. Raises
+    CheckpointError if there are only damaged ones, saying what is wrong with the newest, and ConfigError for a file, or
+    the folder of one checkpoint.
     """
     _check_directory(directory)
     comm = current_comm(comm)
@@ -231,17 +249,21 @@ def take_mark(groups: list[dict[str, Any]], entry: str, rank: int) -> int:
 def _save(
     directory: Path, state: dict[str, Any], step: int, comm: Comm, keep: int
 ) -> Generator[Collective, Tensor, Path]:
-    final, unfinished = directory / f"{FINISHED}{step:08d}", directory / f"{UNFINISHED}{step:08d}"
-    problem = ""
+    final, number, problem = directory / f"{FINISHED}{step:08d}", secrets.randbits(63), ""
     if comm.rank == 0:
         try:
-            _check_is_newest(directory, step)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+            _check_can_write(directory, step)
+            _clear_leftovers(directory)
+            _announce(_unfinished(directory, step, number), step, comm.size, number)
+            _check_sole_writer(directory, number)
         except (OSError, CheckpointError) as error:
             problem = str(error)
-    yield from _agree(comm, problem, f"cannot make {unfinished}")
-    digest = b""
+    yield from _agree(comm, problem, f"cannot make {final}")
+    # the identity is that of rank 0; all ranks know it, whichever of them is rank 0 after a loss
+    told = yield Broadcast(comm.to_wire(torch.tensor([number])), label="identity of a checkpoint")
+    number = int(told)
+    _known_in(directory).add(_identity(number))
+    unfinished, digest = _unfinished(directory, step, number), b""
     try:
         if not unfinished.is_dir():
             problem = (
@@ -255,28 +277,48 @@ def _save(
     yield from _agree(comm, problem, f"cannot write a checkpoint to {directory}")
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     digests = (yield AllGather(comm.to_wire(mine), label="checksums of a checkpoint")).cpu()
+    older: list[int] = []
     if comm.rank == 0:
         try:
-            _write_text(unfinished / MANIFEST, _manifest(step, [bytes(row.tolist()).hex() for row in digests]))
+            sums = [bytes(row.tolist()).hex() for row in digests]
+            _check_sole_writer(directory, number)
+            _write_text(unfinished / MANIFEST, _manifest(step, comm.size, number, sums))
             _flush_folder(unfinished)
             _put(unfinished, final, directory / f"{REPLACED}{step:08d}")
-            _clear(directory, step, keep)
-        except OSError as error:
+            older = [other for other, folder in _checkpoints(directory).items() if other < step and _is_ours(folder)]
+        except (OSError, CheckpointError) as error:
             problem = str(error)
     yield from _agree(comm, problem, f"cannot complete the checkpoint {final}")
+    yield from _prune(directory, older, keep, comm)
     return final
 
 
-def _manifest(step: int, sums: list[str]) -> str:
-    versions = {"dgcopt": __version__, "torch": torch.__version__}
-    return json.dumps({"format": FORMAT, "step": step, "world_size": len(sums), "sha256": sums} | versions, indent=1)
+def _manifest(step: int, size: int, number: int, sums: list[str] | None = None) -> str:
+    """The text of a manifest; without checksums, the one that marks a folder as a save in progress."""
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    writer = f"process {os.getpid()} on {socket.gethostname()}, {written}"
+    # first, so that a manifest that was cut short is still recognised
+    fields: dict[str, Any] = {"dgcopt": __version__, "torch": torch.__version__, "format": FORMAT, "step": step}
+    fields |= {"world_size": size, "identity": _identity(number), "writer": writer}
+    return json.dumps(fields if sums is None else fields | {"sha256": sums}, indent=1)
 
 
-def _check_is_newest(directory: Path, step: int) -> None:
-    """Raises CheckpointError if there is a valid checkpoint of a later step, which `load` would take."""
+def _identity(number: int) -> str:
+    return f"{number:016x}"
+
+
+def _unfinished(directory: Path, step: int, number: int) -> Path:
+    return directory / f"{UNFINISHED}{step:08d}-{_identity(number)}"
+
+
+def _check_can_write(directory: Path, step: int) -> None:
+    """Raises CheckpointError if another run writes here, a valid checkpoint of a later step is there, which `load`
+    would take, or the folder of this step is not dgcopt's.
+    """
+    _check_sole_writer(directory)
     for later, folder in _checkpoints(directory).items():
         if later <= step:
-            return
+            break
         try:
             parts = _Parts(folder, _checksums(folder, later))
             for rank in range(len(parts)):
@@ -287,23 +329,133 @@ def _check_is_newest(directory: Path, step: int) -> None:
             f"{folder} is of a later step than {step}, and would be loaded in its place: load it to go on from there, "
             f"delete it, or use another directory"
         )
+    for name in (f"{FINISHED}{step:08d}", f"{REPLACED}{step:08d}"):
+        if (directory / name).exists() and not _is_ours(directory / name):
+            raise CheckpointError(
+                f"{directory / name} is there and has no manifest of dgcopt, so it is not replaced: move or delete "
+                f"it, or use another directory"
+            )
+
+
+def _check_sole_writer(directory: Path, number: int | None = None) -> None:
+    """Raises CheckpointError if another run has written here, or is about to, beside the save of identity `number`."""
+    known = _known_in(directory)
+    for identity, (folder, writer) in _identities(directory).items():
+        if identity not in known and (number is None or identity != _identity(number)):
+            raise CheckpointError(
+                f"{folder} is of another run ({writer}), which writes to {directory} at the same time as this one "
+                f"(process {os.getpid()} on {socket.gethostname()}): each would delete and load the other's "
+                f"checkpoints. Give each run its own directory, or end the other one and start this one anew"
+            )
+    if number is not None and _identity(number) not in _identities(directory):
+        raise CheckpointError(
+            f"the unfinished checkpoint in {directory} has disappeared: another run that writes there at the same "
+            f"time may have deleted it. Give each run its own directory"
+        )
+
+
+def _announce(unfinished: Path, step: int, size: int, number: int) -> None:
+    """Make the folder of a save in progress, with a manifest that says whose it is."""
+    unfinished.mkdir(parents=True)
+    try:
+        _write_text(unfinished / MANIFEST, _manifest(step, size, number))
+    except OSError:  # disk full: without a manifest, no later save may delete it
+        (unfinished / MANIFEST).unlink(missing_ok=True)
+        unfinished.rmdir()
+        raise
 
 
 def _put(unfinished: Path, final: Path, replaced: Path) -> None:
     """Rename the new checkpoint into place. One that it replaces can be loaded under its REPLACED name until then."""
     if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
         os.replace(final, replaced)
-    os.replace(unfinished, final)
+    os.replace(unfinished, final)  # fails if another run has put its own there since
     _flush_folder(final.parent)
+    _remove(replaced)
 
 
-def _clear(directory: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to `step`, and what interrupted saves have left."""
-    finished = _checkpoints(directory)
-    leftovers = [path for path in directory.glob(".*-step-*") if path not in finished.values()]
-    for path in [path for number, path in finished.items() if number <= step][keep:] + leftovers:
-        shutil.rmtree(path, ignore_errors=True)
+def _prune(directory: Path, older: list[int], keep: int, comm: Comm) -> Generator[Collective, Tensor, None]:
+    """Delete the `older` checkpoints of rank 0's list, newest first, that are older than `keep` valid ones.
+
+    The new checkpoint is one of these. Ranks verify the others together, each its share of files, and only if there
+    are more than `keep` in all.
+    """
+    kept = 1
+    while True:
+        if comm.rank == 0 and kept >= keep:
+            folders = _checkpoints(directory)
+            for folder in [folders[step] for step in older if step in folders]:
+                _remove(folder)
+            older = []
+        verify = older.pop(0) if kept + len(older) > keep else -1
+        told = yield Broadcast(comm.to_wire(torch.tensor([verify])), label="checkpoint that may be kept")
+        if (step := int(told)) < 0:
+            return
+        valid = torch.tensor([int(_share_is_valid(directory, step, comm))], dtype=torch.int32)
+        kept += int((yield AllReduce(comm.to_wire(valid), op="min", label="checkpoint is kept")))
+
+
+def _share_is_valid(directory: Path, step: int, comm: Comm) -> bool:
+    """True if this rank's share of a checkpoint's files is undamaged: those of ranks `rank`, `rank + size`, ..."""
+    try:
+        folder = _checkpoints(directory)[step]
+        parts = _Parts(folder, _checksums(folder, step))
+        for rank in range(comm.rank, len(parts), comm.size):
+            parts.check(rank)
+    except (CheckpointError, KeyError):
+        return False
+    return True
+
+
+def _clear_leftovers(directory: Path) -> None:
+    """Delete the folders of interrupted saves, so that they take no space from this one."""
+    leftovers = [*directory.glob(UNFINISHED + "*")]
+    leftovers += [path for path in directory.glob(REPLACED + "*") if path not in _checkpoints(directory).values()]
+    for path in leftovers:
+        if _is_ours(path):
+            _remove(path)
+
+
+def _remove(folder: Path) -> None:
+    """Delete what a save writes, the manifest last, and the folder unless it holds something else."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if re.fullmatch(r"rank-\d+\.pt", path.name):
+                path.unlink()
+        (folder / MANIFEST).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+# -- whose it is -----------------------------------------------------------------------------------------------------
+
+
+def _is_ours(folder: Path) -> bool:
+    """True if a folder has a manifest of dgcopt, even a damaged one."""
+    try:
+        return b'"dgcopt"' in (folder / MANIFEST).read_bytes()
+    except OSError:
+        return False
+
+
+def _identities(directory: Path) -> dict[str, tuple[Path, str]]:
+    """The folder and the writer of every checkpoint, finished or not, by its identity."""
+    found: dict[str, tuple[Path, str]] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith((FINISHED, REPLACED, UNFINISHED)):
+            with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
+                manifest = json.loads((path / MANIFEST).read_text())
+                if isinstance(identity := manifest.get("identity"), str):
+                    found[identity] = path, str(manifest.get("writer"))
+    return found
+
+
+def _known_in(directory: Path) -> set[str]:
+    """The identities that this process knows of a directory; at first all that are there."""
+    place = os.path.realpath(directory)
+    if place not in _known:
+        _known[place] = {*_identities(directory)}
+    return _known[place]
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
@@ -311,7 +463,8 @@ def _clear(directory: Path, step: int, keep: int) -> None:
 
 def _load(directory: Path, comm: Comm) -> Generator[Collective, Tensor, tuple[int, dict[str, Any]] | None]:
     tried: list[str] = []
-    below = 2**62
+    below = LARGEST_STEP + 1
+    _known_in(directory).update(_identities(directory))
     while True:
         steps = [step for step in _checkpoints(directory) if step < below] if comm.rank == 0 else []
         newest = torch.tensor([steps[0] if steps else -1], dtype=torch.int64)
@@ -327,10 +480,13 @@ def _load(directory: Path, comm: Comm) -> Generator[Collective, Tensor, tuple[in
             problem = str(error)
         except Exception as error:  # of any kind: the other ranks wait for this one's answer
             problem = f"step-{below:08d} cannot be read ({type(error).__name__}: {error})"
-        valid = torch.tensor([int(not problem)], dtype=torch.int32)
-        if int((yield AllReduce(comm.to_wire(valid), op="min", label="checkpoint is valid"))):
+        damaged = yield AllGather(comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint is damaged")
+        ranks = damaged.flatten().nonzero().flatten().tolist()
+        if not ranks:
             return below, state
-        tried.append(problem or f"another rank's part of step-{below:08d} is damaged, and that rank says how")
+        tried.append(problem or f"{FINISHED}{below:08d} cannot be used by rank(s) {ranks}, which say why")
+        if problem or comm.rank == 0:
+            log.warning("dgcopt: rank %d passes over %s%08d: %s", comm.rank, FINISHED, below, tried[-1])
 
 
 def _read(directory: Path, step: int, comm: Comm) -> dict[str, Any]:
@@ -414,8 +570,9 @@ def _checkpoints(directory: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for prefix in (REPLACED, FINISHED):  # the latter is newer where there are both
         for path in directory.glob(prefix + "*") if directory.is_dir() else ():
-            if path.name[len(prefix) :].isdecimal():
-                found[int(path.name[len(prefix) :])] = path
+            step = path.name[len(prefix) :]
+            if step.isdecimal() and int(step) <= LARGEST_STEP:
+                found[int(step)] = path
     return dict(sorted(found.items(), reverse=True))
 
 

@@ -5,10 +5,14 @@ And what ranks hold back is shared out anew where there are more or fewer of the
 
 import copy
 import functools
+import itertools
 import json
+import logging
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +122,260 @@ def test_killed_while_saving(tmp_path: Path, comm):
         assert torch.equal(loaded["weights"], state(loaded["epoch"])["weights"])
         assert step in (before, 10 * attempt, 10 * attempt + 1)
         before = step
+
+
+# -- what a save may delete ------------------------------------------------------------------------------------------
+
+
+def put_foreign(directory: Path) -> dict[Path, bytes]:
+    """Folders of others: named like ours, with files named like ours, or with a manifest of their own."""
+    for name in ("step-00000001", "step-7", "step-00000030", ".cache-step-1", ".unfinished-step-00000002", "step-x"):
+        (directory / name).mkdir(parents=True)
+        (directory / name / "rank-0.pt").write_text(f"weights in {name}")
+    (directory / "step-7" / "manifest.json").write_text('{"step": 7, "files": ["rank-0.pt"]}')
+    (directory / ".replaced-step-00000009").mkdir()
+    (directory / "step-00000011").mkdir()
+    return {path: path.read_bytes() if path.is_file() else b"" for path in directory.rglob("*")}
+
+
+def test_folders_of_others_stay(tmp_path: Path, comm):
+    foreign = put_foreign(tmp_path)
+    ours = [f"step-{step:08d}" for step in (40, 50, 60)]
+    for step in (40, 50, 60):
+        checkpoint.save(tmp_path, state(step), step, comm, keep=1)
+    with pytest.raises(CheckpointError, match=r"step-00000070 is there and has no manifest of dgcopt"):
+        (tmp_path / "step-00000070").mkdir()
+        checkpoint.save(tmp_path, state(70), 70, comm, keep=1)
+    assert (tmp_path / "step-00000070").is_dir()
+    assert {path: path.read_bytes() if path.is_file() else b"" for path in foreign} == foreign
+    assert [name for name in ours if (tmp_path / name).exists()] == ours[-1:]
+
+    (tmp_path / ours[-1] / "notes.txt").write_text("mine")  # a file of others in a folder of ours
+    checkpoint.save(tmp_path, state(80), 80, comm, keep=1)
+    assert [path.name for path in (tmp_path / ours[-1]).iterdir()] == ["notes.txt"]
+    assert checkpoint.load(tmp_path, comm)[0] == 80
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_only_valid_ones_are_kept(tmp_path: Path, size: int):
+    """For damage to any of three ranks' files, whatever the number of ranks that save next."""
+
+    def save(step: int, ranks: int, keep: int) -> set[int]:
+        together(ranks, lambda comm: checkpoint._save(tmp_path, state(step), step, comm, keep=keep))
+        return {int(path.name.removeprefix("step-")) for path in tmp_path.iterdir()}
+
+    for step in (1, 2):
+        save(step, 3, keep=2)
+    (tmp_path / "step-00000002" / "rank-2.pt").write_bytes(b"rot")
+    assert save(3, size, keep=2) == {1, 2, 3}, "the good one was deleted, or the damaged one counted"
+    assert save(4, size, keep=2) == {3, 4}
+    (tmp_path / "step-00000004" / "manifest.json").write_text('{\n "dgcopt": "1.0", "st')  # cut short
+    assert save(5, size, keep=3) == {3, 4, 5}
+    (tmp_path / "step-00000003" / "rank-0.pt").unlink()
+    assert save(6, size, keep=2) == {5, 6}
+    assert save(7, size, keep=1) == {7}
+
+
+def test_a_damaged_newest_one_is_named_in_the_log(tmp_path: Path, comm, caplog):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, state(step), step, comm)
+    assert checkpoint.load(tmp_path, comm)[0] == 2 and not caplog.records
+    (tmp_path / "step-00000002" / "rank-0.pt").write_bytes(b"nonsense")
+    assert checkpoint.load(tmp_path, comm)[0] == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "passes over step-00000002" in record.getMessage()
+    assert f"{tmp_path / 'step-00000002' / 'rank-0.pt'} is damaged" in record.getMessage()
+
+    caplog.clear()
+    for step in (3, 4):
+        together(3, lambda comm, step=step: checkpoint._save(tmp_path, state(step), step, comm, keep=2))
+    (tmp_path / "step-00000004" / "rank-1.pt").unlink()
+    assert {loaded[0] for loaded in together(3, lambda comm: checkpoint._load(tmp_path, comm))} == {3}
+    first, second = sorted(record.getMessage() for record in caplog.records)
+    assert "rank 0 passes over step-00000004: " in first and "cannot be used by rank(s) [1], which say why" in first
+    assert "rank 1 passes over step-00000004: " in second and "rank-1.pt cannot be read" in second
+
+
+def test_saving_goes_on_once_there_is_space_again(tmp_path: Path, monkeypatch):
+    """On a disk that three checkpoints fill: leftovers of failed saves would take the space of later ones."""
+    (together(2, lambda comm: checkpoint._save(tmp_path / "size", state(0), 0, comm, keep=1)))
+    one, limit = sum(path.stat().st_size for path in (tmp_path / "size").rglob("*.pt")), [0]
+    disk, write = tmp_path / "disk", checkpoint._write
+
+    def write_if_space(path: Path, state: dict) -> bytes:
+        digest = write(path, state)
+        used = sum(path.stat().st_size for path in disk.rglob("*.pt"))
+        if used > limit[0]:
+            os.truncate(path, max(0, path.stat().st_size - (used - limit[0])))
+            raise OSError(28, "No space left on device")
+        return digest
+
+    monkeypatch.setattr(checkpoint, "_write", write_if_space)
+
+    def save(step: int) -> list:
+        return together(2, lambda comm: checkpoint._save(disk, state(step), step, comm, keep=1), CheckpointError)
+
+    for limit[0], step, fits in ((2 * one, 1, True), (int(1.6 * one), 2, False), (int(1.9 * one), 3, False)):
+        done = save(step)
+        assert all(isinstance(outcome, Path if fits else CheckpointError) for outcome in done), done
+        assert together(2, lambda comm: checkpoint._load(disk, comm))[0][0] == 1
+    limit[0] = 2 * one
+    assert {outcome.name for outcome in save(4)} == {"step-00000004"}
+    assert [path.name for path in disk.iterdir()] == ["step-00000004"]
+
+
+def test_a_disk_without_space_for_a_manifest(tmp_path: Path, comm, monkeypatch):
+    checkpoint.save(tmp_path, state(1), 1, comm)
+
+    def full(path: Path, text: str) -> None:
+        path.write_text("")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+        patched.setattr(checkpoint, "_write_text", full)
+        checkpoint.save(tmp_path, state(2), 2, comm)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+# -- two runs, one directory -----------------------------------------------------------------------------------------
+
+
+class Run:
+    """A process of its own, which saves and loads when told."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(theirs,), daemon=True)
+        self.process.start()
+
+    @staticmethod
+    def serve(pipe: Any) -> None:
+        for name, arguments, options in iter(pipe.recv, None):
+            try:
+                pipe.send(str(getattr(checkpoint, name)(*arguments, comm=LocalComm(), **options)))
+            except CheckpointError as error:
+                pipe.send(error)
+
+    def __call__(self, name: str, *arguments: Any, **options: Any) -> Any:
+        self.pipe.send((name, arguments, options))
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def runs() -> Iterator[Any]:
+    started: list[Run] = []
+
+    def start() -> Run:
+        started.append(Run())
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.end()
+
+
+def assert_refused(outcome: Any, directory: Path, other: Run) -> None:
+    assert isinstance(outcome, CheckpointError), outcome
+    for words in (f"of another run (process {other.process.pid} on ", f"writes to {directory}"):
+        assert words in str(outcome), outcome
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["each loads first", "neither loads"])
+def test_two_runs_in_one_directory(tmp_path: Path, runs, loads: bool):
+    """A run that finds a checkpoint written by another one, since it began to use the directory, is refused."""
+    for number, order in enumerate(order for order in itertools.product((0, 1), repeat=4) if order[0] == 0):
+        directory, both = tmp_path / str(number), [runs(), runs()]
+        written: list[int] = []
+        known: list[set[int] | None] = [None, None]
+        for run in (0, 1) if loads else ():
+            assert both[run]("load", directory) == "None"
+            known[run] = set()
+        for step, run in enumerate(order):
+            mine = known[run] = set(written) if (already := known[run]) is None else already
+            outcome = both[run]("save", directory, {"run": run}, step, keep=9)
+            if mine >= set(written):
+                assert outcome == str(directory / f"step-{step:08d}"), (order, step, outcome)
+                written.append(step)
+                mine.add(step)
+            else:
+                assert_refused(outcome, directory, both[1 - run])
+        assert sorted(int(path.name[5:]) for path in directory.iterdir()) == written, order
+        for run in both:
+            run.end()
+
+
+def test_a_save_in_the_middle_of_another_runs_save(tmp_path: Path, runs, monkeypatch):
+    """Whichever of them is refused, the other one's checkpoint is whole."""
+    write, outcomes = checkpoint._write, []
+    for loads in (True, False):
+        directory, other = tmp_path / str(loads), runs()
+        if loads:
+            assert other("load", directory) == "None"
+
+        def meanwhile(path: Path, state: dict, directory=directory, other=other) -> bytes:
+            digest = write(path, state)
+            outcomes.append(other("save", directory, {"run": "other"}, 1))
+            return digest
+
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint, "_write", meanwhile)
+            try:
+                mine: Any = checkpoint.save(directory, {"run": "this"}, 1, LocalComm())
+            except CheckpointError as error:
+                mine = error
+        if loads:  # the other knows that the save in progress began after it
+            assert mine == directory / "step-00000001"
+            assert f"of another run (process {os.getpid()} on " in str(outcomes[-1])
+        else:  # the other takes it for what a killed run has left
+            assert_refused(mine, directory, other)
+        step, loaded = checkpoint.load(directory, LocalComm())
+        assert (step, loaded) == (1, {"run": "this" if loads else "other"})
+        checkpoint.save(directory, {"run": "this"}, 2, LocalComm())
+        assert [path.name for path in directory.glob(".*")] == []
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_new_process_goes_on(tmp_path: Path, runs, loads: bool):
+    """After a run that has ended, and after one that was killed in a save."""
+    for step in range(0, 9, 3):
+        run = runs()
+        if loads and step:
+            assert str(step - 1) in run("load", tmp_path)
+        for more in range(3):
+            assert run("save", tmp_path, {"step": step + more}, step + more) == str(
+                tmp_path / f"step-{step + more:08d}"
+            )
+        run.end()
+        left = tmp_path / f".unfinished-step-{step + 9:08d}-{step:016x}"
+        checkpoint._announce(left, step + 9, 1, step)
+        (left / "rank-0.pt").write_bytes(b"half")
+    assert checkpoint.load(tmp_path, LocalComm()) == (8, {"step": 8})
+    checkpoint.save(tmp_path, {"step": 9}, 9, LocalComm())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000008", "step-00000009"]
+
+
+# -- steps and names -------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_step(tmp_path: Path, comm):
+    for step in (2**62, 2**63 - 1):
+        checkpoint.save(tmp_path, state(1), step, comm)
+        assert checkpoint.load(tmp_path, comm)[0] == step
+    with pytest.raises(ConfigError, match=r"step must be at most 9223372036854775807, not 9223372036854775808"):
+        checkpoint.save(tmp_path, state(1), 2**63, comm)
+    (tmp_path / "step-9223372036854775808").mkdir()  # no save of ours, and no number that ranks can tell each other
+    assert checkpoint.load(tmp_path, comm)[0] == 2**63 - 1
+
+
+def test_a_directory_with_nul_in_its_name(comm):
+    for call in (lambda: checkpoint.load("a\0b", comm), lambda: checkpoint.save("a\0b", {}, 1, comm)):
+        with pytest.raises(ConfigError, match=r"'a\\x00b' contains a NUL character"):
+            call()
 
 
 @pytest.mark.parametrize(

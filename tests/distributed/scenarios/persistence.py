@@ -156,7 +156,17 @@ def a_failed_save_fails_everywhere(comm: Comm) -> None:
         state = {"step": 2, "what": (lambda: 0) if comm.rank == comm.size - 1 else 0}
         save = functools.partial(dgcopt.checkpoint.save, folder, state, 2, comm)
         expect_checkpoint_error(save, f"rank {comm.rank}")
-        assert dgcopt.checkpoint.load(folder, comm) == (1, {"step": 1})
+        # after a loss any of them may be rank 0: to none of them are their common checkpoints another run's
+        if comm.rank == comm.size - 1:
+            dgcopt.checkpoint.save(folder, {"step": 3}, 3, LocalComm())
+            assert sorted(path.name for path in folder.glob("*step-*")) == ["step-00000001", "step-00000003"]
+        comm.run(Barrier(label="the last rank has saved"))
+        if comm.size > 1:
+            save = functools.partial(dgcopt.checkpoint.save, folder, {"step": 4}, 4, comm)
+            expect_checkpoint_error(save, f"rank {comm.rank}", *["of another run (process"] * (comm.rank == 0))
+        assert dgcopt.checkpoint.load(folder, LocalComm()) == (3, {"step": 3})
+        dgcopt.checkpoint.save(folder, {"step": 4}, 4, comm)
+        assert dgcopt.checkpoint.load(folder, comm) == (4, {"step": 4})
 
 
 def another_number_of_ranks(comm: Comm) -> None:

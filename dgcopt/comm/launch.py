@@ -22,8 +22,19 @@ log = logging.getLogger("dgcopt")
 
 WIRES = ("torch", "horovod", "mpi", "local")
 
-SIZES = {"torch": ("WORLD_SIZE",), "horovod": ("HOROVOD_SIZE",), "mpi": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
-"""Where the launcher of each wire says how many ranks it has started."""
+SIZES = {
+    "WORLD_SIZE": "torch",
+    "SLURM_STEP_NUM_TASKS": "torch",
+    "HOROVOD_SIZE": "horovod",
+    "OMPI_COMM_WORLD_SIZE": "mpi",
+    "PMI_SIZE": "mpi",
+}
+"""Variables by which launchers announce the number of ranks, and the wire that joins them.
+
+SLURM_NTASKS is not one: it is set in batch scripts and shells of an allocation too, where no srun has started ranks.
+"""
+
+ASKED, SCRIPT = "asked for", "the script has initialised"
 
 _current: Comm | None = None
 
@@ -45,8 +56,9 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
             take NCCL's own: NCCL_SOCKET_NTHREADS is set to it, unless it is set already.
 
     The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
-    itself, or the wire has each of the ranks that were started alone, CommError if the ranks do not meet, MismatchError
-    if they differ in `checksums` or `streams`.
+    itself, or a launcher announces more ranks than have joined, as each of them would train alone (the wire "local",
+    if asked for, is alone on purpose); CommError if the ranks do not meet, MismatchError if they differ in `checksums`
+    or `streams`.
     """
     global _current
     _renew()
@@ -63,15 +75,17 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
                 f"first time"
             )
         return _current
-    chosen, reason = (wire, "asked for") if wire is not None else _detect(os.environ)
+    chosen, reason = (wire, ASKED) if wire is not None else _detect(os.environ)
     if chosen not in WIRES:
-        raise ConfigError(f"unknown wire {chosen!r}; the wires are {', '.join(WIRES)}")
+        raise ConfigError(f"unknown wire {chosen!r} ({reason}); the wires are {', '.join(WIRES)}")
+    announced = {} if chosen == "local" and reason in (ASKED, "DGCOPT_WIRE") else _announced(os.environ)
     check_positive(deadline, "deadline")
     check_flag(checksums, "checksums")
     check_whole(streams, "streams", 1)
     comm = _makers[chosen](deadline)
-    if comm.size == 1 and chosen != "local":
-        _check_alone(chosen, reason, os.environ)
+    # an elastic rank keeps the variables of its start; a script may itself have joined some of the ranks
+    if not (comm.elastic or (comm.size > 1 and reason.startswith(SCRIPT))):
+        _check_all_joined(comm, announced, f"{chosen} ({reason})")
     check_alike(comm, checksums, streams)
     comm.checksums = checksums
     comm.spread(streams)
@@ -84,16 +98,38 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
     return _current
 
 
-def _check_alone(chosen: str, reason: str, env: Mapping[str, str]) -> None:
-    """Raises ConfigError if the launcher of another wire has started more than this one rank, each alone on its own."""
-    for wire, names in SIZES.items():
-        for name in names if wire != chosen else ():
-            if env.get(name, "1") != "1":
-                raise ConfigError(
-                    f"over {chosen} ({reason}) this process is alone, and the launcher has started {env[name]} "
-                    f"({name}): each would train by itself. Choose the wire {wire!r}, or start with the launcher of "
-                    f"{chosen}"
-                )
+def _announced(env: Mapping[str, str]) -> dict[str, int]:
+    """Number of ranks by the variable that announces it. Raises ConfigError for what is no number."""
+    present = [name for name in SIZES if name in env and (name != "SLURM_STEP_NUM_TASKS" or "SLURM_PROCID" in env)]
+    return {name: _number(env, name, 1) for name in present}
+
+
+def _check_all_joined(comm: Comm, announced: Mapping[str, int], how: str) -> None:
+    """Raises ConfigError if a launcher announces more ranks than have joined."""
+    for name, size in announced.items():
+        if size > comm.size:
+            comm.close()
+            wire = SIZES[name]
+            remedy = f"Choose the wire {wire!r} (DGCOPT_WIRE={wire})"
+            if comm.wire == wire:
+                remedy = "Let dgcopt.init() join the ranks, or all of them in the script"
+                remedy = "Install mpi4py for the MPI of this launcher, or use torchrun" if wire == "mpi" else remedy
+            raise ConfigError(
+                f"over {how} only {comm.size} of {size} ranks joined ({name}={size}): each part would train by itself. "
+                f"{remedy}; unset {name} if it is left over from elsewhere, or set DGCOPT_WIRE=local to train alone"
+            )
+
+
+def _number(env: Mapping[str, str], name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    """The whole number that a variable holds. Raises ConfigError for anything else."""
+    text = env[name]
+    if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
+        numbers = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
+        raise ConfigError(
+            f"the environment variable {name} is {text!r:.200}, and must be a whole number {numbers}: start with a "
+            f"launcher, which sets it, or correct or unset it"
+        )
+    return int(text)
 
 
 def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
@@ -156,10 +192,10 @@ def _detect(env: Mapping[str, str]) -> tuple[str, str]:
     """Which wire, and why. What the script has started comes before what the launcher says."""
     hvd = sys.modules.get("horovod.torch")
     if hvd is not None and hvd.is_initialized():
-        return "horovod", "the script has initialised Horovod"
+        return "horovod", f"{SCRIPT} Horovod"
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return "torch", "the script has initialised torch.distributed"
+        return "torch", f"{SCRIPT} torch.distributed"
     if "DGCOPT_WIRE" in env:
         return env["DGCOPT_WIRE"], "DGCOPT_WIRE"
     if "HOROVOD_RANK" in env:
@@ -188,19 +224,27 @@ def _torch(deadline: float) -> Comm:
     from .torch import TorchComm
 
     env = os.environ
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return TorchComm(deadline=deadline)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if name in env:
+            _number(env, name)
     if "RANK" not in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
-        return TorchComm(
-            init_method=slurm_meeting_place(env),
-            rank=int(env["SLURM_PROCID"]),
-            size=int(env["SLURM_STEP_NUM_TASKS"]),
-            deadline=deadline,
-        )
+        size = _number(env, "SLURM_STEP_NUM_TASKS", 1)
+        rank = _number(env, "SLURM_PROCID", most=size - 1)
+        return TorchComm(init_method=slurm_meeting_place(env), rank=rank, size=size, deadline=deadline)
+    if "RANK" in env and "WORLD_SIZE" in env:
+        _number(env, "RANK", most=_number(env, "WORLD_SIZE", 1) - 1)
+    if "MASTER_PORT" in env:
+        _number(env, "MASTER_PORT", most=65535)
     return TorchComm(deadline=deadline)
 
 
 def _horovod(deadline: float) -> Comm:
     from .horovod import HorovodComm
 
+    if "HOROVOD_RANK" in os.environ and "HOROVOD_SIZE" in os.environ:
+        _number(os.environ, "HOROVOD_RANK", most=_number(os.environ, "HOROVOD_SIZE", 1) - 1)
     return HorovodComm(deadline)
 
 
@@ -228,6 +272,6 @@ def slurm_meeting_place(env: Mapping[str, str]) -> str:
     if "MASTER_ADDR" not in env and match is None:
         raise ConfigError("srun did not say on which nodes the step runs (SLURM_STEP_NODELIST): set MASTER_ADDR")
     host = env.get("MASTER_ADDR") or (match[1] + (match[2] or "") if match else "")
-    number = int(env.get("SLURM_JOB_ID", "0")) * 31 + int(env.get("SLURM_STEP_ID", "0"))
-    port = int(env.get("MASTER_PORT", 20000 + number % 20000))
+    job, step = (_number(env, name) if name in env else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    port = _number(env, "MASTER_PORT", most=65535) if "MASTER_PORT" in env else 20000 + (job * 31 + step) % 20000
     return f"tcp://{host}:{port}"

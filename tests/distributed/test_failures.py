@@ -151,3 +151,13 @@ def test_half_an_environment() -> None:
     outcome = launch("torch", 1, INIT, limit=START, env={"RANK": "0"}, bare=True)
     assert outcome.code == 1, outcome.tail
     assert_says(outcome, r"\n(dgcopt\.errors\.)?ConfigError: .*WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing.*\n$")
+
+
+@pytest.mark.parametrize(("name", "wire"), [("OMPI_COMM_WORLD_SIZE", "mpi"), ("HOROVOD_SIZE", "local")])
+def test_ranks_apart(name: str, wire: str) -> None:
+    """As of an mpirun of another MPI library than mpi4py's: each rank is alone, to that library."""
+    if missing("mpi"):
+        pytest.skip(missing("mpi"))
+    outcome = launch("torch", 1, INIT, limit=START, env={name: "2"}, bare=True)
+    assert outcome.code, outcome.tail
+    assert_says(outcome, rf"ConfigError: over {wire} .*only 1 of 2 ranks joined \({name}=2\).*DGCOPT_WIRE=local.*\n")

@@ -103,14 +103,86 @@ def test_init_is_local_without_a_launcher_and_stays(monkeypatch):
         dgcopt.init("pigeon")
 
 
-def test_alone_by_a_wire_that_the_launcher_does_not_start(monkeypatch):
-    monkeypatch.setitem(launch._makers, "mpi", LocalComm)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"over mpi \(asked for\) this process is alone.*2 \(WORLD_SIZE\).*'torch'"):
-        dgcopt.init("mpi")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert dgcopt.init("mpi").size == 1
+LAUNCHERS = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@pytest.fixture
+def joins(monkeypatch):
+    """A function that joins in an environment without launchers but for some variables; every wire finds one rank."""
+    for wire in ("torch", "horovod", "mpi"):
+        monkeypatch.setitem(launch._makers, wire, LocalComm)
+    for name in (*LAUNCHERS, "RANK", "DGCOPT_WIRE", "HOROVOD_RANK", "PMIX_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def join(wire, **env):
+        with monkeypatch.context() as patched:
+            for name, value in env.items():
+                patched.setenv(name, value)
+            return dgcopt.init(wire)
+
+    yield join
     dgcopt.shutdown()
+
+
+@pytest.mark.parametrize("wire", [None, "torch", "horovod", "mpi"])
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_launcher_that_announces_more_ranks_than_joined(joins, wire, name):
+    there = {"RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"} if name == "WORLD_SIZE" else {"SLURM_PROCID": "0"}
+    with pytest.raises(ConfigError, match=rf"only 1 of 3 ranks joined \({name}=3\): .*unset {name}.*DGCOPT_WIRE=local"):
+        joins(wire, **there, **{name: "3"})
+    assert launch._current is None
+    for value in ("x", "0", "-1", "", "2.0", "\u0662"):
+        with pytest.raises(
+            ConfigError, match=rf"variable {name} is {value!r}, and must be a whole number of at least 1"
+        ):
+            joins(wire, **there, **{name: value})
+    assert joins(wire, **there, **{name: "1"}).size == 1
+
+
+def test_alone_on_purpose(joins):
+    """On the wire "local", in a shell of an allocation, and on a comm that is given."""
+    many = dict.fromkeys(LAUNCHERS, "3")
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+    assert joins("local", **many).wire == dgcopt.DistributedOptimizer(optimizer, comm=LocalComm()).comm.wire == "local"
+    dgcopt.shutdown()
+    assert joins(None, DGCOPT_WIRE="local", **many).wire == "local"
+    dgcopt.shutdown()
+    assert joins(None, SLURM_NTASKS="3", SLURM_JOB_ID="7", SLURM_PROCID="0").wire == "local"
+    dgcopt.shutdown()
+    assert joins(None, SLURM_NTASKS="3", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0").size == 1  # salloc's own step
+    dgcopt.shutdown()
+    assert joins(None, SLURM_STEP_NUM_TASKS="3").wire == "local"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc', and must be a whole number from 0 to 1"),
+        ({"RANK": "2"}, "RANK is '2', and must be a whole number from 0 to 1"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', and must be a whole number of at least 1"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536', and must be a whole number from 0 to 65535"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one', and must be a whole number of at least 0"),
+        ({"RANK": None, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', and must be a whole number from 0 to 1"),
+        ({"RANK": None, "SLURM_JOB_ID": "7x"}, "SLURM_JOB_ID is '7x', and must be a whole number of at least 0"),
+        ({"DGCOPT_WIRE": "pigeon"}, r"unknown wire 'pigeon' \(DGCOPT_WIRE\); the wires are torch, horovod, mpi, local"),
+        ({"DGCOPT_WIRE": "horovod", "HOROVOD_RANK": "-1", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK is '-1', and must be"),
+    ],
+)
+def test_variables_that_are_no_numbers(monkeypatch, env, words):
+    """Before anything is joined: the ranks are told, not the library."""
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "a", "SLURM_JOB_ID": "7"}
+    for name, value in ((slurm if env.get("RANK", "") is None else rank) | env).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    if env.get("RANK", "") is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+        monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ConfigError, match=words):
+        dgcopt.init()
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])

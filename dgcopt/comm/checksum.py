@@ -24,8 +24,7 @@ def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Gener
     """The same exchange, of this `rank`, whose messages carry a CRC-32 and are verified on arrival.
 
     A sum has no sender: after an AllReduce the ranks compare checksums of its result instead, in one more round. A
-    ReduceScatter, which gives every rank another result, is not verified. Raises PayloadError, naming the sender where
-    there is one.
+    ReduceScatter has come as an AllToAll of its summands. Raises PayloadError, naming the sender where there is one.
     """
 
     def carry(collective: Collective) -> Exchange:

@@ -91,6 +91,15 @@ def test_a_flipped_bit_is_found_and_names_its_sender(kind, group):
         )
 
 
+def test_a_flipped_bit_in_a_reduce_scatter_names_its_sender():
+    """Each rank gets another sum, so that sums cannot be compared: the summands travel with checksums."""
+    comms = dgcopt.simulated_world(SIZE, checksums=True)
+    flip_on(comms[1], "start")
+    exchanges = [one(ReduceScatter(torch.ones(SIZE, 4), label="shards")) for _ in range(SIZE)]
+    with pytest.raises(PayloadError, match=r"of shards arrived damaged from rank 1"):
+        dgcopt.simulate(exchanges, comms)
+
+
 def test_a_sum_that_is_not_the_same_everywhere_is_found_by_every_rank():
     for looks_on in range(SIZE):
         comms = dgcopt.simulated_world(SIZE, checksums=True)

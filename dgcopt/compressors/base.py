@@ -1,13 +1,13 @@
-"""What every compressor is: an exchange of one flat gradient, written as a generator of collectives.
+"""The base class of compressors: an exchange of one flat gradient, written as a generator of collectives.
 
 A new compressor is a subclass with either
 
-- `compress(grad, ctx) -> payload` and `decompress(payloads, ctx) -> grad`, where one collective carries it, or
-- `exchange(grad, ctx)`, a generator that yields collectives, is sent their results and returns the averaged gradient.
+- `compress(grad, ctx) -> payload` and `decompress(payloads, ctx) -> grad`, with one collective in between, or
+- `exchange(grad, ctx)`, a generator that yields collectives, receives their results and returns the averaged gradient.
 """
 
-# with annotations postponed here, or by another base class, config files could not tell the settings' types of
-# subclasses that are dataclasses: jsonargparse looks them up in the subclass's own module
+# no postponed annotations here or in other base classes: jsonargparse resolves the settings' types of dataclasses in
+# the module of the subclass, and would not find them
 
 import logging
 from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,56 +29,55 @@ __all__ = ["Compressor", "GradientExchange", "Source"]
 log = logging.getLogger("dgcopt")
 
 Source: TypeAlias = Literal["auto", "gradient", "update"]
-"""What travels: the local gradient, or the update that the wrapped optimizer makes of it; see `Compressor.source`."""
+"""Send the local gradient, or the optimizer's update from it; see `Compressor.source`."""
 
 GradientExchange: TypeAlias = Generator[Collective, Tensor, Tensor | SparseSum]
-"""What exchanges a gradient: yields collectives, is sent their results, returns what all ranks share."""
+"""The exchange of a gradient: yields collectives, receives their results, returns the common result of all ranks."""
 
 
 class Compressor:
-    """How gradients travel. Instances hold settings; what persists per parameter lives in `Context.memory`."""
+    """A rule for the exchange of gradients. Instances hold settings; memory per parameter lives in `Context.memory`."""
 
     carrier: ClassVar[type[AllReduce] | type[AllGather]] = AllGather
-    """The collective of the one-round case: AllReduce adds payloads up on the way, AllGather brings everyone's."""
+    """The collective of a one-round compressor: AllReduce sums payloads, AllGather returns every rank's."""
 
     overlap: bool | Literal["auto"] = True
-    """False if no exchange is to start before the step is called for; "auto" if the device decides, see `overlaps`."""
+    """False to launch no exchange before `step()`; "auto" lets the device decide, see `overlaps`."""
 
     whole_model: bool = False
-    """True if `prepare` needs every gradient of the step before the first exchange: no overlap with backward."""
+    """True if `prepare` needs all gradients of the step before the first exchange: no overlap with backward."""
 
     in_turn: bool = False
-    """True if one bucket's exchange must end before the next one's second round starts."""
+    """True if one bucket's exchange must end before the second round of the next bucket starts."""
 
     source: Source = "gradient"
-    """What travels: the gradient, or the update that the wrapped optimizer makes of the local one, by itself.
+    """Send the gradient, or the update that the wrapped optimizer makes from the local gradient.
 
-    An update is added to the parameters as it arrives, and nothing overlaps with backward. "auto" becomes "update" for
-    Adam and torch's other optimizers whose update is made coordinate by coordinate (Adadelta, Adagrad, Adamax, AdamW,
-    NAdam, RAdam, RMSprop, Rprop, SparseAdam), as Adam's moments are no use with gradients of which most coordinates are
-    missing. Give Adam no first moment then, betas=(0.0, b2): what waits to be sent is momentum enough
-    (docs/compressors.md). If a wire fails, the step is lost, but the optimizer's own state, and what waits, have taken
-    in its gradient.
+    An averaged update is added to the parameters directly, and nothing overlaps with backward. "auto" is "update" for
+    Adam and torch's other elementwise optimizers (Adadelta, Adagrad, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
+    SparseAdam), since Adam's moments degrade with mostly missing coordinates. Turn off the first moment then,
+    betas=(0.0, b2): the residual acts as momentum (docs/compressors.md). If a wire fails, the step is lost, but the
+    optimizer's state and the residual already contain its gradient.
 
-    "auto" becomes "gradient" for SGD, where the two differ by a factor of lr, and for all others, of which it is not
-    known that their updates add up. Say "update" for one of your own if nothing but its `step()` changes weights, if
-    that uses only the gradients and what it keeps of them, and changes nothing that is to be equal on all ranks but the
-    weights. This cannot be checked: an optimizer that makes weights from its own state, such as the z of schedule-free
-    ones in `eval()`, makes other ones on each rank then. One whose `step()` is known to exchange weights with other
-    ranks, such as ZeroRedundancyOptimizer, is refused with "update".
+    "auto" is "gradient" for SGD, where the two differ by a factor of lr, and for all other optimizers, whose updates
+    may not be additive. Set "update" for a user-defined optimizer if only its `step()` changes weights, uses only
+    gradients and its own state, and changes nothing else that must be equal on all ranks. This cannot be checked: an
+    optimizer that computes weights from its own state, such as the z of schedule-free ones in `eval()`, then has
+    different weights on each rank. An optimizer whose `step()` is known to communicate, such as
+    ZeroRedundancyOptimizer, is refused with "update".
     """
 
     _decided: Source = "auto"
 
     def __post_init__(self) -> None:
-        """Settings of a subclass that is a dataclass are what their annotations say. Raises ConfigError for others."""
+        """Check the settings of a dataclass against their annotations. Raises ConfigError for others."""
         check_settings(self)
 
     @property
     def sends(self) -> Literal["gradient", "update"]:
-        """What travels: `source`, or where that is "auto" what `attach` has decided; until then gradients.
+        """The kind of data to send: `source`, or for "auto" the choice of `attach`; before that gradients.
 
-        Raises ConfigError for a source that is none of them.
+        Raises ConfigError for an invalid source.
         """
         if self.source not in ("auto", "gradient", "update"):
             raise ConfigError(f'source must be "auto", "gradient" or "update", not {self.source!r}')
@@ -86,75 +85,72 @@ class Compressor:
         return "update" if chosen == "update" else "gradient"
 
     def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
-        """What travels of parameters of a kind; `sends` is "update" if updates of any do."""
+        """Return the kind of data to send for parameters of a kind; `sends` is "update" if it is for any kind."""
         return self.sends
 
     def holds_back(self, kind: Hashable) -> str:
-        """What memory of a kind's parameters consists of, in words.
+        """Name the content of the residual for parameters of a kind, such as "gradients".
 
-        Memory that a checkpoint holds of anything else is dropped with a warning, as it would count for too much or too
-        little.
+        A checkpoint's residual with another content is dropped with a warning, since its scale would be wrong.
         """
         return f"{self.sends_of(kind)}s"
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
-        """What a rank's gradient would have had to be more for all that is unsent to have been sent; may overwrite it.
+        """Return the extra gradient equivalent to this rank's unsent memory; may overwrite `unsent`.
 
-        Unsent memory as it is, where it is made of gradients, or of updates.
+        By default the unsent memory itself, which consists of gradients or updates.
         """
         return unsent
 
     @property
     def conserves(self) -> bool:
-        """Whether nothing is lost: the sum applied and all memory whose kind starts with "residual" add up to the
-        gradients."""
+        """True if the applied sum and all memory whose kind starts with "residual" add up to the gradients."""
         return False
 
     @property
     def mixes(self) -> bool:
-        """Whether `exchange` heeds `Context.mixture`, while it reads the gradient and writes the result."""
+        """True if `exchange` applies `Context.mixture` while it reads the gradient and writes the result."""
         return False
 
     def adds_up(self, kind: Hashable) -> bool:
-        """Whether an exchange does no more than add gradients of a kind up, so that they can be divided before it too.
+        """True if the exchange is a plain sum for parameters of a kind, so gradients may be pre-divided.
 
-        They are then, while they are copied anyway, and `Context.op` is "sum".
+        They are pre-divided while they are copied into the bucket; `Context.op` is "sum" then.
         """
         return False
 
     @property
     def asks_link(self) -> bool:
-        """Whether `Context.link` is to be measured before the first step."""
+        """True if `Context.link` must be measured before the first step."""
         return False
 
     def parts(self) -> Iterator["Compressor"]:
-        """This one, and all that are inside it."""
+        """Yield this compressor and all inner ones."""
         yield self
 
     def see_parameters(self, names: Mapping[Tensor, str], others: Iterable[str] = ()) -> None:
-        """See all of the optimizer's parameters and their names, trained or not: before `attach`, and when some come.
+        """See all parameters of the optimizer with their names, frozen ones too: before `attach` and after additions.
 
-        `others` are the names of the model's other ones, as far as they were given. Raises ConfigError for names that
-        settings do not fit.
+        `others` are known names of the model's other parameters. Raises ConfigError if settings do not fit the names.
         """
 
     def __repr__(self) -> str:
-        """The settings, alike on all ranks that have the same: they are compared when an optimizer is wrapped."""
+        """The settings. Ranks compare them when an optimizer is wrapped."""
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
         return f"{type(self).__name__}({', '.join(settings)})"
 
     def overlaps(self, device: torch.device) -> bool:
-        """Whether gradients on a device may be sent while backward runs; where "auto" is asked for, not on a CPU."""
+        """Return True if exchanges may be launched during backward on a device; with "auto" not on a CPU."""
         return device.type != "cpu" if self.overlap == "auto" else self.overlap
 
     def kind(self, name: str, param: Tensor) -> Hashable:
-        """Parameters of different kinds never share a bucket."""
+        """Return the parameter's kind; parameters of different kinds never share a bucket."""
         return None
 
     def attach(self, optimizer: Optimizer) -> None:
-        """See the wrapped optimizer once, before training; `sends` is decided afterwards.
+        """See the wrapped optimizer once before training, and decide `sends`.
 
-        Raises ConfigError for an optimizer, or a `source`, that the compressor cannot go with.
+        Raises ConfigError for an optimizer or a `source` that the compressor does not support.
         """
         self._doubt_ratio()
         self._decided = "update" if updates_add_up(optimizer) else "gradient"
@@ -173,30 +169,29 @@ class Compressor:
             )
 
     def _doubt_ratio(self) -> None:
-        """Say what a ratio of 1 is, where 1% may have been meant."""
+        """Warn about a ratio of 1, which may have been meant as 1%."""
         if getattr(self, "ratio", None) == 1:
             log.warning("dgcopt: %s: ratio 1 sends everything; 1%% is 0.01", type(self).__name__)
 
     def set_steps_per_epoch(self, steps: int) -> None:
-        """Tell schedules that count epochs how many optimizer steps one has."""
+        """Set the number of optimizer steps per epoch, for schedules that count epochs."""
 
     def in_place(self, kind: Hashable) -> bool:
-        """Whether `exchange` can read gradients of a kind from `Context.local`, so that on a CPU none is copied for it.
+        """Return True if `exchange` can read gradients of a kind from `Context.local`, which saves a copy on a CPU.
 
         Its `grad` is empty then.
         """
         return False
 
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
-        """Change the step's local gradients, all at once, before any is exchanged. Only if `whole_model`."""
+        """Change all local gradients of the step before any is exchanged. Called only if `whole_model`."""
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        """Exchange one bucket: yields collectives, returns the gradient averaged (or summed) over ranks.
+        """Exchange one bucket: yield collectives, return the gradient averaged (or summed) over ranks.
 
-        `grad` is flat, may be overwritten and returned. Between parameters it is zero: who calls guarantees it, as
-        `Bucket.fill` does, and so does who hands on to a compressor inside what another exchange returned
-        (`PerTensor.clear_gaps`). The result may hold anything there. All ranks must return the same bits; as a
-        SparseSum if they know nearly all of them to be zero.
+        `grad` is flat; it may be overwritten and returned. Its gaps are zero: the caller guarantees it (`Bucket.fill`,
+        or `PerTensor.clear_gaps` before an inner compressor). The result may hold anything in the gaps. All ranks must
+        return the same bits, as a SparseSum if nearly all are zero.
         """
         payload = self.compress(grad, ctx)
         if self.carrier is AllReduce:
@@ -204,29 +199,29 @@ class Compressor:
         return self.decompress((yield AllGather(payload)), ctx)
 
     def compress(self, grad: Tensor, ctx: Context) -> Tensor:
-        """One rank's message."""
+        """Return this rank's message."""
         raise NotImplementedError(f"{type(self).__name__} must define exchange(), or compress() and decompress()")
 
     def decompress(self, payloads: Tensor, ctx: Context) -> Tensor:
-        """The flat gradient, averaged (or summed, see `ctx.op`).
+        """Return the flat gradient, averaged (or summed, see `ctx.op`).
 
         `payloads` is the reduced message if the carrier is AllReduce, else `[size, ...]`, one row per rank.
         """
         raise NotImplementedError(f"{type(self).__name__} must define exchange(), or compress() and decompress()")
 
     def payload_bytes(self, ctx: Context) -> int | None:
-        """Bytes of all messages that this rank hands to collectives in one exchange; None if data decide."""
+        """Return the bytes of this rank's messages in one exchange; None if they depend on data."""
         return None
 
     def before_step(self, optimizer: Optimizer) -> Iterable[Tensor] | None:
-        """Runs between the exchange and the optimizer's own update.
+        """Prepare the optimizer's own update, after the exchange.
 
-        Returns parameters whose update it has made itself, over which the optimizer then passes.
+        Return parameters that the compressor has updated itself; the optimizer skips them.
         """
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Runs after the optimizer's own update."""
+        """Clean up after the optimizer's own update."""
 
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        """No exchange comes any more: memory called "momentum", by parameter, is the optimizer's again if it was."""
+        """Return momentum by parameter to the optimizer it was taken over from, after the final exchange."""

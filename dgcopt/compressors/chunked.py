@@ -22,32 +22,32 @@ __all__ = ["ChunkSelection", "ChunkedTopK"]
 
 @dataclass(eq=False)
 class ChunkedTopK(ScheduledRatio, Sparse):
-    """The largest coordinates of every chunk of a tensor, in few bits; what waits fades.
+    """Sends the largest coordinates of each chunk of a tensor in few bits, with decaying error feedback.
 
         v = decay * e + g;  send the k = ceil(ratio * c) largest |v| of each chunk of c = `chunk` coordinates;
         e = v minus what arrives
 
-    The codec of SparseLoCo (arXiv:2508.15706), there for what outer steps exchange: 64 of 4096 in 2 bits, and a decay
-    of 0.95. Every part of a tensor is sent from in every step, and chunks are searched side by side, which suits
-    accelerators; TopK finds larger values where they cluster. Positions travel as Rice-coded gaps, at 64 of 4096 in
-    7.5 bits each where a position within its chunk takes 12.
+    The codec of SparseLoCo (arXiv:2508.15706), used there for outer gradients: 64 of 4096 in 2 bits, and a decay of
+    0.95. Each step sends from every part of a tensor, and chunks are searched in parallel, which suits accelerators;
+    TopK finds larger values where they cluster. Positions are Rice-coded gaps: 7.5 bits each at 64 of 4096, against 12
+    for a position within its chunk.
 
     Args:
-        ratio: fraction of each chunk that is sent, in (0, 1]; larger if accuracy suffers. The last chunk of a tensor
-            is shorter, and sends one coordinate at least.
-        chunk: coordinates per chunk, a multiple of 64; smaller spreads what is sent more evenly.
-        values, indices: how they travel; "fp32" and "int32" for less work and 4 times the bytes.
-        decay: how much of what waits is kept from step to step; 1 loses nothing.
-        error_feedback: False throws away what is not sent.
-        reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
-            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links. "auto" takes the
-            faster one for each bucket, by the wire's measured latency and bandwidth.
-            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`.
-        source: what travels, see `Compressor.source`.
-        warmup: ratios for the first steps or epochs; None starts at `ratio`.
+        ratio: fraction of each chunk to send, in (0, 1]; raise it if accuracy suffers. The last chunk of a tensor is
+            shorter and sends at least one coordinate.
+        chunk: coordinates per chunk, a multiple of 64; smaller spreads the selection more evenly.
+        values, indices: their codes on the wire; "fp32" and "int32" for less work and 4 times the bytes.
+        decay: factor of the residual per step; 1 loses nothing.
+        error_feedback: False drops unsent coordinates.
+        reduce, keep: "gather" sends every rank's selection to all ranks. "owner" keeps bytes flat in the world size,
+            for many ranks and slow links: see `dgcopt.compressors.Owner`. "auto" chooses the faster of the two per
+            bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to select for all:
+            see `dgcopt.compressors.Partition`.
+        source: send gradients or updates: see `Compressor.source`.
+        warmup: ratios of the first steps or epochs; None starts at `ratio`.
 
     Costs one allgather of 1.2 bytes per selected coordinate, at the default 0.15 bits per parameter. Raises ConfigError
-    for settings that are none of these, PayloadError for a damaged message.
+    for invalid settings, PayloadError for a damaged message.
     """
 
     ratio: float = 1 / 64
@@ -69,7 +69,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> ChunkSelection:
-        """What finds the largest coordinates of every chunk."""
+        """Return the selection of the largest coordinates of each chunk."""
 
         def of_chunks(ratio: float) -> ChunkSelection:
             spans = [
@@ -92,11 +92,11 @@ class ChunkedTopK(ScheduledRatio, Sparse):
 
 
 class ChunkSelection:
-    """Selects the largest magnitudes of every chunk of a flat tensor, exactly and all chunks at once.
+    """Selects the largest magnitudes of each chunk of a flat tensor, exactly and in parallel.
 
     Args:
-        spans: where chunks start and stop, in order; each starts on a block boundary.
-        ratio: fraction of each chunk's elements that is selected.
+        spans: start and stop of each chunk, in order; each starts on a block boundary.
+        ratio: fraction of each chunk's elements to select.
     """
 
     def __init__(self, spans: Sequence[tuple[int, int]], ratio: float, device: torch.device) -> None:
@@ -104,13 +104,13 @@ class ChunkSelection:
 
     @property
     def count(self) -> int:
-        """How many coordinates are selected."""
+        """Number of selected coordinates."""
         return self._chunks.count
 
     def largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of the largest magnitudes of `flat`, int64, ascending, and values there. NaN counts as largest."""
+        """Return positions (int64, ascending) and values of the largest magnitudes. NaN counts as largest."""
         return select_chunks(flat, self._chunks)
 
     def largest_of_sum(self, g: Tensor, e: Tensor, decay: float, out: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of g + decay * e, which is written to `out`."""
+        """Select from g + decay * e, which is written to `out`."""
         return add_and_select_chunks(g, e, decay, out, self._chunks)

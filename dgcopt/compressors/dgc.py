@@ -29,50 +29,48 @@ log = logging.getLogger("dgcopt")
 
 @dataclass(eq=False)
 class DGC(ScheduledRatio):
-    """Send only the largest accumulated gradients of every tensor; keep the rest for later.
+    """Sends the largest accumulated gradients of each tensor and keeps the rest in the residual.
 
     Per step and rank: clip g -> momentum correction u <- m u + g, v <- v + u (with Nesterov v <- v + g + m u) ->
     the k = ceil(ratio * n) largest |v| of each tensor, exactly -> send them -> v, and with factor masking u, become
     zero there -> the sum over ranks, divided by N, is what the optimizer applies.
 
-    For SGD with momentum the momentum is taken over from the wrapped optimizer; for every other optimizer v <- v + g
-    is plain error feedback, where g is the update that it makes of the local gradient unless it is SGD (`source`). At
-    ratio 1 everything is sent and nothing masked: dense training, by linearity.
+    DGC takes over the momentum of a wrapped SGD. For all other optimizers v <- v + g is plain error feedback, and g is
+    the optimizer's update from the local gradient for elementwise ones (`source`). At ratio 1 all coordinates are sent
+    and none is masked, which equals dense training by linearity.
 
     Args:
-        ratio: fraction of coordinates that is sent, in (0, 1]. Smaller sends less and delays more.
-        warmup: ratios for the first steps or epochs; None starts at `ratio`.
-        values: on the wire "fp32", "fp16", "bf16" ("fp64" for float64 models), or "int8", "int4", "int2", "sign": so
-            many bits, and a scale per block of 256. What rounding loses stays in v.
-        indices: "int32", or "rice": gaps in 11.5 bits each at 0.1%, within 2% of what any code needs. Where positions
-            cluster so much that not all fit into the message's fixed length, the smallest values wait in v.
+        ratio: fraction of coordinates to send, in (0, 1]. Smaller sends less and delays more.
+        warmup: ratios of the first steps or epochs; None starts at `ratio`.
+        values: code of values on the wire: "fp32", "fp16", "bf16" ("fp64" for float64 models), or "int8", "int4",
+            "int2", "sign" with a scale per block of 256. Rounding errors stay in v.
+        indices: code of positions: "int32", or "rice", gaps in 11.5 bits each at 0.1%, within 2% of the entropy. If
+            clustered positions exceed the message's fixed length, the smallest values stay in v.
         momentum_masking: also clear u where v was sent (section 3.2, "Momentum Factor Masking"), so that stale
             momentum does not carry an old gradient on.
         clip: local gradient clipping, or None.
-        vectors: how tensors of at most one dimension (biases, norms) travel, in buckets of their own: "dense" as they
-            are, by allreduce; by a kind of `values`, whole, with what rounding loses kept in v; or "sparse" like all
-            others.
-        granularity: whether the ratio holds for each "tensor", as in the paper, or for a "bucket" of them together,
-            so that tensors with larger gradients send more.
-        residual: "full" keeps v and u in the parameters' precision, and in float32 at least; "bf16" in half the memory,
-            where increments below 0.4% of what has been held back are lost.
-        reduce, keep: "gather" brings everyone's choice to everyone, as in the paper; with "owner" what a rank receives
-            does not grow with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links.
-            "auto" takes the faster one for each bucket, by the wire's measured latency and bandwidth.
-            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`. But with "gather",
-            vectors that travel in few bits are added up by owners, too, each of a part of them.
-        overlap: send buckets while backward runs. False waits for the step, and then passes over memory once instead
-            of looking at it first: less work for a CPU, where messages this small take little time. If a wire fails
-            then, what the step was to send stays in v. "auto" is False for parameters on a CPU, True on other devices.
-        source: what travels, see `Compressor.source`; at ratio 1 "auto" is always "gradient".
+        vectors: code of tensors of at most one dimension (biases, norms), in buckets of their own: "dense", by
+            allreduce; a code of `values` for all elements, rounding errors kept in v; or "sparse" like other tensors.
+        granularity: apply the ratio to each "tensor", as in the paper, or to a whole "bucket", so that tensors with
+            larger gradients send more.
+        residual: "full" keeps v and u in the parameters' precision, float32 at least; "bf16" halves the memory and
+            loses increments below 0.4% of the accumulated value.
+        reduce, keep: "gather" sends every rank's selection to all ranks, as in the paper. "owner" keeps bytes flat in
+            the world size, for many ranks and slow links: see `dgcopt.compressors.Owner`. "auto" chooses the faster of
+            the two per bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to
+            select for all: see `dgcopt.compressors.Partition`. Except with "gather", owners also sum vectors in few
+            bits, each a part of them.
+        overlap: launch buckets during backward. False waits for the step, and then makes one pass over memory instead
+            of a preview pass and an update pass: less CPU time, and messages this small take little time to send. If
+            the wire fails then, the step's gradient stays in v. "auto" is False for parameters on a CPU, True on other
+            devices.
+        source: send gradients or updates: see `Compressor.source`; at ratio 1 "auto" is always "gradient".
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
-    1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v, beside the gradient. On a
-    CPU the gradient is read and overwritten where autograd left it, and with overlap there is a second v; on other
-    devices there is a flat copy of the gradient.
+    1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v. On a CPU the gradient is read and
+    overwritten in place, and overlap needs a second v; other devices need a flat copy of the gradient.
 
-    Raises ConfigError for a ratio outside (0, 1] or a setting that is none of those above, PayloadError for a damaged
-    message.
+    Raises ConfigError for a ratio outside (0, 1] or an invalid setting, PayloadError for a damaged message.
     """
 
     ratio: float = 0.001
@@ -91,12 +89,12 @@ class DGC(ScheduledRatio):
 
     @classmethod
     def faithful(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
-        """As in the paper: whole values, plain indices, biases and norms uncompressed, and a warm-up of four epochs."""
+        """As in the paper: fp32 values, int32 indices, dense biases and norms, and a warm-up of four epochs."""
         return cls(**{"ratio": ratio, "warmup": Warmup(), **settings})
 
     @classmethod
     def compact(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
-        """In as few bytes as hold the accuracy: 2-bit values, Rice-coded indices, int8 vectors; and the warm-up."""
+        """Fewest bytes at equal accuracy: 2-bit values, Rice-coded indices, int8 vectors, and the warm-up."""
         coded = {"values": "int2", "indices": "rice", "vectors": "int8"}
         return cls(**{"ratio": ratio, "warmup": Warmup(), **coded, **settings})
 
@@ -108,11 +106,11 @@ class DGC(ScheduledRatio):
         self._set_whole_model()
 
     def _set_whole_model(self) -> None:
-        """Gradients are clipped before updates are made of them."""
+        """Require all gradients first if they are clipped by model, or before updates are made from them."""
         self.whole_model = self.clip is not None and (self.clip.per == "model" or self.sends == "update")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy is attached to an optimizer of its own
+        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
         if self.ratio < 1:
@@ -128,7 +126,7 @@ class DGC(ScheduledRatio):
 
     @property
     def conserves(self) -> bool:
-        return self.clip is None and self.residual == "full"  # but for momentum
+        return self.clip is None and self.residual == "full"  # apart from momentum
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
@@ -152,7 +150,7 @@ class DGC(ScheduledRatio):
         memory, runs = self._memory, self._memory.runs(ctx.segments)
         if ctx.kind == "vector" and self.vectors == "dense":
             memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, runs)
-            ctx.add_unsent(grad)  # after the momentum, which v has in it
+            ctx.add_unsent(grad)  # after the momentum, which v already contains
             return (yield AllReduce(grad, op=ctx.op))
 
         ratio = self.ratio_at(ctx.step)
@@ -162,7 +160,7 @@ class DGC(ScheduledRatio):
         v = ctx.hold("residual", dtype=dtype)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.ahead(local, v, u, runs).view(-1)
-            ctx.peak = everything.abs().amax() if self.clip is None else None  # which clips Inf
+            ctx.peak = everything.abs().amax() if self.clip is None else None  # clipping removes Inf
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
             if ratio == 1:
                 ctx.once_settled(lambda: v.sub_(v.to(ctx.dtype)))
@@ -170,10 +168,10 @@ class DGC(ScheduledRatio):
             return (yield from whole_sum(self.reduce, self.vectors, ctx).exchange(everything, ctx))
 
         selection = self.selection(ctx)
-        new: Tensor | None = None  # v as it will be, where that is written already
+        new: Tensor | None = None  # the next v, if already written
         if ctx.certain:
             new, maxima = v, memory.accumulate(local, v, u, runs)
-        elif ctx.local is not None:  # there is no flat gradient, but room for as much
+        elif ctx.local is not None:  # no flat gradient, so memory for a second v
             new = ctx.advance("residual", dtype=dtype)[1]
             maxima = memory.look(local, v, u, runs, new)
             ctx.once_settled(lambda: memory.move_on(local, u, runs))
@@ -208,11 +206,11 @@ class DGC(ScheduledRatio):
         return self.reduce == "auto"
 
     def reduction(self, count: int, ctx: Context) -> Reduction:
-        """How the ranks' choices become one sum, of `count` coordinates each."""
+        """Return the reduction of all ranks' selections of `count` coordinates each."""
         return reduction(self.reduce, self._code, count, ctx, self.keep)
 
     def selection(self, ctx: Context) -> Selection:
-        """What finds the largest coordinates of this bucket."""
+        """Return the selection of the largest coordinates of this bucket."""
         together = self.granularity == "bucket"
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 

@@ -1,4 +1,4 @@
-"""Messages of a compressor in 16 bits: two bytes where it would send four or more."""
+"""FP16 and BF16: messages of an inner compressor in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 class _Half(Wrapper):
-    """Every message of float32 or float64 is rounded to 16 bits; what is sent in other types stays as it is."""
+    """Rounds float32 and float64 messages to 16 bits; other dtypes are sent unchanged."""
 
     dtype: ClassVar[torch.dtype]
 
@@ -34,10 +34,10 @@ class _Half(Wrapper):
                 return (yield collective)
             size = {"world": ctx.size, "node": ctx.local_size}.get(collective.group)
             if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average" and size:
-                # divided before rounding, so that the sum over many ranks stays in range
+                # divide before rounding, so that the sum over many ranks stays in range
                 message.div_(size)
                 collective.op = "sum"
-            # memory that the system hands out anew at every step takes longer than what is done with it
+            # reuse buffers: page faults of fresh memory would cost more than the rounding
             buffers = ctx.scratch.setdefault("rounded", {})
             if message.shape not in buffers:
                 buffers[message.shape] = torch.empty(message.shape, dtype=self.dtype, device=message.device)
@@ -50,35 +50,35 @@ class _Half(Wrapper):
     def payload_bytes(self, ctx: Context) -> int | None:
         if isinstance(self.inner, NoCompression):
             return ctx.numel * min(ctx.dtype.itemsize, 2)
-        return None  # which of the inner one's messages are rounded is not known
+        return None  # unknown: depends on the dtypes of the inner messages
 
 
 class FP16(_Half):
-    """What `inner` sends, rounded to float16: 2 bytes per number, 11 bits of precision, values up to 65504.
+    """Rounds the messages of `inner` to float16: 2 bytes per number, 11 bits of precision, values up to 65504.
 
-    `FP16()` is dense training in half the bytes, `FP16(PowerSGD())` factors in half the bytes. What rounding loses is
-    lost, unless the inner compressor's error feedback looks at what arrived. As `fp16_compress_hook` and
-    `fp16_compress_wrapper` of torch's DDP communication hooks, but that the inner compressor computes in float32.
+    `FP16()` is dense training in half the bytes, `FP16(PowerSGD())` sends factors in half the bytes. Rounding errors
+    are lost unless the inner compressor's error feedback accounts for the arrived values. Like `fp16_compress_hook` and
+    `fp16_compress_wrapper` of torch's DDP communication hooks, except that the inner compressor computes in float32.
 
-    Costs what `inner` does, at 2 bytes per number. Prefer BF16 where gradients may exceed 65504.
+    Costs as much as `inner`, at 2 bytes per number. Prefer BF16 where gradients may exceed 65504.
 
     Args:
-        inner: the compressor whose messages are rounded; None is NoCompression.
+        inner: the compressor of the rounded messages; None is NoCompression.
     """
 
     dtype = torch.float16
 
 
 class BF16(_Half):
-    """What `inner` sends, rounded to bfloat16: 2 bytes per number, 8 bits of precision, float32's range.
+    """Rounds the messages of `inner` to bfloat16: 2 bytes per number, 8 bits of precision, float32's range.
 
-    The reference for speed: dense training done well. As `bf16_compress_hook` and
-    `bf16_compress_wrapper` of torch's DDP communication hooks, and not only with NCCL.
+    The dense baseline for speed. Like `bf16_compress_hook` and `bf16_compress_wrapper` of torch's DDP communication
+    hooks, but not limited to NCCL.
 
-    Costs what `inner` does, at 2 bytes per number. Prefer FP16 where gradients are known to stay in its range.
+    Costs as much as `inner`, at 2 bytes per number. Prefer FP16 where gradients are known to stay in its range.
 
     Args:
-        inner: the compressor whose messages are rounded; None is NoCompression.
+        inner: the compressor of the rounded messages; None is NoCompression.
     """
 
     dtype = torch.bfloat16

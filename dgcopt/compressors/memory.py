@@ -1,7 +1,7 @@
-"""What was not sent: the residual, momentum correction and factor masking, and local gradient clipping.
+"""DGC's memory: the residual, momentum correction, and local gradient clipping.
 
-The symbols are those of Lin et al., "Deep Gradient Compression" (ICLR 2018): u is the local momentum, v the local
-accumulation of what has not been sent yet.
+Symbols follow Lin et al., "Deep Gradient Compression" (ICLR 2018): u is the local momentum, v the residual, the sum of
+unsent momentum.
 """
 
 import itertools
@@ -27,15 +27,18 @@ __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
 log = logging.getLogger("dgcopt")
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
-"""Memory as it is, and as it will be if the step succeeds."""
+"""Current memory, and its next value if the step commits."""
 
 
 _STARTED: Mapping[str, Any] = {"momentum_started": True}
-"""The state of a parameter that has had its first gradient."""
+"""The optimizer state of a parameter after its first gradient."""
 
 
 def _rule_of(group: dict[str, Any], state: Mapping[str, Any]) -> Momentum:
-    """A parameter group's, or of one parameter in its `state`: torch's SGD does not dampen the first gradient."""
+    """Return the momentum rule of a parameter group, given one parameter's `state`.
+
+    torch's SGD does not dampen the first gradient.
+    """
     dampening = float(group["dampening"])
     if dampening and not {"momentum_started", "momentum_buffer"} & state.keys():
         dampening = 0.0
@@ -44,7 +47,7 @@ def _rule_of(group: dict[str, Any], state: Mapping[str, Any]) -> Momentum:
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring segments, from `start` to `stop`, whose momentum is treated alike; by no rule if there is none."""
+    """Neighbouring segments, from `start` to `stop`, with the same momentum rule; None without momentum."""
 
     start: int
     stop: int
@@ -52,30 +55,30 @@ class Run:
 
     @property
     def span(self) -> slice:
-        """Where it lies."""
+        """The run in elements."""
         return slice(self.start, self.stop)
 
     @property
     def blocks(self) -> slice:
-        """In blocks."""
+        """The run in blocks."""
         return slice(self.start // BLOCK, -(-self.stop // BLOCK))
 
 
 class ErrorFeedback:
-    """v <- v + g: what is not sent now is sent later."""
+    """Plain error feedback, v <- v + g: unsent coordinates are sent later."""
 
     start: Callable[[Segment], Tensor | None] | None = None
-    """What a parameter's u starts from, if not from zero; None where there is no u."""
+    """Return the initial u of a parameter, None for zero; the attribute is None without momentum."""
 
     holds_back: str = ""
-    """What v consists of, if not of what travels as it is; see `Compressor.holds_back`."""
+    """Content of v if it is not plain gradients or updates; see `Compressor.holds_back`."""
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
-        """How the segments' memory is to change in this step: neighbours that change alike in one run."""
+        """Group neighbouring segments with the same rule for this step into runs."""
         return [Run(segments[0].start, segments[-1].stop, None)]
 
     def accumulate(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
-        """Make v and u the new ones in one pass, and the gradient zero; returns the block maxima of v."""
+        """Update v and u in one pass and clear the gradient; return the block maxima of v."""
         maxima = self._pass(accumulate, grad, v, u, runs)
         grad.is_clear = True
         return maxima
@@ -83,11 +86,11 @@ class ErrorFeedback:
     def look(
         self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run], new: Tensor | None = None
     ) -> Tensor:
-        """The block maxima that `accumulate` will give, and in `new`, if given, its v; all else stays as it is."""
+        """Return the block maxima that `accumulate` will return; write its v to `new`, if given, and nothing else."""
         return self._pass(look, grad, v, u, runs, new)
 
     def move_on(self, grad: LocalGradient, u: Tensor | None, runs: Sequence[Run]) -> None:
-        """What is left of `accumulate` where `look` has written v: make u the new one, and the gradient zero."""
+        """Finish `accumulate` after `look` has written v: update u and clear the gradient."""
         moved = [run for run in runs if run.rule is not None and run.rule.momentum]
         for run in moved:
             assert u is not None and run.rule is not None
@@ -114,7 +117,7 @@ class ErrorFeedback:
     def ahead(
         self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run], blocks: Tensor | None = None
     ) -> Tensor:
-        """What `accumulate` will make of v, or of some blocks of it, in ascending order: `[blocks, 64]`."""
+        """Return the v that `accumulate` will write, or some blocks of it in ascending order: `[blocks, 64]`."""
         if blocks is None:
             blocks = torch.arange(len(v) // BLOCK, device=v.device)
         rows = torch.empty(len(blocks), BLOCK, dtype=v.dtype, device=v.device)
@@ -130,34 +133,34 @@ class ErrorFeedback:
         return rows
 
     def correct(self, grad: Tensor, u: Pair | None, runs: Sequence[Run]) -> None:
-        """Make the flat gradient what `accumulate` would add to v, and write the new u."""
+        """Replace the flat gradient by the term that `accumulate` would add to v, and write the new u."""
         for run in runs:
             if run.rule is not None:
                 assert u is not None
                 g, old, new = (flat[run.start : run.stop] for flat in (grad, *u))
-                if run.rule.momentum == 0:  # torch's SGD leaves its buffer alone, and applies the gradient itself
+                if run.rule.momentum == 0:  # torch's SGD keeps its buffer and applies the gradient directly
                     new.copy_(old)
                 else:
                     run.rule.of(g, old, out=new)
                     g.copy_(torch.add(g, new, alpha=run.rule.momentum) if run.rule.nesterov else new)
 
     def before_step(self) -> None:
-        """Nothing to take over: the wrapped optimizer does all of its own update."""
+        """Do nothing: the wrapped optimizer makes its own update."""
 
     def after_step(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: no settings were changed."""
 
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        """Nothing was taken over."""
+        """Do nothing: no momentum was taken over."""
 
 
 class MomentumCorrection(ErrorFeedback):
     """Momentum before sparsification (section 3.2): u <- m u + g, v <- v + u; with Nesterov, v <- v + g + m u.
 
-    Takes momentum, dampening, Nesterov and weight decay over from the wrapped `torch.optim.SGD`, which then only
-    subtracts lr times what arrives. Both are read from the parameter groups at each step, as schedulers change them.
-    The weight-decay term never travels, being equal on all ranks: it has a momentum of its own, kept in the
-    optimizer's state as "decay_momentum". By linearity the sum of both parts is what SGD would have applied.
+    Takes over momentum, dampening, Nesterov and weight decay from the wrapped `torch.optim.SGD`, which then only
+    subtracts lr times the averaged gradient. Settings are read from the parameter groups at each step, since schedulers
+    change them. The weight-decay term is equal on all ranks and is never sent; its own momentum is "decay_momentum" in
+    the optimizer's state. By linearity the sum of both parts is SGD's update.
     """
 
     holds_back = "gradients with momentum"
@@ -180,7 +183,7 @@ class MomentumCorrection(ErrorFeedback):
         return [Run(run[0].start, run[-1].stop, rule) for rule, run in members]
 
     def before_step(self) -> None:
-        """Subtract the weight-decay term and make SGD's own momentum and weight decay zero for its next step."""
+        """Subtract the weight-decay term, and set SGD's momentum and weight decay to zero for its next step."""
         self.after_step()
         for group in self.optimizer.param_groups:
             rule = _rule_of(group, _STARTED)
@@ -192,7 +195,7 @@ class MomentumCorrection(ErrorFeedback):
             group["momentum"], group["weight_decay"] = 0.0, 0.0
 
     def after_step(self) -> None:
-        """Give the parameter groups their settings back."""
+        """Restore the settings of the parameter groups."""
         while self._set_aside:
             group, group["momentum"], group["weight_decay"] = self._set_aside.pop()
 
@@ -204,7 +207,7 @@ class MomentumCorrection(ErrorFeedback):
             if param.grad is None or param.grad.is_sparse:
                 continue
             state = self.optimizer.state[param]
-            if state.pop("momentum_buffer", None) is not None or rule.dampening:  # u has taken it over
+            if state.pop("momentum_buffer", None) is not None or rule.dampening:  # u has taken over the buffer
                 state["momentum_started"] = True
             b = state.get("decay_momentum")
             if b is None and weight_decay == 0:
@@ -215,12 +218,12 @@ class MomentumCorrection(ErrorFeedback):
                 continue
             w = param.detach()
             if w.is_contiguous() and b.is_contiguous():
-                w, b = w.view(-1), b.view(-1)  # in one pass, which takes them flat
+                w, b = w.view(-1), b.view(-1)  # flat, for a single pass
             decay(w, b, rule, weight_decay, lr)
 
     @torch.no_grad()
     def _add_momentum_of_rows(self, group: dict[str, Any], rule: Momentum) -> None:
-        """Sparse gradients arrive whole and have no u: do for them what torch's SGD would, in its own buffer."""
+        """Apply SGD's momentum to sparse gradients, which arrive unselected and have no u, in SGD's own buffer."""
         for param in group["params"]:
             grad = param.grad
             if grad is None or not grad.is_sparse:
@@ -235,19 +238,19 @@ class MomentumCorrection(ErrorFeedback):
 
     @torch.no_grad()
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        """u becomes SGD's own momentum again, for steps without an exchange, and that of weight decay with it."""
+        """Return u and the momentum of weight decay to SGD's buffer, for steps without an exchange."""
         for param, u in momenta.items():
             state = self.optimizer.state[param]
             u, decayed = u.to(param.dtype), state.pop("decay_momentum", None)
             state["momentum_buffer"] = u if decayed is None else u + decayed
 
     def start(self, segment: Segment) -> Tensor | None:
-        """SGD's own momentum buffer of a parameter, from steps before it was wrapped: what u starts from."""
+        """Return SGD's momentum buffer from steps before wrapping, the initial u."""
         return self.optimizer.state.get(segment.param, {}).get("momentum_buffer")
 
 
 def memory_for(optimizer: Optimizer) -> ErrorFeedback:
-    """Momentum correction for SGD with momentum, plain error feedback for everything else; says which in the log."""
+    """Return momentum correction for SGD with momentum, else plain error feedback, and log which."""
     has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     if has_momentum and isinstance(optimizer, SGD) and steps_as(optimizer, SGD):
         return MomentumCorrection(optimizer)
@@ -262,17 +265,17 @@ def memory_for(optimizer: Optimizer) -> ErrorFeedback:
 class LocalClip:
     """Clip each rank's own gradient before it is accumulated (section 3.3, "Local Gradient Clipping").
 
-    `per="model"` clips the norm over all parameters. `max_norm` is the threshold T that one would use on the
-    averaged gradient, and is scaled to the local one. If the N local gradients are independent with norm s, their
+    `per="model"` clips the norm over all parameters. `max_norm` is the threshold T for the averaged gradient; it is
+    scaled to the local one. If the N local gradients are independent with norm s, their
     mean has norm s / sqrt(N); so |mean| = T where |g| = s = T sqrt(N). The paper divides local gradients by N before
     adding them up, which turns this into its T N^(-1/2); undivided gradients that are averaged afterwards need
     T N^(+1/2), and undivided gradients that are summed T N^(-1/2). Needs every gradient of the step before the
     first exchange, so nothing overlaps with backward.
 
-    `per="tensor"` clips each parameter's gradient by `max_norm` as it is given.
+    `per="tensor"` clips each parameter's gradient by `max_norm`, unscaled.
 
-    In place of `max_norm`, each parameter's gradient is clipped to magnitudes of at most `value`, or by `fn`: it is
-    called with one parameter's gradient, which may be flat, and clips it in place or returns the clipped one.
+    Instead of `max_norm`, `value` clips each element's magnitude, or `fn` clips one parameter's gradient, which may be
+    flat, in place or by returning the result.
 
     Raises ConfigError unless exactly one of the three is given, and for numbers that are not positive.
     """
@@ -296,7 +299,7 @@ class LocalClip:
             raise ConfigError(f'LocalClip clips per "model" or per "tensor", not per {self.per!r}')
 
     def local_threshold(self, size: int, op: Literal["average", "sum"]) -> float:
-        """The threshold for one rank's gradient among `size`."""
+        """Return the threshold for the local gradient of one of `size` ranks."""
         assert self.max_norm is not None
         return self.max_norm * (math.sqrt(size) if op == "average" else 1 / math.sqrt(size))
 
@@ -309,7 +312,7 @@ class LocalClip:
             grad.mul_(scale.to(grad.device, grad.dtype))
 
     def clip_each(self, grads: Sequence[Tensor]) -> None:
-        """Clip each of `grads`, one parameter's each, in place."""
+        """Clip each parameter's gradient in place."""
         for grad in grads:
             if self.max_norm is not None:
                 grad.mul_((self.max_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))

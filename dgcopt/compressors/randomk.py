@@ -22,28 +22,28 @@ __all__ = ["RandomK"]
 
 @dataclass(eq=False)
 class RandomK(ScheduledRatio):
-    """Coordinates drawn at random, the same on all ranks: no index travels, and an allreduce adds the values up.
+    """Sends random coordinates, the same on all ranks: no index is sent, and an allreduce sums the values.
 
         v = decay * e + g;  send v at k = ceil(ratio * n) coordinates of each tensor;  e = v, zero where sent
 
-    Each tensor is cut into k spans whose lengths differ by one at most, and one coordinate of each is drawn. So every
-    span of n / k neighbours is sent from in every step, and drawing costs as little as k random numbers.
+    Each tensor is cut into k spans whose lengths differ by at most one, and one coordinate of each is drawn, which
+    costs k random numbers and sends from every part of the tensor in each step.
 
-    As the baseline that any choice by magnitude has to beat: a coordinate waits n / k steps, however large it is, so
-    that training with momentum bears a much smaller lr than with TopK. CLTK needs no allgather either.
+    The baseline for selection by magnitude: a coordinate is delayed n / k steps on average, whatever its size, so
+    training with momentum needs a much smaller lr than with TopK. CLTK needs no allgather either.
 
     Args:
-        ratio: fraction of coordinates that is sent, in (0, 1]; larger if accuracy suffers.
-        seed: of the draws, which depend on nothing else but the step and the bucket.
-        decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
-        error_feedback: False throws away what is not sent.
-        unbiased: multiply what is sent by the length of its span, nearly n / k, so that the result's expectation is
-            the mean gradient. Its variance grows as much. Only without error feedback, which sends the rest itself.
-        source: what travels, see `Compressor.source`.
-        warmup: ratios for the first steps or epochs; None starts at `ratio`.
+        ratio: fraction of coordinates to send, in (0, 1]; raise it if accuracy suffers.
+        seed: seed of the draws, which also depend on the step and the bucket.
+        decay: factor of the residual per step; below 1 old gradients fade instead of arriving late.
+        error_feedback: False drops unsent coordinates.
+        unbiased: multiply sent values by the length of their span, about n / k, so that the expected result is the mean
+            gradient. The variance grows likewise. Only without error feedback.
+        source: send gradients or updates: see `Compressor.source`.
+        warmup: ratios of the first steps or epochs; None starts at `ratio`.
 
     Costs one allreduce of 4 bytes per selected coordinate of float32, whatever the number of ranks. Raises ConfigError
-    for settings that are none of these.
+    for invalid settings.
     """
 
     ratio: float = 0.1
@@ -59,7 +59,7 @@ class RandomK(ScheduledRatio):
         self.decay = check_decay(self.decay)
         if self.unbiased and self.error_feedback:
             raise ConfigError(
-                "unbiased=True scales up what is sent for what is not, and error_feedback=True sends that later: choose"
+                "unbiased=True scales values up for unsent ones, and error_feedback=True sends those later: set one"
             )
 
     @property
@@ -81,7 +81,7 @@ class RandomK(ScheduledRatio):
         return total
 
     def _spans(self, ctx: Context) -> tuple[Tensor, Tensor]:
-        """Where the spans of all tensors start, and their lengths."""
+        """Return starts and lengths of all spans."""
 
         def cut_at(ratio: float) -> tuple[Tensor, Tensor]:
             cuts = []

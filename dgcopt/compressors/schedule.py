@@ -1,4 +1,4 @@
-"""The ratio over time: dense enough at first, sparse once the weights have settled."""
+"""Ratio schedules: dense at first, sparse once training has settled."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Chosen = TypeVar("Chosen")
 
 
 def check_ratio(ratio: float, what: str = "ratio") -> float:
-    """`ratio` if it is a density in (0, 1]; ConfigError otherwise."""
+    """Return `ratio` if it is in (0, 1]. Raises ConfigError otherwise."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise ConfigError(
             f"{what} is the fraction of coordinates that is sent and must lie in (0, 1], like 0.001; it is {ratio!r}"
@@ -26,20 +26,19 @@ def check_ratio(ratio: float, what: str = "ratio") -> float:
 
 @dataclass
 class Warmup:
-    """Ratio warm-up: each of `ratios` holds for a while, then the compressor's own ratio does.
+    """Ratio warm-up: one stage for each of `ratios`, then the compressor's own ratio.
 
     The default is the paper's: sparsity 75%, 93.75%, 98.4375%, 99.6%, an epoch each, then 99.9% (Lin et al., 2018,
-    section 3.3). The position is the optimizer's step count, which its `state_dict()` holds.
+    section 3.3). The stage follows from the optimizer's step count, which is in its `state_dict()`.
 
     Args:
         ratios: densities in (0, 1], one per stage.
         steps: optimizer steps per stage; None counts in epochs.
-        epochs: epochs per stage, where `steps` is None.
-        steps_per_epoch: optimizer steps per epoch; whoever knows the data sets it before training
-            (`set_steps_per_epoch` of the compressor, or of the copy that wrapping made, `optimizer.compressor` or
-            `state.compressor`). Longer warm-up, gentler start: raise `steps` or `epochs`.
+        epochs: epochs per stage, if `steps` is None. Raise `steps` or `epochs` for a gentler start.
+        steps_per_epoch: optimizer steps per epoch; set it before training by `set_steps_per_epoch` of the compressor,
+            or of the copy made at wrapping (`optimizer.compressor`, `state.compressor`).
 
-    Raises ConfigError for ratios outside (0, 1], stages without length, or an unknown `steps_per_epoch`.
+    Raises ConfigError for ratios outside (0, 1], empty stages, or an unknown `steps_per_epoch`.
     """
 
     ratios: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
@@ -58,7 +57,7 @@ class Warmup:
             check_whole(self.steps_per_epoch, "steps_per_epoch", 1)
 
     def stage_steps(self) -> int:
-        """Optimizer steps that each stage lasts."""
+        """Return the optimizer steps per stage."""
         if self.steps is not None:
             return self.steps
         if self.steps_per_epoch is None:
@@ -71,16 +70,16 @@ class Warmup:
         return max(1, math.ceil(self.epochs * self.steps_per_epoch))
 
     def ratio_at(self, step: int, final: float) -> float:
-        """The ratio at optimizer step `step`, counted from 0; `final` once the stages are over."""
+        """Return the ratio at optimizer step `step`, counted from 0; `final` after the last stage."""
         stage = step // self.stage_steps()
         return self.ratios[stage] if stage < len(self.ratios) else final
 
 
 class ScheduledRatio(Compressor):
-    """What compressors have in common that send a `ratio` of something, for which a `warmup` may put others first.
+    """A compressor with a `ratio` and an optional `warmup`.
 
-    A subclass is a dataclass with both settings, and asks for `ratio_at(ctx.step)`. Raises ConfigError for a ratio
-    outside (0, 1], and for what is no warm-up.
+    A subclass is a dataclass with both settings and calls `ratio_at(ctx.step)`. Raises ConfigError for a ratio outside
+    (0, 1] and for an invalid warm-up.
     """
 
     ratio: float
@@ -102,11 +101,11 @@ class ScheduledRatio(Compressor):
             self.warmup.steps_per_epoch = steps
 
     def ratio_at(self, step: int) -> float:
-        """The ratio in force at optimizer step `step`, counted from 0."""
+        """Return the current ratio at optimizer step `step`, counted from 0."""
         return self.ratio if self.warmup is None else self.warmup.ratio_at(step, self.ratio)
 
     def chooser(self, ctx: Context, make: Callable[[float], Chosen]) -> Chosen:
-        """What chooses from this bucket: `make` makes it of the ratio in force, and anew when that changes."""
+        """Return the bucket's selection for the current ratio; `make` builds it, and again when the ratio changes."""
         ratio = self.ratio_at(ctx.step)
         if "chooser" not in ctx.scratch or ctx.scratch["chooser"][0] != ratio:
             ctx.scratch["chooser"] = ratio, make(ratio)

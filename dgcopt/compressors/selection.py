@@ -1,4 +1,4 @@
-"""Which coordinates are sent: the exact k largest magnitudes of every tensor of a flat bucket."""
+"""Exact selection of the k largest magnitudes of each tensor in a flat bucket."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ __all__ = ["Selection", "count_of"]
 
 
 def count_of(ratio: float, numel: int) -> int:
-    """k = ceil(ratio * n), the number of coordinates that a tensor of `numel` elements sends."""
+    """Return k = ceil(ratio * n), the number of coordinates that a tensor of `numel` elements sends."""
     return min(numel, math.ceil(ratio * numel))
 
 
 class Selection:
-    """Selects from one bucket: of every segment, or of all together, the largest magnitudes, exactly.
+    """Selects the largest magnitudes of each segment of a bucket, or of the whole bucket, exactly.
 
     Args:
         segments: the tensors of the bucket.
-        ratio: fraction of the elements that is selected.
-        together: whether k counts for the bucket as a whole, instead of for each tensor.
+        ratio: fraction of elements to select.
+        together: apply the ratio to the whole bucket instead of each tensor.
     """
 
     def __init__(self, segments: Sequence[Segment], ratio: float, together: bool = False) -> None:
@@ -32,16 +32,16 @@ class Selection:
         pieces = [spans] if together else [[span] for span in spans]
         counts = [count_of(ratio, sum(stop - start for start, stop in group)) for group in pieces]
         self.count = sum(counts)
-        """How many coordinates are selected."""
+        """Number of selected coordinates."""
         self._groups = Groups(pieces, counts, segments[0].param.device)
 
     def largest(self, flat: Tensor, maxima: Tensor) -> Tensor:
-        """Positions of the largest magnitudes of `flat`, whose `block_maxima` are `maxima`.
+        """Return positions of the largest magnitudes of `flat`, given its block maxima: int64, ascending.
 
-        Among equal magnitudes those that come first are taken. NaN counts as largest. Returns int64, ascending.
+        Ties go to the first positions. NaN counts as largest.
         """
         return select(flat, maxima, self._groups)
 
     def largest_of(self, rows_of: Callable[[Tensor], Tensor], maxima: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of what is not there yet, and the values; `rows_of` makes the blocks of those numbers of it."""
+        """Select from blocks that `rows_of` computes on demand; return positions and values."""
         return select_ahead(rows_of, maxima, self._groups)

@@ -1,4 +1,4 @@
-"""What compressors have in common that send some coordinates and keep the others for later."""
+"""The base class of sparse compressors: send selected coordinates, keep the others in the residual."""
 
 from typing import Literal, TypeAlias
 
@@ -14,16 +14,16 @@ from .reduction import Choice, Reduce, Reduction, reduction
 __all__ = ["Indices", "Sparse", "Values", "check_decay"]
 
 Values: TypeAlias = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
-"""How values travel: whole floats, or so many bits and a scale per block of 256 or 512; see `dgcopt.coding`."""
+"""Code of values: floats, or a number of bits and a scale per block of 256 or 512; see `dgcopt.coding`."""
 
 Indices: TypeAlias = Literal["int32", "rice"]
-"""How positions travel: 32 bits each, or as Rice-coded gaps, 11.5 bits each at a density of 0.1%."""
+"""Code of positions: 32 bits each, or Rice-coded gaps, 11.5 bits each at a density of 0.1%."""
 
 
 class Sparse(Compressor):
-    """Each rank's own choice of coordinates, added up; what is not sent, or lost by rounding, is kept.
+    """Sums each rank's own selected coordinates; the residual keeps the rest and rounding errors.
 
-    A subclass defines `select`, or `choose`, and the settings below. The residual is multiplied by `decay` before the
+    A subclass defines `select` or `choose`, and the settings below. The residual is multiplied by `decay` before the
     gradient is added to it.
     """
 
@@ -39,18 +39,18 @@ class Sparse(Compressor):
         return self.error_feedback and self.decay == 1
 
     def select(self, v: Tensor, ctx: Context) -> Tensor:
-        """Positions in the flat `v` that are sent: int64, ascending, as many on all ranks."""
+        """Return the positions in the flat `v` to send: int64, ascending, the same number on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} must define select()")
 
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """v, the positions in it that are sent, and what is there: for subclasses that find all of it in one pass."""
+        """Return v, selected positions and their values; for subclasses that compute all three in one pass."""
         v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
         indices = self.select(v, ctx)
         return v, indices, gather(v, indices)
 
     @property
     def code(self) -> SparseCode:
-        """How coordinates travel."""
+        """The code of coordinates on the wire."""
         return SparseCode(self.indices, self.values)
 
     @property
@@ -58,7 +58,7 @@ class Sparse(Compressor):
         return self.reduce == "auto"
 
     def reduction(self, count: int, ctx: Context) -> Reduction:
-        """How the ranks' choices become one sum, of `count` coordinates each at most."""
+        """Return the reduction of all ranks' selections of at most `count` coordinates each."""
         return reduction(self.reduce, self.code, count, ctx, self.keep, self.decay if self.error_feedback else 0.0)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
@@ -78,7 +78,7 @@ class Sparse(Compressor):
 
 
 def check_decay(decay: float) -> float:
-    """A number in (0, 1]. Raises ConfigError for others."""
+    """Return `decay` if it is in (0, 1]. Raises ConfigError otherwise."""
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
         raise ConfigError(f"decay must be above 0 and at most 1, not {decay!r}")
     return float(decay)

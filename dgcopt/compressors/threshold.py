@@ -23,27 +23,27 @@ __all__ = ["Threshold"]
 
 @dataclass(eq=False)
 class Threshold(Sparse):
-    """Every coordinate whose magnitude reaches a threshold; the rest is added to the next gradient.
+    """Sends every coordinate whose magnitude reaches a threshold; the rest is added to the next gradient.
 
         v = decay * e + g;  send all |v| >= threshold, whole;  e = v, zero where sent
 
-    How many that are differs between ranks and steps, so ranks first tell each other. Strom sends plus or minus the
-    threshold and keeps the remainder; here the value travels, or its sign and a fitted scale (`values="sign"`).
+    The number of coordinates differs between ranks and steps, so ranks first exchange it. Strom sends plus or minus the
+    threshold and keeps the remainder; here the value is sent, or its sign and a fitted scale (`values="sign"`).
 
-    Where the scale of gradients is known and their importance is in their size; else TopK, whose bytes are known.
+    Use it if the scale of gradients is known; otherwise use TopK, whose bytes are fixed.
 
     Args:
-        threshold: above 0; larger sends less and delays more.
-        at_most: fraction of the bucket's coordinates that one step may send, so that one bad step does not send
-            everything; the smallest wait.
-        values, indices: how they travel; "int2" and "rice" for fewest bytes.
-        decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
-        error_feedback: False throws away what is not sent.
-        source: what travels, see `Compressor.source`. An update is smaller than a gradient by a factor of lr or more.
+        threshold: a positive number; larger sends less and delays more.
+        at_most: largest fraction of the bucket's coordinates per step, so that one bad step cannot send everything; the
+            smallest stay in the residual.
+        values, indices: their codes on the wire; "int2" and "rice" for fewest bytes.
+        decay: factor of the residual per step; below 1 old gradients fade instead of arriving late.
+        error_feedback: False drops unsent coordinates.
+        source: send gradients or updates: see `Compressor.source`. An update is smaller than a gradient by a factor of
+            lr or more.
 
     Costs one allgather of 8 bytes, and one of 8 bytes per coordinate of the rank that sends most, 1.7 with int2 and
-    rice; none if no rank has any. Raises ConfigError for settings that are none of these, PayloadError for a damaged
-    message.
+    rice; no second one if no rank has any. Raises ConfigError for invalid settings, PayloadError for a damaged message.
     """
 
     threshold: float = 0.01
@@ -60,7 +60,7 @@ class Threshold(Sparse):
         self.at_most, self.decay = check_ratio(self.at_most, "at_most"), check_decay(self.decay)
 
     def most(self, ctx: Context) -> int:
-        """How many coordinates of this bucket a step may send."""
+        """Return the largest number of coordinates of this bucket per step."""
         return count_of(self.at_most, sum(segment.numel for segment in ctx.segments))
 
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,28 +20,28 @@ __all__ = ["TopK"]
 
 @dataclass(eq=False)
 class TopK(ScheduledRatio, Sparse):
-    """The largest coordinates of each tensor; the rest is added to the next gradient.
+    """Sends the largest coordinates of each tensor; the rest is added to the next gradient.
 
         v = decay * e + g;  send the k = ceil(ratio * n) largest |v| of each tensor;  e = v, zero where sent
 
-    For Adam and its kin, where g is each rank's own update (`source`), best with betas=(0.0, b2): e is momentum enough.
-    For SGD with momentum DGC is better: it knows what momentum does to a gradient that waits.
+    For Adam and its kin g is each rank's own update (`source`); use betas=(0.0, b2), since e acts as momentum. For SGD
+    with momentum use DGC, which corrects the momentum of delayed gradients.
 
     Args:
-        ratio: fraction of coordinates that is sent, in (0, 1]; larger if accuracy suffers.
-        values, indices: how they travel; "int2" and "rice" for fewest bytes.
-        decay: how much of what waits is kept from step to step; below 1 old gradients fade instead of coming late.
-        error_feedback: False throws away what is not sent.
-        reduce, keep: "gather" brings everyone's choice to everyone; with "owner" what a rank receives does not grow
-            with the number of ranks, see `dgcopt.compressors.Owner`: for many ranks and slow links. "auto" takes the
-            faster one for each bucket, by the wire's measured latency and bandwidth.
-            With "partition" ranks take turns to choose for all, see `dgcopt.compressors.Partition`.
-        granularity: whether the ratio holds for each "tensor" or for a "bucket" of them together.
-        source: what travels, see `Compressor.source`.
-        warmup: ratios for the first steps or epochs; None starts at `ratio`.
+        ratio: fraction of coordinates to send, in (0, 1]; raise it if accuracy suffers.
+        values, indices: their codes on the wire; "int2" and "rice" for fewest bytes.
+        decay: factor of the residual per step; below 1 old gradients fade instead of arriving late.
+        error_feedback: False drops unsent coordinates.
+        reduce, keep: "gather" sends every rank's selection to all ranks. "owner" keeps bytes flat in the world size,
+            for many ranks and slow links: see `dgcopt.compressors.Owner`. "auto" chooses the faster of the two per
+            bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to select for all:
+            see `dgcopt.compressors.Partition`.
+        granularity: apply the ratio to each "tensor" or to a whole "bucket".
+        source: send gradients or updates: see `Compressor.source`.
+        warmup: ratios of the first steps or epochs; None starts at `ratio`.
 
-    Costs one allgather of 8 bytes per selected coordinate, 1.7 with int2 and rice. Raises ConfigError for settings
-    that are none of these, PayloadError for a damaged message.
+    Costs one allgather of 8 bytes per selected coordinate, 1.7 with int2 and rice. Raises ConfigError for invalid
+    settings, PayloadError for a damaged message.
     """
 
     ratio: float = 0.01
@@ -61,7 +61,7 @@ class TopK(ScheduledRatio, Sparse):
         check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> Selection:
-        """What finds the largest coordinates of this bucket."""
+        """Return the selection of the largest coordinates of this bucket."""
         together = self.granularity == "bucket"
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio, together))
 

@@ -5,8 +5,8 @@
 
 Ranks take their turns in the user's loop: every rank's backward first, then every rank's step. When a rank waits for
 another that has not come yet, the other's exchanges are moved on; if that does not help, the error says who is missing.
-What changes gradients before the step (`scaler.unscale_(optimizer)`, clipping) is done on all ranks before the first of
-them steps, because that one sends the gradients of all.
+Code that changes gradients or settings before the step (`scaler.unscale_(optimizer)`, clipping, learning rates) runs on
+all ranks before the first of them steps, because that one sends the gradients of all.
 """
 
 from __future__ import annotations

@@ -5,29 +5,25 @@ from __future__ import annotations
 import collections
 import itertools
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import AllGather, Collective
-from ..comm import Comm
 from ..errors import ConfigError
 
 __all__ = [
     "check_optimizer",
     "check_trainable",
     "describe",
-    "describe_groups",
     "given_names",
     "inner_optimizer",
     "named_tensors",
     "number",
     "plain",
     "split",
-    "take_over_settings",
     "unique_names",
 ]
 
@@ -176,45 +172,6 @@ def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
     short, longer = divmod(len(items), parts)
     bounds = [place * short + min(place, longer) for place in range(parts + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def describe_groups(optimizer: Optimizer) -> list[str]:
-    """The numbers in the optimizer's parameter groups, learning rates and the like, a line each."""
-    lines = []
-    for place, group in enumerate(optimizer.param_groups):
-        for name, value in sorted(group.items()):
-            parts = _parts_of(value)
-            how = name in ("params", "foreach", "fused")  # how a step is made does not change what it is
-            if not how and all(isinstance(part, int | float) for part in parts):
-                lines.append(f"{name} of parameter group {place}: {', '.join(map(str, parts))}")
-    return lines
-
-
-def take_over_settings(optimizer: Optimizer, rank: int, comm: Comm) -> Generator[Collective, Tensor, None]:
-    """The numbers in rank `rank`'s parameter groups, learning rates and the like, on all ranks of `comm`."""
-    places = [
-        (group, name)
-        for group in optimizer.param_groups
-        for name, value in sorted(group.items())
-        if name != "params" and all(isinstance(p, int | float) and p is not bool(p) for p in _parts_of(value))
-    ]
-    mine = [float(part) for group, name in places for part in _parts_of(group[name])]
-    told = yield AllGather(torch.tensor(mine, dtype=torch.float64), group="control", label="learning rates")
-    theirs = iter(told[rank].tolist())
-    for group, name in places if comm.rank != rank else ():
-        value = group[name]
-        parts = [type(part)(next(theirs)) for part in _parts_of(value)]
-        if isinstance(value, Tensor):
-            value.copy_(torch.tensor(parts, dtype=value.dtype).view_as(value))
-        else:
-            group[name] = type(value)(parts) if isinstance(value, tuple | list) else parts[0]
-
-
-def _parts_of(value: Any) -> Sequence[Any]:
-    """The numbers that a setting consists of, such as two betas, or one learning rate."""
-    if isinstance(value, Tensor):
-        return value.flatten().tolist()
-    return value if isinstance(value, tuple | list) else [value]
 
 
 def plain(value: Any) -> str:

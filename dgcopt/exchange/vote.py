@@ -3,8 +3,8 @@
 Buckets are sent while backward runs, in the hope that all goes well. Before any result is used, every rank tells the
 others whether its gradients are finite, whether they are still those that it sent, and where it stands: by an allreduce
 of 44 bytes, whatever their number. Only if that says that some rank stands apart, in that its gradients are not finite,
-it has no data, or is at another step or trains other parameters, do all tell their ballots, 12 bytes each, so that who
-it is can be named. The votes travel in a group of their own, so they do not wait for buckets.
+it has no data, is at another step, trains other parameters or has other settings, do all tell their ballots, 16 bytes
+each, so that the rank can be named. The votes travel in a group of their own, so they do not wait for buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from ..errors import MismatchError
 
 __all__ = ["Ballot", "Verdict", "checksum", "fingerprint", "used_anywhere", "vote"]
 
-_FORMAT = struct.Struct("<BIIHx")
+_PLACE = struct.Struct("<III")
+_FORMAT = struct.Struct("<BxHIII")
+_FLAGS = ("active", "finite", "stale", "prepared", "complete", "final", "by_active", "here")
 _APART = 2  # in place of whether gradients are stale, which the details will say too
 
 
@@ -43,6 +45,7 @@ class Ballot:
         final: gradients are what the step will use; a preliminary vote only asks whether they are finite.
         by_active: averages are to divide by the ranks that have data; asked of those that have none.
         here: it has not run out of data.
+        settings: checksum of the optimizer's settings; see `GroupSettings`. Compared among active ranks only.
         used: fingerprint of which parameters have a gradient; see `fingerprint`. Not among the details.
     """
 
@@ -57,6 +60,7 @@ class Ballot:
     final: bool = True
     by_active: bool = False
     here: bool = True
+    settings: int = 0
     used: int = 0
 
     def summary(self) -> Tensor:
@@ -64,7 +68,7 @@ class Ballot:
 
         Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
         """
-        where = zlib.crc32((self.trained << 32 | self.step & 0xFFFFFFFF).to_bytes(8, "little"))
+        where = zlib.crc32(_PLACE.pack(self.step & 0xFFFFFFFF, self.trained, self.settings))
         equal = [_signed(word) for word in (where, self.used, self.used >> 32)]
         apart = not self.active or not self.finite or not self.here or self.by_active
         incomplete = self.active and not self.complete
@@ -73,18 +77,16 @@ class Ballot:
 
     def pack(self) -> Tensor:
         """As bytes, uint8 of a fixed length."""
-        first = (self.active, self.finite, self.stale, self.prepared, self.complete, self.final)
-        flags = (*first, self.by_active, self.here)
-        bits = sum(flag << place for place, flag in enumerate(flags))
-        data = _FORMAT.pack(bits, self.step & 0xFFFFFFFF, self.trained, self.launched)
+        bits = sum(getattr(self, flag) << place for place, flag in enumerate(_FLAGS))
+        data = _FORMAT.pack(bits, self.launched, self.step & 0xFFFFFFFF, self.trained, self.settings)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @staticmethod
     def unpack(row: Tensor) -> Ballot:
         """What `pack` made."""
-        bits, step, trained, launched = _FORMAT.unpack(bytes(row.tolist()))
-        active, finite, *others = (bool(bits >> place & 1) for place in range(8))
-        return Ballot(active, finite, step, trained, launched, *others)
+        bits, launched, step, trained, settings = _FORMAT.unpack(bytes(row.tolist()))
+        flags = dict(zip(_FLAGS, (bool(bits >> place & 1) for place in range(8)), strict=True))
+        return Ballot(step=step, trained=trained, launched=launched, settings=settings, **flags)
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Verdict:
         used_alike: whether it is known that all ranks have gradients of the same parameters.
         final: whether this was the last vote on the step, unless it is void.
         alike: whether all ranks train the same parameters.
+        same_settings: True if all ranks with data have the same settings.
         launched: the most buckets that any rank has sent.
         by_active: whether averages divide by the ranks that have data.
     """
@@ -114,6 +117,7 @@ class Verdict:
     used_alike: bool
     final: bool
     alike: bool
+    same_settings: bool
     launched: int
     by_active: bool
 
@@ -148,6 +152,7 @@ def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor,
             used_alike=all(same_used),
             final=not preliminary,
             alike=True,
+            same_settings=True,
             launched=launched,
             by_active=False,
         )
@@ -173,6 +178,7 @@ def _verdict_on(ballots: list[Ballot]) -> Verdict:
         used_alike=False,
         final=all(ballot.final for ballot in ballots),
         alike=len({ballot.trained for ballot in ballots}) == 1,
+        same_settings=len({ballot.settings for ballot in ballots if ballot.active}) <= 1,
         launched=max(ballot.launched for ballot in ballots),
         by_active=any(ballot.by_active for ballot in ballots),
     )

@@ -6,7 +6,7 @@ gradients and starts their exchange up to its first collective. The call for the
 memory.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,7 @@ def ddp_hook(
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     comm: Comm | None = None,
     scaler: Any = None,
+    may_differ: Sequence[str] = (),
 ) -> tuple[HookState, Hook]:
     """What `DistributedDataParallel.register_comm_hook` takes, so that gradients travel as `compressor` says.
 
@@ -51,6 +52,8 @@ def ddp_hook(
         comm: the wire; None is the one of `dgcopt.init()`. It must join the ranks of DDP's process group.
         scaler: the `torch.amp.GradScaler` of the loop. What compressors keep is then free of its scale, which changes;
             without it, what is held back when the scale changes counts too much or too little.
+        may_differ: settings of the optimizer's parameter groups, such as `("lr",)`, that differ between ranks on
+            purpose. All others are compared at every step; tensors on an accelerator before the first step only.
 
     Costs what the compressor costs; a message of 44 bytes per step for the vote; and one pass over the gradients,
     which tells whether they are finite. If they are not on any rank, every rank's gradients become NaN, so that scalers
@@ -67,7 +70,7 @@ def ddp_hook(
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise ConfigError(f"scaler must be the loop's torch.amp.GradScaler, not {scaler!r:.200}")
     state = compressor if isinstance(compressor, HookState) else HookState(compressor)
-    state.use(given_names(named_parameters), None if comm is None else current_comm(comm), scaler)
+    state.use(given_names(named_parameters), None if comm is None else current_comm(comm), scaler, may_differ)
     if optimizer is not None:
         state.attach(optimizer)
     return state, exchange_bucket

@@ -25,7 +25,8 @@ from ..errors import ConfigError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
 from ..exchange.divergence import replicas
-from ..exchange.parameters import plain, take_over_settings
+from ..exchange.group_settings import GroupSettings
+from ..exchange.parameters import plain
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
@@ -86,6 +87,7 @@ class Engine:
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings, as they were at the last step
         self._warned = False
+        self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
         self._moved_on = False  # whether another rank has moved this one to the end of its step already
         self.runner = Runner(comm, "optimizer", self._offer, self._forget_step)
         self._arrivals = Arrivals()
@@ -254,18 +256,21 @@ class Engine:
         if not verdict.alike:
             yield from traffic.through(compare(self._described(), self.comm.rank, "parameters", CHANGED))
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
-        again = verdict.stale or not verdict.prepared or verdict.active_ranks != before
+        is_same = verdict.prepared and verdict.same_settings and verdict.active_ranks == before
+        again = verdict.stale or not is_same
         if again or verdict.void or not verdict.active_ranks:
             yield from departures.take_back(verdict.launched, bool(verdict.void))
         self.attendance.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
             self._make_void(verdict.void)
             return
+        first = min({*range(self.comm.size)} - {*verdict.absent})
         if verdict.absent:  # whose schedulers stand still
-            there = min({*range(self.comm.size)} - {*verdict.absent})
-            yield from traffic.through(take_over_settings(self.wrapped.optimizer, there, self.comm))
+            yield from traffic.through(self._groups.take_over(first, self.comm, not self.attendance.here))
         if not verdict.prepared:
             yield from self._lay_out()
+        if not verdict.same_settings:
+            yield from traffic.through(self._groups.agree(first, self.comm, self.settings.on_divergence))
         trained, used = self.layout.trained, None
         if not verdict.complete:
             there = [self.attendance.here and param.grad is not None for param in trained]
@@ -332,6 +337,7 @@ class Engine:
             complete=all(used),
             final=final,
             here=self.attendance.here,
+            settings=self._groups.checksum(),
             used=fingerprint(used),
         )
         return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
@@ -387,7 +393,7 @@ class Engine:
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
         else:  # before the first step over this wire: do all ranks start alike?
-            lines += self.wrapped.describe_start(warn=self.comm.rank == 0)
+            lines += self._groups.describe() + self.wrapped.describe_start(warn=self.comm.rank == 0)
             yield from traffic.through(compare(lines, self.comm.rank, "what ranks start from", REMEDY))
             weights = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(weights, self.comm, 0, settings.on_divergence))

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,11 @@ from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError
 from ..exchange.agreement import compare
 from ..exchange.flights import Flight, Traffic, claim, context_of, exchange_of
+from ..exchange.group_settings import GroupSettings, check_may_differ
 from ..exchange.link import measure_link
 from ..exchange.parameters import (
     check_trainable,
     describe,
-    describe_groups,
     inner_optimizer,
     plain,
     unique_names,
@@ -86,6 +87,8 @@ class HookState:
         self._given: dict[Tensor, str] | None = None
         self._names: dict[Tensor, str] = {}
         self._attached: AttachedOptimizer | None = None
+        self._may_differ: Sequence[str] = ()
+        self._groups: GroupSettings | None = None  # of the attached optimizer
         self._scaler: Any = None
         self._scale = 1.0
         self._share = 1.0
@@ -167,6 +170,7 @@ class HookState:
         numbered = unique_names(optimizer, None)
         names = {param: (self._given or {}).get(param, name) for param, name in numbered.items()}
         check_trainable(names)
+        self._groups = GroupSettings(optimizer, check_may_differ(self._may_differ, optimizer))
         if self._attached is not None:
             self._attached.detach()
         if self._given is None:
@@ -187,13 +191,16 @@ class HookState:
             names,
         )
 
-    def use(self, names: dict[Tensor, str] | None, comm: Comm | None, scaler: Any) -> None:
-        """Take over what is given of parameters' names, the wire and the loop's GradScaler."""
+    def use(
+        self, names: dict[Tensor, str] | None, comm: Comm | None, scaler: Any, may_differ: Sequence[str] = ()
+    ) -> None:
+        """Set the parameters' names, the wire, the loop's GradScaler and the settings that may differ, where given."""
         if names:
             self._given = names
             self.compressor.see_parameters(names)
         self._comm = comm or self._comm
         self._scaler = scaler if scaler is not None else self._scaler
+        self._may_differ = may_differ or self._may_differ
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
@@ -281,7 +288,7 @@ class HookState:
             {"compression": self.compressor, "scaler": self._scaler is not None},
             __version__,
         )
-        lines += describe_groups(optimizer) if optimizer is not None else []
+        lines += self._groups.describe() if self._groups is not None else []
         self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))
         self._traffic.drive(self._traffic.through(measure_link(comm, self.compressor)))
         for others in [key for key in self._layout if not set(key).isdisjoint(names)]:  # as DDP had them before
@@ -380,6 +387,7 @@ class HookState:
             launched=len(self._flights),
             complete=all(used),
             by_active=served is not None and not served._divide_by_initial_world_size,
+            settings=self._groups.checksum() if self._groups is not None else 0,
             used=fingerprint(used),
         )
         traffic = self._traffic
@@ -390,6 +398,9 @@ class HookState:
             yield from traffic.call_off(self._flights)
             self._make_void(verdict.void)
         else:
+            if not verdict.same_settings and self._groups is not None:
+                yield from traffic.call_off(self._flights)
+                yield from traffic.through(self._groups.agree(0, self.comm, "raise"))
             share = self.comm.size / verdict.active_ranks if verdict.by_active else 1.0
             if share != self._share:
                 self._share = share

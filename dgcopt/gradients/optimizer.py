@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..exchange.agreement import compare
 from ..exchange.broadcast import broadcast_optimizer_state
 from ..exchange.divergence import OnDivergence, check_on_divergence
+from ..exchange.group_settings import check_may_differ
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
 from .engine import Engine
@@ -53,6 +54,7 @@ def DistributedOptimizer(
     first_bucket_mb: float | None = None,
     check_replicas_every: int = 0,
     on_divergence: OnDivergence = "raise",
+    may_differ: Sequence[str] = (),
 ) -> AnyOptimizer:
     """Make `optimizer` average its gradients over all ranks, compressed, while backward still runs.
 
@@ -86,10 +88,13 @@ def DistributedOptimizer(
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
         on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0. Before the first step they are
             always compared.
+        may_differ: settings of parameter groups, such as `("lr",)`, that differ between ranks on purpose. All others
+            (learning rate, momentum, weight decay) are compared at every step, in the vote, and tensors on an
+            accelerator before the first step only; `on_divergence` says what follows a difference.
 
     Raises ConfigError (a ValueError) for what is no torch optimizer or a framework's wrapper of one, for parameters
     that have no name, two with one name, or that cannot be trained, and for settings out of range; MismatchError if
-    ranks differ in parameters or settings.
+    ranks differ in parameters or settings, here or in any later step.
     """
     if isinstance(optimizer, Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
@@ -112,6 +117,7 @@ def DistributedOptimizer(
         None if first_bucket_mb is None else check_positive(first_bucket_mb, "first_bucket_mb"),
         check_whole(check_replicas_every, "check_replicas_every", 0),
         on_divergence,
+        check_may_differ(may_differ, optimizer),
     )
 
     comm = current_comm(comm)

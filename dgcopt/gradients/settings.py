@@ -33,6 +33,7 @@ class Settings:
     first_bucket_mb: float | None = None
     check_replicas_every: int = 0
     on_divergence: OnDivergence = "raise"
+    may_differ: tuple[str, ...] = ()
 
 
 def check_op(op: Any) -> Op:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..compressors import Compressor
 from ..exchange.buffers import Buffers
 from ..exchange.divergence import digest
-from ..exchange.parameters import describe, describe_groups
+from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
 from ..version import __version__
 from .ddp_module import all_modules
@@ -73,7 +73,7 @@ class Wrapped:
         buffers = (
             [] if self.buffers is None else [f"sync_buffers: {self.buffers.how}, every {self.buffers.every} steps"]
         )
-        return describe_groups(self.optimizer) + buffers + digests
+        return buffers + digests
 
     def replicated(self) -> dict[str, list[Tensor]]:
         """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""

@@ -590,6 +590,21 @@ def an_optimizer_made_anew_is_noticed() -> None:
 
 
 @scenario
+def a_setting_that_one_rank_changes_is_told_before_weights_move() -> None:
+    training, untouched = (Training(dgcopt.DGC(RATIO)).run(3) for _ in range(2))
+    training.optimizer.param_groups[0]["weight_decay"] = 0.02 if dist.get_rank() else 0.01
+    with pytest.raises(dgcopt.MismatchError, match=r"weight_decay of parameter group 0: 0\.01\], rank 1 has .*0\.02"):
+        training.step(3)
+    assert torch.equal(training.weights(), untouched.weights())
+    assert training.state is not None and training.state.step == 3
+    model, rank = small_model(), dist.get_rank()
+    optimizer, ddp = torch.optim.SGD(model.parameters(), 0.1 + rank), DDP(model)
+    ddp.register_comm_hook(*dgcopt.ddp_hook(dgcopt.DGC(RATIO), optimizer, may_differ=("lr",)))
+    for step in range(2):
+        nn.functional.cross_entropy(ddp(batch(step)[0]), batch(step)[1]).backward()
+
+
+@scenario
 def ddp_of_fewer_ranks_than_the_hook_is_refused() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     training = Training(dgcopt.DGC(RATIO), process_group=alone)

@@ -1,4 +1,4 @@
-"""The vote of a step: ballots survive their 12 bytes, and ranks conclude what their ballots say, in few bytes."""
+"""The vote of a step: ballots survive their 16 bytes, and ranks conclude what their ballots say, in few bytes."""
 
 import dataclasses
 
@@ -17,6 +17,7 @@ ballots = st.builds(
     Ballot,
     step=words,
     trained=words,
+    settings=words,
     launched=st.integers(0, 2**16 - 1),
     **dict.fromkeys(("active", "finite", "stale", "prepared", "complete", "final", "by_active", "here"), flags),
 )
@@ -39,9 +40,9 @@ def verdict_of(cast):
 
 
 @given(ballots)
-def test_twelve_bytes(ballot):
+def test_sixteen_bytes(ballot):
     packed = ballot.pack()
-    assert packed.numel() == 12 and Ballot.unpack(packed) == ballot
+    assert packed.numel() == 16 and Ballot.unpack(packed) == ballot
 
 
 def test_one_rank_decides_for_all():
@@ -57,6 +58,9 @@ def test_one_rank_decides_for_all():
     assert verdict_on({}, {"here": False}, {"active": False}).absent == [1]
     assert not verdict_on({}, {"final": False}, {}).final
     assert not verdict_on({}, {"trained": 1}, {}).alike
+    apart = verdict_on({}, {"settings": 1}, {})
+    assert calm.same_settings and apart.alike and not apart.same_settings
+    assert verdict_on({}, {"settings": 1, "active": False}, {}).same_settings, "a rank without data takes them over"
     assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9
     assert verdict_on({"used": 2**40}, {"used": 2**40}).used_alike and not verdict_on({}, {"finite": False}).used_alike
     assert not verdict_on({}, {"used": 1}, {}).used_alike and not verdict_on({}, {}, {"used": 1 << 32}).used_alike
@@ -78,6 +82,7 @@ def test_one_verdict_in_brief_and_in_detail(cast):
     assert verdict.complete == all(ballot.complete for ballot in cast if ballot.active)
     assert verdict.final == all(ballot.final for ballot in cast)
     assert verdict.alike == (len({ballot.trained for ballot in cast}) == 1)
+    assert verdict.same_settings == (len({ballot.settings for ballot in cast if ballot.active}) <= 1)
     assert verdict.launched == max(ballot.launched for ballot in cast)
     assert verdict.by_active == any(ballot.by_active for ballot in cast)
 

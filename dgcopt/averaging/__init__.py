@@ -1,4 +1,4 @@
-"""Weights that are averaged now and then, in place of gradients at every step: one file per algorithm."""
+"""Averaging of weights every few steps, in place of gradients at every step: one file per algorithm."""
 
 from .asynchronous import AsyncAverage
 from .base import Averaging

@@ -1,4 +1,4 @@
-"""Steps that `torch.amp.GradScaler` makes, or skips for Inf, of an optimizer whose weights are averaged."""
+"""Steps of `torch.amp.GradScaler`, made or skipped for Inf, with an optimizer whose weights are averaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ScaledSteps"]
 
 
 class ScaledSteps:
-    """What `GradScaler.step` leaves to optimizers that say so, so that a step it skips on some ranks counts on all."""
+    """Unscaling and skipping in place of `GradScaler.step`, so that a step skipped on some ranks counts on all."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -24,7 +24,7 @@ class ScaledSteps:
 
     @torch.no_grad()
     def before_step(self, params: Iterable[Tensor]) -> None:
-        """Scale gradients back, or hide them from a step that is to be skipped."""
+        """Unscale gradients, or hide them from a step that must be skipped."""
         found, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if self._scales_itself or found is None:
             return
@@ -34,8 +34,8 @@ class ScaledSteps:
         elif scale is not None:
             for values in map(values_of, graded.values()):
                 values.mul_(scale.double().reciprocal().float().to(values.device))
-        vars(self._optimizer).update(found_inf=None, grad_scale=None)  # torch's own refuse them unless they are fused
+        vars(self._optimizer).update(found_inf=None, grad_scale=None)  # torch refuses them unless fused
 
     def after_step(self) -> None:
-        """Gradients of a skipped step are seen again."""
+        """Show the gradients of a skipped step again."""
         self._hidden.show()

@@ -21,29 +21,29 @@ __all__ = ["Decentralized", "LowPrecisionDecentralized"]
 
 
 class Decentralized(Averaging):
-    """Weights are mixed while the gradient is computed, which is then applied to what came of it.
+    """Mixes weights during forward and backward; the gradient is then applied to the mixed weights.
 
         x_i <- mix(x)_i - step(g(x_i))        every H steps, else  x_i <- x_i - step(g(x_i))
 
-    The exchange goes on during forward and backward pass. After the last step ranks differ by that step at least;
-    `optimizer.averaging.average()` ends training with the mean. Other graphs: `SGP(graph, overlap=True)`.
+    The exchange runs during forward and backward. After the last step ranks differ at least by that step; call
+    `optimizer.averaging.average()` to end training with the mean. Other graphs: `SGP(graph, overlap=True)`.
 
     Args:
-        peers: "all", the mean over ranks; or "shift_one", the mean of a pair, always another one (`ShiftOne`), which
-            waits for one peer only and sends half as much, while ranks drift further apart.
-        every: H, steps between exchanges, 1 by default. Larger sends less, and ranks drift further apart.
-        hierarchical: ranks of one machine average, its first rank takes part for them all, and broadcasts the result.
-            A machine counts once, whatever its number of ranks. For several ranks on a machine and slow links between.
-        warmup_steps: for so many steps gradients are averaged instead.
-        interval: an older name of `every`, as Bagua's communication_interval.
+        peers: "all" for the mean over ranks; "shift_one" for the mean of a pair, a different one each round
+            (`ShiftOne`), which waits for one peer only and sends half the bytes, but lets ranks drift further apart.
+        every: H, steps between exchanges, 1 by default. Larger sends less and lets ranks drift further apart.
+        hierarchical: average inside each machine; its first rank takes part in the exchange and broadcasts the result.
+            Each machine has the same weight. For several ranks per machine and slow links between machines.
+        warmup_steps: number of first steps in which gradients are averaged instead.
+        interval: alias of `every`, after Bagua's communication_interval.
 
-    Costs an allreduce of the weights every H steps, or with "shift_one" the weights once; `hierarchical`
-    costs that between machines, an allreduce and a broadcast within each. Raises ConfigError for other `peers` and an
-    `every` below 1. Sources: `DecentralizedAlgorithm` of BaguaSys/bagua; Lian et al., "Can Decentralized Algorithms
-    Outperform Centralized Algorithms?", NeurIPS 2017. Unlike Bagua's, it is not hierarchical by default, does not
-    exchange before the very first step, when all weights are equal, and with "shift_one" takes odd numbers of ranks or
-    machines. Within `dgcopt.join` nothing overlaps; ranks that have run out of data count with the weights that they
-    have, but in a flat mean over all ranks not at all.
+    Costs an allreduce of the weights every H steps, or with "shift_one" the weights once; with `hierarchical`, the same
+    between machines plus an allreduce and a broadcast inside each. Raises ConfigError for other `peers` and an `every`
+    below 1. Sources: `DecentralizedAlgorithm` of BaguaSys/bagua; Lian et al., "Can Decentralized Algorithms
+    Outperform Centralized Algorithms?", NeurIPS 2017. Unlike Bagua's, it is not hierarchical by default, skips
+    the exchange before the first step, when all weights are equal, and supports odd numbers of ranks or machines with
+    "shift_one". Inside `dgcopt.join` nothing overlaps; ranks without data contribute their current weights, except to a
+    flat mean over all ranks.
     """
 
     overlap = True
@@ -87,34 +87,33 @@ class Decentralized(Averaging):
 
 
 class LowPrecisionDecentralized(Averaging):
-    """A ring in which differences travel, a byte per coordinate.
+    """Exchanges quantised weight differences around a ring, one byte per coordinate.
 
-    Each rank keeps what its neighbours know of its weights, w, and what it knows of theirs, L and R:
+    Each rank keeps w, its neighbours' replica of its weights, and L and R, its replicas of its neighbours' weights:
 
         d = x + L/3 + R/3 - 5/3 w             x: the weights after the optimizer's step
         q = quantise(d), to both neighbours   MinMaxUInt8, one range for the bucket
         x <- w + back(q);  w <- x;  L <- L + back(q of the left);  R <- R + back(q of the right)
 
-    So without steps and rounding every rank becomes the mean of itself and its neighbours. A rank's w is its left
-    neighbour's R and its right neighbour's L, to the bit. What rounding loses, up to 1/510 of the range of d, is
-    dropped, but replicas never drift apart. Of two ranks, each weighs the other 2/3 and itself 1/3. A single rank's
+    Without steps and rounding every rank becomes the mean of itself and its neighbours. A rank's w equals its left
+    neighbour's R and its right neighbour's L bit for bit. The rounding error, up to 1/510 of the range of d, is lost,
+    but replicas never drift apart. With two ranks, each gives the other a weight of 2/3 and itself 1/3. A single rank's
     steps are rounded too.
 
     Args:
-        every: steps between exchanges, 1 by default, the first of which follows the first step. Larger sends less, and
-            ranks drift further apart.
-        hierarchical: ranks of one machine average, its first rank takes part for them all, and broadcasts the result.
-            A machine counts once, whatever its number of ranks. For several ranks on a machine and slow links between.
-        warmup_steps: for so many steps gradients are averaged instead.
-        interval: an older name of `every`, as Bagua's communication_interval.
+        every: steps between exchanges, 1 by default; the first exchange follows the first step. Larger sends less and
+            lets ranks drift further apart.
+        hierarchical: average inside each machine; its first rank takes part in the exchange and broadcasts the result.
+            Each machine has the same weight. For several ranks per machine and slow links between machines.
+        warmup_steps: number of first steps in which gradients are averaged instead.
+        interval: alias of `every`, after Bagua's communication_interval.
 
-    Costs 1 byte per coordinate to each neighbour, and 8 per bucket; three times the weights in memory (float32 at
-    least). w is in checkpoints; L and R are fetched in the first exchange, and in that after a restart: 4 bytes per
-    coordinate to each neighbour. Raises ConfigError for an `every` below 1; PayloadError for a damaged message.
+    Costs 1 byte per coordinate and 8 per bucket to each neighbour; memory of three times the weights (float32 at
+    least). Checkpoints hold w; L and R are fetched in the first exchange and in the first after a restart, at 4 bytes
+    per coordinate to each neighbour. Raises ConfigError for an `every` below 1; PayloadError for a damaged message.
     Source: `LowPrecisionDecentralizedAlgorithm` of BaguaSys/bagua, after Tang et al., "Communication Compression for
-    Decentralized Training", NeurIPS 2018. Unlike Bagua's, it leaves gaps between parameters out of the range, and is
-    not hierarchical by default. When ranks have run out of data (`dgcopt.join`), they count with the weights that they
-    have.
+    Decentralized Training", NeurIPS 2018. Unlike Bagua's, it excludes gaps between parameters from the range, and
+    is not hierarchical by default. Ranks without data (`dgcopt.join`) contribute their current weights.
     """
 
     meets = False
@@ -146,7 +145,7 @@ class LowPrecisionDecentralized(Averaging):
         w = ctx.hold("own")
         x = x.to(w.dtype)
         new = yield from between_machines(x, ctx, self._ring) if self.hierarchical else self._ring(x, ctx)
-        ctx.once_settled(lambda: w.copy_(new))  # on all ranks of a machine: any may be its first after a restart
+        ctx.once_settled(lambda: w.copy_(new))  # on all ranks of a machine, since any may be its first after a restart
         return new
 
     def _ring(self, x: Tensor, ctx: Weights) -> Exchange:
@@ -169,7 +168,7 @@ class LowPrecisionDecentralized(Averaging):
 
 
 def with_neighbours(tensor: Tensor, ctx: Weights) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
-    """What the left and the right neighbour in the ring give for `tensor`, which stays as it is."""
+    """Exchange `tensor` with both neighbours in the ring; return the left and the right neighbour's."""
     left, right = (ctx.rank - 1) % ctx.size, (ctx.rank + 1) % ctx.size
     if ctx.size == 1:
         return tensor, tensor

@@ -1,4 +1,4 @@
-"""DiLoCo: an outer optimizer whose gradient is what H local steps have changed, sent by any compressor."""
+"""DiLoCo: an outer optimizer steps on the averaged pseudo-gradient of H local steps, sent by any compressor."""
 
 from __future__ import annotations
 
@@ -29,40 +29,41 @@ from .sync import Round, Sync
 __all__ = ["DiLoCo", "Outer", "OuterSync", "SparseLoCo"]
 
 Outer: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
-"""Makes an optimizer of parameters: a class of torch.optim with its settings, by functools.partial."""
+"""A factory of optimizers: a class of torch.optim with its settings, by functools.partial."""
 
 
 class DiLoCo(Averaging):
-    """Every H local steps, an outer optimizer steps by the mean of what the ranks have changed.
+    """An outer optimizer steps every H local steps, on the mean of the ranks' pseudo-gradients.
 
         after step t, H | t:  g = mean_i (a - x_i), compressed;  a <- outer(a, g);  x_i <- a + alpha (x_i - a)
 
-    where the anchor a is what all ranks have had in common since the last such step. With H = 1, outer SGD(lr=1)
-    without momentum and no compression this is dense data-parallel SGD; the inner optimizer's state stays local.
+    The anchor a is the common state of all ranks since the last outer step. With H = 1, outer SGD(lr=1) without
+    momentum and no compression this is dense data-parallel SGD; the inner optimizer's state stays local.
 
-    The outer step is that of a `DistributedOptimizer` over the anchors. So any compressor fits, with its own momentum
-    correction, error feedback and warm-up, which then count outer steps. Of a checkpoint of more or fewer ranks, the
-    mean of what they held back stays what it was, as that of the weights does.
+    A `DistributedOptimizer` over the anchors makes the outer step. So any compressor works, with its own momentum
+    correction, error feedback and warm-up, counted in outer steps. Loading a checkpoint of another world size preserves
+    the mean of the residuals, like that of the weights.
 
     Args:
         every: H, local steps between two outer steps of a parameter. Larger sends less; beyond some hundreds the loss
             suffers.
-        outer: makes the outer optimizer of the anchors: any torch.optim class but LBFGS, in a functools.partial with
-            its settings. None is SGD(lr=0.7, momentum=0.9, nesterov=True). A smaller lr if H is small.
-        compression: how outer gradients travel; None sends them as they are.
-        fragments: Streaming DiLoCo: so many parts of the model, of about equal size, take turns, one every
-            H / fragments steps, so that no step has to send all of it. Must divide `every`.
-        delay: local steps that a fragment's exchange may take, in which training goes on. Its outer gradient is that
-            old when it is applied, and what those steps changed is given up unless alpha keeps some of it. Less than
+        outer: factory of the outer optimizer: any torch.optim class except LBFGS, in a functools.partial with its
+            settings. None is SGD(lr=0.7, momentum=0.9, nesterov=True). Use a smaller lr if H is small.
+        compression: compressor of outer gradients; None sends them dense.
+        fragments: Streaming DiLoCo: number of model parts of about equal size that take turns, one every H / fragments
+            steps, so that no step sends the whole model. Must divide `every`.
+        delay: local steps during which a fragment's exchange may run. Its outer gradient is that old when it is
+            applied, and the progress of those steps is lost unless alpha keeps part of it. Less than
             `every / fragments`.
-        alpha: how much of its own weights a rank keeps, in [0, 1]: 0 makes all ranks equal, 1 only moves the anchor.
-        warmup_steps: so many steps of dense data-parallel training first.
+        alpha: fraction of its own weights that a rank keeps, in [0, 1]: 0 makes all ranks equal, 1 only moves the
+            anchor.
+        warmup_steps: number of first steps of dense data-parallel training.
 
-    Costs, every H steps, what `compression` costs for one gradient. Memory: the anchor (in float32 if weights are of
-    half precision), the outer optimizer's state, and the outer gradient while it is exchanged. After an outer step all
-    ranks hold the same bits if alpha is 0 and there is one fragment.
+    Costs, every H steps, the cost of `compression` for one gradient. Memory: the anchor (float32 for half precision),
+    the outer optimizer's state, and the outer gradient during its exchange. After an outer step all ranks hold the same
+    bits if alpha is 0 and there is one fragment.
 
-    Raises ConfigError for settings out of range, and for a compressor that has to see every step's gradient.
+    Raises ConfigError for settings out of range, and for a compressor that needs every step's gradient.
     Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
     Algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512.
     """
@@ -85,29 +86,29 @@ class DiLoCo(Averaging):
         self.alpha = alpha
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         if every % fragments:
-            raise ConfigError(f"every must be a multiple of fragments, as each takes its turn: {every} of {fragments}")
+            raise ConfigError(f"every must be a multiple of fragments: every is {every}, fragments {fragments}")
         if delay >= self.interval:
             raise ConfigError(
-                f"delay must be less than every / fragments, or two fragments would be on their way: {delay} of "
-                f"{self.interval}"
+                f"delay must be less than every / fragments = {self.interval}, or two fragments would be in flight; it "
+                f"is {delay}"
             )
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
             raise ConfigError(f"alpha must be a number from 0 to 1, not {alpha!r}")
         if not callable(self.outer):
-            raise ConfigError(f"outer must make an optimizer, such as partial(SGD, lr=0.7), not {outer!r}")
+            raise ConfigError(f"outer must be a factory of optimizers, such as partial(SGD, lr=0.7), not {outer!r}")
         for part in self.compression.parts() if self.compression is not None else ():
             if not isinstance(part, FrozenAdam):
                 continue
             raise ConfigError(
-                f"{type(part).__name__} learns Adam's second moments from every step's gradient, and outer "
-                f"gradients come every {every} steps: choose another compressor, such as DGC or PowerSGD"
+                f"{type(part).__name__} learns Adam's second moments from every step's gradient, but outer gradients "
+                f"come every {every} steps. Choose another compressor, such as DGC or PowerSGD."
             )
 
     by_bucket = False
 
     @property
     def interval(self) -> int:
-        """Local steps from one fragment's turn to the next one's."""
+        """Local steps between the turns of two fragments."""
         return self.every // self.fragments
 
     def due(self, step: int) -> bool:
@@ -121,7 +122,7 @@ class DiLoCo(Averaging):
             self.compression.set_steps_per_epoch(self.rounds_per_epoch(steps))
 
     def rounds_per_epoch(self, steps: int) -> int:
-        """Steps of an outer optimizer in an epoch of so many local steps; at least 1."""
+        """Return the number of outer steps in an epoch of `steps` local steps; at least 1."""
         return max(1, steps // self.every)
 
     def sync(self, round: Round) -> Sync:
@@ -131,18 +132,17 @@ class DiLoCo(Averaging):
 class SparseLoCo(DiLoCo):
     """DiLoCo that sends the largest coordinates of each chunk in 2 bits, with error feedback.
 
-    The error feedback forgets a little each time, and takes the place of the outer momentum. What an outer step does
-    not send is taken back from the weights; at the start that is nearly all that was learned, so the first send more.
+    Decaying error feedback replaces the outer momentum. An outer step subtracts its unsent part from the weights. At
+    the start that is nearly all progress, so the first outer steps send more.
 
     Args:
         every: H, as for DiLoCo.
-        ratio: fraction of each chunk's coordinates that is sent.
+        ratio: fraction of each chunk's coordinates to send.
         chunk: coordinates per chunk.
-        decay: what is left of the error after each round.
-        lr: of the outer SGD.
-        warmup_steps: so many steps of dense data-parallel training first.
-        warmup: what the ratio is in the first outer steps, one after another; more of them if the loss rises when they
-            are over. The paper has none.
+        decay: factor of the residual after each round.
+        lr: learning rate of the outer SGD.
+        warmup_steps: number of first steps of dense data-parallel training.
+        warmup: ratios of the first outer steps; add more if the loss rises after them. The paper has none.
 
     Costs, every H steps, an allgather of about 0.02 bytes per parameter at the defaults. Source: Sarfi et al.,
     "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706, Algorithm 1.
@@ -166,11 +166,11 @@ class SparseLoCo(DiLoCo):
 
 
 class OuterSync(Sync):
-    """A round of DiLoCo on one rank: the step of an outer optimizer, of which each fragment has its own.
+    """A round of DiLoCo on one rank: the step of a fragment's outer optimizer.
 
-    Each is a DistributedOptimizer of its anchors, so that what it exchanges, and votes on, is its own engine's matter.
+    Each fragment has a DistributedOptimizer of its anchors, whose own engine exchanges and votes.
 
-    Attributes: `anchors`, of all parameters; `sending`, the fragment that is on its way, if any.
+    Attributes: `anchors`, of all parameters; `sending`, the fragment in flight, if any.
     """
 
     def __init__(self, rule: DiLoCo, round: Round) -> None:
@@ -179,23 +179,23 @@ class OuterSync(Sync):
         self.anchors: dict[Tensor, nn.Parameter] = {}
         self.sending: int | None = None
         self._compression = NoCompression() if rule.compression is None else copy.deepcopy(accept(rule.compression))
-        self._compression.see_parameters(round.names)  # as a fragment has only some
+        self._compression.see_parameters(round.names)  # all of them; a fragment has only some
         self._fragments: list[list[Tensor]] = _split(list(round.names), rule.fragments)
-        self._anchored: set[Tensor] = set()  # parameters whose anchor is where local steps have started from
-        self._outgoing: dict[str, Tensor] = {}  # the gradient that is on its way, if a checkpoint may come meanwhile
-        self._moved = 0  # the last local step that this rank has made itself
+        self._anchored: set[Tensor] = set()  # parameters whose anchor is the start of the local steps
+        self._outgoing: dict[str, Tensor] = {}  # the outer gradient in flight, for a checkpoint during `delay`
+        self._moved = 0  # this rank's own last local step
         for params in self._fragments:
             anchors = {param: _anchor(param) for param in params}
             outer = rule.outer(list(anchors.values()))
             if not isinstance(outer, Optimizer) or isinstance(outer, LBFGS):
-                raise ConfigError(f"outer must make an optimizer that steps without a closure, not {outer!r}")
+                raise ConfigError(f"outer must return an optimizer that steps without a closure, not {outer!r}")
             self.anchors |= anchors
             self.outers.append(outer)
 
     def join(self) -> None:
         comm = self.round.comm
         for outer, params in zip(self.outers, self._fragments, strict=True):
-            if isinstance(outer, Distributed):  # in the order in which a rank that is new to the world joins it
+            if isinstance(outer, Distributed):  # in the order in which a new rank of the world joins it
                 outer.rejoin(comm)
             else:
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
@@ -229,18 +229,18 @@ class OuterSync(Sync):
             self._send(self.turn(arrival))
 
     def turn(self, step: int) -> int:
-        """The fragment whose turn it is at a local step."""
+        """Return the fragment whose turn it is at a local step."""
         return (step // self.rule.interval - 1) % self.rule.fragments
 
     def members(self, fragment: int) -> list[tuple[Tensor, nn.Parameter]]:
-        """The parameters of a fragment and their anchors."""
+        """Return the parameters of a fragment and their anchors."""
         return [(param, self.anchors[param]) for param in self._fragments[fragment]]
 
     @torch.no_grad()
     def _send(self, fragment: int, again: bool = False) -> None:
-        """Give the outer optimizer its gradient, what local steps have changed, and start to exchange it.
+        """Give the outer optimizer its pseudo-gradient, and launch the exchange.
 
-        `again` takes the one that was on its way when state was saved.
+        With `again`, the pseudo-gradient is the one that was in flight when state was saved.
         """
         self.sending = fragment
         names, weight = self.round.names, self.round.replica.weight
@@ -249,7 +249,7 @@ class OuterSync(Sync):
         for param, anchor in self.members(fragment):
             anchor.requires_grad_(names[param] in saved if again else self._may_differ(param))
             if anchor.requires_grad:
-                # from what the anchor was when it was written to the weights, or its rounding would count as a change
+                # relative to the rounded anchor that was written to the weights; rounding must not count as a change
                 change = anchor.to(param.dtype).to(anchor.dtype) - param
                 anchor.grad = saved[names[param]] if again else change.mul_(weight)
                 graded[names[param]] = anchor
@@ -270,7 +270,7 @@ class OuterSync(Sync):
         outer, fragment = self.outers[self.sending], self.sending
         engine = outer.engine
         if engine is not None:
-            engine.due = True  # also of a fragment that is frozen as a whole
+            engine.due = True  # even if the whole fragment is frozen
         yield from round.runner.together("outer step")
         outer.step()
         if engine is not None and engine.void:
@@ -280,7 +280,7 @@ class OuterSync(Sync):
 
     @torch.no_grad()
     def _take_over(self, fragment: int) -> None:
-        """Weights follow their anchors."""
+        """Write anchors to weights."""
         followed = [(param, anchor) for param, anchor in self.members(fragment) if self._may_differ(param)]
         alpha = self.rule.alpha
         for param, anchor in followed:
@@ -289,7 +289,7 @@ class OuterSync(Sync):
         self.round.replica.mark_synced([param for param, _ in followed] if alpha == 0 else [])
 
     def _may_differ(self, param: Tensor) -> bool:
-        """Whether ranks have trained it since it was the same on all, or will."""
+        """Return True if ranks train the parameter, or have trained it since it was equal on all."""
         return param.requires_grad or param in self.round.replica.unsynced
 
     def abort(self) -> str:
@@ -327,14 +327,16 @@ class OuterSync(Sync):
         self.round.replica.store.drop("outgoing")
         if "outers" not in entry:
             raise ConfigError(
-                "the state is of another algorithm, without outer optimizers: resume with the one that it was saved "
-                "with, or delete state_dict['averaging'] to begin anew from the weights"
+                "the state has no outer optimizers, so another algorithm saved it. Resume with that one, or delete "
+                "state_dict['averaging'] to start from the weights."
             )
         if len(entry["outers"]) != len(self.outers):
-            raise ConfigError(f"the state is of {len(entry['outers'])} fragments, and there are {len(self.outers)}")
-        # a single rank saves no memory, and what was held back since must not stay
+            raise ConfigError(
+                f"the state has {len(entry['outers'])} fragments, this DiLoCo {len(self.outers)}. Set fragments alike."
+            )
+        # a single rank saves no memory; residuals since then must not stay
         nothing = kept_by(self.round.comm.rank, self.round.comm.size)
-        # what is shared out keeps its sum, and what ranks hold back of outer gradients, which are means, counts by that
+        # resharding preserves sums, but outer gradients are means
         scale = self.round.comm.size / abs(state["saved_by"])
         for outer, kept in zip(self.outers, entry["outers"], strict=True):
             held = kept.get(STATE_KEY, nothing)
@@ -346,19 +348,19 @@ def _scaled(memory: Memory, scale: float) -> Memory:
 
 
 def _anchor(param: Tensor) -> nn.Parameter:
-    """What an outer optimizer steps in place of a parameter."""
+    """Return a copy of a parameter, for the outer optimizer to step."""
     return nn.Parameter(param.detach().clone().to(at_least_float32(param.dtype)), requires_grad=param.requires_grad)
 
 
 def _split(params: list[Tensor], parts: int) -> list[list[Tensor]]:
-    """Runs of parameters with about as many elements each. Raises ConfigError if there are too few parameters."""
+    """Split parameters into runs of similar size. Raises ConfigError if there are too few parameters."""
     if parts > len(params):
         raise ConfigError(f"{len(params)} parameters cannot be split into {parts} fragments")
     total, seen = sum(param.numel() for param in params), 0
     runs: list[list[Tensor]] = [[] for _ in range(parts)]
     place = 0
     for left, param in zip(range(len(params), 0, -1), params, strict=True):
-        # on to the next one where the middle of this parameter lies beyond, or as many are left as runs without any
+        # next run if the middle of this parameter lies beyond it, or if as many parameters as empty runs are left
         is_due = seen + param.numel() / 2 > total * (place + 1) / parts or left == parts - place - 1
         if runs[place] and is_due and place < parts - 1:
             place += 1

@@ -19,32 +19,32 @@ __all__ = ["SGP"]
 
 
 class SGP(Averaging):
-    """After local steps each rank sends a share of its weights to a few others: no rank waits for all.
+    """After local steps each rank sends a share of its weights to a few peers; no rank waits for all.
 
         x_i <- w_i z_i - step_i(z_i);  x_j <- sum_i p_ji x_i,  w_j <- sum_i p_ji w_i;  z_j = x_j / w_j
 
-    z is what the model holds, and p_ji the share that i sends to j (`Graph`). The push-sum weights w, all 1 at first,
-    undo that some ranks hear more than others; everyone can tell everyone's, so they are not sent. In a balanced graph,
-    as all of dgcopt's are, they stay 1, and z = x. At no time do all ranks hold the same weights;
-    `optimizer.averaging.average()` ends training with their mean.
+    z are the model's weights, and p_ji is the share that i sends to j (`Graph`). The push-sum weights w, all 1 at
+    first, correct for ranks that receive more than others. Every rank can compute all of them, so they are not sent. In
+    a balanced graph, as all of dgcopt's are, they stay 1 and z = x. Ranks never hold equal weights; call
+    `optimizer.averaging.average()` to end training with the mean.
 
     Args:
-        graph: who sends to whom; None is `Exponential()`.
-        overlap: OSGP with a delay of one step: a round goes on during the next forward and backward pass, whose
-            gradient is of the weights before the round and is applied to those after it. For balanced graphs.
-        every: local steps between rounds, 1 by default. Larger sends less, and ranks drift further apart.
-        hierarchical: ranks of one machine average, its first rank takes part for them all, and broadcasts the result;
-            the graph is of machines. For several ranks on a machine and slow links between.
-        warmup_steps: for so many steps gradients are averaged instead.
-        frequency: an older name of `every`.
+        graph: the communication graph; None is `Exponential()`.
+        overlap: OSGP with a delay of one step: a round runs during the next forward and backward pass, whose gradient
+            is of the weights before the round and is applied to the weights after it. For balanced graphs.
+        every: local steps between rounds, 1 by default. Larger sends less and lets ranks drift further apart.
+        hierarchical: average inside each machine; its first rank takes part in the round and broadcasts the result. The
+            graph connects machines. For several ranks per machine and slow links between machines.
+        warmup_steps: number of first steps in which gradients are averaged instead.
+        frequency: alias of `every`.
 
-    Costs each rank the weights once per peer and round: half of an allreduce with one peer. `hierarchical` costs that
-    between machines, an allreduce and a broadcast within each. A graph that is not balanced takes a copy of the weights
-    besides. Raises ConfigError for an `every` below 1, and for a graph that the
-    ranks cannot use or whose weights w would be missing while a round overlaps. Sources: Assran, Loizou, Ballas &
-    Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019, algorithms 1 and 2; Kempe, Dobra &
-    Gehrke, FOCS 2003 (push-sum). Steps are made from z, as in the paper, so weight decay is of z; in the authors' code
-    it is of x. When ranks have run out of data (`dgcopt.join`), they count with the weights that they have.
+    Costs the weights once per peer and round: with one peer half of an allreduce. With `hierarchical`, the same between
+    machines plus an allreduce and a broadcast inside each. An unbalanced graph keeps one more copy of the weights.
+    Raises ConfigError for an `every` below 1, for a graph that does not fit the ranks, and for overlap with an
+    unbalanced graph. Sources: Assran, Loizou, Ballas & Rabbat, "Stochastic Gradient Push for Distributed Deep
+    Learning", ICML 2019, algorithms 1 and 2; Kempe, Dobra & Gehrke, FOCS 2003 (push-sum). Steps start from z, as in the
+    paper, so weight decay applies to z; in the authors' code it applies to x. Ranks without data (`dgcopt.join`)
+    contribute their current weights.
     """
 
     meets = False
@@ -110,10 +110,10 @@ class SGP(Averaging):
 
 
 class PushSum:
-    """All ranks' push-sum weights, or all machines', which follow from the graph and the number of rounds alone.
+    """The push-sum weights of all ranks, or all machines, computed from the graph and the number of rounds.
 
-    After a change in the number of ranks they are as if there had always been so many. That is as good as 1: all hold
-    the same z then, and x = w z adds up to N z, as w adds up to N.
+    After a change of the world size they are those of a run that always had this size. That is as good as 1: all ranks
+    hold the same z then, and x = w z adds up to N z because w adds up to N.
     """
 
     def __init__(self, graph: Graph, size: int) -> None:
@@ -129,7 +129,7 @@ class PushSum:
         return edges_of(self.graph, self.size, self._round % self.graph.period(self.size)).push(w)
 
     def around(self, round: int, rank: int) -> tuple[float, float]:
-        """A rank's weight before and after a round; going back means going through all rounds again."""
+        """Return a rank's weight before and after a round. An earlier round recomputes all."""
         if round < self._round:
             self._begin()
         while self._round < round:

@@ -1,7 +1,7 @@
-"""Gossip: who sends which part of its weights to whom, and one round of it.
+"""Communication graphs for gossip, and one round over them.
 
 A round multiplies the vector of all ranks' weights by a matrix whose columns add up to 1: x_j <- sum_i p_ji x_i. If its
-rows do so too, the round is called balanced here, and the mean over ranks stays what it was.
+rows add up to 1 too, the round is balanced and preserves the mean over ranks.
 """
 
 from __future__ import annotations
@@ -33,42 +33,43 @@ __all__ = [
 
 
 class Graph:
-    """Which share of its weights each rank sends to which others; the rest it keeps. Your own takes a few lines:
+    """The share of its weights that each rank sends to each peer; it keeps the rest. A user-defined graph:
 
         @dataclass(frozen=True)
         class Star(Graph):
             def shares(self, rank, size, round):
                 return {0: 0.5} if rank else dict.fromkeys(range(1, size), 0.5 / (size - 1))
 
-    All ranks must derive the same shares, from nothing but the arguments and the settings. As a frozen dataclass, a
-    graph is compared over ranks by its settings, and what is derived from it is derived once for all that are equal.
+    All ranks must compute the same shares from the arguments and the settings alone. A frozen dataclass is compared
+    over ranks by its settings, and its edges are computed once and cached.
     """
 
     def shares(self, rank: int, size: int, round: int) -> dict[int, float]:
-        """What fraction of its weights `rank` of `size`, two at least, sends to each peer; `round` is 0 .. period - 1.
+        """Return the fraction of its weights that `rank` of `size` >= 2 sends to each peer; `round` is 0 .. period - 1.
 
-        They must add up to less than 1, and over a period everyone must hear of everyone, if only by way of others.
+        The fractions must add up to less than 1, and over one period every rank must reach every other, also
+        indirectly.
         """
         raise NotImplementedError(f"{type(self).__name__} must define shares()")
 
     def period(self, size: int) -> int:
-        """After so many rounds it starts again."""
+        """Return the number of rounds after which the graph repeats."""
         return 1
 
     def check(self, size: int) -> None:
-        """Raises ConfigError if the graph does not exist for so many ranks, with what to use instead."""
+        """Raise ConfigError if the graph does not exist for `size` ranks; the error names an alternative."""
 
 
 @dataclass(frozen=True)
 class Exponential(Graph):
     """Directed exponential graph: messages go 1, 2, 4, ... ranks ahead, one distance per round. Balanced.
 
-    With p `peers`, round i sends to those 1, 2, ..., p times (p + 1)^i ahead, as far as these are below N. Everyone
-    keeps as much as it sends to each. If N is a power of p + 1, all ranks hold the mean after log(N) / log(p + 1)
+    With p `peers`, round i sends to the ranks 1, 2, ..., p times (p + 1)^i ahead, as far as these are below N. A rank
+    keeps as much as it sends to each peer. If N is a power of p + 1, all ranks hold the mean after log(N) / log(p + 1)
     rounds without steps in between. Source: Assran et al., ICML 2019, section 5 and appendix A.
 
     Args:
-        peers: messages per rank and round. More cost as much more, and ranks stay closer together.
+        peers: messages per rank and round. Bytes grow in proportion, and ranks stay closer together.
     """
 
     peers: int = 1
@@ -90,10 +91,10 @@ class Exponential(Graph):
 
 @dataclass(frozen=True)
 class Ring(Graph):
-    """Both neighbours, a third each; of two ranks each sends half. Balanced; ranks far apart hear of each other late.
+    """A third of the weights to both neighbours; half between two ranks. Balanced; distant ranks mix slowly.
 
     Args:
-        directed: half to the right neighbour only: half the bytes, slower to agree.
+        directed: send half to the right neighbour only: half the bytes, slower mixing.
     """
 
     directed: bool = False
@@ -109,7 +110,7 @@ class Ring(Graph):
 
 @dataclass(frozen=True)
 class BipartiteExponential(Graph):
-    """Even ranks meet odd ones, 1, 3, 5, 9, ..., 1 + 2^i away, first behind and then ahead; pairs average. Balanced.
+    """Pairs of an even and an odd rank, 1, 3, 5, 9, ..., 1 + 2^i apart, first behind and then ahead, average. Balanced.
 
     For an even number of ranks. Source: `DynamicBipartiteExponentialGraph` of Assran et al.'s code.
     """
@@ -124,24 +125,24 @@ class BipartiteExponential(Graph):
     def check(self, size: int) -> None:
         if size % 2:
             raise ConfigError(
-                f"BipartiteExponential pairs even ranks with odd ones, and of {size} ranks one would be left over: use "
-                f"Exponential or ShiftOne"
+                f"BipartiteExponential pairs even ranks with odd ranks, and {size} is an odd number of ranks. Use "
+                f"Exponential or ShiftOne."
             )
 
     @staticmethod
     def _hops(size: int) -> list[int]:
-        """From an even rank to the odd ones that it meets, each of them once."""
+        """Return the distances from an even rank to its odd peers, each once."""
         distances = [1] + [1 + 2**i for i in range(1, (size - 1).bit_length())]
         return list(dict.fromkeys(hop % size for distance in distances for hop in (-distance, distance)))
 
 
 @dataclass(frozen=True)
 class ShiftOne(Graph):
-    """Bagua's pairs, which average; in every round other ones. Balanced.
+    """Bagua's averaging pairs, different ones in every round. Balanced.
 
-    Of an even number of ranks, h = N / 2, in round s rank i < h meets h + (i + s) mod h, so that pairs cross the two
-    halves. Of an odd number, which Bagua refuses, i meets j where i + j = s mod N, and the one with 2 i = s mod N
-    sits out; so everyone meets everyone. Source: `DecentralizedAlgorithm` of BaguaSys/bagua.
+    For even N and h = N / 2, in round s rank i < h meets h + (i + s) mod h, so pairs cross the two halves. For odd N,
+    which Bagua refuses, i meets j if i + j = s mod N, and the rank with 2 i = s mod N pauses, so all ranks meet.
+    Source: `DecentralizedAlgorithm` of BaguaSys/bagua.
     """
 
     def shares(self, rank: int, size: int, round: int) -> dict[int, float]:
@@ -161,10 +162,10 @@ class ShiftOne(Graph):
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Who sends what to whom in one round, each edge in its turn: int64 and float64 of shape `[edges]`.
+    """The edges of one round: int64 and float64 tensors of shape `[edges]`.
 
-    An edge takes `share` of `source`'s weights to `target` in the SendRecv number `turn` of `turns`; `kept`, `[size]`,
-    is what each rank keeps.
+    An edge carries `share` of the weights of `source` to `target` in the SendRecv number `turn` of `turns`. `kept`,
+    `[size]`, is the share that each rank keeps.
     """
 
     source: Tensor
@@ -175,16 +176,16 @@ class Edges:
     kept: Tensor
 
     def push(self, w: Tensor) -> Tensor:
-        """What a number on each rank, `[size]` in float64, becomes."""
+        """Apply the round to one number per rank: float64 `[size]`."""
         return (w * self.kept).index_add_(0, self.target, w[self.source] * self.share)
 
 
 @lru_cache(maxsize=512)
 def edges_of(graph: Graph, size: int, round: int) -> Edges:
-    """The edges of round 0 .. period - 1.
+    """Return the edges of round 0 .. period - 1.
 
-    Raises ConfigError if any rank's shares cannot be. An edge's turn comes after those that its source sends and those
-    that its target receives before: pairs, and all that go equally far ahead, take a single one.
+    An edge's turn follows all earlier sends of its source and receives of its target. Pairs, and edges of equal
+    distance, share a single turn. Raises ConfigError for invalid shares.
     """
     shares = [graph.shares(rank, size, round) for rank in range(size)]
     for rank, of_rank in enumerate(shares):
@@ -211,9 +212,9 @@ def edges_of(graph: Graph, size: int, round: int) -> Edges:
 
 
 def mix(x: Tensor, graph: Graph, ctx: Weights, round: int) -> Exchange:
-    """One round, the `round`-th from 0 of all that were made: x_j <- sum_i p_ji x_i. Leaves `x` as it is.
+    """Make one round, number `round` from 0: x_j <- sum_i p_ji x_i. Does not change `x`.
 
-    Costs each rank one message of the weights for every peer that it sends to, one after another.
+    Costs each rank one message of the weights per peer, one after another.
     """
     if ctx.size == 1:
         return x
@@ -224,7 +225,7 @@ def mix(x: Tensor, graph: Graph, ctx: Weights, round: int) -> Exchange:
     mixed = x * float(edges.kept[ctx.rank])
     for turn in range(edges.turns):
         edge, source = sends.get(turn), int(edges.source[receives[turn]]) if turn in receives else None
-        if edge is None:  # sends nothing, but all ranks take part with a tensor of one shape
+        if edge is None:  # no send, but all ranks take part with a tensor of the same shape
             arrived = yield SendRecv(torch.empty_like(x), source=source)
         else:
             arrived = yield SendRecv(x * float(edges.share[edge]), to=int(edges.target[edge]), source=source)
@@ -237,13 +238,13 @@ def mix(x: Tensor, graph: Graph, ctx: Weights, round: int) -> Exchange:
 
 
 def is_balanced(graph: Graph, size: int) -> bool:
-    """Whether every round leaves the mean over ranks what it was.
+    """Return True if every round preserves the mean over ranks.
 
-    Raises ConfigError for a graph that cannot serve `size` ranks: over one period, shares are looked at, and whether
-    everyone hears of everyone.
+    Raises ConfigError if the graph does not fit `size` ranks: invalid shares, or ranks that never reach each other in
+    one period.
     """
     if not isinstance(graph, Hashable):
-        raise ConfigError(f"{graph!r} can be changed, and ranks would no longer agree: make it a frozen dataclass")
+        raise ConfigError(f"{graph!r} is mutable, so ranks could disagree. Make it a frozen dataclass.")
     return _is_balanced(graph, size)
 
 
@@ -262,11 +263,11 @@ def _is_balanced(graph: Graph, size: int) -> bool:
         for source, target in zip(edges.source.tolist(), edges.target.tolist(), strict=True):
             neighbours[source].add(target)
             reverse[target].add(source)
-    for edges_from, what in ((neighbours, "never hear of rank 0"), (reverse, "are never heard of by rank 0")):
+    for edges_from, fault in ((neighbours, "never hear of rank 0"), (reverse, "are never heard of by rank 0")):
         if missed := sorted(set(range(size)) - _reached(edges_from)):
             raise ConfigError(
-                f"{graph!r}: rank(s) {', '.join(map(str, missed[:16]))} {what}, not even by way of others, in all "
-                f"{period} round(s) of its period, so ranks would never agree"
+                f"{graph!r}: rank(s) {', '.join(map(str, missed[:16]))} {fault}, not even indirectly, in all "
+                f"{period} round(s) of its period, so ranks would never agree. Connect them."
             )
     return balanced
 
@@ -275,20 +276,20 @@ def _check_shares(graph: Graph, rank: int, size: int, round: int, shares: dict[i
     where = f"{graph!r}: in round {round} rank {rank} of {size}"
     for peer, share in shares.items():
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < size:
-            raise ConfigError(f"{where} sends to {peer!r}, which is none of the ranks 0 to {size - 1}")
+            raise ConfigError(f"{where} sends to {peer!r}, which is not a rank from 0 to {size - 1}")
         if peer == rank:
-            raise ConfigError(f"{where} sends to itself: leave that out, as it keeps what it does not send")
+            raise ConfigError(f"{where} sends to itself. Remove that share: a rank keeps the rest by itself.")
         if not isinstance(share, int | float) or not share >= 0:
-            raise ConfigError(f"{where} sends a share of {share!r} to rank {peer}: shares are numbers from 0 to 1")
+            raise ConfigError(f"{where} sends a share of {share!r} to rank {peer}: shares must be numbers from 0 to 1")
     if math.fsum(shares.values()) > 1 - 1e-9:
         raise ConfigError(
-            f"{where} sends shares of {math.fsum(shares.values()):g} in all: make it less than 1, so that it keeps "
-            f"a part of its weights"
+            f"{where} sends shares that add up to {math.fsum(shares.values()):g}. Make the sum less than 1, so that "
+            f"the rank keeps a part of its weights."
         )
 
 
 def _reached(neighbours: list[set[int]]) -> set[int]:
-    """All that can be reached from rank 0."""
+    """Return the ranks that rank 0 reaches."""
     reached, ahead = {0}, [0]
     while ahead:
         new = neighbours[ahead.pop()] - reached

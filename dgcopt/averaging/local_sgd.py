@@ -14,29 +14,28 @@ __all__ = ["LocalSGD"]
 
 
 class LocalSGD(Averaging):
-    """After every H local steps, the mean of all ranks' weights.
+    """Averages all ranks' weights after every H local steps.
 
         x_i <- x_i - step_i;  if t mod H = 0:  x_i <- mean_j x_j
 
-    Linear methods without averaging in between (plain or momentum SGD, H = 1) are dense data-parallel training, to
-    float tolerance. Optimizer state (momentum, Adam's moments) stays each rank's own. After an exchange all ranks hold
-    the same bits.
+    With H = 1, plain or momentum SGD equals dense data-parallel training to float tolerance. Optimizer state (momentum,
+    Adam's moments) stays local. After an exchange all ranks hold the same bits.
 
     Args:
-        every: H, local steps between exchanges, 8 by default. Larger sends less, and ranks drift further apart; lower
-            it if the loss is worse than with H = 1.
-        node_every: hierarchical local SGD: ranks of one machine average among themselves after every so many steps, at
-            the price of its inner links. Must divide `every`. None: only all together.
-        warmup_steps: post-local SGD: for so many steps gradients are averaged instead, as dense data-parallel training
-            does. Early training suffers most from drift.
-        overlap: let an exchange go on during the next forward and backward pass. Its gradient is then of the weights
-            before the exchange, and is applied to those after it.
-        frequency, node_frequency: older names of `every` and `node_every` (fairscale: localsgd_frequency).
+        every: H, local steps between exchanges, 8 by default. Larger sends less and lets ranks drift further apart;
+            lower it if the loss is worse than with H = 1.
+        node_every: hierarchical local SGD: steps between averages inside each machine, over its inner links. Must
+            divide `every`. None: only averages over all ranks.
+        warmup_steps: post-local SGD: number of first steps in which gradients are averaged, as in dense data-parallel
+            training. Early training suffers most from drift.
+        overlap: run an exchange during the next forward and backward pass. The gradient is then of the weights before
+            the exchange and is applied to the weights after it.
+        frequency, node_frequency: aliases of `every` and `node_every` (fairscale: localsgd_frequency).
 
-    Costs an allreduce of the weights every H steps. Raises ConfigError for an H below 1, or one that `node_every` does
-    not divide. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al., "Don't Use
-    Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local, hierarchical). The exchange follows step H, 2H, ..., as
-    in fairscale and torchft; torch's PeriodicModelAverager exchanges after step 1, H + 1, ...
+    Costs an allreduce of the weights every H steps. Raises ConfigError for an H below 1, and for a `node_every` that
+    does not divide it. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al.,
+    "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local, hierarchical). The exchange follows step H,
+    2H, ..., as in fairscale and torchft; torch's PeriodicModelAverager exchanges after step 1, H + 1, ...
     """
 
     def __init__(

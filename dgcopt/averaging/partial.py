@@ -1,4 +1,4 @@
-"""SPARTA: average a few coordinates of the weights at a time, but often."""
+"""SPARTA: frequent averaging of a small part of the weights."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ from .weights import Weights, mean
 __all__ = ["SPARTA"]
 
 PATCH = 8 * BLOCK
-"""Coordinates that "drift" measures, and chooses, together."""
+"""Number of coordinates that "drift" measures and selects together."""
 
 
 class SPARTA(Averaging):
-    """After every local step, the mean over ranks of a small part of the weights, the same coordinates on all ranks.
+    """Averages a small part of the weights after every local step, the same coordinates on all ranks.
 
         x_i <- x_i - step_i;  C: fraction * n coordinates;  x_i[C] <- mean_j x_j[C]
 
-    No index travels: all ranks know C, so an allreduce carries the values. Optimizer state stays each rank's own. Ranks
-    are kept near each other, but never hold the same weights: evaluate within `optimizer.averaging.averaged()`, and end
-    the training with `optimizer.averaging.average()`. With fraction 1 this is LocalSGD. Ranks that have run out of data
-    (`dgcopt.join`) do not count: what of their last steps was not averaged by then is given up, unless divide_by="all".
+    All ranks know C, so an allreduce of the values suffices and no index is sent. Optimizer state stays local. Ranks
+    stay close but never hold equal weights: evaluate within `optimizer.averaging.averaged()`, and end the training with
+    `optimizer.averaging.average()`. With fraction 1 this is LocalSGD. Ranks without data (`dgcopt.join`) have no weight
+    in the mean: the part of their last steps that was not averaged is lost, unless divide_by="all".
 
     Args:
-        fraction: of the weights that is averaged in an exchange, in (0, 1]. Larger sends more, and keeps ranks closer.
-        choose: which coordinates. "random": drawn from `seed`, all as likely in each exchange. "strided": every
-            (1/fraction)-th, the next ones each time, so that each is averaged once in 1/fraction exchanges, rounded to
-            a whole number; the fastest. "drift": the patches of 512 neighbours that have moved most since they were
-            last averaged, by the sum over the patch of mean_j (x_j - a)^2, where a is what came of it then.
+        fraction: fraction of the weights to average in an exchange, in (0, 1]. Larger sends more and keeps ranks
+            closer.
+        choose: selection of coordinates. "random": drawn from `seed`, uniformly in each exchange. "strided": every
+            (1/fraction)-th, shifted by one each time, so that each is averaged once in 1/fraction exchanges (rounded);
+            the fastest. "drift": the patches of 512 neighbours that have moved most since they were last averaged, by
+            the sum over the patch of mean_j (x_j - a)^2, where a is the result of that average.
         every: local steps between exchanges, 1 by default. Lower `fraction` first.
-        budgets: fractions for some parameters, by patterns of their names as a shell has them, such as
-            {"*.bias": 1.0, "head.*": 0.0}. The first that matches counts. With 0 a parameter stays each rank's own.
-        seed: of "random"; the draws depend on nothing else but the step and the bucket.
-        overlap: let an exchange go on during the next forward and backward pass. Its gradient is then of the weights
-            before the exchange, and is applied to those after it.
-        warmup_steps: so many steps of dense data-parallel training first.
-        frequency: an older name of `every`.
+        budgets: fractions for some parameters, by shell patterns of their names, such as
+            {"*.bias": 1.0, "head.*": 0.0}. The first match applies. With 0 a parameter stays local.
+        seed: seed of "random"; the draws also depend on the step and the bucket.
+        overlap: run an exchange during the next forward and backward pass. The gradient is then of the weights before
+            the exchange and is applied to the weights after it.
+        warmup_steps: number of first steps of dense data-parallel training.
+        frequency: alias of `every`.
 
-    Costs an allreduce of 4 bytes per chosen coordinate of float32; of each bucket at least one coordinate, or patch, is
-    chosen. "strided" also sends the gaps between parameters, when it is their turn. "drift" takes an allreduce of 4
-    bytes per patch before it, 0.2% of the model, and keeps a copy of the weights (in float32 for half precision).
+    Costs an allreduce of 4 bytes per selected float32 coordinate, and at least one coordinate or patch per bucket.
+    "strided" also sends gaps between parameters in their turn. "drift" adds an allreduce of 4 bytes per patch, 0.2% of
+    the model, and keeps a copy of the weights (float32 for half precision).
 
-    Raises ConfigError for settings out of range, and for a pattern that matches no parameter's name. Sources: Beton et
+    Raises ConfigError for settings out of range and for a pattern that matches no parameter name. Sources: Beton et
     al., "Improving the Efficiency of Distributed Training using Sparse Parameter Averaging", 2025 (SPARTA, Exo Labs):
-    "random", which draws each coordinate by itself there; "drift" is ours.
+    "random", with independent draws per coordinate there; "drift" is new here.
     """
 
     def __init__(
@@ -84,14 +85,14 @@ class SPARTA(Averaging):
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         for pattern in self.budgets:
             if not any(fnmatchcase(name, pattern) for name in names):
-                hint = " Give named_parameters=model.named_parameters() for names of your own."
+                hint = " Give named_parameters=model.named_parameters() to use the model's names."
                 raise ConfigError(
                     f"budgets: no parameter's name matches {pattern!r}; they are {', '.join(map(repr, names[:4]))}"
                     f"{' ...' if len(names) > 4 else ''}.{hint if names[0] == number(0, 0) else ''}"
                 )
 
     def kind(self, name: str, param: Tensor) -> float:
-        """The fraction of it that is averaged, so that a bucket has one."""
+        """Return the parameter's fraction, so that each bucket has one fraction."""
         matching = (fraction for pattern, fraction in self.budgets.items() if fnmatchcase(name, pattern))
         return next(matching, self.fraction)
 
@@ -118,25 +119,25 @@ class SPARTA(Averaging):
         return x
 
     def _drawn(self, fraction: float, ctx: Weights) -> Tensor:
-        """One coordinate of each of k spans of n / k neighbours, so that it takes k random numbers."""
+        """Draw one coordinate from each of k spans of n / k neighbours, with k random numbers."""
         numels = torch.tensor([segment.numel for segment in ctx.segments])
         ends = numels.cumsum(0)
         n = int(ends[-1])
         k = count_of(fraction, n)
         cuts = torch.arange(k + 1) * n // k
         draws = torch.randint(2**62, (k + 1,), generator=ctx.generator(self.seed))
-        # the last one says where the first span begins: those of a shorter span would always be drawn more often
+        # a random offset of the first span: coordinates of a shorter span would be drawn more often
         places = (cuts[:-1] + draws[:-1] % cuts.diff() + draws[-1]) % n
         gaps = torch.tensor([segment.start for segment in ctx.segments]) - (ends - numels)
         return places + gaps[torch.searchsorted(ends, places, right=True)]
 
     def _next(self, fraction: float, ctx: Weights) -> slice:
-        """Whose turn it is."""
+        """Return the coordinates whose turn it is."""
         period = min(round(1 / fraction), ctx.numel)
         return slice((ctx.step // self.every - 1) % period, None, period)
 
     def _farthest(self, fraction: float, x: Tensor, ctx: Weights) -> Exchange:
-        """The k patches that have moved most since they were last averaged; the first ones among equals."""
+        """Return the k patches that have moved most since their last average; ties go to the first."""
         anchor = ctx.hold("anchor")
         moved = [(x[i] - anchor[i]).square_().view(-1, BLOCK).sum(1) for i in chunks(0, ctx.numel, x.device)]
         width = PATCH // BLOCK
@@ -150,7 +151,7 @@ class SPARTA(Averaging):
 
 
 def _check_budgets(budgets: Any) -> dict[str, float]:
-    """Fractions by pattern. Raises ConfigError for anything else."""
+    """Return fractions by pattern. Raises ConfigError for anything else."""
     if not isinstance(budgets, dict) or not all(isinstance(pattern, str) for pattern in budgets):
         raise ConfigError(f'budgets must be fractions by pattern, such as {{"*.bias": 1.0}}, not {budgets!r}')
     for pattern, fraction in budgets.items():

@@ -1,4 +1,4 @@
-"""SlowMo: momentum over what local training changes between one slow step and the next."""
+"""SlowMo: momentum on the change of the weights between two slow steps."""
 
 from __future__ import annotations
 
@@ -22,58 +22,59 @@ __all__ = ["SlowMo"]
 
 ANCHOR, MOMENTUM = "slow anchor", "slow momentum"
 OWNED = "slow shard"
-"""1 where the anchor and the momentum are this rank's, 0 where they are another's."""
+"""1 in this rank's shard of anchor and momentum, 0 elsewhere."""
 
 
 class SlowMo(Averaging):
-    """A base algorithm, such as local SGD, and a slow step of momentum after every H local steps.
+    """A base algorithm, such as local SGD, plus a slow momentum step after every H local steps.
 
         after step t, H | t:  x <- mean_j x_j
                               u <- momentum u + (a - x) / lr
                               a <- a - slow_lr lr u;  x_i <- a
 
-    where the anchor a is what the last slow step gave, at first the weights before any local step, and u is 0 at first.
-    The inner optimizer's state stays each rank's own. With H = 1 and inner SGD without momentum this is dense
-    data-parallel SGD of learning rate slow_lr lr and this momentum; with momentum 0 and slow_lr 1 it is the base and
-    nothing else. A single rank takes slow steps too: it becomes Lookahead, with momentum.
+    where the anchor a is the result of the last slow step, initially the weights before the first local step, and u is
+    initially 0. The inner optimizer's state stays local. With H = 1 and inner SGD without momentum this is dense
+    data-parallel SGD with learning rate slow_lr lr and this momentum; with momentum 0 and slow_lr 1 it is the base
+    alone. On a single rank it is Lookahead with momentum.
 
-    lr is the parameter group's as it is at the slow step; if exact the largest of the ranks', but for those that have
-    run out of data (`dgcopt.join`), whose schedules stand still. As u is of a gradient's scale, what it remembers moves
-    weights in proportion to the lr at hand: less after a decay. Where lr is 0, u stays, and a moves by slow_lr (x - a).
+    lr is the parameter group's current learning rate; if exact, the largest over the ranks with data, since schedules
+    of ranks without data (`dgcopt.join`) stand still. u has the scale of a gradient, so its effect is proportional to
+    the current lr. If lr is 0, u is unchanged and a moves by slow_lr (x - a).
 
     Args:
-        every: H, local steps between slow ones, 48 by default. Larger remembers fewer and larger changes, and lets
-            ranks drift further unless the base holds them together.
-        momentum: how much of u is left at the next slow step, in [0, 1). Larger goes further where changes persist;
-            lower it if the loss jumps up after slow steps.
-        slow_lr: how far to go. 1 is to where local training has come, and beyond it by momentum; lower is more careful.
-        base: what ranks do between slow steps; None is LocalSGD(every=3). An exact slow step takes the place of the
-            base's exchange that is due at the same time.
-        sharded: each rank holds 1/N of a and u, and makes that part of the slow step for all ranks.
-        exact: whether a slow step takes the mean over ranks. False, only with sharded=False, lets each rank make it
-            with its own x, a and u, after the base's exchange if that is due.
-        faithful: begin where fairscale does, with the weights after the first local step for an anchor: each rank with
-            its own, or those of its shard. Not for exact=True with sharded=False, where ranks would stay apart.
-        warmup_steps: so many steps of dense data-parallel training first; the base must not have any.
-        frequency: an older name of `every`, as fairscale's slowmo_frequency.
+        every: H, local steps between slow steps, 48 by default. Larger gives fewer and larger changes, and lets ranks
+            drift further unless the base averages in between.
+        momentum: decay of u per slow step, in [0, 1). Larger accelerates persistent changes; lower it if the loss jumps
+            up after slow steps.
+        slow_lr: step size of the slow step. 1 goes to the mean of the local weights, plus momentum; lower is more
+            careful.
+        base: the algorithm between slow steps; None is LocalSGD(every=3). An exact slow step replaces the base's
+            exchange if both are due.
+        sharded: each rank holds 1/N of a and u and computes that part of the slow step for all ranks.
+        exact: take the mean over ranks in a slow step. False, only with sharded=False: each rank uses its own x, a and
+            u, after the base's exchange if that is due.
+        faithful: start like fairscale, with the weights after the first local step as the anchor: each rank its own, or
+            those of its shard. Not with exact=True and sharded=False, where ranks would never meet.
+        warmup_steps: number of first steps of dense data-parallel training; the base must not have any.
+        frequency: alias of `every`, after fairscale's slowmo_frequency.
 
-    Where weights are of half precision, a and u are float32, and a is what is trained: weights are a rounded, which is
-    no change to a, and changes too small for half precision add up in it.
+    For weights of half precision, a and u are float32. a is trained; weights are a rounded copy of it, so changes below
+    a rounding step add up in a.
 
-    Costs, every H steps, an allreduce of the weights, or its equal in a reduce-scatter and an allgather if sharded,
-    padded to a multiple of N, and 8 bytes per bucket for lr; nothing if not exact. Means are of float32 at least.
-    Memory: 8 bytes per parameter, 16 for float64, of which a sharded rank holds 1/N; all of it is in the state. As
-    shards are cut from buckets, the first slow step after state was loaded, or parameters were added or frozen, brings
-    them together anew: a reduce-scatter of 9 bytes per parameter. What a lost rank held begins anew. After an exact
-    slow step all ranks hold the same bits.
+    Costs, every H steps, an allreduce of the weights, or a reduce-scatter and an allgather of the same size if sharded,
+    padded to a multiple of N, and 8 bytes per bucket for lr; nothing if not exact. Means are computed in float32 at
+    least. Memory: 8 bytes per parameter, 16 for float64, of which a sharded rank holds 1/N; all of it is in the state.
+    Shards are cut from buckets, so the first slow step after a state was loaded, or parameters were added or frozen,
+    redistributes them: a reduce-scatter of 9 bytes per parameter. The shard of a lost rank starts again from zero.
+    After an exact slow step all ranks hold the same bits.
 
-    Raises ConfigError for settings out of range or at odds, for state of the other `sharded`, and for a base that is
-    not carried out as LocalSGD is, has a warm-up, or overlaps: the learning rate of a slow step is that of the local
-    step before it, so it cannot end later.
+    Raises ConfigError for settings out of range or in conflict, for a state with another `sharded`, and for a base that
+    is not a plain exchange of buckets, has a warm-up, or overlaps: a slow step uses the learning rate of the local step
+    before it, so it cannot end later.
 
     Source: Wang, Tantia, Ballas & Rabbat, "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
     Momentum", ICLR 2020, Algorithm 1. fairscale's SlowMoDistributedDataParallel takes a later anchor (`faithful`),
-    divides by zero at lr 0, has no more than 32 shards, and saves neither a nor u.
+    divides by zero at lr 0, has at most 32 shards, and saves neither a nor u.
     """
 
     def __init__(
@@ -101,13 +102,13 @@ class SlowMo(Averaging):
         _check_base(self.base)
         if sharded and not exact:
             raise ConfigError(
-                "exact=False needs sharded=False: a rank that holds a shard makes its part of the slow step for all "
-                "ranks, from the exact mean"
+                "exact=False needs sharded=False: the owner of a shard computes the slow step for all ranks from the "
+                "exact mean. Set sharded=False."
             )
         if faithful and exact and not sharded:
             raise ConfigError(
-                "faithful=True needs sharded=True or exact=False, as in fairscale: anchors that differ would keep the "
-                "ranks apart for good, although they take the exact mean"
+                "faithful=True needs sharded=True or exact=False, as in fairscale: with anchors that differ, ranks "
+                "would never hold equal weights"
             )
 
     # -- when --------------------------------------------------------------------------------------------------------
@@ -142,19 +143,19 @@ class SlowMo(Averaging):
                 self._begin(x, ctx)
         elif self.sharded != (OWNED in ctx.memory):
             raise ConfigError(
-                f"the state that was loaded is of SlowMo(sharded={not self.sharded}), and this is sharded="
-                f"{self.sharded}: use what it was saved with"
+                f"the loaded state was saved by SlowMo(sharded={not self.sharded}), and this is SlowMo(sharded="
+                f"{self.sharded}). Use the setting with which it was saved."
             )
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         slow, lr = self._is_slow(ctx.step), ctx.lr
         if self._begins_late(ctx.step):
-            self._begin(x, ctx)  # whatever becomes of the exchange
+            self._begin(x, ctx)  # even if the exchange fails
         if self.base.due(ctx.step) and not (slow and self.exact):
             x = yield from self.base.exchange(x, ctx)
         if not slow:
             return x
-        x = x.to(at_least_float32(ctx.dtype))  # the mean of half precision would be rounded to what the anchor was
+        x = x.to(at_least_float32(ctx.dtype))  # a mean in half precision would be rounded back to the anchor
         if self.sharded:
             x = (yield ReduceScatter(_by_rank(x if ctx.weight == 1 else x.mul_(ctx.weight), ctx)))[0]
         elif self.exact:
@@ -162,7 +163,7 @@ class SlowMo(Averaging):
         if self.exact:
             lr = yield from _largest_of_those_with_data(lr, ctx)
         anchor, u = yield from self._recall(x, ctx)
-        moved = anchor.to(ctx.dtype) - x  # from where local steps have started
+        moved = anchor.to(ctx.dtype) - x  # relative to the start of the local steps
         anchor = anchor - self.slow_lr * (self.momentum * lr * u + moved)
         if lr > 0:
             u = self.momentum * u + moved / lr
@@ -170,7 +171,7 @@ class SlowMo(Averaging):
         x = anchor.to(ctx.dtype, copy=True)
         return (yield AllGather(x)).view(-1)[: ctx.numel] if self.sharded else x
 
-    # -- anchor and momentum: whole in ctx.memory, or this rank's shard in ctx.scratch, as it has another layout ------
+    # -- anchor and momentum: whole in ctx.memory, or this rank's shard in ctx.scratch --------------------------------
 
     def _begin(self, x: Tensor, ctx: Weights) -> None:
         own = _by_rank(x, ctx)[ctx.rank] if self.sharded else x
@@ -183,12 +184,12 @@ class SlowMo(Averaging):
         (ctx.scratch if self.sharded else ctx.memory).update({ANCHOR: anchor, MOMENTUM: u})
 
     def _recall(self, x: Tensor, ctx: Weights) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
-        """Anchor and momentum, of this rank's shard if `x` is no more than that."""
+        """Return anchor and momentum; of this rank's shard if `x` is one."""
         if not self.sharded:
             return ctx.memory[ANCHOR], ctx.memory[MOMENTUM]
         if ANCHOR not in ctx.memory:
             return ctx.scratch[ANCHOR], ctx.scratch[MOMENTUM]
-        # loaded, or from before buckets were built anew: each rank has what was its part, which others need now
+        # loaded, or from an earlier layout: each rank has its old shard, parts of which others need now
         parts = {}
         for kind in (ANCHOR, MOMENTUM, OWNED):
             parts[kind] = (yield ReduceScatter(_by_rank(ctx.memory[kind], ctx), op="sum"))[0]
@@ -207,10 +208,10 @@ class SlowMo(Averaging):
 
     def merges(self, kind: str) -> bool:
         if kind in (ANCHOR, MOMENTUM, OWNED):
-            return not self.sharded  # the next slow step brings shards together
+            return not self.sharded  # the next slow step redistributes shards
         return self.base.merges(kind)
 
-    # -- the base's --------------------------------------------------------------------------------------------------
+    # -- the base --------------------------------------------------------------------------------------------------
 
     @property
     def meets(self) -> bool:  # type: ignore[override]
@@ -238,26 +239,26 @@ class SlowMo(Averaging):
 
 
 def _largest_of_those_with_data(lr: float, ctx: Weights) -> Generator[Collective, Tensor, float]:
-    """One learning rate for all: the schedule of a rank that has run out of data stands still."""
+    """Return the largest learning rate of ranks with data; schedules of ranks without data stand still."""
     mine = torch.tensor([lr if ctx.weight else -math.inf], dtype=torch.float64)
     return float((yield AllReduce(mine, op="max", group="control")))
 
 
 def _by_rank(flat: Tensor, ctx: Weights) -> Tensor:
-    """A copy of `flat`, padded with zeros and cut in a row for each rank."""
+    """Return a copy of `flat`, padded with zeros and split into one row per rank."""
     return pad(flat, (0, -len(flat) % ctx.size)).view(ctx.size, -1)
 
 
 def _check_base(base: Averaging) -> None:
     if not isinstance(base, Averaging) or isinstance(base, SlowMo) or not base.by_bucket:
         raise ConfigError(
-            f"base must be an algorithm that exchanges weights after local steps and does nothing else, such as "
+            f"base must be an algorithm that only exchanges weights after local steps, such as "
             f"LocalSGD(every=3) or SGP(), not {base!r}"
         )
     if base.overlap:
         raise ConfigError(
-            f"base must not overlap, because a slow step has the learning rate of the local step before it and so "
-            f"cannot end later: set overlap=False in {base!r}"
+            f"base must not overlap: a slow step uses the learning rate of the local step before it, so it "
+            f"cannot end later. Set overlap=False in {base!r}."
         )
     if base.warmup_steps:
-        raise ConfigError(f"give warmup_steps to SlowMo, not to its base {base!r}")
+        raise ConfigError(f"base {base!r} has warmup_steps. Give them to SlowMo instead.")

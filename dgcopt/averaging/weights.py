@@ -1,4 +1,4 @@
-"""The weights of one bucket on their way through an exchange, and what several algorithms do with them."""
+"""The context of an exchange of weights, and operations that several algorithms share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Weights", "between_machines", "distance", "mean"]
 
 @dataclass(eq=False)
 class Weights(Context):
-    """What an exchange of weights may know of its place: as that of gradients, and beyond it the following.
+    """The context of an exchange of weights: that of gradients, with these changes.
 
     Attributes:
-        step: local steps made so far, after a warm-up.
-        group: the wrapped optimizer's parameter group, to which all parameters of the bucket belong.
-        weight: what this rank's weights count for in a mean; 1, unless ranks have run out of data.
+        step: local steps since the warm-up.
+        group: the optimizer's parameter group of all parameters in the bucket.
+        weight: the weight of this rank in a mean; 1 unless ranks have run out of data.
     """
 
     group: dict[str, Any] = field(default_factory=dict)
@@ -33,17 +33,17 @@ class Weights(Context):
 
     @property
     def lr(self) -> float:
-        """The learning rate as it is now."""
+        """The current learning rate."""
         return float(self.group["lr"])
 
 
 def mean(x: Tensor, ctx: Weights) -> Exchange:
-    """The mean over ranks, the same bits on all; overwrites `x`."""
+    """Return the mean over ranks, bit-identical on all; overwrites `x`."""
     return (yield AllReduce(x if ctx.weight == 1 else x.mul_(ctx.weight)))
 
 
 def between_machines(x: Tensor, ctx: Weights, operation: Callable[[Tensor, Weights], Exchange]) -> Exchange:
-    """What `operation` makes of the machines' means, among the first ranks of each; on all ranks of a machine."""
+    """Apply `operation` to the machines' means among their first ranks; return its result on all ranks."""
     x = yield AllReduce(x, group="node")
     if ctx.local_rank == 0:
         first = replace(ctx, rank=ctx.node, size=ctx.nodes, weight=1.0)
@@ -52,7 +52,7 @@ def between_machines(x: Tensor, ctx: Weights, operation: Callable[[Tensor, Weigh
 
 
 def distance(buckets: Iterable[Bucket], comm: Comm) -> Generator[Collective, Tensor, float]:
-    """The mean over ranks of |x_i - mean x|^2."""
+    """Return the mean over ranks of |x_i - mean x|^2."""
     square = torch.zeros((), dtype=torch.float64)
     for bucket in buckets:
         x = bucket.read()

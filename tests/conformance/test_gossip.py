@@ -233,7 +233,7 @@ class TestSGP:
 
     def test_a_graph_of_machines_need_not_fit_the_ranks(self) -> None:
         averaged(SGP(BipartiteExponential(), hierarchical=True), 6, nodes=2)
-        with pytest.raises(ConfigError, match="of 3 ranks one would be left over"):
+        with pytest.raises(ConfigError, match="3 is an odd number of ranks"):
             averaged(SGP(BipartiteExponential(), hierarchical=True), 6, nodes=3)
         with pytest.raises(ConfigError, match=r"Star\(\) is not balanced among 3 machines"):
             averaged(SGP(Star(), overlap=True, hierarchical=True), 6, nodes=3)
@@ -349,7 +349,7 @@ class TestSGP:
             make()
 
     def test_what_a_number_of_ranks_cannot_use(self) -> None:
-        with pytest.raises(ConfigError, match="of 3 ranks one would be left over: use Exponential or ShiftOne"):
+        with pytest.raises(ConfigError, match=r"3 is an odd number of ranks\. Use Exponential or ShiftOne"):
             averaged(SGP(BipartiteExponential()), 3)
         with pytest.raises(ConfigError, match=r"Star\(\) is not balanced among 2 ranks.*overlap=False"):
             averaged(SGP(Star(), overlap=True), 2)
@@ -358,14 +358,14 @@ class TestSGP:
         ("shares", "reason"),
         [
             (lambda rank, size, round: {rank: 0.5}, r"round 0 rank 0 of 3 sends to itself"),
-            (lambda rank, size, round: {3: 0.5} if rank == 2 else {}, "rank 2 of 3 sends to 3, which is none of"),
-            (lambda rank, size, round: {-1: 0.5}, "rank 0 of 3 sends to -1, which is none of"),
+            (lambda rank, size, round: {3: 0.5} if rank == 2 else {}, "rank 2 of 3 sends to 3, which is not a rank"),
+            (lambda rank, size, round: {-1: 0.5}, "rank 0 of 3 sends to -1, which is not a rank"),
             (lambda rank, size, round: {"1": 0.5}, "sends to '1'"),
             (lambda rank, size, round: {(rank + 1) % 3: -0.1}, "rank 0 of 3 sends a share of -0.1 to rank 1"),
             (lambda rank, size, round: {(rank + 1) % 3: float("nan")}, "sends a share of nan"),
             (lambda rank, size, round: {(rank + 1) % 3: "half"}, "sends a share of 'half'"),
-            (lambda rank, size, round: {(rank + 1) % 3: 1}, "sends shares of 1 in all: make it less than 1"),
-            (lambda rank, size, round: {(rank + i) % 3: 0.5 for i in (1, 2)}, "sends shares of 1 in all"),
+            (lambda rank, size, round: {(rank + 1) % 3: 1}, "sends shares that add up to 1. Make the sum less than 1"),
+            (lambda rank, size, round: {(rank + i) % 3: 0.5 for i in (1, 2)}, "shares that add up to 1"),
             (lambda rank, size, round: {}, r"rank\(s\) 1, 2 never hear of rank 0"),
             (lambda rank, size, round: {0: 0.5} if rank else {}, r"rank\(s\) 1, 2 never hear of rank 0"),
             (
@@ -396,7 +396,7 @@ class TestSGP:
             def period(self, size: int) -> int:
                 return 0
 
-        with pytest.raises(ConfigError, match="make it a frozen dataclass"):
+        with pytest.raises(ConfigError, match="Make it a frozen dataclass"):
             averaged(SGP(Loose()), 2)
         with pytest.raises(ConfigError, match=r"the period of .* whole number of at least 1, not 0"):
             averaged(SGP(Endless()), 2)

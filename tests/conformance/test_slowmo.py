@@ -476,12 +476,12 @@ class TestRefused:
             ({"warmup_steps": -1}, "not -1"),
             ({"exact": False}, "exact=False needs sharded=False"),
             ({"faithful": True, "sharded": False}, "faithful=True needs sharded=True or exact=False"),
-            ({"base": LocalSGD}, "base must be an algorithm that exchanges weights after local steps"),
+            ({"base": LocalSGD}, "base must be an algorithm that only exchanges weights after local steps"),
             ({"base": 3}, "not 3"),
             ({"base": SlowMo()}, "not SlowMo"),
             ({"base": DiLoCo()}, "not DiLoCo"),
             ({"base": LocalSGD(overlap=True)}, "must not overlap"),
-            ({"base": LocalSGD(warmup_steps=5)}, "give warmup_steps to SlowMo"),
+            ({"base": LocalSGD(warmup_steps=5)}, "has warmup_steps. Give them to SlowMo instead"),
         ],
     )
     def test_settings_that_cannot_be(self, settings: dict[str, Any], reason: str) -> None:

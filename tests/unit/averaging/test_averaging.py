@@ -105,7 +105,7 @@ def test_what_a_single_rank_is_not_left_as_it_was_by(optimizer: str):
     spread = float(bare.max() - bare.min())
     cases: dict[str, tuple[str, list[Averaging], list[Averaging], float]] = {  # words, which differ, which do not
         "SlowMo": (
-            "single rank takes slow steps too",
+            "On a single rank it is Lookahead with momentum",
             [averaging.SlowMo(2), averaging.SlowMo(3, sharded=False)],
             [averaging.SlowMo(2, momentum=0.0), averaging.SlowMo(2, momentum=0.0, sharded=False)],
             0.0,
@@ -170,11 +170,11 @@ def sgd(lr: float) -> Callable[..., SGD]:
         ("LocalSGD", {"every": 2, "node_every": 4}, "node_every 4 must divide every 2"),
         ("SlowMo", {"momentum": 1.0}, "at least 0 and below 1, not 1.0"),
         ("SlowMo", {"slow_lr": 0.0}, "slow_lr must be a positive number, not 0.0"),
-        ("SlowMo", {"base": dgcopt.DGC()}, "base must be an algorithm that exchanges weights"),
-        ("SlowMo", {"base": averaging.SlowMo()}, "base must be an algorithm that exchanges weights"),
-        ("SlowMo", {"base": averaging.DiLoCo()}, "base must be an algorithm that exchanges weights"),
+        ("SlowMo", {"base": dgcopt.DGC()}, "base must be an algorithm that only exchanges weights"),
+        ("SlowMo", {"base": averaging.SlowMo()}, "base must be an algorithm that only exchanges weights"),
+        ("SlowMo", {"base": averaging.DiLoCo()}, "base must be an algorithm that only exchanges weights"),
         ("SlowMo", {"base": averaging.LocalSGD(overlap=True)}, "base must not overlap"),
-        ("SlowMo", {"base": averaging.LocalSGD(warmup_steps=1)}, "give warmup_steps to SlowMo"),
+        ("SlowMo", {"base": averaging.LocalSGD(warmup_steps=1)}, "has warmup_steps. Give them to SlowMo instead"),
         ("SlowMo", {"exact": False}, "exact=False needs sharded=False"),
         ("SlowMo", {"faithful": True, "sharded": False}, "faithful=True needs sharded=True or exact=False"),
         ("SGP", {"graph": "ring"}, "graph must be a Graph, such as Exponential.* not 'ring'"),
@@ -185,10 +185,10 @@ def sgd(lr: float) -> Callable[..., SGD]:
         ("SPARTA", {"choose": "best"}, 'choose must be "random", "strided" or "drift", not \'best\''),
         ("SPARTA", {"budgets": [("*", 1.0)]}, "budgets must be fractions by pattern"),
         ("SPARTA", {"budgets": {"*": 1.5}}, "must be a number from 0 to 1, not 1.5"),
-        ("DiLoCo", {"every": 10, "fragments": 3}, "every must be a multiple of fragments.*10 of 3"),
-        ("DiLoCo", {"every": 10, "fragments": 2, "delay": 5}, "delay must be less than every / fragments.*5 of 5"),
+        ("DiLoCo", {"every": 10, "fragments": 3}, "every must be a multiple of fragments: every is 10, fragments 3"),
+        ("DiLoCo", {"every": 10, "fragments": 2, "delay": 5}, "delay must be less than every / fragments = 5.*it is 5"),
         ("DiLoCo", {"alpha": 1.5}, "alpha must be a number from 0 to 1, not 1.5"),
-        ("DiLoCo", {"outer": 0.7}, "outer must make an optimizer.* not 0.7"),
+        ("DiLoCo", {"outer": 0.7}, "outer must be a factory of optimizers.* not 0.7"),
         ("DiLoCo", {"compression": dgcopt.OneBitAdam()}, "OneBitAdam learns Adam's second moments"),
         *(
             (name, {"overlap": "no"}, "overlap must be True or False, not 'no'")
@@ -210,10 +210,10 @@ def test_settings_at_odds_are_refused(name: str, settings: dict[str, Any], words
 @pytest.mark.parametrize(
     ("rule", "size", "words"),
     [
-        (averaging.SGP(BipartiteExponential()), 3, "of 3 ranks one would be left over: use Exponential or ShiftOne"),
-        (averaging.SlowMo(base=averaging.SGP(BipartiteExponential())), 5, "of 5 ranks one would be left over"),
-        (averaging.DiLoCo(outer=LBFGS), 2, "outer must make an optimizer that steps without a closure"),
-        (averaging.DiLoCo(outer=lambda params: None), 2, "outer must make an optimizer"),
+        (averaging.SGP(BipartiteExponential()), 3, "3 is an odd number of ranks. Use Exponential or ShiftOne."),
+        (averaging.SlowMo(base=averaging.SGP(BipartiteExponential())), 5, "5 is an odd number of ranks"),
+        (averaging.DiLoCo(outer=LBFGS), 2, "outer must return an optimizer that steps without a closure"),
+        (averaging.DiLoCo(outer=lambda params: None), 2, "outer must return an optimizer"),
         (averaging.DiLoCo(100, fragments=50), 2, "6 parameters cannot be split into 50 fragments"),
         (averaging.SPARTA(budgets={"nowhere.*": 1.0}), 2, "no parameter's name matches 'nowhere"),
         (averaging.AsyncAverage(), 2, "simulated ranks take turns"),

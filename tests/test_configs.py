@@ -115,7 +115,7 @@ def test_it_learns(script: ModuleType, task: str, method: Path) -> None:
 
 def test_training_beside_a_thread_is_not_for_simulated_ranks(script: ModuleType) -> None:
     """Which is why async.yaml is not among those above; test_async_average.py trains with real processes."""
-    with pytest.raises(dgcopt.ConfigError, match="thread beside training, and simulated ranks take turns"):
+    with pytest.raises(dgcopt.ConfigError, match="background thread, and simulated ranks take turns"):
         train(script, "digits", CONFIGS / "averaging/async.yaml")
 
 

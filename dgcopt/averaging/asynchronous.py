@@ -1,4 +1,4 @@
-"""Asynchronous averaging: a thread averages weights every so many seconds, while training goes on."""
+"""Asynchronous averaging: a background thread averages weights at an interval, without stopping training."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ __all__ = ["AsyncAverage"]
 log = logging.getLogger("dgcopt")
 
 LAST_SECONDS = 5.0
-"""Seconds in which a rank that ends with an exception tells the others, before it leaves without a word."""
+"""Seconds that a failing rank takes to notify the others before it leaves."""
 
 
 class AsyncAverage(Averaging):
-    """Every `interval` seconds, in a thread beside training, towards the mean of all ranks' weights.
+    """Averages all ranks' weights in a background thread, every `interval` seconds.
 
         s_i = copy of x_i;  S = sum_j s_j;  x_i <- x_i + (S / W - s_i)
 
-    Updates made while S is on its way are kept, and the mean of all ranks' weights is what their updates make it. No
-    step waits for another rank: ranks may be of different speed, take different numbers of steps (`dgcopt.join` is not
-    needed), or pause, as their threads go on. What an exchange adds, it adds right before an update, so that a
-    gradient's forward and backward pass see the same weights; it is up to one exchange older than they are.
+    Updates made while S is in flight are kept, so the mean of all ranks' weights contains every update. No step waits
+    for another rank: ranks may have different speeds, make different numbers of steps (`dgcopt.join` is not needed), or
+    pause. The result of an exchange, up to one exchange old, is added right before an update, so a gradient's forward
+    and backward pass use the same weights.
 
-    `optimizer.averaging.abort()` ends the exchanges, and `resume()` lets them go on. A script that ends without
-    `abort()` ends once those of all ranks do; one that calls `torch.distributed.destroy_process_group()` or
-    `hvd.shutdown()` itself has to call `abort()` or `dgcopt.shutdown()` first.
+    `optimizer.averaging.abort()` stops the exchanges, `resume()` restarts them. A script that ends without `abort()`
+    waits until all ranks' scripts end. A script that calls `torch.distributed.destroy_process_group()` or
+    `hvd.shutdown()` must call `abort()` or `dgcopt.shutdown()` first.
 
     Args:
-        interval: seconds between one exchange and the next. Smaller keeps ranks closer together and sends more; an
-            exchange longer than that only delays the next one.
-        warmup_steps: so many steps first in which gradients are averaged, as dense data-parallel training does.
+        interval: seconds between exchanges. Smaller keeps ranks closer and sends more; a longer exchange delays the
+            next one.
+        warmup_steps: number of first steps in which gradients are averaged, as in dense data-parallel training.
 
-    Costs an allreduce of the weights and a byte per rank in each exchange, three copies of the weights, and in each
-    step the moment in which weights are being copied. Raises ConfigError for an interval that is not positive, on the
-    simulated wire, over MPI that was not initialised for threads, and on torch and Horovod over some of the ranks only.
-    Not tried on CUDA, where training must be on the default stream, as the thread is. Source: "async" of Bagua (Gan et
-    al., VLDB 2021), which locks forward and backward passes out instead.
+    Costs an allreduce of the weights and a byte per rank in each exchange, three copies of the weights, and a short
+    wait of a step while the thread copies weights. Raises ConfigError for an interval that is not positive, on the
+    simulated wire, over MPI without thread support, and on torch and Horovod over a subset of the ranks. Untested on
+    CUDA, where training must use the default stream, like the thread. Source: "async" of Bagua (Gan et
+    al., VLDB 2021), which locks out forward and backward passes instead.
     """
 
     by_bucket = False
@@ -78,22 +78,22 @@ class AsyncAverage(Averaging):
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         if comm.no_threads:
-            raise ConfigError(f"AsyncAverage averages in a thread beside training, and {comm.no_threads}")
+            raise ConfigError(f"AsyncAverage averages in a background thread, and {comm.no_threads}")
         if comm.elastic:
             raise ConfigError(
-                "AsyncAverage cannot be used under Horovod Elastic, where its thread would be left waiting for workers "
-                "that are gone"
+                "AsyncAverage does not work under Horovod Elastic: its thread would wait for workers that have left. "
+                "Use another algorithm."
             )
 
     def due(self, step: int) -> bool:
-        return False  # the clock says when
+        return False  # the thread exchanges by the clock
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         return (yield from mean(x, ctx))
 
 
 class AsyncRounds(Rounds):
-    """The averaging of one optimizer's weights on one rank, beside its training (`Background`)."""
+    """Averaging of one optimizer's weights on one rank in a background thread (`Background`)."""
 
     def __init__(
         self,
@@ -116,27 +116,27 @@ class AsyncRounds(Rounds):
 
     @property
     def background(self) -> Background:
-        """The thread, and what it has to say."""
+        """The background thread."""
         assert self._background is not None
         return self._background
 
-    # -- what the user calls -----------------------------------------------------------------------------------------
+    # -- public calls ------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End the exchanges, until `resume()`; what they have to add is then in the weights. Collective.
+        """Stop the exchanges until `resume()`, and add their results to the weights. Collective.
 
-        Call it where `step()` may be called: weights change. They may be exchanged until the last rank has called it,
-        however late; what this rank waits for is logged once per deadline. Raises what has ended the thread, if
-        anything.
+        Call it where `step()` may be called, since it changes weights. Exchanges continue until the last rank has
+        called it; the ranks that are awaited are logged once per deadline. Raises the error that has ended the thread,
+        if any.
         """
         self._paused = True
         self.background.stop()
         self.finish_round()
 
     def resume(self) -> None:
-        """Let the exchanges go on after `abort()`, or begin, once a warm-up is over. Collective.
+        """Restart the exchanges after `abort()`, or start them after the warm-up. Collective.
 
-        Raises MismatchError if ranks differ in which parameters they train.
+        Raises MismatchError if ranks train different parameters.
         """
         self.finish_round()
         self._paused = False
@@ -144,7 +144,7 @@ class AsyncRounds(Rounds):
 
     @contextmanager
     def _without_exchanges(self) -> Iterator[None]:
-        """Without exchanges; they do not go on after an exception, which other ranks may not have."""
+        """Context without exchanges; not resumed after an exception, which other ranks may not have."""
         goes_on = not self._paused
         self.abort()
         yield
@@ -153,18 +153,18 @@ class AsyncRounds(Rounds):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """As that of `Rounds`; the thread pauses meanwhile."""
+        """See `Rounds`; the thread pauses meanwhile."""
         with self._without_exchanges(), super().averaged():
             yield
 
     def average(self) -> None:
-        """As that of `Rounds`; the thread pauses meanwhile."""
+        """See `Rounds`; the thread pauses meanwhile."""
         with self._without_exchanges():
             super().average()
 
     @property
     def telemetry(self) -> Telemetry:
-        """As that of `Rounds`, with the bytes that the thread has sent; no step waits for what it waits for."""
+        """See `Rounds`; includes the thread's bytes, but not its waiting time, which delays no step."""
         ours, theirs = super().telemetry, self.background.traffic.telemetry
         return replace(
             ours,
@@ -173,7 +173,7 @@ class AsyncRounds(Rounds):
         )
 
     def join(self) -> None:
-        """Ranks may run out of data at any time: their threads go on, and nobody waits for their steps."""
+        """Do nothing: ranks may run out of data at any time, since their threads continue and no rank waits."""
 
     # -- around each step --------------------------------------------------------------------------------------------
 
@@ -182,8 +182,8 @@ class AsyncRounds(Rounds):
         self._start_thread()
         if self.background.is_running and self.buckets() is not self.background.buckets:
             raise ConfigError(
-                f"rank {self.comm.rank}: other parameters are trained than in the step before, while weights are being "
-                f"exchanged: call optimizer.averaging.abort() before such a change, and resume() after it, on all ranks"
+                f"rank {self.comm.rank}: the trained parameters changed while weights are being exchanged. Call "
+                f"optimizer.averaging.abort() before such a change, and resume() after it, on all ranks."
             )
         self.background.before_step()
 
@@ -192,19 +192,19 @@ class AsyncRounds(Rounds):
         self.background.after_step()
 
     def finish_round(self) -> None:
-        self.background.after_step()  # which may have failed half-way
+        self.background.after_step()  # the last step may have failed midway
         self.background.check()
         super().finish_round()
         self.background.take_in()
 
     def _start_thread(self) -> None:
-        """Start the thread, on all ranks at once, if it is time to."""
+        """Start the thread on all ranks at once, if it is due."""
         if not (self.background.is_running or self._paused or self.local_step < 0 or self.comm.size == 1):
             self.comm.drive(compare(self.replica.describe(), self.comm.rank, "parameters and settings"))
             self.background.start(self.buckets())
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As that of `Rounds`. What was to be added to the weights that are replaced is dropped, on all ranks."""
+        """See `Rounds`. Drops results for the replaced weights, on all ranks."""
         self.background.stop()
         self.background.forget()
         super().restore(state)
@@ -213,10 +213,10 @@ class AsyncRounds(Rounds):
 class Background:
     """A thread that averages weights over a second group of the same ranks.
 
-    It never changes them. It copies them between two steps, and leaves what the mean of all copies adds to its own for
-    the training's thread to take in before the next one.
+    The thread never writes weights. It copies them between two steps and leaves the difference between the mean of all
+    copies and its own copy, which the training thread adds before the next step.
 
-    Attributes: `buckets`, those that are exchanged; `traffic`, what is sent.
+    Attributes: `buckets`, the exchanged buckets; `traffic`, the thread's collectives.
     """
 
     def __init__(self, rounds: AsyncRounds, comm: Comm) -> None:
@@ -233,24 +233,24 @@ class Background:
         self.traffic = Traffic(self._wire, Telemetry(), "averaging")
         self.buckets: dict[Bucket, Weights] = {}
         self._thread: threading.Thread | None = None
-        self._turn = threading.Condition()  # to copy the weights, or to change them
+        self._turn = threading.Condition()  # guards copying and changing the weights
         self._stepping = False
         self._pending: dict[Bucket, Tensor] = {}
-        self._asked = threading.Event()  # this rank asks to stop
-        self._failing = False  # as an exception ends its script
-        self._given_up = threading.Event()  # and does not wait for the others
-        self._missing: list[int] = []  # ranks that have not asked
+        self._asked = threading.Event()  # set if this rank asks to stop
+        self._failing = False  # True if an exception ends the script
+        self._given_up = threading.Event()  # set to stop without waiting for the others
+        self._missing: list[int] = []  # ranks that have not asked to stop
         self._failure: Exception | None = None
 
     # -- the training's thread ---------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and not ended."""
+        """True from start to end."""
         return self._thread is not None
 
     def start(self, buckets: dict[Bucket, Weights]) -> None:
-        """Start it, on all ranks at once."""
+        """Start the thread, on all ranks at once."""
         self.buckets = buckets
         self._asked.clear()
         self._given_up.clear()
@@ -260,25 +260,25 @@ class Background:
         atexit.register(self.leave)
 
     def before_step(self) -> None:
-        """Weights are about to change."""
+        """Block copies: weights are about to change."""
         with self._turn:
             self._stepping = True
 
     def after_step(self) -> None:
-        """Weights may be copied again."""
+        """Allow copies again."""
         with self._turn:
             self._stepping = False
             self._turn.notify()
 
     def check(self) -> None:
-        """Raises what has ended the thread, if anything."""
+        """Raise the error that has ended the thread, if any."""
         if self._failure is not None:
             kind = type(self._failure) if isinstance(self._failure, DGCError) else CommError
-            raise kind(f"weights are exchanged no longer, since {self._failure}") from self._failure
+            raise kind(f"AsyncAverage has stopped: {self._failure}") from self._failure
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Add to the weights what the exchanges have left."""
+        """Add the results of finished exchanges to the weights."""
         with self._turn:
             for bucket, change in self._pending.items():
                 params = [s.param.detach() for s in bucket.segments]
@@ -286,11 +286,11 @@ class Background:
             self._pending = {}
 
     def forget(self) -> None:
-        """Drop what the exchanges have left, and what has ended them."""
+        """Drop results of exchanges, and the error that has ended them."""
         self._pending, self._failure = {}, None
 
     def stop(self) -> None:
-        """End the thread as soon as all ranks ask for it. It waits for a sign of life no longer than the deadline."""
+        """Stop the thread as soon as all ranks ask for it. Each wait for a sign of life ends at the deadline."""
         self._asked.set()
         self.after_step()
         while self._thread is not None:
@@ -304,7 +304,7 @@ class Background:
                 )
 
     def give_up(self) -> None:
-        """End the thread without the others."""
+        """Stop the thread without the other ranks."""
         self._given_up.set()
         self._asked.set()
         self.after_step()
@@ -317,7 +317,7 @@ class Background:
         atexit.unregister(self.leave)
 
     def leave(self) -> None:
-        """Before the wire goes: end together; but soon if this rank fails, so that its launcher sees it."""
+        """Stop before the wire closes: together, or soon if this rank fails, so that its launcher notices."""
         if sys.exc_info()[0] is not None or hasattr(sys, "last_value"):
             self._failing = True
             self._asked.set()
@@ -327,7 +327,7 @@ class Background:
         else:
             self.stop()
             if self._failure is not None:
-                log.warning("dgcopt: rank %d exchanged weights no longer, since %s", self._comm.rank, self._failure)
+                log.warning("dgcopt: rank %d: AsyncAverage had stopped: %s", self._comm.rank, self._failure)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -345,7 +345,7 @@ class Background:
 
     @torch.no_grad()
     def _exchanges(self, buckets: dict[Bucket, Weights]) -> Job:
-        """One after another, until all ranks ask to stop."""
+        """Make one exchange after another until all ranks ask to stop."""
         while True:
             self._asked.wait(self._rule.interval)
             copies = {bucket: self._copy(bucket) for bucket in buckets}
@@ -363,20 +363,20 @@ class Background:
                     self._pending[flight.of] = change if before is None else change.add_(before)
 
     def _copy(self, bucket: Bucket) -> Tensor:
-        """A bucket's weights between two steps, with what is to be added to them."""
+        """Return a copy of a bucket's weights between two steps, pending results included."""
         with self._turn:
             self._turn.wait_for(lambda: not self._stepping or self._given_up.is_set())
             x = bucket.read()
             return x.add_(self._pending[bucket]) if bucket in self._pending else x
 
     def _agree(self, copies: Iterable[Tensor]) -> Generator[Collective, Tensor, bool]:
-        """Whether all ranks ask to stop.
+        """Return True if all ranks ask to stop.
 
-        Raises, on all of them, CommError if any has failed, and DivergenceError if weights are not finite on any.
+        Raises on all ranks: CommError if some rank has failed, DivergenceError if some rank's weights are not finite.
         """
         finite = all(map(is_finite, copies))
         mine = torch.tensor([self._asked.is_set() + 2 * finite + 4 * self._failing], dtype=torch.uint8)
-        flags = (yield AllGather(mine, group="control", label="who asks to stop")).flatten().tolist()
+        flags = (yield AllGather(mine, group="control", label="stop requests")).flatten().tolist()
         if failing := [rank for rank, flag in enumerate(flags) if flag & 4]:
             raise CommError(
                 f"rank {self._comm.rank}: an exception has ended the script of rank(s) {failing}: see theirs"
@@ -388,7 +388,7 @@ class Background:
 
 
 class _Watched(Handle):
-    """A collective that nobody waits for any more once `given_up` is set."""
+    """A collective whose wait ends once `given_up` is set."""
 
     def __init__(self, handle: Handle, comm: Comm, given_up: threading.Event) -> None:
         self.collective = handle.collective
@@ -398,7 +398,7 @@ class _Watched(Handle):
 
     def done(self) -> bool:
         if self.given_up.is_set():
-            raise CommError(f"rank {self.comm.rank} does not wait for {self.collective.describe()} any more")
+            raise CommError(f"rank {self.comm.rank} has stopped waiting for {self.collective.describe()}")
         return self.handle.done()
 
     def result(self) -> Tensor:

@@ -29,7 +29,7 @@ def test_warmup_steps(steps):
 @pytest.mark.parametrize("size", [1, 2])
 def test_simulated_ranks_have_no_threads(size):
     optimizer = torch.optim.SGD(small_model().parameters(), 0.1)
-    with pytest.raises(ConfigError, match="thread beside training, and simulated ranks take turns"):
+    with pytest.raises(ConfigError, match="background thread, and simulated ranks take turns"):
         AsyncAverage().attach(optimizer, comm=dgcopt.simulated_world(size)[0])
     assert not hasattr(optimizer, "averaging")
 

@@ -22,6 +22,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import secrets
 import socket
@@ -600,13 +601,16 @@ def _write(path: Path, state: dict[str, Any]) -> bytes:
         os.fsync(file.fileno())
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # which reads no tensors
-    except Exception as error:
+    except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(
             f"the state holds {named[1] if named else 'something'}, which could not be loaded again: it may hold "
             f"tensors, numbers, text, and lists or dicts of them. Give state_dict()s in place of objects, such as "
             f"model.state_dict()"
         ) from error
+    except Exception as error:  # torch.load raises errors of many kinds
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} cannot be read back after it was written ({reason}): check the disk") from error
     return _sha256(path)
 
 

@@ -390,6 +390,17 @@ def test_a_state_that_cannot_be_written_fails_everywhere(tmp_path: Path, state_o
     assert "rank(s) [2] failed" in str(errors[0])
 
 
+def test_a_disk_that_cannot_read_the_new_file_back(tmp_path: Path, comm, monkeypatch):
+    """The error speaks of the disk, not of the state."""
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(CheckpointError, match=r"rank-0\.pt cannot be read back .*Input/output error.*disk"):
+        checkpoint.save(tmp_path, state(1), 1, comm)
+
+
 def test_the_manifest_says_who_wrote_it(tmp_path: Path, comm):
     manifest = json.loads((checkpoint.save(tmp_path, state(1), 1, comm) / "manifest.json").read_text())
     assert manifest["dgcopt"] == dgcopt.__version__ and manifest["torch"] == torch.__version__

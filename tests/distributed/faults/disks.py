@@ -98,6 +98,8 @@ def inject(fault: dict[str, Any]) -> Seen:
                 except Exception as error:
                     seen.add(0, error)
         possible = [new, old] if seen.raised or how in ("kill", "cut") else [new]
+        if how == "cut" and fault["again"]:  # the disk has lost the newest one without a word: the one before it, then
+            possible.append(state_of(1, fault["size"]))
         _check_loaded(folder, comm, possible, seen, disk)
         try:
             save(folder, state_of(step + 1, fault["size"]))

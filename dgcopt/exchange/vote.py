@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -21,12 +22,20 @@ from torch import Tensor
 from ..collectives import AllGather, AllReduce, Collective
 from ..errors import MismatchError
 
-__all__ = ["Ballot", "Verdict", "checksum", "fingerprint", "used_anywhere", "vote"]
+__all__ = ["Ballot", "Touch", "Verdict", "checksum", "fingerprint", "used_anywhere", "vote"]
 
-_PLACE = struct.Struct("<III")
-_FORMAT = struct.Struct("<BxHIII")
+_PLACE = struct.Struct("<IIIB")
+_FORMAT = struct.Struct("<BBHIII")
 _FLAGS = ("active", "finite", "stale", "prepared", "complete", "final", "by_active", "here")
 _APART = 2  # in place of whether gradients are stale, which the details will say too
+
+
+class Touch(IntEnum):
+    """Whether code outside of autograd and the exchange has changed gradients, by clipping for instance."""
+
+    UNKNOWN = 0
+    KEPT = 1
+    CHANGED = 2
 
 
 @dataclass
@@ -46,6 +55,8 @@ class Ballot:
         by_active: averages are to divide by the ranks that have data; asked of those that have none.
         here: it has not run out of data.
         settings: checksum of the optimizer's settings; see `GroupSettings`. Compared among active ranks only.
+        own: whether its own gradients were changed between backward and the exchange.
+        averaged: whether averaged gradients were changed between the exchange and its last step.
         used: fingerprint of which parameters have a gradient; see `fingerprint`. Not among the details.
     """
 
@@ -61,6 +72,8 @@ class Ballot:
     by_active: bool = False
     here: bool = True
     settings: int = 0
+    own: Touch = Touch.UNKNOWN
+    averaged: Touch = Touch.UNKNOWN
     used: int = 0
 
     def summary(self) -> Tensor:
@@ -68,7 +81,8 @@ class Ballot:
 
         Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
         """
-        where = zlib.crc32(_PLACE.pack(self.step & 0xFFFFFFFF, self.trained, self.settings))
+        changed = (self.own is Touch.CHANGED) + 2 * (self.averaged is Touch.CHANGED)
+        where = zlib.crc32(_PLACE.pack(self.step & 0xFFFFFFFF, self.trained, self.settings, changed))
         equal = [_signed(word) for word in (where, self.used, self.used >> 32)]
         apart = not self.active or not self.finite or not self.here or self.by_active
         incomplete = self.active and not self.complete
@@ -78,15 +92,18 @@ class Ballot:
     def pack(self) -> Tensor:
         """As bytes, uint8 of a fixed length."""
         bits = sum(getattr(self, flag) << place for place, flag in enumerate(_FLAGS))
-        data = _FORMAT.pack(bits, self.launched, self.step & 0xFFFFFFFF, self.trained, self.settings)
+        touched = self.own + 4 * self.averaged
+        data = _FORMAT.pack(bits, touched, self.launched, self.step & 0xFFFFFFFF, self.trained, self.settings)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @staticmethod
     def unpack(row: Tensor) -> Ballot:
         """What `pack` made."""
-        bits, launched, step, trained, settings = _FORMAT.unpack(bytes(row.tolist()))
+        bits, touched, launched, step, trained, settings = _FORMAT.unpack(bytes(row.tolist()))
         flags = dict(zip(_FLAGS, (bool(bits >> place & 1) for place in range(8)), strict=True))
-        return Ballot(step=step, trained=trained, launched=launched, settings=settings, **flags)
+        own, averaged = (Touch(min(bits, Touch.CHANGED)) for bits in (touched & 3, touched >> 2))
+        where = {"step": step, "trained": trained, "launched": launched, "settings": settings}
+        return Ballot(**where, **flags, own=own, averaged=averaged)
 
 
 @dataclass
@@ -104,6 +121,8 @@ class Verdict:
         final: whether this was the last vote on the step, unless it is void.
         alike: whether all ranks train the same parameters.
         same_settings: True if all ranks with data have the same settings.
+        own_changed: ranks whose own gradients were changed, if those of others were kept.
+        averaged_changed: ranks on which averaged gradients were changed, if others have kept them.
         launched: the most buckets that any rank has sent.
         by_active: whether averages divide by the ranks that have data.
     """
@@ -118,6 +137,8 @@ class Verdict:
     final: bool
     alike: bool
     same_settings: bool
+    own_changed: list[int]
+    averaged_changed: list[int]
     launched: int
     by_active: bool
 
@@ -153,6 +174,8 @@ def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor,
             final=not preliminary,
             alike=True,
             same_settings=True,
+            own_changed=[],
+            averaged_changed=[],
             launched=launched,
             by_active=False,
         )
@@ -179,9 +202,16 @@ def _verdict_on(ballots: list[Ballot]) -> Verdict:
         final=all(ballot.final for ballot in ballots),
         alike=len({ballot.trained for ballot in ballots}) == 1,
         same_settings=len({ballot.settings for ballot in ballots if ballot.active}) <= 1,
+        own_changed=_changed([ballot.own if ballot.active else Touch.UNKNOWN for ballot in ballots]),
+        averaged_changed=_changed([ballot.averaged if ballot.active else Touch.UNKNOWN for ballot in ballots]),
         launched=max(ballot.launched for ballot in ballots),
         by_active=any(ballot.by_active for ballot in ballots),
     )
+
+
+def _changed(touches: Sequence[Touch]) -> list[int]:
+    """The ranks that have changed gradients, if others have kept theirs."""
+    return [rank for rank, touch in enumerate(touches) if touch is Touch.CHANGED] if Touch.KEPT in touches else []
 
 
 def _signed(word: int) -> int:

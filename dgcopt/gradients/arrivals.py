@@ -19,6 +19,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from ..exchange.vote import Touch
 from ..flat.gradient import GradientBucket, is_finite, values_of
 from ..kernels import peaks
 
@@ -99,6 +100,7 @@ class Arrivals:
         self.uncounted: set[Tensor] = set()
         self._seen_in: dict[Tensor, int] = {}
         self._pass = 0
+        self._last: tuple[Tensor, Tensor | None, int] | None = None
         self._graph_task: int | None = None
         self._call: FrameType | None = None
         self._usual: dict[Tensor, int] = {}
@@ -106,6 +108,7 @@ class Arrivals:
 
     def arrived(self, param: Tensor, announced: int) -> bool:
         """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
+        self._see(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
         if announced > 1 and self._seen_in.get(param) != self._current_pass():
             self._seen_in[param] = self._pass
@@ -114,6 +117,24 @@ class Arrivals:
         if additions > max(announced, usual):
             self._usual[param] = usual = additions
         return additions >= max(announced, usual)
+
+    def added(self, param: Tensor) -> None:
+        """Note an addition by a pass that does not count."""
+        self._see(param)
+        self.uncounted.add(param)
+
+    def _see(self, param: Tensor) -> None:
+        grad = param.grad
+        self._last = param, grad, 0 if grad is None else grad._version
+
+    @property
+    def touch(self) -> Touch:
+        """Whether the gradient that arrived last has changed since; it stands for all, which clipping changes alike."""
+        if self._last is None:
+            return Touch.UNKNOWN
+        param, grad, version = self._last
+        is_kept = param.grad is grad and (grad is None or grad._version == version)
+        return Touch.KEPT if is_kept else Touch.CHANGED
 
     def _current_pass(self) -> int:
         """The number of the user's backward pass that is running."""
@@ -245,7 +266,7 @@ class Arrivals:
     def forget(self) -> None:
         """As if no backward pass had been made since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()
-        self._graph_task = self._call = None
+        self._graph_task = self._call = self._last = None
 
 
 class EarlyLaunch:

@@ -29,9 +29,10 @@ from ..exchange.group_settings import GroupSettings
 from ..exchange.parameters import plain
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
-from ..exchange.vote import Ballot, Verdict, checksum, fingerprint, used_anywhere, vote
+from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint, used_anywhere, vote
 from ..flat.store import Store
 from .arrivals import Arrivals, EarlyLaunch
+from .changes import Changes
 from .departures import Departures
 from .held_back import send_held_back
 from .layout import Layout, bucket_sizes, lay_out
@@ -66,7 +67,8 @@ class Engine:
     any rank; `infinite`, the ranks whose gradients were not finite then; `attendance`, who has data; `early`, whether
     buckets may be launched before the step; `departures`, what has left; `layout`, which gradients travel together;
     `store`, what lasts; `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges;
-    `due`, whether a step is to come even if no gradient has.
+    `due`, whether a step is to come even if no gradient has; `touched`, whether averaged gradients were changed before
+    the last step.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -88,6 +90,8 @@ class Engine:
         self._rule = ""  # the compressor's settings, as they were at the last step
         self._warned = False
         self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
+        self._changes = Changes(comm.rank, settings.on_divergence)
+        self.touched = Touch.UNKNOWN
         self._moved_on = False  # whether another rank has moved this one to the end of its step already
         self.runner = Runner(comm, "optimizer", self._offer, self._forget_step)
         self._arrivals = Arrivals()
@@ -117,7 +121,7 @@ class Engine:
 
     def added(self, param: Tensor) -> None:
         """Take note of a gradient that was added to in a pass that does not count."""
-        self._arrivals.uncounted.add(param)
+        self._arrivals.added(param)
         found = self.layout.place.get(param)
         if found is not None:
             bucket, place = found
@@ -257,7 +261,7 @@ class Engine:
             yield from traffic.through(compare(self._described(), self.comm.rank, "parameters", CHANGED))
         before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
         is_same = verdict.prepared and verdict.same_settings and verdict.active_ranks == before
-        again = verdict.stale or not is_same
+        again = verdict.stale or not is_same or bool(verdict.averaged_changed)
         if again or verdict.void or not verdict.active_ranks:
             yield from departures.take_back(verdict.launched, bool(verdict.void))
         self.attendance.check(verdict.absent)
@@ -271,6 +275,8 @@ class Engine:
             yield from self._lay_out()
         if not verdict.same_settings:
             yield from traffic.through(self._groups.agree(first, self.comm, self.settings.on_divergence))
+        self.touched = Touch.UNKNOWN
+        self._changes.check(verdict, self.step)
         trained, used = self.layout.trained, None
         if not verdict.complete:
             there = [self.attendance.here and param.grad is not None for param in trained]
@@ -297,7 +303,7 @@ class Engine:
         if self.wrapped.buffers is not None:
             yield from traffic.through(self.wrapped.buffers.exchange(self.comm, self.step, self.attendance.here))
         every = self.settings.check_replicas_every
-        if every and self.step % every == 0:
+        if verdict.averaged_changed or (every and self.step % every == 0):
             check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)
             yield from traffic.through(check)
 
@@ -338,6 +344,8 @@ class Engine:
             final=final,
             here=self.attendance.here,
             settings=self._groups.checksum(),
+            own=arrivals.touch,
+            averaged=self.touched,
             used=fingerprint(used),
         )
         return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))

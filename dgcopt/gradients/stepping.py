@@ -17,7 +17,9 @@ from ..collectives import AllReduce
 from ..comm import Comm
 from ..compressors import Compressor
 from ..errors import ConfigError
+from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
+from .changes import Snapshot
 from .closure import Call, Closure, closure_of, with_closure
 from .engine import Engine
 from .sparse_step import step_touched
@@ -76,12 +78,14 @@ class Stepping(Optimizer):
     _grads: Grads = Grads.OWN
     _own_step: OwnStep = OwnStep.AHEAD
     _hidden: HiddenGradients
+    _averages: Snapshot | None
     _watched: set[Tensor]
     _warned: bool = False
 
     def _begin_anew(self) -> None:
         """No step is under way."""
         self._grads, self._own_step, self._hidden = Grads.OWN, OwnStep.AHEAD, HiddenGradients()
+        self._averages = None
 
     def _keep_up(self) -> None:
         """Rejoin if the ranks that this optimizer was of are no more."""
@@ -100,12 +104,19 @@ class Stepping(Optimizer):
         Call it to change averaged gradients before the step, and step inside `skip_synchronize()`. Called again
         before the next backward pass, it does nothing.
         """
+        if self._average():
+            self._averages = Snapshot(param.grad for param in self.parameter_names)
+
+    def _average(self) -> bool:
+        """Average the gradients, unless they are averaged already; True if the step may then be taken."""
         if self.engine is not None and self._grads in NOT_YET:
             self._keep_up()
-        if self.engine is not None and self._grads in NOT_YET:
-            self._watch_parameters()
-            self.engine.synchronize()
-            self._grads = Grads.VOID if self.engine.void else Grads.AVERAGED
+        if self.engine is None or self._grads not in NOT_YET:
+            return False
+        self._watch_parameters()
+        self.engine.synchronize()
+        self._grads = Grads.VOID if self.engine.void else Grads.AVERAGED
+        return not self.engine.void
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -237,7 +248,7 @@ class Stepping(Optimizer):
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=4,
                 )
-            self.synchronize()
+            self._average()
         self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
 
     def _makes_state_only(self) -> bool:
@@ -265,7 +276,7 @@ class Stepping(Optimizer):
             )
         loss = closure()
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP):
-            self.synchronize()
+            self._average()
             if self.engine is not None and self.engine.attendance.ranks < self.comm.size:
                 raise ConfigError("step(closure) does not work while ranks have run out of data: step() does")
             if isinstance(loss, Tensor | float | int):
@@ -285,6 +296,11 @@ class Stepping(Optimizer):
         grads, self._grads = self._grads, Grads.OWN
         if grads is Grads.OWN:
             return False
+        averages, self._averages = self._averages, None
+        if self.engine is not None and grads in (Grads.AVERAGED, Grads.FINAL):
+            has_changed = averages is not None and averages.has_changed(param.grad for param in self.parameter_names)
+            touched = Touch.CHANGED if has_changed else Touch.KEPT
+            self.engine.touched = touched if self.engine.attendance.here else Touch.UNKNOWN
         is_void = grads is Grads.VOID
         takes_update = self.engine is not None and self.compressor.sends == "update"
         if is_void or takes_update:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dgcopt
 from dgcopt.collectives import watched
 from dgcopt.exchange.agreement import compare
-from dgcopt.exchange.vote import Ballot, fingerprint, used_anywhere, vote
+from dgcopt.exchange.vote import Ballot, Touch, fingerprint, used_anywhere, vote
 
 BALLOT = Ballot(active=True, finite=True, step=7, trained=0xDEADBEEF, launched=3)
 flags, words = st.booleans(), st.integers(0, 2**32 - 1)
@@ -18,6 +18,8 @@ ballots = st.builds(
     step=words,
     trained=words,
     settings=words,
+    own=st.sampled_from(Touch),
+    averaged=st.sampled_from(Touch),
     launched=st.integers(0, 2**16 - 1),
     **dict.fromkeys(("active", "finite", "stale", "prepared", "complete", "final", "by_active", "here"), flags),
 )
@@ -83,6 +85,10 @@ def test_one_verdict_in_brief_and_in_detail(cast):
     assert verdict.final == all(ballot.final for ballot in cast)
     assert verdict.alike == (len({ballot.trained for ballot in cast}) == 1)
     assert verdict.same_settings == (len({ballot.settings for ballot in cast if ballot.active}) <= 1)
+    for which in ("own", "averaged"):
+        touches = [getattr(ballot, which) if ballot.active else Touch.UNKNOWN for ballot in cast]
+        changed = [rank for rank, touch in enumerate(touches) if touch is Touch.CHANGED]
+        assert getattr(verdict, f"{which}_changed") == (changed if Touch.KEPT in touches else [])
     assert verdict.launched == max(ballot.launched for ballot in cast)
     assert verdict.by_active == any(ballot.by_active for ballot in cast)
 

@@ -1,9 +1,9 @@
 """A communication hook written for torch's DistributedDataParallel, as a compressor.
 
-Such a hook starts collectives of torch.distributed, and says in callbacks of their futures how it goes on. Here the
-process group that it is given only takes note of what it asks for, and its futures resolve once the exchange has
-yielded that and was sent the result. As callbacks may wait for further futures, the hook runs in a thread of its own,
-which and the exchange take turns: one of them always waits for the other.
+Such a hook starts collectives of torch.distributed and continues in callbacks of their futures. Here it gets a process
+group that records requested collectives; their futures resolve once the exchange has yielded them and received the
+results. Callbacks may wait for further futures, so the hook runs in its own thread. Hook and exchange take turns: one
+of them always waits for the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ReduceOp
 
     class ProcessGroup:
-        """Which versions of torch declare differently."""
+        """Declared differently by versions of torch."""
 
         def __init__(self, rank: int, size: int) -> None: ...
         def rank(self) -> int: ...
@@ -57,7 +57,7 @@ REFUSED = {
     "ZeroRedundancyOptimizer": STEPS,
     "_AllreduceUpcastHookState": "it is a part of DDP's own mixed precision, and asks DDP for its settings",
 }
-"""What torch's hooks that cannot work here have as their state, or hold, and why."""
+"""States or contents of torch's hooks that cannot work here, and the reason."""
 
 
 def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
@@ -66,25 +66,24 @@ def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
         state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.from_ddp_hook(state, powerSGD_hook))
 
-    The hook sees buckets as DDP's: `index()`, `is_last()`, `buffer()`, `gradients()`, `parameters()`, `set_buffer()`.
-    It must return the mean over ranks, in whatever way. A process group as its state, or as `state.process_group`, and
-    None in their place, is replaced by one that sends over dgcopt's wire, whichever that is: allreduce, broadcast and
-    barrier; allgather, reduce-scatter and all-to-all of equal parts. So bytes are counted, deadlines hold, and hooks
-    run over Horovod and MPI too. A hook that names no group talks over torch's default one behind dgcopt's back: on the
-    wire torch alone, and no bytes are counted.
+    The hook sees buckets like DDP's: `index()`, `is_last()`, `buffer()`, `gradients()`, `parameters()`, `set_buffer()`.
+    It must return the mean over ranks. A process group given as the state or as `state.process_group`, or None in their
+    place, is replaced by one that sends over dgcopt's wire: allreduce, broadcast and barrier; allgather, reduce-scatter
+    and all-to-all of equal parts. So bytes are counted, deadlines apply, and hooks run over Horovod and MPI too. A hook
+    that uses torch's default group directly bypasses dgcopt: it works on the torch wire only, and its bytes are not
+    counted.
 
-    The state stays the caller's, as with DDP: it is not copied, no part of `optimizer.state_dict()`, and must be saved
-    beside it. Nothing is sent during backward, because what such hooks remember cannot be taken back if a rank's
+    The state belongs to the caller, as with DDP: it is not copied, is not part of `optimizer.state_dict()`, and must be
+    saved separately. Nothing is launched during backward, because a hook's memory cannot be rolled back if some rank's
     gradients are not finite.
 
-    Raises ConfigError for what is not callable, and for hooks of torch that cannot work here: post_localSGD_hook, those
-    that step the optimizer, and mixed precision's. In a step: ConfigError if the hook returns no gradient, asks for
-    another collective, or has a state while parameters are laid out anew, which it keeps memory of by bucket; what the
-    hook raises.
+    Raises ConfigError for a hook that is not callable, and for torch's hooks that cannot work here: post_localSGD_hook,
+    hooks that step the optimizer, and mixed precision's. In a step: ConfigError if the hook returns no gradient,
+    requests an unsupported collective, or keeps state by bucket while buckets change; and the hook's own exceptions.
     """
     if isinstance(hook, type) or not callable(hook):
         raise ConfigError(
-            f"from_ddp_hook takes what register_comm_hook takes, a state and a function, not {state!r} and {hook!r}"
+            f"from_ddp_hook takes register_comm_hook's arguments, a state and a function, not {state!r} and {hook!r}"
         )
     for part in (state, *_made_of(hook)):
         why = REFUSED.get(type(part).__name__)
@@ -94,12 +93,12 @@ def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
 
 
 class DDPHook(Compressor):
-    """What `from_ddp_hook` returns.
+    """The compressor that `from_ddp_hook` returns.
 
-    Costs what the hook costs, a copy of the gradients there and back, and a thread for each exchange.
+    Costs the cost of the hook, two copies of the gradients, and a thread per exchange.
     """
 
-    whole_model = True  # which also says how many buckets there are
+    whole_model = True  # so that the number of buckets is known
     overlap = False
 
     def __init__(self, state: Any, hook: Hook) -> None:
@@ -114,7 +113,7 @@ class DDPHook(Compressor):
         return f"DDPHook({_name_of(self.hook)}, {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDPHook:
-        """Another one of the same state, which is the caller's, as with DDP."""
+        """Return a copy with the same state, which belongs to the caller, as with DDP."""
         return DDPHook(self.state, self.hook)
 
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
@@ -125,7 +124,7 @@ class DDPHook(Compressor):
         bucket = HookBucket(grad, ctx, ctx.index == self._last)
         state = self._joined(ctx)
         result = yield from Turns(lambda: self.hook(state, bucket), grad.device).exchange()
-        if isinstance(result, list | tuple) and len(result) == 1:  # as torch's futures of collectives hold it
+        if isinstance(result, list | tuple) and len(result) == 1:  # the form of torch's futures of collectives
             (result,) = result
         if not isinstance(result, Tensor) or result.numel() != bucket.numel:
             what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -145,18 +144,18 @@ class DDPHook(Compressor):
         names = [segment.name for segment in ctx.segments]
         if self._layout.setdefault(ctx.index, names) != names and not self._has_no_memory():
             raise ConfigError(
-                f"{_name_of(self.hook)} keeps memory for each bucket by its number, and buckets are laid out anew, "
-                f"because other parameters are trained now or state was loaded. Wrap the optimizer anew with a new "
-                f"{type(self.state).__name__}, or use dgcopt's own compressors, whose memory follows the parameters"
+                f"{_name_of(self.hook)} keeps memory by bucket number, but the buckets have changed, because the "
+                f"trained parameters changed or state was loaded. Wrap the optimizer again with a new "
+                f"{type(self.state).__name__}, or use one of dgcopt's compressors, whose memory follows parameters."
             )
 
     def _joined(self, ctx: Context) -> Any:
-        """The state that the hook is given, in which process groups are of the ranks that exchange."""
+        """Return the hook's state with its process group replaced by one of the exchanging ranks."""
         given = self.state if self._has_no_memory() else getattr(self.state, "process_group", None)
         if isinstance(given, ProcessGroup) and given is not self._group and given.size() != ctx.size:
             raise ConfigError(
-                f"the process group of {_name_of(self.hook)} has {given.size()} ranks, and the optimizer exchanges "
-                f"among {ctx.size}: give DistributedOptimizer the same ranks as process_set"
+                f"the process group of {_name_of(self.hook)} has {given.size()} ranks, but the optimizer exchanges "
+                f"among {ctx.size}. Give DistributedOptimizer the same ranks as process_set."
             )
         if self._group is None or (self._group.rank(), self._group.size()) != (ctx.rank, ctx.size):
             self._group = Group(ctx.rank, ctx.size)
@@ -168,12 +167,12 @@ class DDPHook(Compressor):
 
 
 class HookBucket:
-    """The part of `torch.distributed.GradBucket` that hooks in Python can use."""
+    """The interface of `torch.distributed.GradBucket` for hooks in Python."""
 
     def __init__(self, grad: Tensor, ctx: Context, is_last: bool) -> None:
         spans = [grad[segment.start : segment.stop] for segment in ctx.segments]
         self._index, self._is_last = ctx.index, is_last
-        self._buffer = torch.cat(spans)  # without the gaps between parameters, which DDP does not have
+        self._buffer = torch.cat(spans)  # without gaps, as in DDP
         self._params = [segment.param for segment in ctx.segments]
         start, self._segments = 0, []
         for segment in ctx.segments:
@@ -182,40 +181,40 @@ class HookBucket:
         self.numel = start
 
     def index(self) -> int:
-        """Its place among the buckets of a step."""
+        """Return the index of the bucket in the step."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no bucket of this step comes after it."""
+        """Return True for the last bucket of the step."""
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """All gradients, one after another, flat."""
+        """Return all gradients as one flat tensor."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace them, by the same number of any dtype."""
+        """Replace the gradients by a tensor of equal length and any dtype."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """The same, each in its parameter's shape."""
+        """Return the gradients in the parameters' shapes."""
         return [segment.view(self._buffer) for segment in self._segments]
 
     def parameters(self) -> list[Tensor]:
-        """Whose gradients they are."""
+        """Return the parameters."""
         return self._params
 
 
 class Turns:
-    """A hook that runs in a thread, and an exchange that yields the collectives which it asks for.
+    """A hook in a thread, and an exchange that yields the collectives requested by it.
 
     Args:
         program: calls the hook, returns its future.
-        device: the gradients'.
+        device: device of the gradients.
     """
 
     here = threading.local()
-    """Of the thread: the turns that it takes part in."""
+    """Thread-local: the running `Turns`."""
 
     def __init__(self, program: Callable[[], Any], device: torch.device) -> None:
         self._program = program
@@ -225,7 +224,7 @@ class Turns:
         self._heard: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
 
     def exchange(self) -> Generator[Collective, Tensor, Any]:
-        """Yields collectives, is sent their results, and returns what the hook's future holds in the end."""
+        """Yield collectives, receive their results, and return the final value of the hook's future."""
         threading.Thread(target=self._run, name="dgcopt DDP hook", daemon=True).start()
         try:
             while True:
@@ -236,7 +235,7 @@ class Turns:
                     return thing
                 self._heard.put((yield thing))
         finally:
-            self._heard.put(None)  # for a hook that still waits: nothing will come
+            self._heard.put(None)  # unblock a hook that still waits
 
     # -- the hook's thread -------------------------------------------------------------------------------------------
 
@@ -246,15 +245,15 @@ class Turns:
         try:
             with self._on_device or nullcontext():
                 future = self._program()
-                is_future = hasattr(future, "wait")  # torch has more than one class of them
+                is_future = hasattr(future, "wait")  # torch has several classes of futures
                 while is_future and self._asked and not future.done():
                     self._next()
                 self._said.put(("done", future.wait() if is_future else future))
-        except BaseException as error:  # raised where the exchange is
+        except BaseException as error:  # raised again in the exchange
             self._said.put(("failed", error))
 
     def ask(self, collective: Collective, finish: Callable[[Tensor], Any]) -> Later:
-        """Have a collective made; `finish` takes its result, and returns what the future is to hold."""
+        """Request a collective; `finish` turns its result into the future's value."""
         later = Later(self, finish)
         if collective.tensor.numel() or isinstance(collective, Barrier):
             self._asked.append((collective, later))
@@ -272,12 +271,12 @@ class Turns:
         self._said.put(("asks", collective))
         result = self._heard.get()
         if result is None:
-            raise ConfigError("the step was given up")
+            raise ConfigError("the step was aborted")
         later.arrived(result)
 
 
 class Later(Future):
-    """A future whose `wait()` lets the exchange go on, and whose callbacks run in the hook's thread."""
+    """A future whose `wait()` resumes the exchange and whose callbacks run in the hook's thread."""
 
     def __init__(self, turns: Turns, finish: Callable[[Tensor], Any] = lambda result: result) -> None:
         super().__init__()
@@ -285,30 +284,30 @@ class Later(Future):
         self._finish = finish
 
     def arrived(self, result: Tensor) -> None:
-        """The collective has ended."""
+        """Resolve the future with the collective's result."""
         self.set_result(self._finish(result))
 
     def then(self, callback: Callable[[Any], Any]) -> Later:
-        """A future of what the callback makes of this one."""
+        """Return a future of the callback's result."""
         after = Later(self._turns)
 
         def call(_: Any) -> None:
             try:
                 after.set_result(callback(self))
-            except Exception as error:  # kept for who waits
+            except Exception as error:  # raised by wait()
                 after.set_exception(error)
 
         self.add_done_callback(call)
         return after
 
     def wait(self) -> Any:
-        """The value, once it is there."""
+        """Return the value; blocks until it is known."""
         self._turns.until(self)
         return super().wait()
 
 
 class Asked:
-    """What a collective of the group returns: `torch.distributed.Work`, as far as hooks use it."""
+    """The result of a group's collective: the part of `torch.distributed.Work` that hooks use."""
 
     def __init__(self, later: Later) -> None:
         self._later = later
@@ -325,7 +324,7 @@ class Asked:
 
 
 class Group(ProcessGroup):
-    """A process group of torch that has the running exchange make its collectives."""
+    """A torch process group whose collectives are made by the running exchange."""
 
     def getBackendName(self) -> str:
         return "dgcopt"
@@ -346,7 +345,7 @@ class Group(ProcessGroup):
         def finish(result: Tensor) -> list[Tensor]:
             for row, part in zip(rows, result, strict=True):
                 row.copy_(part)
-            return [result]  # as NCCL's futures have it, which torch's own hooks are written for
+            return [result]  # the form of NCCL's futures, expected by torch's own hooks
 
         return _ask(AllGather(tensor), finish)
 
@@ -359,7 +358,7 @@ class Group(ProcessGroup):
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, *sizes_and_opts: Any) -> Asked:
         if any(isinstance(sizes, list) and len(set(sizes)) > 1 for sizes in sizes_and_opts):
-            raise ConfigError("a DDP hook asks for an all-to-all of unequal parts, which dgcopt's wires do not have")
+            raise ConfigError("a DDP hook requests an all-to-all of unequal parts, which dgcopt's wires do not support")
         rows = tensor.reshape(self.size(), -1)
         return _ask(AllToAll(rows), lambda result: [_into(output, result.view(output.shape))])
 
@@ -373,7 +372,7 @@ class Group(ProcessGroup):
 
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ConfigError(f"a DDP hook asks its process group for {name}, which from_ddp_hook cannot give it")
+        raise ConfigError(f"a DDP hook requests {name} from its process group, which from_ddp_hook does not support")
 
     return refuse
 
@@ -385,17 +384,17 @@ for _name in ("allreduce_coalesced", "allgather_coalesced", "alltoall", "gather"
 def _ask(collective: Collective, finish: Callable[[Tensor], Any]) -> Asked:
     turns: Turns | None = getattr(Turns.here, "now", None)
     if turns is None:
-        raise ConfigError("the process group that from_ddp_hook makes works only while it calls the hook")
+        raise ConfigError("the process group of from_ddp_hook works only during a call of the hook")
     return Asked(turns.ask(collective, finish))
 
 
 def _into(tensor: Tensor, result: Tensor) -> Tensor:
-    """The result of a collective where torch's own would leave it."""
+    """Write a collective's result to the place where torch's own would."""
     return tensor if tensor.data_ptr() == result.data_ptr() else tensor.copy_(result)
 
 
 def _op(op: Hashable) -> Op:
-    """Raises ConfigError for reductions that the wires do not have."""
+    """Return the wire's name of a reduction. Raises ConfigError for an unsupported one."""
     ops: list[tuple[Any, Op]] = [
         (ReduceOp.SUM, "sum"),
         (ReduceOp.AVG, "average"),
@@ -405,13 +404,13 @@ def _op(op: Hashable) -> Op:
     for theirs, ours in ops:
         if op == theirs:
             return ours
-    raise ConfigError("a DDP hook asks for a reduction that wires do not have: there are sum, average, min and max")
+    raise ConfigError("a DDP hook requests an unsupported reduction: use sum, average, min or max")
 
 
 def _made_of(hook: Any) -> list[Any]:
-    """A hook, and the hooks and states that torch's wrappers of hooks hold in their closures."""
+    """Return a hook, and the hooks and states in the closures of torch's wrappers of hooks."""
     found = [hook]
-    for each in found:  # which grows on the way
+    for each in found:  # grows during the loop
         inside = inspect.getclosurevars(each).nonlocals.values() if inspect.isfunction(each) else ()
         found += [thing for thing in inside if all(thing is not known for known in found)]
     return found

@@ -1,4 +1,4 @@
-"""What QAdam and 1-bit Adam have in common: Adam whose variance is frozen once it has settled."""
+"""The base class of QAdam and 1-bit Adam: Adam with a variance that is frozen after a warm-up."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = ["FrozenAdam"]
 
 
 class FrozenAdam(Wrapper):
-    """Adam on whole gradients for T steps; then v stays as it is, and what `inner` sends is each rank's momentum.
+    """Adam on dense gradients for T steps; then v is frozen, and `inner` sends each rank's momentum.
 
-    With v, and its bias correction, of step T, in step k > T with learning rate a and weight decay w:
+    With v and its bias correction from step T, in step k > T with learning rate a and weight decay w:
 
         m = mean(b1 m + (1 - b1) g);  x = x - a / (1 - b1^k) * m / (sqrt(v / (1 - b2^T)) + eps)
 
-    Without the square of v, the step is linear in the gradient, so that error feedback works as it does for SGD.
-    Weight decay is as in the wrapped optimizer (Adam: g + w x; AdamW: x = (1 - a w) x), and does not travel. Learning
-    rates and betas may change. Where v is zero a coordinate has had no gradient yet, and stays.
+    With a frozen v the step is linear in the gradient, so error feedback works as for SGD. Weight decay follows the
+    wrapped optimizer (Adam: g + w x; AdamW: x = (1 - a w) x) and is not sent. Learning rates and betas may change. A
+    coordinate with v = 0 has had no gradient yet and does not move.
 
-    Moments and steps live in the optimizer's own state, so its `state_dict()` holds all that frozen parameters need.
-    A parameter that joins later has a warm-up of its own, in which its bucket travels whole. What `synchronize()`
-    leaves in `param.grad` is the gradient that would have led to the new m, so clipping it means what it says.
+    Moments and step counts live in the optimizer's own state, so its `state_dict()` holds them. A parameter that is
+    added later has its own warm-up, in which its bucket is sent dense. After `synchronize()`, `param.grad` is the
+    gradient that leads to the new m, so it can be clipped.
 
     Args:
-        warmup_steps: T, before which gradients travel whole. More if the loss jumps when it is over, as where gradients
-            are rare: v must have seen all of them.
-        inner: how momentum travels.
+        warmup_steps: T, number of first steps with dense gradients. Raise it if the loss jumps afterwards, for example
+            with rare gradients: v must have seen all of them.
+        inner: compressor of the momentum.
 
-    Costs one allreduce of the gradient for T steps, then what `inner` costs. Raises ConfigError, when wrapped, for
+    Costs one allreduce of the gradient for T steps, then the cost of `inner`. Raises ConfigError at wrapping for
     optimizers other than `torch.optim.Adam` and `AdamW`, and for their options amsgrad, maximize, capturable and
     differentiable.
     """
@@ -49,7 +49,7 @@ class FrozenAdam(Wrapper):
     def __init__(self, warmup_steps: int, inner: Compressor) -> None:
         if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
             raise ConfigError(
-                f"warmup_steps must be a whole number from 1 up, as v has to be known, not {warmup_steps!r}"
+                f"warmup_steps must be a whole number of at least 1, since v is learned in it, not {warmup_steps!r}"
             )
         self.warmup_steps = warmup_steps
         self._optimizer: Optimizer | None = None
@@ -64,18 +64,18 @@ class FrozenAdam(Wrapper):
         return f"{type(self).__name__}(warmup_steps={self.warmup_steps}, inner={self.inner!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_optimizer": None}  # a copy is attached to an optimizer of its own
+        return {**self.__dict__, "_optimizer": None}  # a copy attaches to its own optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
         name = type(self).__name__
         if not steps_as(optimizer, Adam, AdamW):
             raise ConfigError(
-                f"{name} takes the place of Adam's step and needs torch.optim.Adam or AdamW, not "
-                f"{type(optimizer).__name__}: choose another compressor for it, such as TopK"
+                f"{name} replaces Adam's step and needs torch.optim.Adam or AdamW, not {type(optimizer).__name__}. "
+                f"Choose another compressor, such as TopK."
             )
         for option in ("amsgrad", "maximize", "capturable", "differentiable"):
             if any(group.get(option) for group in optimizer.param_groups):
-                raise ConfigError(f"{name} cannot honour {option}=True of {type(optimizer).__name__}: leave it away")
+                raise ConfigError(f"{name} does not support {type(optimizer).__name__}({option}=True): remove {option}")
         self._optimizer = optimizer
         super().attach(optimizer)
 
@@ -91,11 +91,11 @@ class FrozenAdam(Wrapper):
     def in_place(self, kind: object) -> bool:
         return False
 
-    # -- what travels ------------------------------------------------------------------------------------------------
+    # -- the exchange ------------------------------------------------------------------------------------------------
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
-            ctx.let_wait()  # for momentum to travel again, of which it consists
+            ctx.let_wait()  # it consists of momentum, and waits for momentum to be sent again
             return (yield AllReduce(grad, op=ctx.op))
         momenta = self._momenta(ctx)
         if self.inner.mixes and len(momenta) == 1:
@@ -110,11 +110,11 @@ class FrozenAdam(Wrapper):
         return gradient
 
     def _as_mean(self, grad: Tensor, ctx: Context) -> Tensor:
-        """What makes a mean of what is to be summed."""
+        """Return the factor from the exchange's result to the mean."""
         return grad if ctx.divisor == ctx.size else grad.mul_(ctx.size / ctx.divisor)
 
     def _momenta(self, ctx: Context) -> list[Mixture]:
-        """For each b1 what makes momentum of the gradients of its parameters; m is zero where there is none yet."""
+        """Yield, for each b1, the momentum from its parameters' gradients; m is zero at first."""
         state_of, beta1s = self._attached.state, self._beta1s()
         found: dict[float, tuple[list[int], list[Tensor]]] = {}
         for segment in ctx.segments:
@@ -132,11 +132,11 @@ class FrozenAdam(Wrapper):
     @property
     def _attached(self) -> Optimizer:
         if self._optimizer is None:
-            raise ConfigError(f"{type(self).__name__} needs the optimizer: give it to ddp_hook(compressor, optimizer)")
+            raise ConfigError(f"{type(self).__name__} needs the optimizer: call ddp_hook(compressor, optimizer)")
         return self._optimizer
 
     def _travels_as_momentum(self, ctx: Context) -> bool:
-        """Whether all parameters of the bucket that have ever been stepped are through their warm-up."""
+        """Return True if all parameters of the bucket that were ever stepped have finished their warm-up."""
         taken = [steps for segment in ctx.segments if (steps := self._steps(segment.param))]
         return bool(taken) and min(taken) >= self.warmup_steps
 
@@ -165,7 +165,7 @@ class FrozenAdam(Wrapper):
         beta1, beta2 = group["betas"]
         lr, decay, grad = float(group["lr"]), group["weight_decay"], param.grad
         assert grad is not None
-        # kept beside v: a run that was resumed from plain Adam may have had more steps than the warm-up
+        # kept with v: a run resumed from plain Adam may have made more steps than the warm-up
         frozen_at = state.setdefault("frozen_at", int(state["step"]))
         state["step"] += 1
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
@@ -182,7 +182,7 @@ class FrozenAdam(Wrapper):
 
 
 def _in_chunks(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Tensors of one shape in parts that fit into a CPU's cache, in which several operations follow one another."""
+    """Yield tensors of the same shape in parts that fit into a CPU's cache, for several operations in a row."""
     first = tensors[0]
     if all(is_dense(x) and x.stride() == first.stride() for x in tensors):
         flat = [x.detach().as_strided((x.numel(),), (1,)) for x in tensors]

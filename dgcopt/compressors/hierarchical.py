@@ -1,4 +1,4 @@
-"""Dense inside a machine, compressed between machines."""
+"""Hierarchical exchange: dense inside each machine, compressed between machines."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from .wrapper import Wrapper
 __all__ = ["Hierarchical"]
 
 RANKS = "ranks per machine"
-"""By parameter name, in what all ranks share: for how many gradients what machines keep of it counts."""
+"""Shared by all ranks, per parameter name: the number of gradients that a machine's residual counts for."""
 
 MOMENTUM = "momentum"
-"""What compressors call memory that goes on to make gradients, and is not unsent."""
+"""Kinds of memory that contribute to later gradients but are not residuals."""
 
 
 class Hierarchical(Wrapper):
-    """The machines' means, exchanged by `inner` between the first ranks of each: for several ranks on a machine.
+    """Averages inside each machine, then exchanges the machines' means by `inner` between their first ranks.
 
-    (a) all ranks of a machine average their gradients, (b) its first rank exchanges that mean with those of the other
-    machines, (c) and broadcasts the result. Machines with more ranks weigh more, so the result is the mean over
-    ranks; in Bagua, whose scheme this is (`hierarchical=True` of its algorithms), every machine weighs the same. A sum
-    is the mean times the number of ranks.
+    (a) All ranks of a machine average their gradients, (b) its first rank exchanges that mean with the first ranks of
+    other machines, (c) and broadcasts the result. Machines are weighted by their number of ranks, so the result is the
+    mean over ranks; in Bagua, the source of the scheme (`hierarchical=True` of its algorithms), machines have equal
+    weights. A sum is the mean times the world size.
 
-    Costs one allreduce and one broadcast of the whole gradient inside each machine, and between machines what `inner`
-    costs among as many ranks as there are machines. Buckets take their later rounds one after another.
+    Costs one allreduce and one broadcast of the dense gradient inside each machine, and the cost of `inner` among the
+    machines. Later rounds of buckets run one after another.
 
     Args:
-        inner: the compressor between machines; None is NoCompression. Its memory is on the first ranks; other
-            ranks hand over the residuals and momentum that a checkpoint of other machines gave them.
+        inner: the compressor between machines; None is NoCompression. Its memory is on the first ranks; other ranks
+            pass on residuals and momentum that they got from a checkpoint of other machines.
 
-    Raises ConfigError for another Hierarchical inside, as between machines there are no machines.
+    Raises ConfigError for a Hierarchical inside.
     """
 
     def __init__(self, inner: Compressor | None = None) -> None:
         super().__init__(inner)
         if any(isinstance(part, Hierarchical) for part in self.inner.parts()):
-            raise ConfigError("Hierarchical cannot go around another one: leave one of them away")
+            raise ConfigError("Hierarchical cannot contain another Hierarchical. Remove one of them.")
 
     def _follow(self) -> None:
         super()._follow()
-        self.in_turn = True  # first ranks have more rounds than the others, and all must broadcast in the same order
+        self.in_turn = True  # first ranks make more rounds than others, and all ranks must broadcast in the same order
 
     def in_place(self, kind: Hashable) -> bool:
         return False
@@ -61,7 +61,7 @@ class Hierarchical(Wrapper):
         return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.nodes)
 
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        """It is that of machines."""
+        """Name the content of the residual: means of machines."""
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         ranks = ctx.size / ctx.nodes
@@ -72,23 +72,23 @@ class Hierarchical(Wrapper):
         if ctx.local_rank > 0:
             ctx.add_unsent(grad, weight=ranks)
         else:
-            ctx.add_unsent(grad, ctx.idle, ranks - 1)  # the gradient has it once already
+            ctx.add_unsent(grad, ctx.idle, ranks - 1)  # the gradient contains it once already
         mean = yield AllReduce(grad, op="average", group="node")
         if ctx.local_rank == 0:
-            mean *= ctx.local_size * ctx.nodes / ctx.size  # machines with more ranks weigh more
+            mean *= ctx.local_size * ctx.nodes / ctx.size  # weighted by the number of ranks
             across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="average", local=None)
             mean = across.dense((yield from watched(self.inner.exchange(mean, across), send_across)))
         mean = yield Broadcast(mean, root=0, group="node")
         return mean * (ctx.size / ctx.divisor)
 
     def payload_bytes(self, ctx: Context) -> int | None:
-        return None  # first ranks send more than others
+        return None  # depends on the rank: first ranks send more
 
 
 def _count_for(ranks: float, ctx: Context) -> bool:
-    """Let what was kept between other machines, of other numbers of ranks, count for what it did there.
+    """Rescale residuals from machines with other numbers of ranks to their weight there.
 
-    Returns whether there may be anything, which all ranks know alike.
+    Returns True if there may be any; the answer is the same on all ranks.
     """
     known = ctx.shared.setdefault(RANKS, {})
     any_known = any(segment.name in known for segment in ctx.segments)
@@ -102,7 +102,7 @@ def _count_for(ranks: float, ctx: Context) -> bool:
 
 
 def _hand_over_momentum(ctx: Context) -> Generator[Collective, Tensor, None]:
-    """What ranks have of machines whose first ones they were, the first rank of this machine goes on with."""
+    """Move momentum from ranks that were first ranks of other machines to the first rank of this one."""
     astray = torch.tensor([float(ctx.local_rank > 0 and MOMENTUM in ctx.memory)], device=ctx.device)
     if not (yield AllReduce(astray, op="sum", group="node", label="whether momentum is astray")).any():
         return

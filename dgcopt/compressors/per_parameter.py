@@ -1,4 +1,4 @@
-"""A compressor for each part of the model, by the names of its parameters."""
+"""PerParameter: a compressor for each group of parameters, selected by name patterns."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from .own_step import updates_add_up
 __all__ = ["PerParameter"]
 
 Group = dict[str, Any]
-"""One of an optimizer's parameter groups."""
+"""A parameter group of an optimizer."""
 
 
 class Kind(NamedTuple):
-    """The kind of a bucket: whose pattern it is of, and what that rule calls it."""
+    """The kind of a bucket: its pattern, and the kind within that pattern's rule."""
 
     pattern: str
     inner: Hashable
 
 
 class PerParameter(Compressor):
-    """Rules by name: each parameter travels as the first pattern that matches its name says.
+    """Rules by name: the first pattern that matches a parameter's name selects its compressor.
 
         PerParameter({"*.bias": NoCompression(), "fc.*": DGC(0.01), "*": DGC(0.001)})
 
-    In a pattern "*" stands for anything, "?" for one character, "[ab]" for one of these (`fnmatch`). Rules share no
-    bucket, and each knows only its own parameters: a clip of the whole model is of them, and what one takes over from
-    the optimizer, as DGC does SGD's momentum, it takes over for them. The optimizer steps all others as it always does.
+    Patterns follow `fnmatch`: "*" matches anything, "?" one character, "[ab]" one of these. Rules share no bucket, and
+    each applies only to its own parameters: a clip of the whole model covers them, and so does momentum taken over from
+    the optimizer, as in DGC. The optimizer steps all other parameters as usual.
 
-    Exchanges start during backward if those of all rules do.
+    Exchanges are launched during backward if all rules allow it.
 
     Args:
-        rules: a compressor for each pattern, of which it takes a copy; None is {"*": NoCompression()}.
-        source: what travels, see `Compressor.source`, for all rules; "auto" leaves it to each: in front of Adam, biases
-            may be averaged as gradients, and of all other parameters the updates be compressed.
+        rules: a compressor for each pattern, copied; None is {"*": NoCompression()}.
+        source: send gradients or updates, for all rules: see `Compressor.source`. "auto" lets each rule decide: in
+            front of Adam, biases may be averaged as gradients while updates of other parameters are compressed.
 
-    Costs what its rules cost for their parameters; of each rule there is one bucket at least. Raises ConfigError for
-    what is no compressor or has rules of its own, for a parameter that no pattern matches, a pattern that is the first
-    to match none (but a last "*", which is for what may be left), and rules of which some send gradients and others
-    updates in front of an optimizer that is not known to step some parameters without the others.
+    Costs the cost of each rule for its parameters; each rule has at least one bucket. Raises ConfigError for a value
+    that is no compressor or another PerParameter, for a parameter that no pattern matches, for a pattern that is never
+    the first match (except a last "*"), and for a mix of gradients and updates in front of an optimizer that may not be
+    able to step parameters separately.
     """
 
     def __init__(self, rules: Mapping[str, Compressor] | None = None, source: Source = "auto") -> None:
@@ -64,19 +64,21 @@ class PerParameter(Compressor):
         self.rules: dict[str, Compressor] = {}
         for pattern, rule in rules.items():
             if not isinstance(pattern, str):
-                raise ConfigError(f"PerParameter's patterns are texts that names are compared with, not {pattern!r}")
+                raise ConfigError(f"PerParameter's patterns must be strings, not {pattern!r}")
             try:
                 self.rules[pattern] = copy.deepcopy(accept(rule))
             except ConfigError as error:
                 raise ConfigError(f"the rule of {pattern!r}: {error}") from None
             if any(isinstance(part, PerParameter) for part in self.rules[pattern].parts()):
-                raise ConfigError(f"the rule of {pattern!r} has rules of its own: put them all into one PerParameter")
+                raise ConfigError(
+                    f"the rule of {pattern!r} is a PerParameter itself. Put all rules into one PerParameter."
+                )
         self._source: Source = "auto"
         if source != "auto":
             self.source = source
         self._seen: dict[str, str] = {}  # the pattern of each name
         self._pattern_of: dict[Tensor, str] = {}
-        self._whole: list[Group] | None = None  # while a step is made with groups of which parts are apart
+        self._whole: list[Group] | None = None  # the original groups while a step uses split ones
         self._members: list[tuple[Group, list[Tensor]]] = []
         self._follow()
 
@@ -92,23 +94,23 @@ class PerParameter(Compressor):
         return f"PerParameter({self.rules!r}{source})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pattern_of": {}}  # a copy is given parameters of its own
+        return {**self.__dict__, "_pattern_of": {}}  # a copy sees its own parameters
 
     def parts(self) -> Iterator[Compressor]:
         yield self
         for rule in self.rules.values():
             yield from rule.parts()
 
-    # -- which rule is whose -----------------------------------------------------------------------------------------
+    # -- rules of parameters and buckets -----------------------------------------------------------------------------
 
     def pattern_for(self, name: str) -> str:
-        """The first pattern that matches a parameter's name. Raises ConfigError if none does."""
+        """Return the first pattern that matches a parameter's name. Raises ConfigError if none does."""
         for pattern in self.rules:
             if fnmatchcase(name, pattern):
                 return pattern
         raise ConfigError(
-            f"parameter {name!r} matches none of PerParameter's patterns, {', '.join(map(repr, self.rules))}: add one, "
-            f'or "*" as the last, for all that are left'
+            f"parameter {name!r} matches none of PerParameter's patterns, {', '.join(map(repr, self.rules))}. Add one, "
+            f'or "*" as the last for all remaining parameters.'
         )
 
     def see_parameters(self, names: Mapping[Tensor, str], others: Iterable[str] = ()) -> None:
@@ -121,7 +123,7 @@ class PerParameter(Compressor):
             rule.see_parameters({p: name for p, name in names.items() if seen[name] == pattern})
 
     def _check_use(self, names: Sequence[str]) -> None:
-        """Raises ConfigError for a pattern that is the first to match none of these names."""
+        """Raise ConfigError for a pattern that is never the first match of these names."""
         for place, pattern in enumerate(self.rules):
             matched = [name for name in names if fnmatchcase(name, pattern)]
             before = list(islice(self.rules, place))
@@ -131,9 +133,9 @@ class PerParameter(Compressor):
                 continue
             if matched:
                 raise ConfigError(
-                    f"PerParameter's pattern {pattern!r} comes too late: patterns before it, "
-                    f"{', '.join(map(repr, before))}, match all that it would ({', '.join(matched[:3])}). Put it "
-                    f"before them, as the first match counts"
+                    f"PerParameter's pattern {pattern!r} comes too late: earlier patterns, "
+                    f"{', '.join(map(repr, before))}, already match its parameters ({', '.join(matched[:3])}). Put it "
+                    f"before them, since the first match applies."
                 )
             raise ConfigError(
                 f"PerParameter's pattern {pattern!r} matches no parameter. Names are like {', '.join(names[:5])}; if "
@@ -145,20 +147,20 @@ class PerParameter(Compressor):
         return Kind(pattern, self.rules[pattern].kind(name, param))
 
     def _rule_of(self, kind: Hashable) -> tuple[Compressor, Hashable]:
-        """Whose bucket it is, and what kind of bucket that calls it."""
+        """Return the rule of a bucket and the kind within it."""
         assert isinstance(kind, Kind)
         return self.rules[kind.pattern], kind.inner
 
     def _within(self, ctx: Context) -> tuple[Compressor, Context]:
-        """Whose bucket it is, and what that may know of it."""
+        """Return the rule of a bucket and the context for it."""
         rule, kind = self._rule_of(ctx.kind)
         return rule, replace(ctx, kind=kind)
 
-    # -- what travels ------------------------------------------------------------------------------------------------
+    # -- gradients or updates ----------------------------------------------------------------------------------------
 
     @property
     def source(self) -> Source:
-        """ "update" if a rule has been told so, or else "auto" if one may decide."""
+        """ "update" if a rule is set to it, else "auto" if a rule decides itself."""
         sources = {rule.source for rule in self.rules.values()}
         return "update" if "update" in sources else "auto" if "auto" in sources else "gradient"
 
@@ -238,18 +240,18 @@ class PerParameter(Compressor):
         sends = {pattern: rule.sends for pattern, rule in self.rules.items()}
         if len(set(sends.values())) > 1 and not updates_add_up(optimizer):
             raise ConfigError(
-                f"PerParameter's rules send gradients of some parameters and updates of others, {sends}, and it is not "
-                f"known that {type(optimizer).__name__} can step some without the others: give PerParameter "
-                f"source='gradient', or source='update'"
+                f"PerParameter's rules send gradients for some parameters and updates for others, {sends}, but "
+                f"{type(optimizer).__name__} may not be able to step them separately. Give PerParameter "
+                f"source='gradient' or source='update'."
             )
 
     def _groups_of(self, pattern: str, groups: Sequence[Group]) -> list[Group]:
-        """Parameter groups with nothing but a rule's own parameters."""
+        """Return parameter groups with only a rule's own parameters."""
         mine = [[p for p in group["params"] if self._pattern_of.get(p) == pattern] for group in groups]
         return [{**group, "params": params} for group, params in zip(groups, mine, strict=True) if params]
 
     def before_step(self, optimizer: Optimizer) -> list[Tensor]:
-        """Each rule's, which sees groups of its own parameters; what it changes of their settings is for these only."""
+        """Prepare each rule's step with groups of its own parameters, so that changed settings apply to them only."""
         self._put_together(optimizer)
         whole, apart = optimizer.param_groups, list[Group]()
         stepped: list[Tensor] = []
@@ -280,7 +282,7 @@ class PerParameter(Compressor):
             rule.give_back({param: u for param, u in momenta.items() if self._pattern_of[param] == pattern})
 
     def _put_together(self, optimizer: Optimizer) -> None:
-        """Make the optimizer's groups what they were before the step."""
+        """Restore the optimizer's groups after the step."""
         if self._whole is not None:
             optimizer.param_groups, self._whole = self._whole, None
         while self._members:

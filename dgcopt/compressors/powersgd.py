@@ -27,46 +27,46 @@ Side: TypeAlias = Literal["P", "Q"]
 
 @dataclass(eq=False)
 class PowerSGD(Compressor):
-    """Matrices as products of two thin ones, found by power iteration across ranks; bytes do not grow with N.
+    """Approximates matrices by products of two thin factors, by power iteration over ranks; bytes are flat in N.
 
-    With M = g + e, of n x m (first dimension x all others), and Q of m x r as the last step left it:
+    With M = g + e of shape n x m (first dimension x all others), and Q of shape m x r from the last step:
 
         P = mean(M orth(Q));  Q = mean(M^T orth(P));  apply orth(P) Q^T;  e = M - orth(P) Q^T
 
-    Vectors, and matrices that are not worth it, travel whole, in one message with P. All of a bucket's P are one
-    message, and all of its Q. Q follows its parameter through new buckets and checkpoints.
+    Vectors, and matrices that do not pay, are sent dense in one message with P. All P of a bucket are one message, and
+    all Q. Q follows its parameter through new buckets and checkpoints.
 
-    With the same seed the results are those of torch's `powerSGD_hook` to float tolerance, but for these: a gradient
-    of zeros does not make NaN, nor end learning; dependent columns cannot spoil ranks above 1; gradients of half
-    precision are taken up in float32; without warm start each step's draws are its own, so that a resumed run repeats
-    them. In brackets are the names of torch, and of epfml/powersgd.
+    With the same seed the results equal torch's `powerSGD_hook` to float tolerance, with these differences: a zero
+    gradient neither makes NaN nor stops learning; dependent columns do not spoil ranks above 1; gradients of half
+    precision are computed in float32; without warm start the draws depend on the step, so that a resumed run repeats
+    them. Names in torch and in epfml/powersgd are in brackets.
 
     Args:
-        rank: r; doubled until accuracy suffices, 1 to 4 as a rule [matrix_approximation_rank].
-        start_step: steps before it send whole gradients. More if accuracy suffers: a tenth of all steps is a safe
-            choice. 0 works too, as nothing is lost when buckets change; torch wants 2 or more, and defaults to 1000,
+        rank: r, usually 1 to 4; double it until accuracy suffices [matrix_approximation_rank].
+        start_step: number of first steps that send dense gradients. Raise it if accuracy suffers: a tenth of all steps
+            is safe. 0 works, since memory follows parameters into new buckets; torch requires 2 and defaults to 1000,
             epfml to 100, which short runs never reach [start_powerSGD_iter, start_compressing_after_num_steps].
-        min_compression_rate: a matrix is worth it if r (n + m) times this is less than n m; higher leaves more of the
-            small ones whole.
-        error_feedback: False throws e away [use_error_feedback].
-        warm_start: False draws Q anew at each step, which needs no memory and approximates worse.
-        epsilon: added to the length of each column before it is divided by that, with Gram-Schmidt at any rank. At 0
-            ranks above 1 are orthogonalised by Householder's QR, which is sound [orthogonalization_epsilon].
-        seed: of the first Q [random_seed].
-        batch_same_shapes: one batched product for all matrices of a shape, for GPUs and many small layers; costs their
-            copy [batch_tensors_with_same_shape].
-        iterations: of the power method, in halves. 0.5 computes P and Q in turn, one a step, for half the bytes; more
-            than 1 costs bytes and approximates better [epfml's num_iters_per_step counts the halves].
-        stats_every: steps between log lines of what is saved, at rank 0 [compression_stats_logging_frequency].
-        granularity: "tensor", or "bucket" to take a bucket's parameters as one square matrix, filled up with zeros:
-            fewer and larger products, at lower accuracy [batched_powerSGD_hook, whose residual has the zeros too].
-        source: what travels, see `Compressor.source`. The mean of low rank is close to the mean, so Adam and its kin
-            work on it.
+        min_compression_rate: compress a matrix if r (n + m) times this is less than n m; higher sends more small
+            matrices dense.
+        error_feedback: False drops e [use_error_feedback].
+        warm_start: False draws a new Q at each step, which needs no memory and approximates worse.
+        epsilon: added to the length of each column before division, with Gram-Schmidt at any rank. At 0, ranks above 1
+            use Householder's QR, which is stable [orthogonalization_epsilon].
+        seed: seed of the first Q [random_seed].
+        batch_same_shapes: one batched product for all matrices of a shape, for GPUs and many small layers; costs a copy
+            of them [batch_tensors_with_same_shape].
+        iterations: power iterations, in halves. 0.5 computes P and Q in alternate steps, for half the bytes; more than
+            1 costs bytes and approximates better [epfml's num_iters_per_step counts halves].
+        stats_every: steps between log lines of saved bytes, at rank 0 [compression_stats_logging_frequency].
+        granularity: "tensor", or "bucket" to treat a bucket as one square matrix padded with zeros: fewer and larger
+            products at lower accuracy [batched_powerSGD_hook, whose residual includes the padding].
+        source: send gradients or updates: see `Compressor.source`. A low-rank mean is close to the mean, so Adam and
+            its kin work with gradients.
 
-    Costs two allreduces a bucket: r (n + m) numbers of 4 bytes per matrix, and vectors whole; `BF16(PowerSGD())` takes
-    2 bytes. 4 r n m multiplications and as many additions. Needs ranks of one kind, as different CPUs may not multiply
-    to the same bits. Raises ConfigError for settings out of range. For links where allgathers of many ranks are too
-    slow. Source: arXiv:1905.13727, algorithms 1 and 2.
+    Costs two allreduces per bucket: r (n + m) numbers of 4 bytes per matrix, plus dense vectors; `BF16(PowerSGD())`
+    sends 2 bytes. 4 r n m multiplications and as many additions. Needs ranks with equal hardware, since different CPUs
+    may round products differently. Raises ConfigError for settings out of range. For many ranks, where an allgather is
+    too slow. Source: arXiv:1905.13727, algorithms 1 and 2.
     """
 
     rank: int = 1
@@ -111,7 +111,7 @@ class PowerSGD(Compressor):
         sides, means = self._sides(ctx), []
         factors = self._start(sides[0], ctx)
         for side in sides:
-            # P is the ranks' mean here, and their sum in torch
+            # P is the mean over ranks here, the sum in torch
             bases = [orthogonal(f, self.epsilon / ctx.size if side == "Q" else self.epsilon) for f in factors]
             factors = [torch.bmm(m if side == "P" else m.mT, basis) for m, basis in zip(matrices, bases, strict=True)]
             arrived = yield from mean_of([*vectors, *factors])
@@ -133,14 +133,14 @@ class PowerSGD(Compressor):
         return result if ctx.op == "average" else result.mul_(ctx.size)
 
     def _sides(self, ctx: Context) -> list[Side]:
-        """Which factors this step computes, one after the other."""
+        """Return the factors that this step computes, in order."""
         if not self._plan(ctx)[0]:
-            return ["P"]  # nothing but vectors, which travel once
+            return ["P"]  # only dense vectors, which are sent once
         count = round(2 * self.iterations)
         return ["Q" if (count * (ctx.step - self.start_step) + i) % 2 else "P" for i in range(count)]
 
     def _start(self, side: Side, ctx: Context) -> list[Tensor]:
-        """What `side` is computed from: the other factor as it was left, or random."""
+        """Return the factor from which `side` is computed: the last one, or a random one."""
         other: Side = "Q" if side == "P" else "P"
         held = ctx.shared.get(f"PowerSGD {other}", {}) if self.warm_start else {}
         generator: torch.Generator | None = None
@@ -156,13 +156,13 @@ class PowerSGD(Compressor):
         return factors
 
     def _generator(self, ctx: Context) -> torch.Generator:
-        """What draws factors that are not there: as torch's hook does, or for each step anew."""
+        """Return the generator of missing factors: like torch's hook, or a new one for each step."""
         if self.warm_start:
             return torch.Generator().manual_seed(first_seed(self.seed, ctx.index))
         return ctx.generator(self.seed)
 
     def _plan(self, ctx: Context) -> tuple[list[_Stack], list[slice]]:
-        """What of a bucket is approximated, and what travels whole."""
+        """Return the matrices of a bucket to approximate, and the parameters to send dense."""
         if "PowerSGD" not in ctx.scratch:
             ctx.scratch["PowerSGD"] = self._lay_out(ctx.segments)
         return ctx.scratch["PowerSGD"]
@@ -213,7 +213,7 @@ class PowerSGD(Compressor):
 
 @dataclass(frozen=True)
 class _Stack:
-    """Matrices of one shape, `rows` x `columns`, that are multiplied together, a parameter each."""
+    """Matrices of the same shape `rows` x `columns`, one per parameter, multiplied in a batch."""
 
     segments: Sequence[Segment]
     rows: int
@@ -221,12 +221,12 @@ class _Stack:
     rank: int
 
     def read(self, flat: Tensor) -> Tensor:
-        """As `[parameters, rows, columns]`: where it lies if it is one, whatever the order of its other dimensions."""
+        """Return `[parameters, rows, columns]`; a view if there is only one, in any memory order."""
         views = self._views(flat)
         return views[0].unsqueeze(0) if len(views) == 1 else torch.stack(views)
 
     def write(self, left: Tensor, right: Tensor, flat: Tensor, less: Tensor | None) -> None:
-        """Their new values are the products `left` `right`^T; what is left of them in `less` loses as much."""
+        """Write the products `left` `right`^T, and subtract them from `less`."""
         for place, segment in enumerate(self.segments):
             span = slice(segment.start, segment.stop)
             put_product(left[place], right[place], flat[span], None if less is None else less[span])
@@ -237,7 +237,7 @@ class _Stack:
 
 @dataclass(frozen=True)
 class _Square(_Stack):
-    """All parameters of a bucket one after another, as one matrix; `segments` names the first."""
+    """All parameters of a bucket as one matrix; `segments` holds the first."""
 
     spans: Sequence[slice]
 
@@ -257,14 +257,14 @@ class _Square(_Stack):
 
 
 def mean_of(tensors: list[Tensor]) -> Generator[Collective, Tensor, list[Tensor]]:
-    """The ranks' mean of several tensors, by one message."""
+    """Return the mean over ranks of several tensors, in one message."""
     flat = yield AllReduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op="average")
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def orthogonal(matrices: Tensor, epsilon: float) -> Tensor:
-    """Orthonormal columns that span what the first ones of `[matrices, n, r]` do, for each first one, two, ... r."""
+    """Return orthonormal columns whose first k span the first k columns of `[matrices, n, r]`, for k = 1 ... r."""
     # a column of zeros would stay zero in all later steps, whatever the gradients
     matrices = torch.where(matrices.any(-2, keepdim=True), matrices, 1.0)
     rank = matrices.shape[-1]
@@ -279,7 +279,7 @@ def orthogonal(matrices: Tensor, epsilon: float) -> Tensor:
 
 
 def first_seed(seed: int, place: int) -> int:
-    """Number `place` of those that torch's hook draws, by `numpy.random.RandomState(seed).randint(10**9)`."""
+    """Return draw number `place` of torch's hook: `numpy.random.RandomState(seed).randint(10**9)`."""
     numbers = torch.empty(64 + 2 * place, dtype=torch.int32).random_(generator=torch.Generator().manual_seed(seed))
     numbers &= 2**30 - 1
     return int(numbers[numbers < 10**9][place])

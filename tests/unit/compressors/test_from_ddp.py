@@ -169,8 +169,8 @@ STEPPING = optimizer_overlap_hooks._hook_then_optimizer(
         (None, STEPPING, "steps parameters by itself.* give the hook inside it"),
         (None, default_hooks.fp16_compress_wrapper(STEPPING), "steps parameters by itself.* give the hook inside it"),
         (post_localSGD_hook.PostLocalSGDState(None, None, 5), post_localSGD_hook.post_localSGD_hook, "LocalSGD"),
-        (None, None, "takes what register_comm_hook takes"),
-        (None, dgcopt.DGC, "takes what register_comm_hook takes"),
+        (None, None, "takes register_comm_hook's arguments"),
+        (None, dgcopt.DGC, "takes register_comm_hook's arguments"),
     ],
 )
 def test_refused_at_once(state: Any, hook: Any, words: str) -> None:
@@ -195,8 +195,8 @@ def test_hooks_that_go_wrong_are_told() -> None:
     for hook, kind, words in (
         (returns(None), dgcopt.ConfigError, "must return a future of the averaged gradient.*not NoneType"),
         (returns(torch.zeros(3)), dgcopt.ConfigError, r"of 123 elements, not a tensor of shape \(3,\)"),
-        (asks, dgcopt.ConfigError, "asks its process group for allreduce_coalesced"),
-        (products, dgcopt.ConfigError, "reduction that wires do not have"),
+        (asks, dgcopt.ConfigError, "requests allreduce_coalesced"),
+        (products, dgcopt.ConfigError, "unsupported reduction"),
         (fails, RuntimeError, "shape"),
     ):
         with pytest.raises(kind, match=words):
@@ -208,7 +208,7 @@ def test_memory_by_number_of_bucket_cannot_move() -> None:
     for model in models:
         model[0].requires_grad_(False)
         model(torch.ones(1, 6)).sum().backward()
-    with pytest.raises(dgcopt.ConfigError, match="keeps memory for each bucket by its number"):
+    with pytest.raises(dgcopt.ConfigError, match="keeps memory by bucket number"):
         for optimizer in optimizers:
             optimizer.step()
 
@@ -218,7 +218,7 @@ def test_other_ranks_than_the_optimizers_are_refused() -> None:
         pass
 
     group = Two(0, 2)
-    with pytest.raises(dgcopt.ConfigError, match=r"has 2 ranks, and the optimizer exchanges among 3"):
+    with pytest.raises(dgcopt.ConfigError, match=r"has 2 ranks, but the optimizer exchanges among 3"):
         train(lambda rank: dgcopt.from_ddp_hook(group, default_hooks.allreduce_hook), steps=1)
 
 

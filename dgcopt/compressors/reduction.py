@@ -209,6 +209,8 @@ class Owner:
             chosen = gather(sums, places)
         if math.isinf(self.keep):
             count = int((yield AllReduce(torch.tensor([len(places)], device=held.device), op="max")))
+            if not len(places) <= count <= length:
+                raise PayloadError(f"an owner says that it forwards {count} sums of the {length} that it has")
         else:
             count = self._forwarded(ctx.size, length)
         message, sent, arriving = code.encode(places, chosen, length, count)

@@ -12,16 +12,22 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllGather, Collective, Exchange, carried, watched
-from ..errors import MismatchError
+from ..errors import CommError, MismatchError
+from .pieces import in_pieces
 
-__all__ = ["SAME_MODEL", "announced", "compare"]
+__all__ = ["DAMAGED", "SAME_MODEL", "announced", "compare"]
 
 Result = TypeVar("Result")
 
 LONG = 120
 """Characters of a line that is shown as it is."""
 
+LONGEST = 2**26
+"""Bytes of the lines that are compared in words, at most."""
+
 SAME_MODEL = "Build the same model with the same settings on every rank."
+
+DAMAGED = "a message was damaged on the way, which dgcopt.init(checksums=True) finds."
 
 SAME_MESSAGES = (
     "All ranks must yield the same collectives in the same order, of one shape, dtype and op: where lengths depend on "
@@ -57,18 +63,26 @@ def announced(
 def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) -> Generator[Collective, Tensor, None]:
     """Exchange `lines` with all ranks; every rank must do so at the same place.
 
-    Raises MismatchError on every rank if any differs from rank 0, saying where first, and the `remedy`.
+    Raises MismatchError on every rank if any differs from rank 0, saying where first, and the `remedy`; CommError for a
+    message that cannot be right.
     """
     digest = bytearray(hashlib.sha256("\n".join(lines).encode()).digest())
     hashes = yield _bytes(digest, f"hash of {what}")
     others = [other for other in range(len(hashes)) if not torch.equal(hashes[other], hashes[0])]
     if not others:
         return
-    text = "\n".join(lines).encode()
+    text = "\n".join(lines).encode()[:LONGEST]
     length = torch.tensor([len(text)], dtype=torch.int64)
-    lengths = yield AllGather(length, group="agreement", label=f"length of {what}")
-    rows = yield _bytes(bytearray(text.ljust(int(lengths.max()), b"\n")), what)
-    told = [bytes(row.tolist()).decode(errors="replace").rstrip("\n").split("\n") for row in rows]
+    lengths = (yield AllGather(length, group="agreement", label=f"length of {what}")).flatten().tolist()
+    for other, theirs in enumerate(lengths):
+        if not 0 <= theirs <= LONGEST:
+            raise CommError(f"rank {rank}: {what}, from rank {other}, has a length of {theirs}: {DAMAGED}")
+
+    def send(start: int, stop: int) -> AllGather:
+        return _bytes(bytearray(text[start:stop].ljust(stop - start, b"\n")), what)
+
+    rows = yield from in_pieces(max(lengths), len(lengths), send)
+    told = [row.rstrip(b"\n").decode(errors="replace").split("\n") for row in rows]
     differences = []
     for other in others[:4]:
         for here, there in itertools.zip_longest(told[0], told[other], fillvalue="(nothing)"):
@@ -76,6 +90,11 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) ->
                 mine, theirs = _short(here, there), _short(there, here)
                 differences.append(f"rank 0 has [{mine}], rank {other} has [{theirs}]")
                 break
+    if not differences:
+        raise CommError(
+            f"rank {rank}: the hash of {what} that came from rank(s) {others} is not rank 0's, and their words are: "
+            f"{DAMAGED}"
+        )
     raise MismatchError(f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. {remedy}")
 
 

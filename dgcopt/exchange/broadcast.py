@@ -14,13 +14,16 @@ from torch.optim import Optimizer
 from ..checkpoint import STATE_KEY, unmarked
 from ..collectives import Broadcast, Collective
 from ..comm import Comm, current_comm
-from ..errors import ConfigError
+from ..errors import CommError, ConfigError
 from .agreement import compare
 from .parameters import check_optimizer, named_tensors
+from .pieces import in_pieces
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 log = logging.getLogger("dgcopt")
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def broadcast_parameters(
@@ -50,7 +53,7 @@ def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -
     Tensors, None, bool, int, float and str, and dicts, lists and tuples of them, at any depth; what comes back is a
     copy, on the root too, with its tensors on the CPU. Subclasses arrive as what they are subclasses of. Nothing is
     pickled, so no message can run code. `comm` is the wire; None is that of `dgcopt.init()`. Raises ConfigError, on
-    every rank, for anything else, CommError if some do not come.
+    every rank, for anything else, CommError if some do not come, or a message is damaged.
     """
     comm = current_comm(comm)
     return comm.drive(_sent(value, root_rank, comm, "object"))
@@ -107,20 +110,64 @@ def _sent(value: Any, root: int, comm: Comm, what: str) -> Generator[Collective,
             text = json.dumps({"tree": tree, "bytes": [tensor.numel() for tensor in tensors]}).encode()
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             text = json.dumps({"problem": f"{what} of rank {root} cannot be sent: {error}"}).encode()
-    length = yield from _from_root(torch.tensor([len(text)]), root, comm, f"length of {what}")
-    chars = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
-    received = json.loads(bytes((yield from _from_root(chars, root, comm, what)).tolist()))
-    if "problem" in received:
-        raise ConfigError(received["problem"])
+    length = torch.tensor([len(text)])
+    (told,) = (yield Broadcast(comm.to_wire(length), root=root, label=f"length of {what}")).tolist()
+    if told < 0 or (comm.rank == root and told != len(text)):
+        raise _damaged(what, root, comm, f"its length is {told}")
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8) if comm.rank == root else None
+    received = yield from _from_root(mine, told, root, comm, what)
+    try:
+        if comm.rank == root and received != text:
+            raise ValueError("it has come back otherwise")
+        problem, tree, sizes = _read(received)
+    except _MALFORMED as error:
+        raise _damaged(what, root, comm, f"its text is {bytes(received[:80])!r}") from error
+    if problem:
+        raise ConfigError(problem)
     values: list[Tensor] = []
-    for place, size in enumerate(received["bytes"]):
-        mine = tensors[place] if comm.rank == root else torch.empty(size, dtype=torch.uint8)
-        values.append((yield from _from_root(mine, root, comm, f"{what}, tensor {place}")) if size else mine)
-    return _decode(received["tree"], values)
+    for place, size in enumerate(sizes):
+        mine = tensors[place] if comm.rank == root else None
+        data = yield from _from_root(mine, size, root, comm, f"{what}, tensor {place}")
+        values.append(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+    try:
+        return _decode(tree, values)
+    except _MALFORMED as error:
+        raise _damaged(what, root, comm, f"its text is {bytes(received[:80])!r}") from error
 
 
-def _from_root(tensor: Tensor, root: int, comm: Comm, label: str) -> Generator[Collective, Tensor, Tensor]:
-    return (yield Broadcast(comm.to_wire(tensor.clone()), root=root, label=label)).cpu()
+def _from_root(
+    data: Tensor | None, nbytes: int, root: int, comm: Comm, label: str
+) -> Generator[Collective, Tensor, bytearray]:
+    """The root's `data`, of which all know the length."""
+
+    def send(start: int, stop: int) -> Broadcast:
+        piece = torch.empty(stop - start, dtype=torch.uint8) if data is None else data[start:stop].clone()
+        return Broadcast(comm.to_wire(piece), root=root, label=label)
+
+    (received,) = yield from in_pieces(nbytes, 1, send)
+    return received
+
+
+_MALFORMED = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, RecursionError, MemoryError)
+"""What reading the text of another program, or of none, can raise."""
+
+
+def _damaged(what: str, root: int, comm: Comm, received: str) -> CommError:
+    return CommError(
+        f"rank {comm.rank}: {what} from rank {root} cannot be read: {received}. It was damaged on the way, or that "
+        f"rank runs another version; dgcopt.init(checksums=True) tells which"
+    )
+
+
+def _read(text: bytearray) -> tuple[str, Any, list[int]]:
+    """What `_sent` has written: the problem, if there is one, the tree, and the bytes of each tensor."""
+    received = json.loads(text)
+    if "problem" in received:
+        return str(received["problem"]), None, []
+    sizes = received["bytes"]
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("tensors of no such length")
+    return "", received["tree"], sizes
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
@@ -145,10 +192,14 @@ def _decode(node: Any, tensors: list[Tensor]) -> Any:
     kind, content = node
     if kind == "tensor":
         place, dtype, shape = content
-        return tensors[place].view(getattr(torch, dtype)).reshape(shape)
+        if place < 0 or any(length < 0 for length in shape):
+            raise ValueError("no such tensor")
+        return tensors[place].view(_DTYPES[dtype]).reshape(shape)
     if kind == "dict":
         return {_decode(key, tensors): _decode(value, tensors) for key, value in content}
     if kind in ("list", "tuple"):
         items = [_decode(value, tensors) for value in content]
         return items if kind == "list" else tuple(items)
+    if kind != "value" or not (content is None or isinstance(content, bool | int | float | str)):
+        raise ValueError("no such value")
     return content

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ..collectives import AllGather, Collective
 from ..comm import Comm
-from ..errors import ConfigError, MismatchError
-from .agreement import compare
+from ..errors import CommError, ConfigError, MismatchError
+from .agreement import DAMAGED, compare
 from .divergence import OnDivergence
 
 __all__ = ["GroupSettings", "check_may_differ"]
@@ -81,7 +81,7 @@ class GroupSettings:
                 if name not in self._skipped
                 for part in _on_cpu(group[name])
             ]
-            self._checksum = zlib.crc32(array("d", parts).tobytes())
+            self._checksum = _crc(parts)
         return self._checksum
 
     def describe(self) -> list[str]:
@@ -112,7 +112,10 @@ class GroupSettings:
                 yield from self.take_over(rank, comm, comm.rank != rank)
 
     def take_over(self, rank: int, comm: Comm, takes: bool) -> Generator[Collective, Tensor, None]:
-        """Send the settings of `rank` to all ranks of `comm`; this rank replaces its own by them if it `takes` them."""
+        """Send the settings of `rank` to all ranks of `comm`; this rank replaces its own by them if it `takes` them.
+
+        Raises CommError for settings that arrive damaged.
+        """
         places = [
             (group, name)
             for group in self._optimizer.param_groups
@@ -120,15 +123,27 @@ class GroupSettings:
             if name not in self._skipped and not any(isinstance(part, bool) for part in _numbers(value))
         ]
         mine = [float(part) for group, name in places for part in _numbers(group[name])]
-        told = yield AllGather(torch.tensor(mine, dtype=torch.float64), group="control", label="learning rates")
-        theirs = iter(told[rank].tolist())
+        message = torch.tensor([*mine, _crc(mine)], dtype=torch.float64)
+        *told, crc = (yield AllGather(message, group="control", label="learning rates"))[rank].tolist()
+        if crc != _crc(told):
+            raise CommError(
+                f"rank {comm.rank}: the settings of parameter groups from rank {rank} are not those that it sent "
+                f"({told[:8]} ...): {DAMAGED}"
+            )
+        theirs = iter(told)
         for group, name in places if takes else ():
             value = group[name]
-            parts = [type(part)(next(theirs)) for part in _numbers(value)]
+            pairs = [(part, next(theirs)) for part in _numbers(value)]
+            # an int may have become another number: an lr of 1, by a scheduler
+            parts = [int(new) if new.is_integer() and isinstance(old, int) else new for old, new in pairs]
             if isinstance(value, Tensor):
                 value.copy_(torch.tensor(parts, dtype=value.dtype).view_as(value))
             else:
                 group[name] = type(value)(parts) if isinstance(value, tuple | list) else parts[0]
+
+
+def _crc(numbers: Sequence[float]) -> int:
+    return zlib.crc32(array("d", numbers).tobytes())
 
 
 def _numbers(value: Any) -> tuple[Any, ...]:

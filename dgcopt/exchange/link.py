@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from ..collectives import AllGather, AllReduce, Collective, Link
 from ..comm import Comm
 from ..compressors import Compressor
+from ..errors import CommError
+from .agreement import DAMAGED
 
 __all__ = ["measure_link"]
 
@@ -21,7 +24,8 @@ _TIMES = 3  # of which the fastest counts; one more goes before, in which connec
 def measure_link(comm: Comm, compressor: Compressor) -> Generator[Collective, Tensor, None]:
     """Set `comm.link` if the compressor asks for it and it is not known: the same on all ranks.
 
-    It is that of the slowest rank. All ranks must come here at the same place, with nothing else on its way.
+    It is that of the slowest rank. All ranks must come here at the same place, with nothing else on its way. Raises
+    CommError for numbers that cannot be right.
     """
     if comm.link is not None or comm.size == 1 or not compressor.asks_link:
         return
@@ -40,4 +44,9 @@ def measure_link(comm: Comm, compressor: Compressor) -> Generator[Collective, Te
     mine = torch.tensor([latency, per_byte], dtype=torch.float64)
     agreed = yield AllReduce(comm.to_wire(mine), op="max", label="latency and bandwidth of the slowest rank")
     latency, per_byte = agreed.tolist()
+    if not (0 < latency < math.inf and 0 < per_byte < math.inf):
+        raise CommError(
+            f"rank {comm.rank}: the slowest rank's latency of {latency} s, and {per_byte} s for each byte, cannot be: "
+            f"{DAMAGED}"
+        )
     comm.link = Link(latency, 1 / per_byte)

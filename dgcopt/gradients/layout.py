@@ -13,6 +13,8 @@ from torch import Tensor
 from ..collectives import AllReduce, Broadcast, Collective
 from ..comm import Comm
 from ..compressors import Compressor, Context
+from ..errors import CommError
+from ..exchange.agreement import DAMAGED
 from ..exchange.flights import claim, context_of
 from ..exchange.link import measure_link
 from ..flat.buckets import build_buckets
@@ -104,15 +106,23 @@ def lay_out(
         compressor, settings: by which buckets are built and exchanged.
         comm: the wire.
         store: what is kept of parameters, which the new buckets take up.
+
+    Raises CommError, on a rank that gets no such order from rank 0.
     """
     place = {name: i for i, name in enumerate(wanted)}
     # what rank 0 has not seen comes after what it has, the last parameter first, as backward would
     mine = sorted(range(len(named)), key=lambda i: (place.get(named[i][0], len(place)), -i))
-    order = yield Broadcast(torch.tensor(mine, dtype=torch.int64), group="control", label="order of gradients")
+    told = yield Broadcast(torch.tensor(mine, dtype=torch.int64), group="control", label="order of gradients")
+    order = told.tolist()
+    if sorted(order) != sorted(mine):
+        raise CommError(
+            f"rank {comm.rank}: the order of gradients that came from rank 0 is not one of {len(mine)} parameters "
+            f"({', '.join(map(str, order[:8]))} ...): {DAMAGED}"
+        )
     flags = torch.tensor([param in sparse for _, param in named], dtype=torch.int32)
     anywhere = yield AllReduce(flags, op="max", group="control", label="sparse gradients")
     is_sparse = anywhere.bool().tolist()
-    dense = [named[i] for i in order.tolist() if not is_sparse[i]]
+    dense = [named[i] for i in order if not is_sparse[i]]
     most, first = bucket_sizes(settings, compressor, (param for _, param in named))
     sizes = int(most * MEGABYTE), int(first * MEGABYTE)
     buckets = build_buckets(dense, compressor.kind, *sizes, settings.groups, GradientBucket)
@@ -120,9 +130,9 @@ def lay_out(
     claim(store, buckets, compressor, comm.rank)
     return Layout(
         [param for _, param in named],
-        [named[i][0] for i in order.tolist()],
+        [named[i][0] for i in order],
         buckets,
-        [named[i] for i in order.tolist() if is_sparse[i]],
+        [named[i] for i in order if is_sparse[i]],
         {bucket: _prepared(bucket, compressor, settings, comm, store) for bucket in buckets},
     )
 

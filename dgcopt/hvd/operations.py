@@ -13,8 +13,8 @@ from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Co
 from ..collectives import Op as Reduction
 from ..comm import Comm, Finished
 from ..compressors import BF16, FP16, NoCompression, accept
-from ..errors import ConfigError
-from ..exchange.agreement import SAME_MODEL, compare
+from ..errors import CommError, ConfigError
+from ..exchange.agreement import DAMAGED, SAME_MODEL, compare
 from .world import ProcessSet, comm_of, global_process_set
 
 __all__ = [
@@ -154,6 +154,20 @@ def _announce(comm: Comm, label: str, lines: Sequence[str], numbers: Sequence[in
         remedy = f"{SAME_MODEL} All ranks must start their collectives in the same order."
         comm.drive(compare([*lines], comm.rank, label, remedy))
     return told[:, 1 : 1 + len(numbers)]
+
+
+def _rows_for_all(rows: Tensor, announced: Tensor, comm: Comm, label: str, *blocks: int) -> Tensor:
+    """Zeros for the most rows that any rank has `announced`, in each of `blocks`. Raises CommError if none can be."""
+    most = int(announced.max())
+    try:
+        if int(announced.min()) < 0:
+            raise ValueError("fewer than none")
+        return rows.new_zeros(*blocks, most, *rows.shape[1:])
+    except (ValueError, OverflowError, MemoryError, RuntimeError) as error:
+        raise CommError(
+            f"rank {comm.rank}: {label}: there is no room for the rows that ranks announced, which are, a line for "
+            f"each rank, {announced.tolist()}: {DAMAGED}"
+        ) from error
 
 
 def _form(tensor: Tensor, shape: Sequence[Any] | None = None) -> str:
@@ -393,9 +407,15 @@ def sparse_allreduce_async(
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
     def finish() -> Tensor:
-        gathered = synchronize(values)
+        gathered, places = synchronize(values), synchronize(indices).T
+        limits = torch.tensor(tensor.shape[: tensor.sparse_dim()], device=places.device).unsqueeze(1)
+        if len(gathered) != places.shape[1] or bool(((places < 0) | (places >= limits)).any()):
+            raise CommError(
+                f"rank {comm_of(process_set).rank}: hvd.sparse_allreduce_async {name}: {len(gathered)} values arrived "
+                f"for {places.shape[1]} indices, not all of which lie within {tuple(tensor.shape)}: {DAMAGED}"
+            )
         gathered = gathered / process_set.size() if chosen == Average else gathered
-        return torch.sparse_coo_tensor(synchronize(indices).T, gathered, tensor.shape)
+        return torch.sparse_coo_tensor(places, gathered, tensor.shape)
 
     return finish
 
@@ -491,8 +511,8 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     comm, rows = comm_of(process_set), torch.atleast_1d(_own(tensor, "allgather"))
     what, label = _called("allgather", name, process_set)
     lines = [f"{what}: {_form(rows, ('any', *rows.shape[1:]))}"]
-    lengths = _announce(comm, label, lines, [len(rows)]).flatten().tolist()
-    padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+    announced = _announce(comm, label, lines, [len(rows)])
+    padded, lengths = _rows_for_all(rows, announced, comm, label), announced.flatten().tolist()
     if padded.numel() == 0:
         return Handle(lambda: True, lambda: rows.new_zeros(sum(lengths), *rows.shape[1:]))
     padded[: len(rows)] = rows
@@ -598,8 +618,7 @@ def alltoall_async(
             f"{label}: rank {comm.rank} has {len(rows)} row(s) and splits {counts}; on rank(s) {wrong} splits are not "
             f"{comm.size} numbers that add up to the rows"
         )
-    most, incoming = int(told.max()), told[:, comm.rank].tolist()
-    padded = rows.new_zeros(comm.size, most, *rows.shape[1:])
+    padded, incoming = _rows_for_all(rows, told, comm, label, comm.size), told[:, comm.rank].tolist()
     for block, part in zip(padded, rows.split(counts), strict=True):
         block[: len(part)] = part
 

@@ -152,15 +152,12 @@ def main() -> int:
         commands.add_parser("run", help="start a script on several ranks, here or on other machines")
     )
     arguments = parser.parse_args()
-    if arguments.command == "run":
-        try:
-            return launcher.launch(arguments)
-        except ConfigError as error:
-            print(f"dgcopt run: {error}", file=sys.stderr)
-            return 2
     try:
-        status = answer(arguments)
+        status = launcher.launch(arguments) if arguments.command == "run" else answer(arguments)
         sys.stdout.flush()
+    except ConfigError as error:
+        print(f"dgcopt {arguments.command}: {error}", file=sys.stderr)
+        status = 2
     except BrokenPipeError:  # whoever reads has enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0

@@ -29,7 +29,7 @@ KUBEFLOW = "PET_NNODES"
 """Set by Kubeflow's PyTorchJob, with the other PET_ variables that tell torchrun where it is and whom to meet."""
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
-PORT = 29500
+PORT, LAST_PORT = 29500, 65535
 GRACE = 10.0
 """Seconds that the other machines' commands have to end once one has failed."""
 
@@ -136,10 +136,11 @@ def hosts_in(text: str) -> list[Host]:
     lines = [line.partition("#")[0].strip() for line in re.split(r"[,\n]", text)]
     hosts = []
     for line in filter(None, lines):
-        match = re.fullmatch(r"([^\s:=]+)(?:(?::|\s+slots\s*=\s*)(\d+))?", line)
-        if match is None or match[2] == "0":
+        # a name that begins with a dash would be an option of ssh, or of what horovodrun and mpirun start
+        match = re.fullmatch(r"([^\W_][\w.@-]*)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]{0,5}))?", line, re.ASCII)
+        if match is None:
             raise ConfigError(
-                f"{line!r} names no machine: write HOST:N, or HOST slots=N in a file, with N of 1 or more"
+                f"{line!r:.200} names no machine: write HOST:N, or HOST slots=N in a file, with N of 1 or more"
             )
         hosts.append(Host(match[1], int(match[2] or 1)))
     names = [host.name for host in hosts]
@@ -168,6 +169,8 @@ def plan(args: argparse.Namespace, here: Here) -> list[Command]:
         value = getattr(args, name)
         if value is not None and value < (0 if name == "max_restarts" else 1):
             raise ConfigError(f"{'-np' if name == 'np' else '--' + name.replace('_', '-')} cannot be {value}")
+    if args.ssh_port is not None and not 0 < args.ssh_port <= LAST_PORT:
+        raise ConfigError(f"--ssh-port {args.ssh_port} is no port: give one from 1 to {LAST_PORT}")
     if launcher != "torchrun" and (args.nnodes or args.max_restarts is not None or args.rdzv_endpoint):
         raise ConfigError(
             f"--nnodes, --rdzv-endpoint and --max-restarts are torchrun's, not {launcher}'s: give the machines by -H; "
@@ -181,13 +184,13 @@ def plan(args: argparse.Namespace, here: Here) -> list[Command]:
         raise ConfigError(f"-np {args.np} are more ranks than {listed} has: {sum(host.slots for host in hosts)}")
     ranks = args.np or sum(host.slots for host in hosts)
     if not ranks and launcher == "torchrun" and KUBEFLOW in here.env:
-        told = here.env.get("PET_NPROC_PER_NODE", "")
-        ranks = int(told) if told.isdigit() else 1
+        told = here.env.get("PET_NPROC_PER_NODE", "1")
+        ranks = 1 if told in ("auto", "cpu", "gpu") else _number(here, "PET_NPROC_PER_NODE", 1)
     if not ranks:
         raise ConfigError("say how many ranks: -np N, or -H HOST:N,...")
     most = max((host.slots for host in hosts), default=ranks)
     if launcher == "srun":
-        most = -(-ranks // int(here.env.get("SLURM_NNODES", "1")))
+        most = -(-ranks // _number(here, "SLURM_NNODES", 1))
     return _BUILD[launcher](args, here, ranks, hosts, _environment(args, here, min(most, ranks)))
 
 
@@ -199,7 +202,32 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
             return hosts_in(Path(args.hostfile).read_text())
         except OSError as error:
             raise ConfigError(f"--hostfile {args.hostfile} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"--hostfile {args.hostfile!r} is no text file: write a line `HOST slots=N` for each machine"
+            ) from error
     return hosts_in(args.hosts) if args.hosts else []
+
+
+def _number(here: Here, name: str, default: int) -> int:
+    """A whole number from the environment. Raises ConfigError for anything else."""
+    text = here.env.get(name, str(default))
+    if not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise ConfigError(
+            f"the environment variable {name} is {text!r:.200}, and must be a whole number of at least 1: correct or "
+            f"unset it"
+        )
+    return int(text)
+
+
+def _more(args: argparse.Namespace) -> list[str]:
+    """The words of --launcher-args. Raises ConfigError for an unclosed quote."""
+    try:
+        return shlex.split(args.launcher_args)
+    except ValueError as error:
+        raise ConfigError(
+            f"--launcher-args {args.launcher_args!r} has an unclosed quote or a lone backslash: close or escape it"
+        ) from error
 
 
 def _environment(args: argparse.Namespace, here: Here, on_one_machine: int) -> dict[str, str]:
@@ -228,7 +256,7 @@ def _torchrun(
     run = [here.python, "-m", "torch.distributed.run"]
     more = ["--tee", "3"]
     more += [] if args.max_restarts is None else ["--max-restarts", str(args.max_restarts)]
-    more += shlex.split(args.launcher_args)
+    more += _more(args)
     more += ["-m"] if args.module else [] if args.program[0].endswith(".py") else ["--no-python"]
     more += args.program
     if args.nnodes:
@@ -269,7 +297,7 @@ def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here)
     passed = {key: here.env[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS", *_settings(here)) if key in here.env}
     there = f"cd {shlex.quote(here.folder)} && {Command(command.words, {**passed, **command.env})}"
     here.find("ssh")
-    return Command(("ssh", "-tt", "-o", "BatchMode=yes", *port, host, there))
+    return Command(("ssh", "-tt", "-o", "BatchMode=yes", *port, "--", host, there))
 
 
 def _settings(here: Here) -> list[str]:
@@ -280,7 +308,7 @@ def _settings(here: Here) -> list[str]:
 def _horovodrun(
     args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]
 ) -> list[Command]:
-    more = shlex.split(args.launcher_args)
+    more = _more(args)
     words = [here.find("horovodrun"), "-np", str(ranks)]
     words += ["-H", ",".join(map(str, hosts))] if hosts else []
     words += ["--network-interfaces", args.interface] if args.interface else []
@@ -300,7 +328,7 @@ def _mpirun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host],
     passed = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", *_settings(here)) if hosts else ()
     for name in (*env, *(name for name in passed if name in here.env and name not in env)):
         words += ["-x", name]
-    return [Command((*words, *shlex.split(args.launcher_args), *_script(args, here)), env)]
+    return [Command((*words, *_more(args), *_script(args, here)), env)]
 
 
 def _srun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]) -> list[Command]:
@@ -308,7 +336,7 @@ def _srun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], e
         raise ConfigError("srun wants an allocation of Slurm: put this command in a script for sbatch, or run salloc")
     words = [here.find("srun"), "--ntasks", str(ranks), "--label", "--kill-on-bad-exit=1"]
     words += ["--nodelist", ",".join(host.name for host in hosts)] if hosts else []
-    return [Command((*words, *shlex.split(args.launcher_args), *_script(args, here)), env)]
+    return [Command((*words, *_more(args), *_script(args, here)), env)]
 
 
 _BUILD = {"torchrun": _torchrun, "horovodrun": _horovodrun, "mpirun": _mpirun, "srun": _srun}
@@ -322,7 +350,8 @@ def _range(nnodes: str) -> str:
 
 
 def _endpoint(endpoint: str) -> str:
-    if not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
+    match = re.fullmatch(r"[^\s:]+:([0-9]{1,5})", endpoint)
+    if match is None or int(match[1]) > LAST_PORT:
         said = f", not {endpoint!r}" if endpoint else ""
         raise ConfigError(f"several machines need --rdzv-endpoint HOST:PORT, where they meet{said}")
     return endpoint

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dgcopt
 from dgcopt.launcher import Command, Here, add_arguments, hosts_in, launch, plan, run_all
@@ -26,6 +29,7 @@ def here(tmp_path: Path) -> Here:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hosts").write_text("# two machines\nnode1 slots=2\nnode2:4  # a larger one\n\n")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
     return Here(("localhost", "node1"), 8, {"PATH": ""}, False, str(tmp_path / "python"), str(tmp_path))
 
 
@@ -37,7 +41,7 @@ def parsed(line: str) -> argparse.Namespace:
 
 def built(line: str, here: Here) -> list[str]:
     folder = here.folder
-    line = line.replace("HOSTS", f"{folder}/hosts")
+    line = line.replace("HOSTS", f"{folder}/hosts").replace("BINARY", f"{folder}/binary")
     commands = [str(command) for command in plan(parsed(line), here)]
     return [
         command.replace(here.python, "PY").replace(f"{folder}/", "").replace(folder, "HERE") for command in commands
@@ -47,7 +51,7 @@ def built(line: str, here: Here) -> list[str]:
 def over_ssh(host: str, place: int, share: int, options: str = "", threads: int = 4) -> str:
     there = LOG.format(threads).replace("'", "'\"'\"'")
     where = f"--nnodes 2 --node-rank {place} --nproc-per-node {share} --master-addr node1 --master-port 29500"
-    return f"ssh -tt -o BatchMode=yes {options}{host} 'cd HERE && {there} {RUN} {where} --tee 3 train.py'"
+    return f"ssh -tt -o BatchMode=yes {options}-- {host} 'cd HERE && {there} {RUN} {where} --tee 3 train.py'"
 
 
 TABLE = {
@@ -161,12 +165,61 @@ def test_root_may_use_mpirun(here: Here) -> None:
         ("-np 2 --nnodes 2 --rdzv-endpoint a train.py", "HOST:PORT, where they meet, not 'a'"),
         ("-np 2 --launcher mpirun --max-restarts 1 train.py", "are torchrun's, not mpirun's"),
         ("-np 2 --launcher srun train.py", "srun wants an allocation of Slurm"),
+        ("--hosts=-oProxyCommand:1 train.py", "'-oProxyCommand:1' names no machine"),
+        ("-np 2 --hostfile BINARY train.py", "/binary' is no text file: write a line `HOST slots=N`"),
+        ("-np 2 --hostfile a\0b train.py", "'a\\x00b' is no text file"),
+        ("-np 2 --ssh-port 65536 train.py", "--ssh-port 65536 is no port: give one from 1 to 65535"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint a:65536 train.py", "HOST:PORT, where they meet, not 'a:65536'"),
+        *(
+            (f"-np 2 --launcher {launcher} --dry-run --launcher-args=--x='y train.py", "has an unclosed quote")
+            for launcher in ("torchrun", "horovodrun", "mpirun", "srun")
+        ),
     ],
 )
 def test_told_plainly(line: str, words: str, here: Here) -> None:
     with pytest.raises(dgcopt.ConfigError) as error:
         built(line, here)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["0/x", "0", "", "-1", "two", "\u0662", "1" * 5000], ids=lambda value: repr(value)[:8]
+)
+@pytest.mark.parametrize("name", ["SLURM_NNODES", "PET_NPROC_PER_NODE"])
+def test_variables_told_plainly(name: str, value: str, here: Here) -> None:
+    env = {"PATH": "", "SLURM_JOB_ID": "7"} if name == "SLURM_NNODES" else {"PATH": "", "PET_NNODES": "2"}
+    there = Here(here.names, here.cores, env | {name: value}, False, here.python, here.folder)
+    with pytest.raises(dgcopt.ConfigError) as error:
+        built("-np 2 train.py" if name == "SLURM_NNODES" else "train.py", there)
+    assert str(error.value).startswith(f"the environment variable {name} is {value!r}"[:90])
+    assert "must be a whole number of at least 1: correct or unset it" in str(error.value)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_hosts_are_written(data: st.DataObject, here: Here) -> None:
+    """A plan, or a ConfigError; in a plan no machine's name can be read as an option, or by a shell."""
+    pieces = st.sampled_from(
+        ["node1", "a", "-b", "--", ":", "=", " slots=", "2", "0", ",", "\n", "#", ";", "$(x)", "\0"]
+    )
+    text = data.draw(st.lists(pieces | st.text(max_size=3), max_size=8).map("".join))
+    args = parsed("-np 1 train.py")
+    if data.draw(st.booleans()):
+        args.hosts = text
+    else:
+        args.hostfile = f"{here.folder}/hosts"
+        Path(args.hostfile).write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        commands = plan(args, here)
+    except dgcopt.ConfigError as error:
+        assert str(error).count("\n") == 0
+        return
+    for host in hosts_in(text) if args.hosts else ():
+        assert re.fullmatch(r"[A-Za-z0-9][\w.@-]*", host.name)
+    for command in commands:
+        assert all("\0" not in word for word in command.words)
+        if command.words[0] == "ssh":
+            assert command.words[-3] == "--"
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun", "srun"])
@@ -212,3 +265,7 @@ def test_the_command_itself(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "dgcopt", "run"]
     told = subprocess.run([*run, "-np", "0", "x"], capture_output=True, text=True, env={**os.environ})
     assert told.returncode == 2 and told.stderr == "dgcopt run: -np cannot be 0\n"
+    env = {**os.environ, "DGCOPT_KERNELS": "fast"}
+    told = subprocess.run([*run[:-1], "compressors"], capture_output=True, text=True, env=env)
+    assert told.returncode == 2
+    assert told.stderr == 'dgcopt compressors: DGCOPT_KERNELS must be "native" or "torch", not \'fast\'\n'

@@ -1,16 +1,30 @@
-"""Settings from files and the command line, by jsonargparse, with errors that say what would have been right."""
+"""Settings from files and the command line, by jsonargparse, with errors that say what would have been right.
 
+A config chooses classes and functions by name, which are imported and called: run only configs that you trust, as you
+would a script.
+"""
+
+import inspect
+import pkgutil
 import re
 from argparse import SUPPRESS
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
+
+from .errors import ConfigError
 
 __all__ = ["Parser"]
 
 
 class Parser(ArgumentParser):
-    """Refuses an unknown key in one line that names it, its file, and the keys that exist in its place."""
+    """Refuses an unknown key in one line that names it, its file, and the keys that exist in its place.
+
+    Where a setting is a function that makes an object (`Callable[..., Optimizer]`), a class_path must be a class of
+    such objects, or a function that is annotated to return one or to return such a function. It is refused before it
+    is called.
+    """
 
     _reading: Any = ""
     """The file whose settings are looked at."""
@@ -21,6 +35,37 @@ class Parser(ArgumentParser):
         parsed = super().parse_path(path, *args, **kwargs)
         self._reading = ""
         return parsed
+
+    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
+        """As jsonargparse does; ends with an error for a function that may return something else than it should, and
+        for text with a NUL character, which no path may hold.
+        """
+        super().validate(namespace, *args, **kwargs)
+        for name, value in namespace.items():
+            if isinstance(value, str) and "\0" in value:
+                self.error(f'"{name}" is {value!r:.200}, with a NUL character: write it without')
+        if problem := self._wrong_factory(namespace):
+            self.error(problem)
+
+    def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
+        """As jsonargparse does. Raises ConfigError for a function that may return something else than it should."""
+        if problem := self._wrong_factory(namespace):
+            raise ConfigError(problem)
+        return super().instantiate(namespace, *args, **kwargs)
+
+    def _wrong_factory(self, settings: Namespace) -> str:
+        """The problem with the first setting whose function is not known to make what the setting is for."""
+        for action in self._actions:
+            wanted = tuple(_made_by(getattr(action, "_typehint", None)))
+            value = settings.get(action.dest) if wanted else None
+            name = value.get("class_path") if isinstance(value, dict | Namespace) else None
+            if isinstance(name, str) and not _makes(pkgutil.resolve_name(name), wanted):
+                kinds = " or ".join(kind.__name__ for kind in wanted)
+                return (
+                    f'"{action.dest}": {name} is no class of {kinds} and no function that is annotated to return one, '
+                    f"and is not called; give such a class, or annotate the function"
+                )
+        return ""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End with exit code 2 and one line; in a parser within a parser, report to the outer one."""
@@ -34,3 +79,24 @@ class Parser(ArgumentParser):
         if not self.exit_on_error:  # a class's own parser, which reports to the one that it is part of
             super().error(message, ex)
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def _made_by(hint: Any) -> Iterator[type]:
+    """The classes of objects that functions of a type hint return: Optimizer of `Callable[..., Optimizer] | None`."""
+    if get_origin(hint) is Callable:
+        returned = get_args(hint)[-1]
+        yield from [returned] if inspect.isclass(returned) else _made_by(returned)
+        return
+    for part in get_args(hint):
+        yield from _made_by(part)
+
+
+def _makes(made: Any, wanted: tuple[type, ...]) -> bool:
+    """True for a class of what is wanted, and for a function annotated to return it, or to return such a function."""
+    if inspect.isclass(made):
+        return issubclass(made, wanted)
+    try:
+        returned = get_type_hints(made).get("return")
+    except (TypeError, NameError):  # a builtin, or annotations with names that exist for type checkers alone
+        return False
+    return _makes(returned, wanted) if inspect.isclass(returned) else any(set(wanted) & {*_made_by(returned)})

@@ -33,6 +33,7 @@ FOREIGN = {
     "_divide_by_initial_world_size": "torch: what DDP's join() was told",
     "_comm_hooks": "torch: hooks that DDP has",
     "_fsdp_flattened": "torch: a parameter that FullyShardedDataParallel has made of others",
+    "_typehint": "jsonargparse: the type that a setting must have",
     "_getframe": "sys: documented, in spite of its name",
     "_current_frames": "sys: the same",
 }

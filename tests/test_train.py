@@ -486,6 +486,44 @@ class TestSettings:
         assert config.optimizer.init_args.lr == 0.02 and "momentum" not in config.optimizer.init_args
 
 
+FACTORIES = """
+from collections.abc import Callable, Iterable
+from pathlib import Path
+import torch
+from torch.optim import SGD, Optimizer
+
+def unannotated(lr=0.1):
+    Path("called").touch()
+
+def of_another_type(lr: float = 0.1) -> int:
+    Path("called").touch()
+
+class Callable_:
+    def __init__(self, lr: float = 0.1) -> None:
+        Path("called").touch()
+    def __call__(self, parameters):
+        return SGD(parameters, 0.1)
+
+def made(parameters: Iterable[torch.Tensor]) -> SGD:
+    return SGD(parameters, 0.1)
+
+def makes(lr: float = 0.1) -> Callable[[Iterable[torch.Tensor]], Optimizer]:
+    return lambda parameters: SGD(parameters, lr)
+"""
+
+
+CALLED: dict[str, dict[str, Any]] = {
+    "os.system": {"command": "touch called"},
+    "os.mkdir": {"path": "called"},
+    "subprocess.check_call": {"args": ["touch", "called"]},
+    "builtins.exec": {"source": "open('called', 'w')"},
+    "factories.unannotated": {},
+    "factories.of_another_type": {},
+    "factories.Callable_": {},
+}
+"""Names that make no optimizer, with arguments by which a call of them would leave a file behind."""
+
+
 class TestRefusals:
     """Each ends in one line that names what is wrong and what would be right."""
 
@@ -520,6 +558,63 @@ class TestRefusals:
         lines = capsys.readouterr().err.strip().splitlines()
         assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train.py: ")
         assert [name for name in named if name not in lines[0]] == []
+
+    @pytest.mark.parametrize(
+        ("setting", "name"),
+        [
+            *(("optimizer", name) for name in CALLED),
+            *((setting, "os.system") for setting in ("scheduler", "averaging.init_args.outer", "model", "train_data")),
+            *((setting, "factories.unannotated") for setting in ("scheduler", "averaging.init_args.outer")),
+        ],
+    )
+    def test_a_function_that_makes_nothing_wanted_is_not_called(
+        self,
+        setting: str,
+        name: str,
+        tmp_path: Path,
+        parser: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        arguments = CALLED[name]
+        value: Any = {"class_path": name, "init_args": arguments}
+        for part in reversed(setting.split(".")):
+            value = {part: value, **({"class_path": "dgcopt.DiLoCo"} if part == "init_args" else {})}
+        (tmp_path / "evil.yaml").write_text(json.dumps(value))
+        (tmp_path / "factories.py").write_text(FACTORIES)
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(SystemExit) as stop:
+            parser.parse_args([*SMALL, "--config", str(tmp_path / "evil.yaml")])
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train.py: "), lines
+        assert setting.partition(".")[0] in lines[0] and name.rpartition(".")[2] in lines[0], lines
+        if setting == "optimizer":  # nor where a config was not read by parse_args
+            config = parser.parse_args(SMALL)
+            config.optimizer = type(config)(class_path=name, init_args=type(config)(arguments))
+            with pytest.raises(ValueError, match="optimizer"):
+                parser.instantiate(config)
+        assert not Path("called").exists() and not (tmp_path / "called").exists()
+
+    def test_functions_that_make_what_is_wanted(
+        self, tmp_path: Path, parser: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "factories.py").write_text(FACTORIES)
+        monkeypatch.syspath_prepend(tmp_path)
+        param = torch.nn.Parameter(torch.ones(1))
+        for name in ("factories.made", "factories.makes", "torch.optim.Adam"):
+            settings = ["--optimizer", name] if name.endswith("made") else []
+            if not settings:
+                (tmp_path / "good.yaml").write_text(json.dumps({"optimizer": {"class_path": name}}))
+                settings = ["--config", str(tmp_path / "good.yaml")]
+            config = parser.parse_args([*SMALL, *settings])
+            optimizer = parser.instantiate(config).optimizer([param])
+            assert type(optimizer) is (torch.optim.Adam if name.endswith("Adam") else torch.optim.SGD)
+
+    def test_a_nul_character(self, tmp_path: Path, parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "nul.yaml").write_text('output: "a\\0b"\n')
+        with pytest.raises(SystemExit):
+            parser.parse_args([*SMALL, "--config", str(tmp_path / "nul.yaml")])
+        assert "\"output\" is 'a\\x00b', with a NUL character" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("text", "named"),

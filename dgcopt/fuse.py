@@ -1,12 +1,12 @@
-"""Fused steps: parameters that lie side by side are stepped as one tensor, by torch's own step.
+"""Fused steps: adjacent parameters are stepped as one flat tensor, by torch's own step.
 
-An elementwise step does not care which tensor an element is of. So while it runs, the optimizer's groups hold a few
-flat tensors in place of their parameters, and its state is flat as well; before and after it, all parameters and their
-state are there as ever, as views of the same memory. Whatever does not fit is stepped by itself.
+An elementwise step treats all elements alike. So during the step the optimizer's groups hold a few flat tensors in
+place of their parameters, with flat state; before and after it, parameters and their state are views of the same
+memory. Parameters that do not fit are stepped one by one.
 
-What was measured decides what is flat. A kernel costs some microseconds however few elements it has, so small tensors
-are stepped together, even if their gradients have to be copied for that; long ones only where these lie together.
-torch's fused kernels make one pass where a step has many, so on a CPU they are taken where the group leaves it open.
+Measurements decide the layout. A kernel costs some microseconds regardless of its size, so small tensors are stepped
+together even if their gradients must be copied; long tensors only if their gradients are adjacent. torch's fused
+kernels make one pass instead of many, so they are the default on a CPU unless the group says otherwise.
 """
 
 from __future__ import annotations
@@ -53,31 +53,30 @@ OTHERS = {
     "Muon": "it orthogonalises each matrix as a whole",
     "SparseAdam": "its gradients are sparse, and lie nowhere as a whole",
 }
-"""torch's optimizers whose step of a tensor is not that of its elements, and why."""
+"""torch's optimizers that are not elementwise, with the reason."""
 
 MOVES = 4
-"""How often parameters are laid out anew because their gradients are."""
+"""Number of times that parameters follow a new layout of their gradients."""
 
 
 def fuse_optimizer(optimizer: AnyOptimizer, do_flatten: bool = True, *, elementwise: bool = False) -> AnyOptimizer:
-    """Let `optimizer` step all its small tensors in a few kernels.
+    """Make `optimizer` step all its small tensors in a few kernels; return the same object.
 
-    The very object comes back, with a class that is a subclass of the one it had. Results are those of the plain
-    optimizer, bit for bit, except where torch has a fused kernel for the CPU and `fused` is True, or left open as
-    `foreach` is: that kernel is taken, which rounds otherwise (`fused=False` keeps the bits); and in bfloat16. Its
-    `state_dict()` is the plain optimizer's, so either loads the other's. Copied or pickled it is the plain optimizer
-    again.
+    The object's class becomes a generated subclass. Results equal the plain optimizer's bit for bit, with two
+    exceptions: bfloat16, and torch's fused CPU kernels, which round differently and are used if `fused` is True or if
+    `fused` and `foreach` are unset (`fused=False` keeps the bits). Its `state_dict()` has the plain optimizer's format.
+    Copies and pickles are plain optimizers.
 
     Args:
-        optimizer: any elementwise one of `torch.optim`. Fuse it before `dgcopt.DistributedOptimizer` wraps it; where
-            gradients then lie together in a bucket, parameters are laid out alike, and no gradient is copied.
-        do_flatten: move the parameters of each group, dtype and device into one piece of memory; `param.data` becomes a
-            view of it. False steps those together that lie side by side already.
-        elementwise: for an optimizer that is not torch's: each element's step depends on that element alone, on its
-            gradient and on its state.
+        optimizer: any elementwise optimizer of `torch.optim`. Fuse it before `dgcopt.DistributedOptimizer` wraps it;
+            parameters then follow the layout of gradients in buckets, and no gradient is copied.
+        do_flatten: move the parameters of each group, dtype and device into contiguous memory; `param.data` becomes a
+            view of it. False fuses only parameters that are adjacent already.
+        elementwise: set it for a user-defined optimizer if each element's step depends only on that element, its
+            gradient and its state.
 
-    Raises ConfigError for optimizers that are not elementwise, that `dgcopt.DistributedOptimizer` has wrapped already,
-    or that are to be differentiated through.
+    Raises ConfigError for optimizers that are not elementwise, are wrapped by `dgcopt.DistributedOptimizer` already, or
+    are differentiable.
     """
     check_optimizer(optimizer)
     check_flag(do_flatten, "do_flatten")
@@ -106,18 +105,18 @@ def fuse_optimizer(optimizer: AnyOptimizer, do_flatten: bool = True, *, elementw
 
 
 class Fused(Optimizer):
-    """What the class of a fused optimizer gains; never instantiated."""
+    """The methods of a fused optimizer's generated class; never instantiated."""
 
     flattens: bool
     _plans: list[Plan]
 
     def lay_out(self) -> None:
-        """Move parameters together, where that is to be done, for the next step on."""
+        """Move parameters into contiguous memory, if `do_flatten`, before the next step."""
         self._plans = [Plan(group, self.flattens) for group in self.param_groups]
 
     @torch.no_grad()
     def step_in_runs(self, bare: Callable[..., Any]) -> None:
-        """torch's own step, on flat tensors."""
+        """Run torch's own step on flat tensors."""
         groups = self.param_groups
         self._plans = self._plans[: len(groups)] + [Plan(g, self.flattens) for g in groups[len(self._plans) :]]
         before = [(group, group["params"], group.get("fused")) for group in groups]
@@ -138,12 +137,12 @@ class Fused(Optimizer):
                 plan.end(self.state)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied or pickled, it is the plain optimizer again: memory that lies together cannot be told of."""
+        """Copy or pickle as the plain optimizer: shared memory cannot be described."""
         return object.__new__, (bare_class(self),), self.__getstate__()
 
 
 def _step(optimizer: Fused, bare: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-    """What happens between the hooks of a step. The closure comes first, and sees the parameters as they are."""
+    """Run the step between its hooks. The closure runs first and sees the ordinary parameters."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -153,14 +152,14 @@ def _step(optimizer: Fused, bare: Callable[..., Any], closure: Callable[[], Any]
 
 
 class Run:
-    """Parameters that lie one after another, and are stepped as one tensor.
+    """Adjacent parameters that are stepped as one tensor.
 
     Args:
-        segments: their places.
-        states: their entries in the optimizer's state, or what is to become these.
+        segments: the parameters' positions.
+        states: their present or future entries in the optimizer's state.
 
-    Attributes: `flat`, their memory, and `state`, the optimizer's of it; `flat_grad`, memory that their gradients are
-    copied to, None where they lie together as they are.
+    Attributes: `flat`, their memory; `state`, the optimizer state of it; `flat_grad`, memory for copies of their
+    gradients, None if the gradients are adjacent.
     """
 
     def __init__(self, segments: Sequence[Segment], states: list[dict[str, Any]]) -> None:
@@ -187,7 +186,7 @@ class Run:
         return [param.grad for param in self.params if param.grad is not None]
 
     def _together(self, values: list[Any]) -> Any:
-        """The state of `flat` that is made of the parameters'."""
+        """Build the state of `flat` from the parameters' states."""
         first = values[0]
         if not isinstance(first, Tensor) or first.dim() == 0:
             return first
@@ -198,11 +197,11 @@ class Run:
         return flat
 
     def _share(self, name: str, value: Any) -> None:
-        """Make the state of `flat` that of every parameter."""
+        """Share the state of `flat` with every parameter."""
         each = [value] * len(self.params)
         if isinstance(value, Tensor) and value.shape == self.flat.shape:
             each = [segment.view(value) for segment in self._own]
-        elif isinstance(value, Tensor):  # each has its own, as the plain optimizer counts them up in place
+        elif isinstance(value, Tensor):  # one each, since the plain optimizer counts in place
             self._counts[name] = value.expand(len(self.params)).clone()
             each = list(self._counts[name].unbind())
             value = each[0]
@@ -216,11 +215,11 @@ class Run:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        """How often the counts were changed in place, by a step or by the user."""
+        """Return version counters of the step counts, to detect changes in place."""
         return [count._version for count in self._counts.values()]
 
     def fits(self, states: dict[Tensor, dict[str, Any]]) -> bool:
-        """Whether parameters, gradients and state still lie as they did. All parameters have gradients."""
+        """Return True if parameters, gradients and state are where they were. All parameters have gradients."""
         now = list(map(states.get, self.params)) if self.state else self._states
         if list(map(Tensor.data_ptr, self.params)) != self._addresses or not all(map(is_, now, self._states)):
             return False
@@ -239,7 +238,7 @@ class Run:
         return lie and list(map(Tensor.stride, grads)) == self._strides
 
     def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Have the flat tensor ready for a step."""
+        """Prepare the flat tensor for a step."""
         grads = self._grads()
         if self.flat_grad is not None:
             torch._foreach_copy_(self._copies, grads)
@@ -249,7 +248,7 @@ class Run:
         states[self.flat] = self.state
 
     def end(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        """Make what the step has left in the flat tensor's state that of the parameters."""
+        """Pass the flat tensor's state on to the parameters after a step."""
         states.pop(self.flat, None)
         self.flat.grad = None
         for count in self._counts.values():
@@ -266,9 +265,9 @@ class Run:
 
 
 class Plan:
-    """How a group is stepped: its runs, and parameters that are stepped by themselves.
+    """The plan of a group's step: its runs, and parameters that are stepped one by one.
 
-    Attributes: `takes_fused_kernel`, whether torch's is taken though the group does not say so.
+    Attributes: `takes_fused_kernel`, True if torch's fused kernel is used although the group does not ask for it.
     """
 
     takes_fused_kernel: bool = False
@@ -282,7 +281,7 @@ class Plan:
         self._lay_out(group["params"])
 
     def stepped(self) -> list[Tensor]:
-        """What the optimizer is to step."""
+        """Return the tensors for the optimizer to step."""
         return [run.flat for run in self.runs] + self._alone
 
     def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
@@ -294,7 +293,7 @@ class Plan:
             run.end(states)
 
     def keep_up(self, group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
-        """Plan anew if parameters have moved, or others have gradients, or the state is another."""
+        """Update the plan if parameters have moved, other ones have gradients, or the state was replaced."""
         params = group["params"]
         same = len(params) == len(self.params) and all(map(is_, params, self.params))
         has_grad = [param.grad is not None for param in params]
@@ -305,10 +304,11 @@ class Plan:
         self._has_grad = has_grad
         self._find_runs(group, states)
 
-    # -- where parameters lie ----------------------------------------------------------------------------------------
+    # -- positions of parameters
+    # ----------------------------------------------------------------------------------------
 
     def _lay_out(self, params: Sequence[Tensor]) -> None:
-        """Find the places of parameters, having moved them together if that is to be done."""
+        """Find the positions of parameters, after moving them together if `do_flatten`."""
         self.params = list(params)
         lying: dict[Any, list[Tensor]] = {}
         whole = [p for p in _apart(params) if self.flattens or p.is_contiguous()]
@@ -332,7 +332,7 @@ class Plan:
         self._addresses = [[s.param.data_ptr() for s in area] for area in self._areas]
 
     def _lies(self) -> bool:
-        """Whether nobody has moved them."""
+        """Return True if no parameter has moved."""
         return all(
             segment.param.data_ptr() == address
             for area, addresses in zip(self._areas, self._addresses, strict=True)
@@ -340,7 +340,7 @@ class Plan:
         )
 
     def _follows_gradients(self) -> bool:
-        """Whether they lie in the order in which their gradients do, where those are parts of the same memory."""
+        """Return True if parameters have the order of their gradients, as far as these share memory."""
         if not self.flattens or self._moves == MOVES:
             return True
         for area in self._areas:
@@ -352,7 +352,7 @@ class Plan:
                 return False
         return True
 
-    # -- what is stepped together ------------------------------------------------------------------------------------
+    # -- runs of parameters ------------------------------------------------------------------------------------
 
     def _find_runs(self, group: dict[str, Any], states: dict[Tensor, dict[str, Any]]) -> None:
         with_grad = [param for param in self.params if param.grad is not None]
@@ -369,7 +369,7 @@ class Plan:
         self._alone = [param for param in with_grad if param not in among]
 
     def _together(self, area: Sequence[Segment], states: dict[Tensor, dict[str, Any]]) -> Iterator[list[Segment]]:
-        """Parameters to step as one: those whose gradients lie together, and small ones."""
+        """Find parameters to step as one: those with adjacent gradients, and small ones."""
         run: list[Segment] = []
         lies = is_small = False
         for segment in area:
@@ -401,7 +401,7 @@ class Plan:
 
 
 def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor | None:
-    """The flat memory of tensors that lie as the segments do; None where they do not."""
+    """Return the flat memory of tensors with the segments' layout; None if they have another."""
     first = tensors[0]
     storage, origin = _storage(first), first.storage_offset() - segments[0].start
     for tensor, segment in zip(tensors, segments, strict=True):
@@ -417,7 +417,7 @@ def joined(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor | N
 
 
 def in_order(params: Sequence[Tensor]) -> list[Tensor]:
-    """As their gradients lie, where they are parts of some memory; else the last first, as backward has them ready."""
+    """Sort parameters like their gradients in shared memory, otherwise last first, as in backward."""
     seen: dict[int, int] = {}
     last_first = list(reversed(params))
 
@@ -431,7 +431,7 @@ def in_order(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _apart(params: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters that lie whole, and share no element with another."""
+    """Return parameters that are contiguous and share no memory with another."""
     whole = [param for param in params if _is_whole(param)]
     whole.sort(key=Tensor.data_ptr)
     shared = {
@@ -444,10 +444,10 @@ def _apart(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_whole(param: Tensor) -> bool:
-    """Whether a parameter's elements lie one after another, in rows or channels last."""
+    """Return True if a parameter is contiguous, in rows or channels last."""
     if param.layout != torch.strided or not param.numel() or hasattr(param, "device_mesh") or param.is_meta:
         return False
-    if param.dim() == 0:  # of whose state nobody can say whether it is of the element or of the parameter
+    if param.dim() == 0:  # its state may be per element or per parameter
         return False
     return param.is_contiguous() or any(
         param.dim() == dims and param.is_contiguous(memory_format=order)
@@ -456,7 +456,7 @@ def _is_whole(param: Tensor) -> bool:
 
 
 def _fits(grad: Tensor, param: Tensor) -> bool:
-    """Whether a gradient is no more than numbers in memory, in the parameter's order."""
+    """Return True if a gradient is a plain tensor with the parameter's strides."""
     return (
         type(grad) is Tensor
         and grad.layout == torch.strided
@@ -467,20 +467,20 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
 
 
 def _is_part(grad: Tensor | None) -> bool:
-    """Whether a gradient is a part of longer memory, which others may be parts of."""
+    """Return True if a gradient is a view into longer memory."""
     if grad is None or type(grad) is not Tensor or grad.layout != torch.strided:
         return False
     return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
 
 
 def _is_of(state: dict[str, Any], param: Tensor) -> bool:
-    """Whether a state has a number for each element of the parameter, or one for all of them, whatever its names."""
+    """Return True if each entry of a state has one number per element, or one for the whole parameter."""
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     return all(value.dim() == 0 or (value.shape == param.shape and value.device == param.device) for value in tensors)
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the state of two parameters is of the same names, and equal in what is one number for a parameter."""
+    """Return True if two states have the same names and equal entries per parameter."""
     return one.keys() == other.keys() and all(_agree(value, other[name]) for name, value in one.items())
 
 
@@ -496,16 +496,16 @@ def _sparse(param: Tensor) -> bool:
 
 
 def _count_change(params: list[Tensor]) -> None:
-    """Let autograd know, so that a graph that still needs the old values says so."""
+    """Bump version counters, so that a graph that needs the old values raises."""
     try:
         torch.autograd.graph.increment_version(params)
-    except RuntimeError:  # an older torch takes one at a time
+    except RuntimeError:  # older torch: one tensor at a time
         for param in params:
             torch.autograd.graph.increment_version(param)
 
 
 def _share_memory(grads: Sequence[Tensor]) -> bool:
-    """Whether the first and the last of them are parts of the same memory, as those between are if they lie there."""
+    """Return True if the first and the last tensor share memory."""
     return _storage(grads[0]) == _storage(grads[-1])
 
 

@@ -1,4 +1,4 @@
-"""Data for ranks that wait for each other: samples that cost alike at the same time, and that are made once."""
+"""Data loading for synchronous training: load-balanced sampling and cached samples."""
 
 from .balance import LoadBalancingDistributedBatchSampler, LoadBalancingDistributedSampler
 from .cache import CachedDataset, CacheLoader

@@ -1,7 +1,7 @@
-"""Samplers for samples that differ in cost, such as sentences: at each step all ranks get samples that cost alike.
+"""Load-balanced samplers for inputs of uneven cost, such as sentences: in each step all ranks get similar costs.
 
-In synchronous training every rank waits for the slowest at every step, so what counts is not that the ranks' sums are
-equal but that their steps are. Samples are sorted by cost and cut into rows of one per rank; rows are shuffled.
+In synchronous training all ranks wait for the slowest in each step, so the costs of each step must be equal, not only
+their sums. Samples are sorted by cost and cut into rows of one per rank; rows are shuffled.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSamp
 
 
 class Resumable:
-    """Where an epoch's iteration stands. Subclasses say what must be equal for it to mean the same.
+    """A sampler with a resumable position in the epoch. Subclasses return the settings that determine the order.
 
-    Attributes: `epoch`, which differs in its order from others.
+    Attributes: `epoch`, which determines the order too.
     """
 
     epoch: int = 0
     _first: int = 0
-    """Where the next iteration begins."""
+    """Position of the next iteration."""
     _handed_out: int = 0
 
     def setting(self) -> dict[str, Any]:
-        """What the order depends on."""
+        """Return the settings that determine the order."""
         raise NotImplementedError
 
     def state_dict(self, done: int | None = None) -> dict[str, Any]:
-        """Where this rank stands, and the others after as many steps, for `load_state_dict`.
+        """Return the position in the epoch, the same on all ranks, for `load_state_dict`.
 
         Args:
-            done: how many of this epoch have been trained on. None is as many as were handed out: right where the
-                loader does not read ahead, which DataLoader does with `num_workers` above 0.
+            done: number of items of this epoch that were trained on. None is the number of items handed out, which is
+                right unless the loader reads ahead, as DataLoader does with `num_workers` above 0.
         """
         done = self._handed_out if done is None else check_whole(done, "done", 0)
         return {**self.setting(), "epoch": self.epoch, "done": done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the next iteration begins in the middle of that epoch, later ones at the beginning.
+        """Resume: the next iteration starts in the middle of that epoch, later ones at the beginning.
 
-        Raises CheckpointError if it was made by a sampler that differs in what the order depends on.
+        Raises CheckpointError if the state is of a sampler with another order.
         """
         differing = [
             f"{name} was {state.get(name)!r} and is {value!r}"
@@ -60,18 +60,18 @@ class Resumable:
         if differing:
             raise CheckpointError(
                 f"this state of {type(self).__name__} is of another order of samples: {'; '.join(differing)}. Restore "
-                f"it with the same settings on as many ranks, or begin with the next epoch"
+                f"it with the same settings and world size, or start with the next epoch."
             )
         self.set_epoch(check_whole(state.get("epoch"), "epoch", 0))
         self._first = self._handed_out = check_whole(state.get("done"), "done", 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch is next; call it on all ranks alike, before each. The epoch that was restored stays as it is."""
+        """Set the next epoch; call it on all ranks before each epoch. A restored epoch keeps its position."""
         if check_whole(epoch, "epoch", 0) != self.epoch:
             self.epoch, self._first, self._handed_out = epoch, 0, 0
 
     def counted(self, items: Sequence[Any]) -> Iterator[Any]:
-        """What is left of an epoch's items."""
+        """Yield the remaining items of the epoch."""
         self._handed_out, self._first = self._first, 0
         for item in itertools.islice(items, self._handed_out, None):
             self._handed_out += 1
@@ -79,25 +79,24 @@ class Resumable:
 
 
 class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
-    """This rank's part of a dataset, such that at each step all ranks get samples that cost alike.
+    """This rank's part of a dataset, with similar costs on all ranks in each step.
 
-    As `torch.utils.data.DistributedSampler` otherwise: every sample goes to one rank, in an order that all ranks know
-    from the seed and the epoch. Which rank gets the most costly sample of a row goes round.
+    Otherwise like `torch.utils.data.DistributedSampler`: each sample goes to one rank, in an order that follows from
+    the seed and the epoch. Ranks take turns with the most costly sample of a row.
 
     Args:
-        dataset: of a fixed length; all ranks must have the same.
-        complexity_fn: the cost of a sample, in any unit; called once per sample. Or the costs themselves, one number
-            per sample, where it takes long to read them all.
-        num_replicas, rank: among how many, and who; None are those of `dgcopt.init()`.
-        shuffle: whether epochs differ in their order; else costs ascend.
-        seed: the same on all ranks.
-        drop_last: leave out samples until all ranks have as many; else some come twice.
-        random_level: from 0, as alike as can be, to 1, where costs are blurred by as much as they differ, so that
-            samples meet others than their neighbours.
-        uneven: neither repeat samples nor leave any out: some ranks get one less than others. Loop within
-            `dgcopt.join(optimizer)`.
+        dataset: a dataset of fixed length, equal on all ranks.
+        complexity_fn: function of a sample that returns its cost in any unit, called once per sample; or the costs, one
+            number per sample, if reading all samples takes long.
+        num_replicas, rank: world size and rank; None takes those of `dgcopt.init()`.
+        shuffle: shuffle each epoch differently; otherwise costs ascend.
+        seed: seed of the shuffle, equal on all ranks.
+        drop_last: drop samples until all ranks have the same number; otherwise some samples are repeated.
+        random_level: noise on the costs, from 0 for the best balance to 1 for noise as large as the range of costs, so
+            that samples meet different partners.
+        uneven: neither repeat nor drop samples: some ranks get one sample less. Loop within `dgcopt.join(optimizer)`.
 
-    Raises ConfigError for settings out of range, and for a sample whose cost is no finite number.
+    Raises ConfigError for settings out of range, and for a cost that is not a finite number.
     """
 
     def __init__(
@@ -126,7 +125,9 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         self.drop_last = check_flag(drop_last, "drop_last")
         self.uneven = check_flag(uneven, "uneven")
         if drop_last and uneven:
-            raise ConfigError("drop_last leaves samples out so that all ranks get as many, and uneven does not: choose")
+            raise ConfigError(
+                "drop_last drops samples to give all ranks the same number, uneven does not: set one of them"
+            )
         if isinstance(random_level, bool) or not isinstance(random_level, int | float) or not 0 <= random_level <= 1:
             raise ConfigError(f"random_level must be from 0 to 1, not {random_level!r}")
         self.random_level = float(random_level)
@@ -145,7 +146,7 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         }
 
     def of_rank(self, rank: int) -> list[int]:
-        """Another rank's samples in this epoch, in its order."""
+        """Return a rank's samples of this epoch, in order."""
         rows = self._rows()
         return rows[:, rank][rows[:, rank] >= 0].tolist()
 
@@ -153,14 +154,14 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         return self.counted(self.of_rank(self.rank))
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch."""
+        """Number of this rank's samples per epoch."""
         short, longer = divmod(len(self.costs), self.num_replicas)
-        if self.uneven:  # the first ranks have one more
+        if self.uneven:  # the first ranks have one sample more
             return short + (self.rank < longer)
         return short + (longer > 0 and not self.drop_last)
 
     def _rows(self) -> Tensor:
-        """A sample per step and rank, -1 for none. Shape `[steps, num_replicas]`."""
+        """Return one sample per step and rank, -1 for none: `[steps, num_replicas]`."""
         count, ranks = len(self.costs), self.num_replicas
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order, costs, full_rows, left = torch.arange(count), self.costs, count // ranks, count % ranks
@@ -168,18 +169,18 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         if self.shuffle:
             spread = float(costs.max() - costs.min()) * self.random_level
             costs = costs + spread * torch.rand(count, generator=generator, dtype=torch.float64)
-            order = torch.randperm(count, generator=generator)  # samples of equal cost do not always meet the same
+            order = torch.randperm(count, generator=generator)  # vary the partners of samples with equal cost
             short = ranks * int(torch.randint(full_rows + 1, (1,), generator=generator))
         order = order[costs[order].argsort(stable=True)]
         rows = torch.cat([order[:short], order[short + left :]]).view(-1, ranks)
-        # the order within a row goes round, else the last rank would have the most costly sample of all rows
+        # rotate rows, so that the last rank does not get the most costly sample of every row
         turn = torch.arange(full_rows)[:, None] + torch.arange(ranks)[None, :]
         rows = rows.gather(1, turn % ranks)
         last = rows.new_empty(0, ranks)
         if left and self.uneven:
             last = torch.cat([order[short : short + left], order.new_full((ranks - left,), -1)])[None]
         elif left and not self.drop_last:
-            first = max(0, min(short, count - ranks))  # filled up with samples that cost alike
+            first = max(0, min(short, count - ranks))  # fill up with samples of similar cost
             rows = torch.cat([rows, order[(first + torch.arange(ranks)) % count][None]])
         if self.shuffle:
             rows = rows[torch.randperm(len(rows), generator=generator)]
@@ -187,17 +188,17 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
 
 
 class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
-    """Batches of a rank's samples as a function makes them, such as of at most so many words.
+    """Batches of a rank's samples made by a function, such as batches of a limited number of words.
 
     Args:
-        sampler: whose samples; its `drop_last` must be False.
-        batch_fn: makes lists of samples out of the list of a rank's samples; the same on every rank, and no more random
-            than its argument.
-        drop_last: leave out the last batches of ranks that have more than others; else ranks that have fewer repeat
-            their first.
-        uneven: neither: ranks have as many batches as they have. Loop within `dgcopt.join(optimizer)`.
+        sampler: the sampler to batch; its `drop_last` must be False.
+        batch_fn: function from the list of a rank's samples to a list of batches; deterministic, and equal on all
+            ranks.
+        drop_last: drop the last batches of ranks that have more than others; otherwise ranks with fewer repeat their
+            first ones.
+        uneven: neither drop nor repeat batches. Loop within `dgcopt.join(optimizer)`.
 
-    Raises ConfigError for settings that do not go together, and for a batch_fn that makes no batches of samples.
+    Raises ConfigError for conflicting settings, and for a batch_fn that returns no batches of samples.
     """
 
     def __init__(
@@ -211,13 +212,15 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         if not isinstance(sampler, LoadBalancingDistributedSampler):
             raise ConfigError(f"sampler must be a LoadBalancingDistributedSampler, not {type(sampler).__name__}")
         if sampler.drop_last:
-            raise ConfigError("drop_last of the sampler must be False: say so to the batch sampler")
+            raise ConfigError("drop_last of the sampler must be False: set it on the batch sampler instead")
         if not callable(batch_fn):
             raise ConfigError(f"batch_fn must be a function of a list of samples, not {batch_fn!r}")
         self.drop_last = check_flag(drop_last, "drop_last")
         self.uneven = check_flag(uneven, "uneven")
         if drop_last and uneven:
-            raise ConfigError("drop_last leaves batches out so that all ranks get as many, and uneven does not: choose")
+            raise ConfigError(
+                "drop_last drops batches to give all ranks the same number, uneven does not: set one of them"
+            )
         self.sampler = sampler
         self.batch_fn = batch_fn
         self.num_replicas, self.rank = sampler.num_replicas, sampler.rank
@@ -234,11 +237,11 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         return self.counted(self.batches())
 
     def __len__(self) -> int:
-        """Batches of this rank in a whole epoch."""
+        """Number of this rank's batches per epoch."""
         return len(self.batches())
 
     def batches(self) -> list[list[int]]:
-        """This rank's batches in this epoch."""
+        """Return this rank's batches of this epoch."""
         if self._batches is None or self._batches[0] != self.epoch:
             self._batches = self.epoch, self._make_batches()
         return self._batches[1]
@@ -271,20 +274,22 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
 
 
 def _costs_of(dataset: Any, complexity_fn: Any) -> Tensor:
-    """Each sample's cost, float64. Raises ConfigError if one is no finite number, or there are not as many."""
+    """Return all costs, float64. Raises ConfigError for a cost that is not finite, or a wrong number of costs."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(f"{type(dataset).__name__} has no samples by number: only datasets that have are shared out")
+        raise ConfigError(f"{type(dataset).__name__} has no length or no samples by index; load balancing needs both")
     if not callable(complexity_fn) and not isinstance(complexity_fn, Iterable):
         raise ConfigError(f"complexity_fn must be a function of a sample, or all costs, not {complexity_fn!r:.200}")
     count = len(dataset)
     if count == 0:
-        raise ConfigError("the dataset is empty: there is nothing to share out")
+        raise ConfigError("the dataset is empty")
     if callable(complexity_fn):
         said = [complexity_fn(dataset[place]) for place in range(count)]
     else:
         said = complexity_fn.tolist() if isinstance(complexity_fn, Tensor) else list(complexity_fn)
         if len(said) != count:
-            raise ConfigError(f"complexity_fn has {len(said)} numbers, and the dataset {count} samples: one of each")
+            raise ConfigError(
+                f"complexity_fn has {len(said)} costs, but the dataset has {count} samples: give one cost per sample"
+            )
     for place, cost in enumerate(said):
         try:
             said[place] = float(cost)

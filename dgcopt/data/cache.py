@@ -1,4 +1,4 @@
-"""Samples that are made once: a dataset, or any function of a key, with a store behind it."""
+"""Cached samples: a dataset, or any function of a key, in front of a store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["CacheLoader", "CachedDataset"]
 
 
 class CacheLoader:
-    """Values by key, each made once and then taken from a store.
+    """Values by key, each computed once and then read from a store.
 
     Args:
         store: "memory", "disk", "disk:PATH", URLs of Redis servers such as "redis://host:6379", or a store.
-        key_prefix: sets these keys apart from others in the same store. Change it when what they stand for changes.
+        key_prefix: prefix that separates these keys from others in the same store. Change it when the values change.
         capacity: bytes, for "memory" and "disk".
-        pickle: pickle what is not plain data, and unpickle what is found. Whoever can write to the store can then run
-            code in this process; without it nothing is ever unpickled.
+        pickle: pickle values that are not plain data, and unpickle them when read. Anyone with write access to the
+            store can then run code in this process; without it nothing is unpickled.
 
     Attributes: `hits` and `misses`, of this process.
     """
@@ -43,10 +43,10 @@ class CacheLoader:
         self.hits = self.misses = 0
 
     def get(self, key: Any, load_fn: Callable[[Any], Any]) -> Any:
-        """What the store has for `key`; else `load_fn(key)`, which it has from then on, if there is place.
+        """Return the stored value of `key`, or `load_fn(key)`, which is stored if there is room.
 
-        A key is plain data, and what comes back is a copy. Bytes in the store that are damaged are made anew. Raises
-        ConfigError for values that are not plain data, unless `pickle`.
+        A key is plain data; the result is a copy. Damaged bytes in the store are computed again. Raises ConfigError for
+        values that are not plain data, unless `pickle`.
         """
         place = hashlib.blake2b(encode((self.key_prefix, key)), digest_size=20).digest()
         kept = self.store.get(place)
@@ -64,20 +64,20 @@ class CacheLoader:
         return value
 
     def num_keys(self) -> int:
-        """How many values the store has, of all prefixes."""
+        """Return the number of values in the store, of all prefixes."""
         return len(self.store)
 
 
 class CachedDataset(Dataset):
-    """A dataset whose samples are made once, and then taken from a store: their transforms, too, run once.
+    """A dataset whose samples, transforms included, are computed once and then read from a store.
 
-    What is to differ in each epoch, such as random crops, belongs behind it.
+    Apply random transforms, such as crops, after it.
 
     Args:
-        dataset: with a length, and samples that are plain data.
+        dataset: a dataset with a length and samples of plain data.
         store, capacity, pickle: see `CacheLoader`.
-        name: of the dataset and its transforms, for stores that outlive this process: change it when either changes,
-            else old samples come back.
+        name: name of the dataset and its transforms, for stores that outlive this process. Change it when either
+            changes, or old samples are returned.
 
     Raises ConfigError for a dataset without length, and for a store that outlives this process without a name.
     """
@@ -92,13 +92,13 @@ class CachedDataset(Dataset):
         pickle: bool = False,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ConfigError(f"{type(dataset).__name__} has no samples by number: only datasets that have are cached")
+            raise ConfigError(f"{type(dataset).__name__} has no length or no samples by index; caching needs both")
         self.dataset = dataset
         self.loader = CacheLoader(store, name, capacity=capacity, pickle=pickle)
         if self.loader.store.outlives and not name:
             raise ConfigError(
-                "this store outlives the process: give the dataset a name, and another one whenever the dataset or its "
-                "transforms change, else old samples come back"
+                "this store outlives the process, so the dataset needs a name. Change it whenever the dataset or its "
+                "transforms change, or old samples are returned."
             )
 
     def __getitem__(self, index: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Samples as bytes that nothing needs to be unpickled for: whoever can write to a store must not run code here.
+"""Samples as bytes without pickle, so that write access to a store does not allow running code here.
 
-A value is a tree of tuples, lists and dicts, of numbers, strings, bytes and None, of tensors and NumPy arrays. It
-becomes a checksum, the tree as JSON, and what tensors, arrays and bytes hold, one after another:
+A value is a tree of tuples, lists and dicts, of numbers, strings, bytes and None, of tensors and NumPy arrays. The
+format:
 
-    CRC-32 of what follows (4 bytes) | length of the tree (4 bytes) | tree | contents
+    CRC-32 of the rest (4 bytes) | length of the tree (4 bytes) | tree as JSON | contents of tensors, arrays and bytes
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NAMES = (
     *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 )
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
-"""Of tensors."""
+"""Dtypes of tensors."""
 
 ARRAYS = "biufc"
-"""Kinds of NumPy's dtypes that are numbers and nothing else."""
+"""Kinds of NumPy's numeric dtypes."""
 
 
 def encode(value: Any, pickle: bool = False) -> bytes:
-    """`value` as bytes; what is not plain is pickled, or refused with a ConfigError that says where in it that is."""
+    """Return `value` as bytes. Other objects are pickled, or refused by a ConfigError that names their place in it."""
     writer = _Writer(pickle)
     tree = json.dumps(writer.tree(value, "value"), separators=(",", ":")).encode()
     parts = [len(tree).to_bytes(4, "little"), tree, *writer.contents]
@@ -48,19 +48,19 @@ def encode(value: Any, pickle: bool = False) -> bytes:
 
 
 def decode(data: bytes, pickle: bool = False) -> Any:
-    """The inverse of `encode`. Raises PayloadError for bytes that it did not make, and for pickles unless `pickle`."""
+    """Return the value of `encode`'s bytes. Raises PayloadError for other bytes, and for pickles unless `pickle`."""
     view = memoryview(data)
     if len(view) < HEAD or zlib.crc32(view[4:]) != int.from_bytes(view[:4], "little"):
-        raise PayloadError(f"{len(view)} bytes that are damaged, or no value of a store")
+        raise PayloadError(f"{len(view)} bytes are damaged, or not a value of a store")
     length = int.from_bytes(view[4:HEAD], "little")
     try:
         return _Reader(view[HEAD + length :], pickle).value(json.loads(bytes(view[HEAD : HEAD + length])))
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, RecursionError) as error:
-        raise PayloadError(f"no value of a store: {type(error).__name__}: {error}") from None
+        raise PayloadError(f"not a value of a store: {type(error).__name__}: {error}") from None
 
 
 class _Writer:
-    """Collects what a tree's leaves hold."""
+    """Collects the contents of a tree's leaves."""
 
     def __init__(self, pickle: bool) -> None:
         self.pickle = pickle
@@ -95,7 +95,7 @@ class _Writer:
         )
 
     def _put(self, content: bytes) -> tuple[int, int]:
-        """Where it begins, and its bytes."""
+        """Append contents; return their start and length."""
         start = self._length
         self.contents.append(content)
         self._length += len(content)
@@ -103,7 +103,7 @@ class _Writer:
 
 
 class _Reader:
-    """Makes values of a tree, and looks up nothing outside of the contents."""
+    """Builds the value of a tree from the contents only."""
 
     def __init__(self, contents: memoryview, pickle: bool) -> None:
         self.contents = contents
@@ -127,7 +127,7 @@ class _Reader:
             return bytes(self._content(*rest))
         if kind == "tensor":
             name, shape, start, count = rest
-            # copied, as memory of a store cannot be written to
+            # copied, since a store's memory is read-only
             held = bytearray(self._content(start, count))
             flat = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
             return flat.view(DTYPES[name]).reshape(shape)
@@ -141,11 +141,11 @@ class _Reader:
             return numpy.frombuffer(self._content(start, count), dtype).reshape(shape).copy()
         if kind == "pickle":
             if not self.pickle:
-                raise PayloadError("a pickle, which is not read without pickle=True")
+                raise PayloadError("a pickle; set pickle=True to read it")
             try:
                 return pickles.loads(self._content(*rest))
-            except Exception as error:  # whatever its classes raise
-                raise PayloadError(f"a pickle that cannot be read: {type(error).__name__}: {error}") from None
+            except Exception as error:  # unpickled classes may raise anything
+                raise PayloadError(f"a pickle cannot be read: {type(error).__name__}: {error}") from None
         raise ValueError(f"kind {kind!r}")
 
     def _content(self, start: int, count: int) -> memoryview:

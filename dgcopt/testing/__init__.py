@@ -1,4 +1,4 @@
-"""Conformance kits: what every compressor and every averaging algorithm must keep, checked on simulated ranks.
+"""Conformance kits: the promises of compressors and averaging algorithms, checked on simulated ranks.
 
 def test_mine():
     dgcopt.testing.check_compressor(MyCompressor(ratio=0.1))

@@ -1,4 +1,4 @@
-"""What every averaging algorithm must keep, checked on simulated ranks."""
+"""Conformance kit of averaging algorithms, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 SIZES = (1, 2, 3)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WITHIN = 50
-"""Local steps, after a warm-up, within which there has to be an exchange."""
+"""Number of local steps after a warm-up that must contain an exchange."""
 
 QUIET = 24
-"""Exchanges without local steps between, in which ranks are to come together."""
+"""Number of exchanges without local steps that must bring ranks closer."""
 
 
 def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Sequence[int] = SIZES) -> Report:
     """Train a small network on simulated ranks whose weights an algorithm averages.
 
-    Checked are, for every number of ranks in `sizes`: that weights stay finite, in four dtypes; that ranks which hold
-    the same weights and make no steps keep them; that ranks which are apart come closer without steps, by half in
-    24 exchanges; that all hold the same bits where `identical` says so; that memory is kept in `ctx`, where
-    checkpoints find it, and none in the algorithm; that a checkpoint goes on bit for bit, also between two exchanges;
-    that one of other numbers of ranks goes on from the mean; that ranks may run out of data (`dgcopt.join`); that
-    another run has the same bits; and that settings can be compared and copied.
+    Checks for each world size in `sizes`: weights stay finite, in four dtypes; ranks with equal weights and no steps
+    keep them; ranks with different weights and no steps approach each other, by half in 24 exchanges; all ranks hold
+    the same bits where `identical` says so; memory is in `ctx`, where checkpoints find it, not in the algorithm; a
+    checkpoint resumes bit for bit, also between two exchanges; another world size resumes from the mean; ranks may run
+    out of data (`dgcopt.join`); a second run has the same bits; settings can be compared and copied.
 
     Args:
-        rule: with its settings, and an exchange within fifty steps (`every=2`); it is copied for every rank.
-        optimizer: makes what it is attached to, of any lr, which is set to zero where ranks are to make no steps; None
-            is SGD with momentum 0.9. It has to train parameters of half precision.
-        sizes: numbers of ranks; those that the algorithm refuses (ConfigError) must be left away.
+        rule: the algorithm with its settings, and an exchange within fifty steps (`every=2`); copied for each rank.
+        optimizer: factory of the optimizer, with any lr; the lr is set to zero for ranks without steps. None is SGD
+            with momentum 0.9. It must train parameters of half precision.
+        sizes: world sizes; leave out those that the algorithm refuses (ConfigError).
 
-    Returns the report; raises ConformanceError with it as the message if anything is wrong, and ConfigError for an
-    algorithm that exchanges too seldom, or in a thread.
+    Returns the report. Raises ConformanceError with the report as its message if a check fails, and ConfigError for an
+    algorithm that exchanges too rarely or in a thread.
     """
     if not isinstance(rule, Averaging):
-        raise ConfigError(f"an algorithm with its settings is needed, such as LocalSGD(every=2), not {rule!r:.200}")
+        raise ConfigError(
+            f"check_averaging needs an algorithm with its settings, such as LocalSGD(every=2), not {rule!r:.200}"
+        )
     if isinstance(rule, AsyncAverage):
-        raise ConfigError("AsyncAverage exchanges in a thread, which simulated ranks do not have")
+        raise ConfigError("AsyncAverage exchanges in a thread, and simulated ranks have none")
     if not any(rule.due(step) for step in range(1, WITHIN + 1)):
-        raise ConfigError(f"{rule!r} makes no exchange within {WITHIN} steps: give it a small `every`")
+        raise ConfigError(f"{rule!r} makes no exchange within {WITHIN} steps. Give it a small `every`.")
     make = optimizer or functools.partial(SGD, lr=0.1, momentum=0.9)
     return checked(repr(rule), _CHECKS, [(size, _Case(rule, make, size)) for size in sizes])
 
@@ -70,7 +71,7 @@ class _Case:
 
 
 class _Ranks:
-    """As many ranks, each with its own data."""
+    """A simulated world whose ranks have different data."""
 
     def __init__(self, case: _Case, dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(1)
@@ -83,7 +84,7 @@ class _Ranks:
         ]
 
     def train(self, steps: int, active: Sequence[int] | None = None) -> None:
-        """All ranks, or those that have data."""
+        """Make local steps on all ranks, or on those with data."""
         ranks = [
             (rank, mine, optimizer)
             for rank, (mine, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True))
@@ -100,7 +101,7 @@ class _Ranks:
                 optimizer.step()
 
     def rest(self, steps: int) -> None:
-        """Steps that change nothing."""
+        """Make steps that change nothing."""
         for optimizer in self.optimizers:
             optimizer.state.clear()  # momentum
             for group in optimizer.param_groups:
@@ -108,35 +109,35 @@ class _Ranks:
         self.train(steps)
 
     def settle(self) -> None:
-        """End exchanges that are under way."""
+        """Finish exchanges in flight."""
         for optimizer in self.optimizers:
             optimizer.averaging.finish_round()
 
     def states(self) -> list[dict[str, Any]]:
-        """What every rank would save."""
+        """Return every rank's checkpoint."""
         return [
             copy.deepcopy({"model": mine.state_dict(), "optimizer": optimizer.state_dict()})
             for mine, optimizer in zip(self.models, self.optimizers, strict=True)
         ]
 
     def load(self, states: Sequence[dict[str, Any]], steps: int) -> None:
-        """Go on where others left off."""
+        """Resume from other ranks' checkpoints."""
         self.steps = steps
         for mine, optimizer, state in zip(self.models, self.optimizers, states, strict=True):
             mine.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
 
     def average(self) -> None:
-        """End with the mean."""
+        """Average all weights."""
         for optimizer in self.optimizers:
             optimizer.averaging.average()
 
     def weights(self) -> Tensor:
-        """A row for each rank."""
+        """Return the weights, one row per rank."""
         return torch.stack([nn.utils.parameters_to_vector(mine.parameters()).detach() for mine in self.models])
 
     def apart(self) -> float:
-        """How far ranks are from their mean."""
+        """Return the distance of ranks from their mean."""
         rows = self.weights()
         return float((rows - rows.mean(0)).norm())
 
@@ -145,7 +146,7 @@ def _first_exchange(rule: Averaging) -> int:
     return next(step for step in range(1, WITHIN + 1) if rule.due(step)) + rule.warmup_steps
 
 
-# -- the checks: each raises what is wrong, or returns an outcome ------------------------------------------------------
+# -- the checks: each raises AssertionError or returns an outcome ------------------------------------------------------
 
 
 def _finite(case: _Case) -> None:
@@ -171,7 +172,7 @@ def _together(case: _Case) -> str | None:
     if case.size == 1:
         return None
     ranks = _Ranks(case)
-    ranks.train(_first_exchange(case.rule) + 1)  # a warm-up holds them together
+    ranks.train(_first_exchange(case.rule) + 1)  # a warm-up keeps ranks equal
     if ranks.apart() == 0:
         ranks.train(1)
     before = ranks.apart()
@@ -220,7 +221,7 @@ def _resume(case: _Case) -> None:
             ranks.train(2 * _first_exchange(case.rule))
             ranks.settle()
         if not torch.equal(straight.weights(), resumed.weights()):
-            raise AssertionError(f"saved {more} step(s) after an exchange and loaded, it goes on otherwise")
+            raise AssertionError(f"saved {more} step(s) after an exchange and loaded, it continues differently")
 
 
 def _reshared(case: _Case) -> None:
@@ -233,13 +234,13 @@ def _reshared(case: _Case) -> None:
         new.average()
         gap = float((new.weights() - center).abs().max())
         if not gap < 1e-9:
-            raise AssertionError(f"{size} rank(s) go on {gap:g} away from the mean of the weights that there were")
+            raise AssertionError(f"{size} rank(s) resume {gap:g} away from the mean of the saved weights")
         new.train(2 * _first_exchange(case.rule))
 
 
 def _uneven(case: _Case) -> str | None:
     if case.rule.warmup_steps:
-        return "not declared"  # join does not go with a warm-up
+        return "not declared"  # join does not support a warm-up
     ranks = _Ranks(case)
     lengths = [_first_exchange(case.rule) + 2 * rank for rank in range(case.size)]
     with contextlib.ExitStack() as stack:
@@ -262,7 +263,7 @@ def _again(case: _Case) -> None:
     for each in (ranks, others):
         each.train(2 * _first_exchange(case.rule) + 1)
     if not torch.equal(ranks.weights(), others.weights()):
-        raise AssertionError("another run of the same batches has other weights: derive what is random from ctx.step")
+        raise AssertionError("a second run of the same batches has other weights: derive random numbers from ctx.step")
 
 
 def _settings(case: _Case) -> None:

@@ -1,4 +1,4 @@
-"""What every compressor must keep, checked on simulated ranks."""
+"""Conformance kit of compressors, on simulated ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["check_compressor"]
 Make: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 
 Gradients: TypeAlias = list[list[Tensor]]
-"""By rank, then by parameter."""
+"""Gradients by rank, then by parameter."""
 
 SHAPES: tuple[tuple[int, ...], ...] = ((33, 17), (1,), (65,), (8, 3, 3, 3), (64,), (7,), (5, 1), (4099,), (48, 64))
-"""Of the parameters of the test: one element, fewer than a block of 64, just a block, one more, and thousands."""
+"""Shapes of the parameters: one element, less than a block of 64, one block, one more, and thousands."""
 
 SIZES = (1, 2, 3, 4, 5, 8)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -42,24 +42,23 @@ def check_compressor(
     sizes: Sequence[int] = SIZES,
     device: torch.device | str = "cpu",
 ) -> Report:
-    """Drive a compressor over simulated ranks through everything that training may do to it.
+    """Drive a compressor over simulated ranks through all situations of training.
 
-    Checked are, for every number of ranks in `sizes`: that ranks end with the same bits; results of the right shape and
-    finite for gradients that are random, zero, constant, huge and tiny, of four dtypes; that a sum is size averages;
-    that a step taken back, with NaN in it or not, leaves no trace; that memory written out and read in goes on bit for
-    bit; that nothing is lost where `conserves` is declared; that as many bytes travel as `payload_bytes` declares; and
-    that the loss of a small network of odd sizes does not run away under `DistributedOptimizer`, several buckets at
-    once, with up to two ranks also in half precision.
+    Checks for each world size in `sizes`: ranks end with the same bits; results have the right shape and are finite for
+    random, zero, constant, huge and tiny gradients of four dtypes; a sum is `size` averages; an aborted step, with NaN
+    or without, leaves no trace; saved and loaded memory continues bit for bit; nothing is lost if `conserves` is
+    declared; the bytes sent are those of `payload_bytes`; and the loss of a small network with odd sizes does not
+    diverge under `DistributedOptimizer` with several buckets, up to two ranks also in half precision.
 
     Args:
-        compressor: with its settings; it is copied for every rank.
-        optimizer: makes what it is attached to, for compressors that need a certain one; None is SGD without momentum.
-            It has to train parameters of half precision: Adam's eps of 1e-8 is zero in float16.
-        sizes: numbers of ranks.
-        device: where parameters, gradients and memory lie.
+        compressor: the compressor with its settings; copied for each rank.
+        optimizer: factory of the optimizer, for compressors that need a certain one; None is SGD without momentum. It
+            must train parameters of half precision: Adam's eps of 1e-8 is zero in float16.
+        sizes: world sizes.
+        device: device of parameters, gradients and memory.
 
-    Returns the report; raises ConformanceError with it as the message if anything is wrong, and ConfigError for what is
-    no compressor.
+    Returns the report. Raises ConformanceError with the report as its message if a check fails, and ConfigError for an
+    object that is no compressor.
     """
     compressor = accept(compressor)
     make, where = optimizer or functools.partial(SGD, lr=0.1), torch.device(device)
@@ -75,7 +74,7 @@ class _Case:
 
 
 class _Ranks:
-    """Copies of a compressor on as many ranks, exchanging gradients that are given to them."""
+    """Copies of a compressor on simulated ranks, which exchange given gradients."""
 
     def __init__(
         self,
@@ -100,14 +99,14 @@ class _Ranks:
         self.contexts = self._begin()
 
     def _begin(self) -> list[list[Context]]:
-        """With what is in the stores, and nothing else."""
+        """Start with the content of the stores only."""
         return [
             [context_of(bucket, comm, self.op, store) for bucket in buckets]
             for buckets, comm, store in zip(self.buckets, self.comms, self.stores, strict=True)
         ]
 
     def exchange(self, grads: Gradients, settle: bool = True) -> Gradients:
-        """The results of one step, of every rank, on the CPU."""
+        """Return the results of one step, of every rank, on the CPU."""
         results: Gradients = [[torch.empty(0)] * len(SHAPES) for _ in range(self.size)]
         self.sent = [0] * self.size
         for rank, buckets in enumerate(self.buckets):
@@ -133,11 +132,11 @@ class _Ranks:
                     self.contexts[rank][place].settle()
                 else:
                     self.contexts[rank][place].roll_back()
-                bucket.grad.fill_(torch.nan)  # which is the caller's again, and lasts no longer than the exchange
+                bucket.grad.fill_(torch.nan)  # the caller's memory again after the exchange
         self.step += settle
         for rank in range(1, self.size):
             for shape, ours, first in zip(SHAPES, results[rank], results[0], strict=True):
-                # so that NaN on all ranks alike is called NaN, by those who look for it
+                # a NaN on all ranks is reported by the check for NaN
                 if settle and not bool(((ours == first) | (ours.isnan() & first.isnan())).all()):
                     raise AssertionError(f"rank {rank} got another result than rank 0 for a parameter of shape {shape}")
         return results
@@ -149,11 +148,11 @@ class _Ranks:
         return watched(exchange, count)
 
     def kept(self) -> list[dict[str, Memory]]:
-        """What every rank remembers, as a checkpoint holds it."""
+        """Return every rank's memory in the form of a checkpoint."""
         return [store.state() for store in self.stores]
 
     def take_over(self, kept: list[dict[str, Memory]], step: int) -> None:
-        """Go on where others left off."""
+        """Resume from other ranks' memory."""
         self.step = step
         for store, state in zip(self.stores, kept, strict=True):
             store.restore(state)
@@ -173,7 +172,7 @@ def _constant(size: int, value: float) -> Gradients:
 
 
 def _same(ours: object, theirs: object) -> bool:
-    """Whether nested lists, tuples and dicts of tensors hold the same bits."""
+    """Return True if nested lists, tuples and dicts of tensors hold the same bits."""
     if isinstance(ours, Tensor):
         return isinstance(theirs, Tensor) and torch.equal(ours, theirs)
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -183,7 +182,7 @@ def _same(ours: object, theirs: object) -> bool:
     return ours == theirs
 
 
-# -- the checks: each raises what is wrong, or returns an outcome ------------------------------------------------------
+# -- the checks: each raises AssertionError or returns an outcome ------------------------------------------------------
 
 
 def _finite(case: _Case) -> None:
@@ -210,7 +209,7 @@ def _sum(case: _Case) -> None:
     total = _Ranks(case, op="sum").exchange(_gradients(case.size, 1))[0]
     gap = torch.cat([(t - case.size * m).flatten() for t, m in zip(total, mean, strict=True)]).norm()
     whole = torch.cat([t.flatten() for t in total]).norm()
-    if gap > 0.05 * whole:  # values are rounded at another scale
+    if gap > 0.05 * whole:  # rounding at another scale
         raise AssertionError(f"the sum differs from {case.size} averages by {gap / whole:.0%}")
 
 
@@ -219,15 +218,15 @@ def _void(case: _Case) -> None:
     for seed in range(3):
         bad = _gradients(case.size, 100 + seed)
         interrupted.exchange(bad, settle=False)
-        # what needs every gradient at once is not asked before all ranks have voted that they are finite
+        # whole-model compressors run only after all ranks have voted that gradients are finite
         for value in () if case.compressor.whole_model else (torch.nan, torch.inf):
             bad[-1][0][0, 0] = value
             interrupted.exchange(bad, settle=False)
         grads = _gradients(case.size, seed)
         if not _same(plain.exchange(grads), interrupted.exchange(grads)):
-            raise AssertionError("after a step that was taken back, the next one has another result")
+            raise AssertionError("after an aborted step the next one has another result")
         if not _same(plain.kept(), interrupted.kept()):
-            raise AssertionError("a step that was taken back has changed what is remembered")
+            raise AssertionError("an aborted step has changed memory")
 
 
 def _resume(case: _Case) -> None:
@@ -239,7 +238,7 @@ def _resume(case: _Case) -> None:
     for seed in range(3, 6):
         grads = _gradients(case.size, seed)
         if not _same(straight.exchange(grads), resumed.exchange(grads)):
-            raise AssertionError("with its memory written out and read in, it goes on otherwise")
+            raise AssertionError("with saved and loaded memory it continues differently")
 
 
 def _conservation(case: _Case) -> str | None:
@@ -260,7 +259,7 @@ def _conservation(case: _Case) -> str | None:
     for shape, theirs, ours in zip(SHAPES, given, applied, strict=True):
         gap = float((theirs - ours).abs().max())
         if gap > 1e-4:
-            raise AssertionError(f"what was applied and what is held back miss the gradients' sum by {gap:g} ({shape})")
+            raise AssertionError(f"applied values and residuals miss the gradients' sum by {gap:g} ({shape})")
     return None
 
 
@@ -314,7 +313,7 @@ def _training(case: _Case) -> None:
                     )
         if not max(losses) < 100 * losses[0]:
             raise AssertionError(
-                f"with parameters of {dtype} the loss ran away, from {losses[0]:.3g} to {losses[-1]:.3g}"
+                f"with parameters of {dtype} the loss diverged from {losses[0]:.3g} to {losses[-1]:.3g}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What came of checking, in words."""
+"""The report of a conformance kit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ConformanceError(AssertionError):
 
 @dataclass
 class Report:
-    """What was checked. `failures` is empty if it keeps all that it should."""
+    """The outcome of all checks; `failures` is empty if every promise is kept."""
 
     subject: str
     lines: list[tuple[str, str]]
-    """What was checked, and "ok", "not declared" or what is wrong."""
+    """The outcome of each check: "ok", "not declared" or the failure."""
 
     @property
     def failures(self) -> list[str]:
@@ -36,9 +36,9 @@ class Report:
 def checked(
     subject: str, checks: Mapping[str, Callable[[Case], str | None]], cases: Iterable[tuple[int, Case]]
 ) -> Report:
-    """Make each check in each case, a number of ranks each, up to the first that fails.
+    """Run each check for each world size, up to its first failure.
 
-    Raises ConformanceError with the report as its message if anything is wrong.
+    Raises ConformanceError with the report as its message if a check fails.
     """
     lines, cases = [], list(cases)
     for name, check in checks.items():

@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: balanced(complexity_fn=None),
         "complexity_fn must be a function of a sample",
     ),
-    "a dataset without length": (lambda: balanced(iter([1])), "has no samples by number"),
+    "a dataset without length": (lambda: balanced(iter([1])), "no samples by index"),
     "batches that are none": (lambda: [*batches(lambda samples: 3)], "a list of lists of samples, not \\[3\\]"),
     "batches that are samples": (lambda: [*batches(list)], "a list of lists of samples, not"),
     "a store that is none": (lambda: data.CachedDataset([1], store=None), 'store must be "memory"'),

@@ -306,8 +306,8 @@ def test_no_store_there(tmp_path: Path) -> None:
         (lambda path: CacheLoader([]), "at least"),
         (lambda path: CacheLoader(MemoryStore(), capacity=5), "goes to the store"),
         (lambda path: CacheLoader("memory", capacity=0), "capacity must be"),
-        (lambda path: CachedDataset(Squares(), f"disk:{path}"), "give the dataset a name"),
-        (lambda path: CachedDataset(iter([1, 2]), "memory"), "no samples by number"),  # type: ignore[arg-type]
+        (lambda path: CachedDataset(Squares(), f"disk:{path}"), "so the dataset needs a name"),
+        (lambda path: CachedDataset(iter([1, 2]), "memory"), "no samples by index"),  # type: ignore[arg-type]
     ],
 )
 def test_refuses(make: Any, words: str, tmp_path: Path) -> None:

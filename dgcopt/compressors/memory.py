@@ -170,6 +170,10 @@ class MomentumCorrection(ErrorFeedback):
         self._set_aside: list[tuple[dict[str, Any], Any, Any]] = []
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
+        if len(self.optimizer.param_groups) == 1:
+            rule = _rule_of(self.optimizer.param_groups[0], _STARTED)
+            if not rule.dampening:
+                return [Run(segments[0].start, segments[-1].stop, rule)]
         rule_in: dict[int, tuple[dict[str, Any], Momentum]] = {}
         for group in self.optimizer.param_groups:
             rule = _rule_of(group, _STARTED)
@@ -204,6 +208,8 @@ class MomentumCorrection(ErrorFeedback):
         """b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b)."""
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         for param in group["params"]:
+            if weight_decay == 0 and not rule.dampening and not self.optimizer.state.get(param):
+                continue
             if param.grad is None or param.grad.is_sparse:
                 continue
             state = self.optimizer.state[param]

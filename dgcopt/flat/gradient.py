@@ -195,14 +195,15 @@ class GradientBucket(Bucket):
     and is added to, while the other is sent.
 
     Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one;
-    `leaves_early`, whether it may be sent while backward runs; `touched`, what a sparse sum has left, until the step
-    is over.
+    `leaves_early`, whether it may be sent while backward runs; `has_small_parts`, whether gradients are small, on
+    average; `touched`, what a sparse sum has left, until the step is over.
     """
 
     in_place: bool = False
     leaves_early: bool = False
 
     def __post_init__(self) -> None:
+        self.has_small_parts = self.numel < SMALL * len(self.segments)
         self._params = [segment.param for segment in self.segments]
         self._starts = torch.tensor([segment.start for segment in self.segments])
         self._stops = torch.tensor([segment.stop for segment in self.segments])
@@ -222,11 +223,6 @@ class GradientBucket(Bucket):
         if self._sent is None:
             self._sent = Flat(self.empty(), self.segments)
         return self._sent
-
-    @property
-    def has_small_parts(self) -> bool:
-        """True if gradients are small, on average."""
-        return self.numel < SMALL * len(self.segments)
 
     def grads(self) -> list[Tensor | None]:
         """The parameters' gradients, as they are now."""

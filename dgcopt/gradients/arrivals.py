@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from types import FrameType
 
 import torch
@@ -45,7 +45,8 @@ _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 class _Filling:
     """A bucket that gradients come into.
 
-    Attributes: `complete`, the places of those that are; `waiting`, of those that wait to be copied, and `numel`, how
+    Attributes: `copies_each`, False if they are copied when all are there, or not at all; `complete`, the places of
+    those that are; `waiting`, of those that wait to be copied, and `numel`, how
     many elements they have; `taken`, by place, what was copied, or is read where it lies, with its version, and
     `NOTHING` at the `missing` places; `peaks`, the largest magnitudes of all that was.
     """
@@ -53,6 +54,7 @@ class _Filling:
     def __init__(self, bucket: GradientBucket) -> None:
         count = len(bucket.segments)
         self.bucket = bucket
+        self.copies_each = not (bucket.in_place or bucket.has_small_parts)
         self.complete: set[int] = set()
         self.waiting: set[int] = set()
         self.numel = 0
@@ -61,17 +63,16 @@ class _Filling:
         self.versions = [0] * count
         self.peaks: list[Tensor] = []
 
-    def changed(self) -> list[int]:
-        """The places of gradients that are not the ones any more that were taken."""
+    def has_changed(self) -> bool:
+        """True if a gradient is not the one any more that was taken."""
         now, taken = self.bucket.grads(), self.taken
         versions = _versions(now)
         if versions == self.versions and all(map(operator.is_, now, taken)):
-            return []
-        return [
-            place
+            return False
+        return any(
+            before is not NOTHING and (now[place] is not before or versions[place] != self.versions[place])
             for place, before in enumerate(taken)
-            if before is not NOTHING and (now[place] is not before or versions[place] != self.versions[place])
-        ]
+        )
 
     def take(self, places: Sequence[int], grads: list[Tensor | None], peaks: Tensor | None) -> None:
         """Take note of the gradients at `places` as they are now."""
@@ -110,6 +111,8 @@ class Arrivals:
         """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
         self._see(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
+        if announced == additions == 1 and not self._usual:
+            return True
         if announced > 1 and self._seen_in.get(param) != self._current_pass():
             self._seen_in[param] = self._pass
             self.passes[param] = self.passes.get(param, 0) + 1
@@ -152,19 +155,22 @@ class Arrivals:
         return param in self.additions or param in self.uncounted
 
     def completed(self, bucket: GradientBucket, place: int) -> bool:
-        """Take note of a gradient that is complete; True if so many wait now that `fill_waiting` should copy them."""
+        """Take note of a gradient that is complete; True if now all of its bucket are."""
         filling = self._filling.get(bucket) or self._of(bucket)
         filling.complete.add(place)
-        if bucket.in_place or bucket.has_small_parts:
-            return False  # which are copied when all are there, if at all
-        filling.waiting.add(place)
-        filling.numel += bucket.segments[place].numel
-        return filling.numel >= ENOUGH
+        if filling.copies_each:
+            filling.waiting.add(place)
+            filling.numel += bucket.segments[place].numel
+        return len(filling.complete) == len(filling.taken)
+
+    def has_enough(self, bucket: GradientBucket) -> bool:
+        """True if so many gradients wait to be copied that they should be, before others push them out of the cache."""
+        return self._of(bucket).numel >= ENOUGH
 
     def has_all_of(self, bucket: GradientBucket) -> bool:
         """Whether all of the bucket's gradients are complete."""
         filling = self._filling.get(bucket)
-        return filling is not None and len(filling.complete) == len(bucket.segments)
+        return filling is not None and len(filling.complete) == len(filling.taken)
 
     def fill_waiting(self, bucket: GradientBucket, scale: float) -> None:
         """Copy `scale` times what waits for a bucket into it."""
@@ -173,10 +179,10 @@ class Arrivals:
             self._copy(bucket, sorted(waiting), scale)
 
     def fill(self, bucket: GradientBucket, scale: float) -> None:
-        """Copy `scale` times what is not in its bucket yet; all of it if anything has changed that is."""
+        """Copy `scale` times what is not in its bucket yet."""
         filling = self._of(bucket)
         everything = range(len(bucket.segments))
-        if filling.missing == len(everything) or filling.changed():
+        if filling.missing == len(everything):
             self._copy(bucket, everything, scale)
         elif filling.missing:
             self._copy(bucket, [place for place in everything if filling.taken[place] is NOTHING], scale)
@@ -208,19 +214,16 @@ class Arrivals:
             filling = self._filling[bucket] = _Filling(bucket)
         return filling
 
-    def changed(self) -> dict[GradientBucket, list[int]]:
-        """The buckets of which gradients have changed since they were taken, and their places."""
-        return {bucket: places for bucket, filling in self._filling.items() if (places := filling.changed())}
+    def changed(self) -> list[GradientBucket]:
+        """The buckets of which gradients have changed since they were taken."""
+        return [bucket for bucket, filling in self._filling.items() if filling.has_changed()]
 
     def find_infinite(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        changed: Mapping[GradientBucket, Collection[int]],
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], changed: Collection[GradientBucket]
     ) -> Tensor | None:
         """The first of `params` whose gradient holds NaN or Inf: what was taken has been looked at, the rest is now.
 
-        `changed` is what has changed since.
+        Of buckets that have `changed` since, all is.
         """
         found, seen, count = [], [], 0
         for bucket, filling in self._filling.items():
@@ -254,9 +257,10 @@ class Arrivals:
                 unseen.setdefault((grad.device, grad.dtype), []).append(values_of(grad))
         return [peaks(alike) for alike in unseen.values()]
 
-    def put_back(self) -> None:
-        """Empty the buckets; what has arrived stays."""
-        self._filling = {}
+    def put_back(self, buckets: Iterable[GradientBucket] | None = None) -> None:
+        """Empty the buckets, all or some; what has arrived stays."""
+        for bucket in list(self._filling) if buckets is None else buckets:
+            del self._filling[bucket]
 
     def clear(self) -> None:
         """Begin the next step."""

@@ -66,7 +66,7 @@ class Departures:
         self.arrivals.fill_waiting(bucket, self._scale_taken(bucket))
 
     def fill(self, bucket: GradientBucket) -> None:
-        """Copy what is not in a bucket yet into it, or all that has changed since; zeros on a rank without data."""
+        """Copy what is not in a bucket yet into it; zeros on a rank without data."""
         if bucket.in_place:
             return
         if self.attendance.here:
@@ -102,7 +102,7 @@ class Departures:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
         certain = used is None  # else some memory is to stay as it is
         exchanges = (self._exchange(bucket, certain, together) for bucket in rest)
-        if self.compressor.in_turn or any(bucket.leaves_early for bucket in self.layout.buckets):
+        if self.compressor.in_turn or self.layout.leaves_early:
             for flight, exchange in exchanges:
                 self.traffic.launch(flight, exchange)
         else:  # all ranks launch the same ones now

@@ -141,7 +141,9 @@ class Engine:
             self._moved_on = False
             before, self._rule = self._rule, repr(self.compressor)
             # of settings that have changed on some ranks only, the vote is to tell before messages differ
-            departures.outdated = before != self._rule or not self.layout.fits(self._trained(), self._sparse)
+            layout = departures.layout
+            fits = not layout.leaves_early or layout.fits(self._trained(), self._sparse)
+            departures.outdated = before != self._rule or not fits
         is_last = arrivals.arrived(param, announced)
         if announced > 1 and arrivals.passes[param] > announced:
             raise RuntimeError(
@@ -162,9 +164,10 @@ class Engine:
             return
         if not is_last or not bucket.leaves_early or not self._may_leave_early:
             return
-        if arrivals.completed(bucket, place):
-            departures.fill_waiting(bucket)
-        if arrivals.has_all_of(bucket):
+        if not arrivals.completed(bucket, place):
+            if arrivals.has_enough(bucket):
+                departures.fill_waiting(bucket)
+        else:
             try:
                 departures.launch_full()
             except Exception:
@@ -320,11 +323,13 @@ class Engine:
             departures.stale = True
         used = [grad is not None for grad in grads]
         prepared = layout.fits(trained, self._sparse)
+        names = layout.names if prepared else [self.names[param] for param in trained]
         if not prepared:
             layout.check_sizes()
         elif final and not departures.stale and self.compressor.sends == "gradient":
+            arrivals.put_back(changed)
             departures.fill_rest()
-            changed = {}
+            changed = []
         infinite = arrivals.find_infinite(trained, grads, changed) if self.attendance.here else None
         if infinite is not None:
             log.log(
@@ -336,7 +341,7 @@ class Engine:
             active=self.attendance.here,
             finite=infinite is None,
             step=self.step,
-            trained=checksum([plain(self.compressor), *(self.names[param] for param in trained)]),
+            trained=checksum([plain(self.compressor), *names]),
             launched=(self.turns.expected or self).departures.launched,
             stale=departures.stale,
             prepared=prepared,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -26,19 +26,21 @@ __all__ = ["Layout", "bucket_sizes", "lay_out"]
 
 MEGABYTE = 1024 * 1024
 
-_DTYPE = attrgetter("dtype")
+_DTYPE = operator.attrgetter("dtype")
 
 
 @dataclass(eq=False)
 class Layout:
     """How the gradients of the `trained` parameters travel; by default there are none yet.
 
-    Attributes: `order`, all names as their gradients become ready; `buckets` in the order of their launch; `sparse`,
-    parameters whose gradient is sparse, with their names; `contexts`, what the exchange of each bucket may know;
-    `place`, a dense parameter's bucket and its place in it.
+    Attributes: `names` of these; `order`, all names as their gradients become ready; `buckets` in the order of their
+    launch; `sparse`, parameters whose gradient is sparse, with their names; `contexts`, what the exchange of each
+    bucket may know; `place`, a dense parameter's bucket and its place in it; `leaves_early`, whether a bucket may be
+    sent while backward runs.
     """
 
     trained: Sequence[Tensor] = ()
+    names: Sequence[str] = ()
     order: Sequence[str] = ()
     buckets: Sequence[GradientBucket] = ()
     sparse: Sequence[tuple[str, Tensor]] = ()
@@ -47,13 +49,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._dtypes, self._numels = _forms(self.trained)
+        self.leaves_early = any(bucket.leaves_early for bucket in self.buckets)
         for bucket in self.buckets:
             for place, segment in enumerate(bucket.segments):
                 self.place[segment.param] = (bucket, place)
 
     def fits(self, trained: Sequence[Tensor], sparse: Iterable[Tensor]) -> bool:
         """Whether it still serves: the same parameters are trained, of the same dtypes, and none turned out sparse."""
-        same = len(trained) == len(self.trained) and all(a is b for a, b in zip(trained, self.trained, strict=True))
+        same = len(trained) == len(self.trained) and all(map(operator.is_, trained, self.trained))
         same = same and _forms(trained) == (self._dtypes, self._numels)
         return same and not any(param in self.place for param in sparse)
 
@@ -128,12 +131,14 @@ def lay_out(
     buckets = build_buckets(dense, compressor.kind, *sizes, settings.groups, GradientBucket)
     yield from measure_link(comm, compressor)
     claim(store, buckets, compressor, comm.rank)
+    contexts = {bucket: _prepared(bucket, compressor, settings, comm, store) for bucket in buckets}
     return Layout(
         [param for _, param in named],
+        [name for name, _ in named],
         [named[i][0] for i in order],
         buckets,
         [named[i] for i in order if is_sparse[i]],
-        {bucket: _prepared(bucket, compressor, settings, comm, store) for bucket in buckets},
+        contexts,
     )
 
 

@@ -23,7 +23,8 @@ def step_touched(optimizer: Optimizer, touched: Iterable[Touched]) -> list[Tenso
     where nobody else is to see the gradients before the step. Returns the parameters that are done.
     """
     of_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
-    if of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
+    touched = list(touched)
+    if not touched or of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
         return []
     more = ("momentum", "weight_decay", "differentiable", "fused")  # a fused kernel may round otherwise
     rate = {

@@ -51,6 +51,9 @@ class Grads(Enum):
 NOT_YET = (Grads.OWN, Grads.MIXED)
 """What is yet to be averaged."""
 
+SENDS_NOTHING = (Mode.ADD_UP, Mode.LOCAL)
+"""In which backward passes only add up."""
+
 
 class OwnStep(Enum):
     """Where the wrapped optimizer's own step is."""
@@ -184,8 +187,9 @@ class Stepping(Optimizer):
             engine = self.engine
         if engine is None:  # the only rank that is left after `rejoin`
             return
-        self._grads = Grads.OWN if self._grads in (Grads.OWN, Grads.VOID) else Grads.MIXED
-        if self.mode is Mode.ADD_UP or self.mode is Mode.LOCAL:
+        if self._grads not in NOT_YET:
+            self._grads = Grads.OWN if self._grads is Grads.VOID else Grads.MIXED
+        if self.mode in SENDS_NOTHING:
             engine.added(param)
             return
         if is_first and getattr(self, "_join_config", None) is not None:

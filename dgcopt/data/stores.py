@@ -94,15 +94,16 @@ class MemoryStore(Store):
 class DiskStore(Store):
     """A file on this node's disk, shared by all its processes, with SQLite, which comes with Python.
 
-    A process that is killed while it writes, or a machine that goes down, costs the last samples and no others. The
-    file must not lie on a network's file system.
+    A process that is killed while it writes, or a machine that goes down, costs the last samples and no others. A file
+    that fails or is damaged in the middle of training is left alone for half a minute, in which its samples are made
+    anew: training goes on. The file must not lie on a network's file system.
 
     Args:
         path: a folder, which is made where it is missing, for this user alone. None is `dgcopt` in $XDG_CACHE_HOME or
             ~/.cache.
         capacity: bytes that its file may grow to, as this process sees it.
 
-    Raises ConfigError if what is there is no store.
+    Raises ConfigError if the file is no store, or cannot be opened; `clear` and `len` also if it is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, capacity: int = 64 * GIGABYTE) -> None:
@@ -111,19 +112,15 @@ class DiskStore(Store):
         self.path = Path(path)
         self.capacity = check_whole(capacity, "capacity", 10 * PAGE)
         self._opened: tuple[int, sqlite3.Connection, threading.Lock] | None = None
-        self._run("SELECT count(*) FROM samples")
+        self._away_until = 0.0
+        len(self)
 
     def get(self, key: bytes) -> bytes | None:
-        found = self._run("SELECT value FROM samples WHERE key = ?", key)
+        found = self._ask("SELECT value FROM samples WHERE key = ?", key)
         return found[0][0] if found and isinstance(found[0][0], bytes) else None
 
     def put(self, key: bytes, value: bytes) -> None:
-        try:
-            self._run("INSERT OR REPLACE INTO samples VALUES (?, ?)", key, value)
-        except sqlite3.OperationalError as error:
-            if "full" not in str(error):
-                raise
-            self.warn(f"the cache {self.file} is full (capacity {self.capacity} bytes): other samples are made anew")
+        self._ask("INSERT OR REPLACE INTO samples VALUES (?, ?)", key, value)
 
     def clear(self) -> None:
         self._run("DELETE FROM samples")
@@ -137,7 +134,23 @@ class DiskStore(Store):
 
     def __getstate__(self) -> dict[str, Any]:
         """Each process opens the file for itself."""
-        return {"path": self.path, "capacity": self.capacity, "_opened": None}
+        return {"path": self.path, "capacity": self.capacity, "_opened": None, "_away_until": 0.0}
+
+    def _ask(self, command: str, *values: bytes) -> list[Any]:
+        """As `_run`, but nothing from a file that fails, which the log says once."""
+        if time.monotonic() < self._away_until:
+            return []
+        try:
+            return self._run(command, *values)
+        except ConfigError as error:
+            if "full" in str(error.__cause__):
+                self.warn(
+                    f"the cache {self.file} is full (capacity {self.capacity} bytes): other samples are made anew"
+                )
+            else:
+                self._opened, self._away_until = None, time.monotonic() + AWAY
+                self.warn(f"{error}. Its samples are made anew")
+            return []
 
     def _run(self, command: str, *values: bytes) -> list[Any]:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -148,10 +161,8 @@ class DiskStore(Store):
         try:
             with lock:
                 return connection.execute(command, values).fetchall()
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError as error:
-            raise self._is_no_store(error) from None
+        except sqlite3.Error as error:
+            raise self._is_no_store(error) from error
 
     def _open(self) -> sqlite3.Connection:
         try:
@@ -165,14 +176,17 @@ class DiskStore(Store):
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA max_page_count = {self.capacity // PAGE}")
-            connection.execute(f"PRAGMA mmap_size = {self.capacity}")
+            # mapped into memory, a file that another program cuts short would end the process (SIGBUS)
+            connection.execute("PRAGMA mmap_size = 0")
             connection.execute("CREATE TABLE IF NOT EXISTS samples (key BLOB PRIMARY KEY, value BLOB)")
-        except sqlite3.DatabaseError as error:
-            raise self._is_no_store(error) from None
+        except sqlite3.Error as error:
+            raise self._is_no_store(error) from error
         return connection
 
     def _is_no_store(self, error: Exception) -> ConfigError:
-        return ConfigError(f"{self.file} is damaged, or no store ({error}): delete it, or choose another path")
+        return ConfigError(
+            f"the cache {self.file} failed: it is damaged, or no store ({error}). Delete it, or choose another path"
+        )
 
 
 PAGE = 16384

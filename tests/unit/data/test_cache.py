@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -275,6 +276,54 @@ def test_a_server_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
         assert "failed" in caplog.text
     finally:
         server.stop()
+
+
+def reads_while_cut_short(path: Path, size: int) -> None:
+    """In a process of its own, which a file that is mapped into memory would end."""
+    store = DiskStore(path)
+    keys = [place.to_bytes(20, "big") for place in range(100)]
+    for key in keys:
+        store.put(key, bytes(20_000))
+    sqlite3.connect(store.file).execute("PRAGMA wal_checkpoint(TRUNCATE)")  # from the log beside the file into it
+    store = DiskStore(path)
+    os.truncate(store.file, size)
+    for key in keys:
+        assert store.get(key) in (None, bytes(20_000))
+        store.put(key, bytes(20_000))
+
+
+@pytest.mark.parametrize("size", [0, 20_000, 1_000_000])
+def test_a_file_that_is_cut_short_costs_its_samples_alone(size: int, tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=reads_while_cut_short, args=(tmp_path, size))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("failure", [sqlite3.OperationalError("disk I/O error"), sqlite3.DatabaseError("malformed")])
+def test_a_file_that_fails_is_left_alone_for_a_while(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(tmp_path)
+    store.put(b"key", b"value")
+    pid, _, lock = vars(store)["_opened"]
+    asked = []
+
+    class Failing:
+        def execute(self, *words: Any) -> None:
+            asked.append(words)
+            raise failure
+
+    vars(store)["_opened"] = pid, Failing(), lock
+    with pytest.raises(dgcopt.ConfigError, match=r"samples\.sqlite failed"):
+        len(store)
+    for _ in range(3):
+        assert store.get(b"key") is None
+        store.put(b"key", b"other")
+    assert len(asked) == 2 and caplog.text.count("Its samples are made anew") == 1
+    later = time.monotonic() + 31
+    monkeypatch.setattr("time.monotonic", lambda: later)
+    assert store.get(b"key") == b"value"
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

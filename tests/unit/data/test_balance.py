@@ -200,10 +200,10 @@ def test_who_and_among_how_many_come_from_the_wire() -> None:
         ({"num_replicas": 0}, "num_replicas must be a whole number of at least 1"),
         ({"random_level": 1.5}, "random_level must be from 0 to 1, not 1.5"),
         ({"shuffle": 1}, "shuffle must be True or False"),
-        ({"drop_last": True, "uneven": True}, "choose"),
+        ({"drop_last": True, "uneven": True}, "set one of them"),
         ({"complexity_fn": lambda sample: float("nan")}, "for sample 0 it is nan"),
         ({"complexity_fn": lambda sample: None if sample == 3 else 1}, "for sample 3 it is None"),
-        ({"complexity_fn": [1, 2]}, "2 numbers, and the dataset 5 samples"),
+        ({"complexity_fn": [1, 2]}, "2 costs, but the dataset has 5 samples"),
         ({"dataset": []}, "empty"),
     ],
 )

@@ -19,20 +19,20 @@ __all__ = ["Adasum"]
 
 @dataclass(eq=False)
 class Adasum(Compressor):
-    """Combine the updates of all ranks: orthogonal ones add up, parallel ones are averaged.
+    """Combines the updates of all ranks: orthogonal ones are summed, parallel ones are averaged.
 
     For two updates a and b of a parameter (section 3.1):
 
         Adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-    and for 2^n ranks recursively, neighbours first. What is combined is the update that the wrapped optimizer makes of
-    each rank's own gradient, so its learning rate needs no scaling with the number of ranks.
+    and for 2^n ranks recursively, neighbours first. It combines the updates that the wrapped optimizer makes from each
+    rank's own gradient, so the learning rate needs no scaling with the world size.
 
     Args:
-        dtype: float16 or bfloat16 on the wire, or None for the gradient's own.
+        dtype: float16 or bfloat16 on the wire, or None for the gradient's dtype.
 
-    Costs log2(N) rounds of one bucket each, and no overlap with backward. Raises ConfigError if the number of ranks is
-    no power of two.
+    Costs log2(N) rounds of one bucket each, and no overlap with backward. Raises ConfigError if the world size is
+    not a power of two.
     """
 
     dtype: torch.dtype | None = None
@@ -40,7 +40,7 @@ class Adasum(Compressor):
 
     @classmethod
     def carrying(cls, compressor: Compressor) -> Adasum:
-        """Adasum over what `compressor` puts on the wire. Raises ConfigError for compressors that are not dense."""
+        """Return Adasum in the wire dtype of `compressor`. Raises ConfigError for compressors that are not dense."""
         if isinstance(compressor, FP16 | BF16) and isinstance(compressor.inner, NoCompression):
             return cls(compressor.dtype)
         if isinstance(compressor, cls):
@@ -59,7 +59,7 @@ class Adasum(Compressor):
             neighbour = ctx.rank ^ distance
             mine = grad.to(self.dtype or grad.dtype)
             theirs = yield SendRecv(mine, to=neighbour, source=neighbour)
-            # rounded alike on both, and in the same order, so that both get the same bits
+            # same rounding and order on both ranks, for the same bits
             pair = (mine.to(grad.dtype), theirs.to(grad.dtype))
             a, b = pair if ctx.rank < neighbour else pair[::-1]
             for segment in ctx.segments:
@@ -70,7 +70,7 @@ class Adasum(Compressor):
 
 
 def adasum(a: Tensor, b: Tensor) -> Tensor:
-    """The formula above for two vectors; the other one where one of them is zero."""
+    """Return the formula above for two vectors; if one is zero, the other."""
     x, y = a.double(), b.double()
     dot, aa, bb = x.dot(y), x.dot(x), y.dot(y)
     left = torch.where(aa > 0, 1 - dot / (2 * aa), 1.0)

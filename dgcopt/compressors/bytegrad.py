@@ -1,4 +1,4 @@
-"""ByteGrad of Bagua: 8 bits per coordinate, summed where they meet."""
+"""ByteGrad of Bagua: a scatter-reduce-gather in 8 bits per coordinate."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["ByteGrad"]
 
 @dataclass(eq=False)
 class ByteGrad(Compressor):
-    """A quarter of the bytes at any number of ranks: scatter, reduce, gather, by the quantiser MinMaxUInt8.
+    """Scatter, reduce and gather with the quantiser MinMaxUInt8: a quarter of the bytes at any world size.
 
     (a) the gradient is split into N chunks, each quantised with its own range, (b) chunk j of every rank goes to rank
-    j, its own included, (c) which decodes them, adds them up in float32, divides by N and quantises the mean anew,
+    j, its own included, (c) rank j decodes them, sums them in float32, divides by N and quantises the mean,
     (d) all ranks gather the means and decode them.
 
-    Where Bagua pads a bucket with zeros, which widen the range of the chunk that they are in and so its error, here
-    only parameters count: gaps between them do not travel and the last chunk ends in copies of its last value. Bagua
-    drops the error of both roundings; here error feedback may keep them. For several ranks on a machine
-    `Hierarchical(ByteGrad())` sends between machines only, as Bagua does by default.
+    Bagua pads a bucket with zeros, which widen the range of their chunk and its error. Here gaps are not sent, and the
+    last chunk is padded with copies of its last value. Bagua drops the errors of both roundings; here error feedback
+    can keep them. For several ranks per machine, `Hierarchical(ByteGrad())` sends between machines only, as Bagua does
+    by default.
 
     Args:
-        error_feedback: True adds what rounding loses to the next gradient; of the second rounding, the owner of the
-            chunk keeps the error of all. For gradients of which some are hundreds of times smaller than others.
+        error_feedback: True adds rounding errors to the next gradient; the owner of a chunk keeps the error of the
+            second rounding. For gradients with magnitudes hundreds of times apart.
 
-    Costs an alltoall of 1 byte per coordinate and an allgather of as many in all; 8 bytes per chunk. Raises
+    Costs an alltoall of 1 byte per coordinate, an allgather of the same total, and 8 bytes per chunk. Raises
     PayloadError for a damaged message. Source: `ByteGradAlgorithm` of BaguaSys/bagua; Gan et al., "BAGUA: Scaling up
     Distributed Learning with System Relaxations", VLDB 2022.
     """
@@ -81,12 +81,12 @@ class ByteGrad(Compressor):
 
 
 def chunk_length(ctx: Context) -> int:
-    """The N-th part of all coordinates."""
+    """Return the number of coordinates per chunk."""
     return -(-sum(segment.numel for segment in ctx.segments) // ctx.size)
 
 
 def pieces(ctx: Context) -> list[tuple[int, int, slice]]:
-    """What lies together both in the flat tensor and in a chunk: the chunk, where in it, and the span of the tensor."""
+    """Yield spans contiguous in both layouts: the chunk, the position in it, and the span of the flat tensor."""
     if "pieces" not in ctx.scratch:
         found, length, done = [], chunk_length(ctx), 0
         for start, stop in runs(ctx):
@@ -100,7 +100,7 @@ def pieces(ctx: Context) -> list[tuple[int, int, slice]]:
 
 
 def runs(ctx: Context) -> list[tuple[int, int]]:
-    """Spans of parameters without gaps between them."""
+    """Return spans of parameters without gaps."""
     found: list[tuple[int, int]] = []
     for segment in ctx.segments:
         first = found.pop()[0] if found and found[-1][1] == segment.start else segment.start
@@ -109,14 +109,14 @@ def runs(ctx: Context) -> list[tuple[int, int]]:
 
 
 def lies_in_chunks(ctx: Context) -> bool:
-    """Whether a flat tensor is all chunks, one after another: it has no gaps, and all chunks are full."""
+    """Return True if the flat tensor equals all chunks in a row: no gaps, and all chunks full."""
     return runs(ctx) == [(0, ctx.size * chunk_length(ctx))]
 
 
 def into_chunks(flat: Tensor, ctx: Context) -> Tensor:
-    """The parameters' coordinates, one after another, as `[size, chunk]`; filled up with copies of the last.
+    """Return the parameters' coordinates as `[size, chunk]`, padded with copies of the last.
 
-    It is `flat` itself where that `lies_in_chunks`.
+    Returns a view of `flat` if it `lies_in_chunks`.
     """
     parts = [flat[start:stop] for start, stop in runs(ctx)]
     if not lies_in_chunks(ctx):
@@ -126,14 +126,14 @@ def into_chunks(flat: Tensor, ctx: Context) -> Tensor:
 
 
 def put_chunks(ends: Tensor, codes: Tensor, flat: Tensor, how: Put, ctx: Context) -> None:
-    """Let what all chunks' ends and codes stand for take effect on the flat tensor; gaps stay."""
+    """Apply the decoded values of all chunks to the flat tensor, except gaps."""
     for chunk, place, span in pieces(ctx):
         gradient = ctx.mixture and ctx.mixture.within(span.start, span.stop).inverse
         put_minmax(codes[chunk, place : place + span.stop - span.start], ends[chunk], flat[span], how, gradient)
 
 
 def out_of_chunks(chunks: Tensor, ctx: Context) -> Tensor:
-    """The flat tensor that `into_chunks` took apart, zero between parameters."""
+    """Return the flat tensor of `into_chunks`' chunks, with zero gaps."""
     flat, start, values = chunks.new_zeros(ctx.numel), 0, chunks.view(-1)
     for segment in ctx.segments:
         flat[segment.start : segment.stop] = values[start : start + segment.numel]

@@ -22,27 +22,26 @@ __all__ = ["CLTK"]
 
 @dataclass(eq=False)
 class CLTK(ScheduledRatio):
-    """Ranks take turns to choose the indices of all: a broadcast of indices, then an allreduce of the values.
+    """Ranks take turns to select indices for all: a broadcast of indices, then an allreduce of values.
 
         v = e + g;  rank (step mod N) finds the k = ceil(ratio * n) largest of its |v| in each tensor;
         every rank sends its v there;  e = (1 - beta) * e + beta * (v - sent)
 
-    What a rank receives does not grow with the number of ranks, as it does for TopK and DGC. It works as far as the
-    residuals of ranks resemble each other, which a small beta (the paper's low-pass filter) makes them do.
+    Bytes are flat in the world size, unlike TopK and DGC. It relies on similar residuals on all ranks; a small beta
+    (the paper's low-pass filter) keeps them similar.
 
-    For many ranks. Not for two, where TopK sends little more and chooses better.
+    For many ranks. With two ranks TopK sends little more and selects better.
 
     Args:
-        ratio: fraction of coordinates that is sent, in (0, 1]; larger if accuracy suffers.
-        beta: how fast the residual follows, in (0, 1]; 1 is plain error feedback, smaller is for large batches and
-            high learning rates, where residuals of ranks drift apart. Below 1 not all gradient is made up for.
-        source: what travels, see `Compressor.source`.
-        warmup: ratios for the first steps or epochs; None starts at `ratio`.
+        ratio: fraction of coordinates to send, in (0, 1]; raise it if accuracy suffers.
+        beta: update rate of the residual, in (0, 1]; 1 is plain error feedback. Smaller is for large batches and high
+            learning rates, where ranks' residuals drift apart; below 1 part of the gradient is lost.
+        source: send gradients or updates: see `Compressor.source`.
+        warmup: ratios of the first steps or epochs; None starts at `ratio`.
 
     Costs one broadcast of 11.5 bits (at 0.1%; 8 at 1%) and one allreduce of 4 bytes per selected coordinate of
-    float32, in two rounds. Where the leader's indices cluster so much that their code has no room for all, the
-    smallest values wait. Raises ConfigError for settings that are none of these, PayloadError for a damaged
-    message.
+    float32, in two rounds. If the leader's clustered indices exceed the code's capacity, the smallest
+    values stay in the residual. Raises ConfigError for invalid settings, PayloadError for a damaged message.
     """
 
     ratio: float = 0.01
@@ -59,7 +58,7 @@ class CLTK(ScheduledRatio):
         return self.beta == 1
 
     def selection(self, ctx: Context) -> Selection:
-        """What finds the largest coordinates of this bucket."""
+        """Return the selection of the largest coordinates of this bucket."""
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
@@ -81,7 +80,7 @@ class CLTK(ScheduledRatio):
         return total
 
     def _choose(self, v: Tensor, maxima: Tensor, ctx: Context) -> Tensor:
-        """The leader's message: where its own v is largest."""
+        """Return the leader's message: the positions of its largest v."""
         indices = self.selection(ctx).largest(v, maxima)
         count = len(indices)
         kept, counts = what_fits(indices, v[indices], one_row(count), count, ctx.numel)

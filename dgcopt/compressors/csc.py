@@ -24,27 +24,27 @@ __all__ = ["CSC"]
 
 @dataclass(eq=False)
 class CSC(ScheduledRatio):
-    """Whole chunks of the gradient, those of the largest L1 norm over all ranks, by allreduce; the others wait.
+    """Sends the chunks of the gradient with the largest L1 norm over all ranks, by allreduce; the rest stays.
 
         v = e + u;  L_c = sum over ranks of |v| in chunk c;  all ranks send the k = ceil(ratio * chunks) chunks of
         the largest L_c;  e = v, zero in those chunks
 
-    Here u is the gradient, or for SGD with momentum what its local momentum makes of it (u <- m u + g, as in DGC), so
-    that at ratio 1 this is dense training. All ranks see the same norms and take the first chunk where two are equal.
+    Here u is the gradient, or for SGD with momentum the corrected one (u <- m u + g, as in DGC), so ratio 1 is dense
+    training. All ranks see the same norms; ties go to the first chunk.
 
-    For many ranks and fast links: neither bytes nor work grow with the number of ranks, and only whole chunks are
-    copied. For slow links DGC sends far less.
+    For many ranks and fast links: bytes and work are flat in the world size, and only whole chunks are copied. For slow
+    links DGC sends far less.
 
     Args:
-        ratio: fraction of the chunks that is sent, in (0, 1]; larger if accuracy suffers.
-        chunk: elements per chunk at most; chunks of a bucket are equally long, cut on boundaries of 64, and may hold
-            several tensors. Smaller chooses better, and costs more norms and smaller copies: the paper's 32768 leave a
-            small model with a handful of chunks, of which all but one or two wait.
-        source: what travels, see `Compressor.source`.
-        warmup: ratios for the first steps or epochs; None starts at `ratio`.
+        ratio: fraction of chunks to send, in (0, 1]; raise it if accuracy suffers.
+        chunk: largest number of elements per chunk; chunks of a bucket have equal lengths in multiples of 64 and may
+            hold several tensors. Smaller selects better, but costs more norms and smaller copies: with the paper's
+            32768 a small model has a handful of chunks, and sends only one or two.
+        source: send gradients or updates: see `Compressor.source`.
+        warmup: ratios of the first steps or epochs; None starts at `ratio`.
 
     Costs one allreduce of 4 bytes per chunk and one of 4 bytes per selected float32 parameter, in two rounds. Raises
-    ConfigError for settings that are none of these.
+    ConfigError for invalid settings.
     """
 
     ratio: float = 0.15
@@ -59,11 +59,11 @@ class CSC(ScheduledRatio):
         self._memory = ErrorFeedback()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy is attached to an optimizer of its own
+        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
 
     @property
     def conserves(self) -> bool:
-        return True  # but for momentum, which adds every gradient several times
+        return True  # apart from momentum, which adds each gradient several times
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
@@ -99,7 +99,7 @@ class CSC(ScheduledRatio):
         return ctx.scratch["result"].zero_().index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]
 
     def _cut(self, ctx: Context) -> tuple[int, int, int]:
-        """How many chunks the bucket has, how long they are, and how many are sent."""
+        """Return the number of chunks in the bucket, their length, and the number to send."""
         chunks = -(-ctx.numel // (self.chunk // BLOCK * BLOCK))
         length = -(-ctx.numel // (chunks * BLOCK)) * BLOCK
         return chunks, length, math.ceil(self.ratio_at(ctx.step) * chunks)

@@ -24,32 +24,31 @@ __all__ = ["DeMo"]
 
 @dataclass(eq=False)
 class DeMo(Compressor):
-    """The largest frequencies of a momentum that each rank keeps for itself; the step follows the sign of their mean.
+    """Sends the largest DCT coefficients of each rank's own momentum; the step is the sign of their mean.
 
         m <- decay * m + g;  q = the k = ceil(ratio * c) largest of the c coefficients of each tile of DCT(m);
         m <- m - IDCT(q);  result = sign(IDCT(mean over ranks of q))
 
-    A tensor of two or more dimensions is a matrix of its first dimension and all others, as they lie in memory; tiles
-    are 64 by 64 elements of it, smaller ones at its edges, and 64 neighbours of a vector. DCT is the orthonormal DCT-II
-    along both sides.
+    A tensor of two or more dimensions is a matrix of its first dimension and all others, in memory order. Tiles have 64
+    by 64 elements, fewer at the edges, and 64 neighbours in a vector. DCT is the orthonormal DCT-II along both sides.
 
-    It differs from the authors' code in four places: m holds gradients without lr, so that a schedule does not change
-    the weight of what waits; the mean is over all ranks, not over those that chose a coefficient; tiles do not shrink
-    where 64 does not divide a dimension; and vectors send the same fraction as matrices.
+    Four differences from the authors' code: m holds gradients without lr, so a schedule does not rescale the residual;
+    the mean is over all ranks, not only those that selected a coefficient; tiles do not shrink if 64 does not divide a
+    dimension; vectors send the same fraction as matrices.
 
-    For language models, with the learning rate of a sign method (Adam's). The wrapped optimizer has to be SGD without
-    momentum; its weight decay acts as usual. A single process has nothing to exchange and takes plain SGD steps.
+    For language models, with the learning rate of a sign method (Adam's). The wrapped optimizer must be SGD without
+    momentum; its weight decay acts as usual. A single process takes plain SGD steps.
 
     Args:
-        ratio: fraction of each tile's coefficients that is sent, in (0, 1]; 32 of 4096 by default, as in the authors'
-            code. Larger if the loss suffers.
-        decay: of the momentum, in (0, 1]; smaller forgets sooner what does not get its turn.
-        values, indices: how coefficients travel; what rounding loses stays in m.
-        sign: whether only the result's sign is taken. False leaves the size of each element to lr, as SGD does.
+        ratio: fraction of each tile's coefficients to send, in (0, 1]; 32 of 4096 by default, as in the authors' code.
+            Raise it if the loss suffers.
+        decay: decay of the momentum, in (0, 1]; smaller forgets unsent coefficients sooner.
+        values, indices: codes of coefficients on the wire; rounding errors stay in m.
+        sign: apply only the result's sign. False applies its value, as in SGD.
 
     Costs one allgather of 2.1 bytes per coefficient, at the default 0.13 bits per parameter; a DCT and two inverses,
     each of 22 operations per element in the same order everywhere, so that all ranks take the same step. Raises
-    ConfigError for other optimizers and for settings that are none of these, PayloadError for a damaged message.
+    ConfigError for other optimizers and for invalid settings, PayloadError for a damaged message.
     """
 
     ratio: float = 1 / 128
@@ -70,8 +69,8 @@ class DeMo(Compressor):
             )
         if any(group["momentum"] for group in optimizer.param_groups):
             raise ConfigError(
-                "DeMo keeps the momentum itself, and SGD would apply a second one: make SGD with momentum=0 and set "
-                "DeMo(decay=...)"
+                "DeMo keeps the momentum itself, and SGD would apply a second one. Create SGD with momentum=0 and set "
+                "DeMo(decay=...)."
             )
         super().attach(optimizer)
 
@@ -86,7 +85,7 @@ class DeMo(Compressor):
         indices, values = selection.largest(frequencies)
         message, sent, arriving = code.encode(indices, values, ctx.numel)
         inverse_dct(chosen.index_copy_(0, sent, arriving), matrices, m, "subtract")
-        clear_at(chosen, sent)  # which is zero between steps
+        clear_at(chosen, sent)  # zero between steps
 
         messages = yield AllGather(message)
         total = sum_of_messages(messages, code, selection.count, ctx)
@@ -97,7 +96,7 @@ class DeMo(Compressor):
         return result if not self.sign or ctx.divisor == ctx.size else result.mul_(ctx.size / ctx.divisor)
 
     def _plan(self, ctx: Context) -> tuple[Matrices, ChunkSelection]:
-        """Where the matrices lie, and what finds the largest coefficients of every tile."""
+        """Return the positions of the matrices, and the selection of the largest coefficients of each tile."""
         if "plan" not in ctx.scratch:
             shapes = []
             for segment in ctx.segments:

@@ -1,4 +1,4 @@
-"""Every coordinate, as it is; and no exchange at all."""
+"""NoCompression, the dense average; and Noop, no exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NoCompression", "Noop"]
 
 @dataclass(eq=False)
 class NoCompression(Compressor):
-    """The plain averaged gradient: the reference for accuracy.
+    """Averages dense gradients: the baseline for accuracy.
 
     Costs one allreduce of 4 bytes per float32 parameter.
     """
@@ -42,10 +42,10 @@ class NoCompression(Compressor):
 
 @dataclass(eq=False)
 class Noop(Compressor):
-    """Nothing is sent and every rank goes its own way: how fast a step would be if communication cost nothing.
+    """Sends no gradient, to measure the step time without communication.
 
-    For measuring only; the ranks come apart. Costs the step's vote, as every compressor does: a message of 44
-    bytes, and waiting for the slowest. Without even that, take `noop_hook` of torch's DDP communication hooks.
+    For measurements only: replicas diverge. Costs the step's vote, like every compressor: a message of 44 bytes and the
+    wait for the slowest rank. `noop_hook` of torch's DDP communication hooks saves even that.
     """
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:

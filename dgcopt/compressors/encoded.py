@@ -1,4 +1,4 @@
-"""The base of compressors that round every coordinate: one message per rank, decoded and averaged by all."""
+"""The base class of quantisers: one message per rank, which all ranks decode and average."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Encoded"]
 
 
 class Encoded(Compressor):
-    """The mean of messages that each rank decodes by itself, in rank order; with error feedback if wanted.
+    """Averages the messages of all ranks, decoded on each rank in rank order, with optional error feedback.
 
     A subclass defines `encode` and `decode`. With `error_feedback` (Karimireddy et al., "Error Feedback Fixes SignSGD",
-    ICML 2019) what rounding loses is added to the next gradient.
+    ICML 2019) rounding errors are added to the next gradient.
 
     Costs one allgather.
     """
@@ -29,17 +29,17 @@ class Encoded(Compressor):
         return self.error_feedback
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        """One rank's message, of a length that only depends on `ctx`; NaN and Inf in `values` may become anything."""
+        """Return this rank's message; its length depends on `ctx` only. NaN and Inf in `values` may become anything."""
         raise NotImplementedError(f"{type(self).__name__} must define encode() and decode()")
 
     def encode_sum(self, grad: Tensor, residual: Tensor, values: Tensor, ctx: Context) -> Tensor:
-        """`encode` of `grad` + `residual`, which it writes to `values`: in one pass where a kernel does so."""
+        """Encode `grad` + `residual`, and write the sum to `values`; one pass if a kernel supports it."""
         return self.encode(torch.add(grad, residual, out=values), ctx)
 
     def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
-        """The flat gradient that a message of `rank` stands for: the same bits on all ranks.
+        """Return the flat gradient of a message from `rank`, bit-identical on all ranks.
 
-        Raises PayloadError if the message cannot be right.
+        Raises PayloadError for an invalid message.
         """
         if type(self).decode_into is Encoded.decode_into:
             raise NotImplementedError(f"{type(self).__name__} must define encode() and decode()")
@@ -48,7 +48,7 @@ class Encoded(Compressor):
         return values
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
-        """Let what `decode` returns take effect on `out`, in one pass where a kernel does so."""
+        """Apply the decoded message to `out`; one pass if a kernel supports it."""
         put(self.decode(message, ctx, rank), out, how)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:

@@ -22,7 +22,7 @@ _REMEDY = "subclass dgcopt.Compressor, see docs/compressors.md, or choose one th
 class HorovodCompression(Compressor):
     """A class with static `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx) -> tensor`.
 
-    What `compress` returns travels by one allreduce, so it must add up.
+    An allreduce sums the results of `compress`, so they must be additive.
     """
 
     def __init__(self, compression: Any) -> None:
@@ -45,7 +45,7 @@ class HorovodCompression(Compressor):
 
 
 def accept(compression: Any) -> Compressor:
-    """A compressor from what the user gave: one of ours, or Horovod's. Raises ConfigError for anything else."""
+    """Return the user's compressor, dgcopt's or Horovod's. Raises ConfigError for anything else."""
     if isinstance(compression, Compressor):
         kind = type(compression)
         lacks_half = kind.compress is Compressor.compress or kind.decompress is Compressor.decompress
@@ -72,11 +72,11 @@ def accept(compression: Any) -> Compressor:
 
 
 def _takes(method: Any, count: int) -> bool:
-    """Whether it can be called with so many arguments, as far as it says."""
+    """Return True if the callable accepts that many arguments, by its signature."""
     try:
         inspect.signature(method).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # built in, and says nothing
+    except ValueError:  # a builtin without signature
         return True
     return True

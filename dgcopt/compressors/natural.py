@@ -20,19 +20,19 @@ _INFINITE = 255
 
 @dataclass(eq=False)
 class Natural(Encoded):
-    """Every coordinate is rounded at random to a power of two beside it, so that its mean stays what it was.
+    """Rounds each coordinate at random to a neighbouring power of two, with an unchanged expectation.
 
         2^a <= |x| <= 2^(a+1):  send sign(x) * 2^a with probability (2^(a+1) - |x|) / 2^a, else sign(x) * 2^(a+1)
 
-    A power of two is a float32 without mantissa: sign and exponent travel. Adding a random number below 2^23 to the
-    bits of |x| carries into the exponent just as often as the formula asks, to the last bit. Numbers below 2^-126
-    become that or zero, with the same mean; zero stays zero; magnitudes above 2^100 travel as 2^100.
+    A power of two is a float32 without mantissa, so sign and exponent are sent. Adding a random number below 2^23 to
+    the bits of |x| carries into the exponent with exactly the probability of the formula. Numbers below 2^-126 become
+    that or zero, with the same expectation; zero stays zero; magnitudes above 2^100 are sent as 2^100.
 
-    Unbiased and without memory or scales: the noise is at most an eighth of the square of each coordinate, however
-    many there are. Prefer it where tensors hold values of very different sizes.
+    Unbiased, without memory or scales: the noise is at most an eighth of the square of each coordinate. For tensors
+    with values of very different magnitudes.
 
     Args:
-        seed: of the random numbers.
+        seed: seed of the random numbers.
 
     Costs one allgather of 9 bits per coordinate. Raises PayloadError for a damaged message. Source: Horvath, Ho,
     Horvath, Sahu, Canini & Richtarik, "Natural Compression for Distributed Deep Learning", arXiv:1905.10988.

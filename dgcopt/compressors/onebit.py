@@ -18,16 +18,15 @@ __all__ = ["OneBit"]
 
 @dataclass(eq=False)
 class OneBit(Encoded):
-    """One of two values for every coordinate of a tensor; the error is added to the next gradient.
+    """Sends one of two values per coordinate of a tensor; the error is added to the next gradient.
 
         v = e + g;  send mean{v : v >= 0} where v >= 0, else mean{v : v < 0};  e = v - what was sent
 
-    The two means make the squared error the least that a split at zero can have, and keep the sum of v. The paper has
-    a pair of them for each column of a matrix; here it is one for each tensor, whatever its shape. As EFSignSGD, but
-    for gradients that lie to one side.
+    The two means minimise the squared error of a split at zero and preserve the sum of v. The paper has a pair of means
+    per matrix column; here there is one pair per tensor. Like EFSignSGD, but for one-sided gradients.
 
     Args:
-        error_feedback: False throws the error away; without it training does not converge, as the paper found.
+        error_feedback: False drops the error; then training does not converge, as the paper found.
 
     Costs one allgather of 1 bit per coordinate and 8 bytes per tensor. Raises PayloadError for a damaged message.
     Source: Seide, Fu, Droppo, Li & Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel

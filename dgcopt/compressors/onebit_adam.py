@@ -19,18 +19,18 @@ __all__ = ["OneBitAdam", "OneBitReduce"]
 
 
 class OneBitAdam(FrozenAdam):
-    """Adam for `warmup_steps` on whole gradients; then its variance is frozen, and its momentum travels in one bit.
+    """Adam on dense gradients for `warmup_steps`; then its variance is frozen and its momentum is sent in one bit.
 
-    The rule is that of `FrozenAdam`; momentum travels as `OneBitReduce` has it, with the error of both its roundings
-    fed back. For Adam on slow links, where v settles early.
+    The rule is that of `FrozenAdam`; `OneBitReduce` sends the momentum, with error feedback for both roundings. For
+    Adam on slow links, if v settles early.
 
     Args:
-        warmup_steps: T; the paper takes 15 to 25% of all steps. More if the loss jumps when it is over.
-        inner: how momentum travels; None is OneBitReduce(). `Hierarchical(OneBitReduce())` for several ranks on a
+        warmup_steps: T; 15 to 25% of all steps in the paper. Raise it if the loss jumps afterwards.
+        inner: compressor of the momentum; None is OneBitReduce(). `Hierarchical(OneBitReduce())` for several ranks per
             machine.
 
-    Costs 2 bits per parameter and few bytes per tensor, at any number of ranks, after T steps at 4 bytes. Raises what
-    `FrozenAdam` does, and PayloadError for a damaged message. Source: Tang et al., "1-bit Adam: Communication Efficient
+    Costs 2 bits per parameter and a few bytes per tensor at any world size, after T steps at 4 bytes. Raises the errors
+    of `FrozenAdam`, and PayloadError for a damaged message. Source: Tang et al., "1-bit Adam: Communication Efficient
     Large-Scale Training with Adam's Convergence Speed", ICML 2021, arXiv:2102.02888, algorithm 1.
     """
 
@@ -39,17 +39,17 @@ class OneBitAdam(FrozenAdam):
 
 
 class OneBitReduce(Compressor):
-    """The mean of signs, rounded to signs again: the error of both roundings is fed back.
+    """The mean of signs, rounded to signs again, with error feedback for both roundings.
 
         worker:  v = g + e;  send C(v);  e = v - C(v)
         server:  u = sum of the workers' C(v) + d;  send C(u) / N;  d = u - C(u)
 
-    C(v) is the sign of v times the mean |v| of its tensor, with which the error is never longer than v. In
-    the paper it has the length of v instead, with which the error may grow where few coordinates are large.
+    C(v) is the sign of v times the mean |v| of its tensor, so the norm of the error is at most that of v. In the paper
+    C(v) has the norm of v, and the error may grow if few coordinates are large.
 
-    Rank r is the server of the r-th part of a bucket. If buckets are laid out anew, what it held back for a part that
-    it no longer serves is sent with its own v. Costs an alltoall and an allgather of 1 bit per coordinate each and 4
-    bytes for each tensor and rank. Raises PayloadError for a damaged message.
+    Rank r is the server of the r-th part of a bucket. After a new layout, its server residual of parts that it no
+    longer serves is sent with its own v. Costs an alltoall and an allgather of 1 bit per coordinate each, and 4 bytes
+    per tensor and rank. Raises PayloadError for a damaged message.
     """
 
     conserves, mixes = True, True
@@ -90,20 +90,19 @@ class OneBitReduce(Compressor):
 
 
 def chunk_length(ctx: Context) -> int:
-    """The N-th part of a bucket, in whole blocks, each of which belongs to one tensor."""
+    """Return the length of an N-th part of a bucket, in whole blocks."""
     return -(-ctx.numel // (BLOCK * ctx.size)) * BLOCK
 
 
 def part_of(ctx: Context, rank: int) -> slice:
-    """What a rank serves; nothing, if there are more ranks than blocks."""
+    """Return the part that a rank serves; empty if there are more ranks than blocks."""
     length = chunk_length(ctx)
     return slice(min(rank * length, ctx.numel), min((rank + 1) * length, ctx.numel))
 
 
 @dataclass(frozen=True)
 class Owned:
-    """The part that this rank serves: the tensor of each block, elements of each tensor (1 at least) and of each block,
-    and its gaps."""
+    """The part that this rank serves: each block's tensor, elements per tensor (at least 1) and block, and its gaps."""
 
     place: Tensor
     numels: Tensor
@@ -125,7 +124,7 @@ class Owned:
 
 
 def hand_over(ctx: Context, own: slice) -> None:
-    """Add what this rank held back for parts that it does not serve to its own v, whether or not the step succeeds."""
+    """Add the server residual of parts that this rank does not serve to its own v; valid in a commit and an abort."""
     residual, held = ctx.hold("residual"), ctx.hold("residual of the server")
     for elsewhere in (slice(0, own.start), slice(own.stop, ctx.numel)):
         residual[elsewhere] += held[elsewhere]
@@ -133,16 +132,16 @@ def hand_over(ctx: Context, own: slice) -> None:
 
 
 def filled_up(signs: Tensor, nbytes: int) -> Tensor:
-    """As many bytes as every rank sends; those of the last ranks may have nothing to say."""
+    """Pad to the number of bytes that every rank sends; the last ranks' may be empty."""
     return signs if len(signs) == nbytes else torch.nn.functional.pad(signs, (0, nbytes - len(signs)))
 
 
 def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:
-    """Of each tensor, as they travel."""
+    """Return the mean magnitude of each tensor, as sent."""
     above, below, _ = tensor_sums(sums, place, len(numels))
     return ((above + below) / numels).clamp_(max=LARGEST)
 
 
 def decode(message: Tensor, ctx: Context, rank: int) -> tuple[Tensor, Tensor]:
-    """The scale of each tensor, and the signs of one part."""
+    """Return the scale of each tensor and the signs of one part."""
     return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank)

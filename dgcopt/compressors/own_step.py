@@ -1,7 +1,7 @@
-"""Which optimizers' `step()` may be called before the exchange, so that updates travel in place of gradients.
+"""Optimizers whose `step()` may run before the exchange, so that updates are sent instead of gradients.
 
-Known are torch's own optimizers, recognised by the function behind `step`: a subclass with a step of its own is not
-one of them, and a wrapped optimizer still is.
+torch's own optimizers are recognised by the function behind `step`: a subclass that overrides it is not recognised, a
+wrapped optimizer is.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ ELEMENTWISE = (
     optim.Rprop,
     optim.SparseAdam,
 )
-"""Not ASGD, which averages each rank's own weights; nor Adafactor and Muon, whose updates are
-of whole matrices: a compressed one is no such update."""
+"""Without ASGD, which averages each rank's own weights, and without Adafactor and Muon, whose updates
+are not elementwise."""
 
 
 def steps_as(optimizer: Optimizer, *kinds: type[Optimizer]) -> bool:
-    """Whether `step` is that of one of these classes, and not a subclass's own."""
+    """Return True if `step` is that of one of these classes, not a subclass's override."""
     return any(_step_of(type(optimizer)) is _step_of(kind) for kind in kinds)
 
 
 def updates_add_up(optimizer: Optimizer) -> bool:
-    """Whether the weights depend on nothing but the sum of the updates made of them, coordinate by coordinate."""
+    """Return True if weights depend only on the elementwise sum of updates."""
     return steps_as(optimizer, *ELEMENTWISE)
 
 
 def passes_over_missing_gradients(optimizer: Optimizer) -> bool:
-    """Whether a step without any gradient is known to leave the weights alone, as it is for torch's own."""
+    """Return True if a step without gradients is known not to change weights, as for torch's optimizers."""
     return getattr(_step_of(type(optimizer)), "__module__", "").startswith("torch.optim.")
 
 
 def check_steps_alone(optimizer: Optimizer, what_for: str) -> None:
-    """Raises ConfigError if `step()` is known to exchange weights with other ranks, as those of torch.distributed do.
+    """Raise ConfigError if `step()` is known to exchange weights with other ranks, as in torch.distributed.
 
-    Other ranks' updates, which such a step brings in, would be taken for this rank's own.
+    Other ranks' updates would count as this rank's own.
     """
     if getattr(_step_of(type(optimizer)), "__module__", "").startswith("torch.distributed."):
         raise ConfigError(
@@ -60,5 +60,5 @@ def check_steps_alone(optimizer: Optimizer, what_for: str) -> None:
 
 
 def _step_of(kind: type[Optimizer]) -> Any:
-    """The function `step` as its class defines it, without the wrappers of torch and dgcopt."""
+    """Return the function `step` of the class, without the wrappers of torch and dgcopt."""
     return inspect.unwrap(kind.step)

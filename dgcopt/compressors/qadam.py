@@ -1,4 +1,4 @@
-"""QAdam of Bagua: Adam with a frozen variance, whose momentum travels in 8 bits."""
+"""QAdam of Bagua: Adam with a frozen variance and momentum in 8 bits."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["QAdam"]
 
 
 class QAdam(FrozenAdam):
-    """Adam for `warmup_steps` on whole gradients; then its variance is frozen, and its momentum travels in 8 bits.
+    """Adam on dense gradients for `warmup_steps`; then its variance is frozen and its momentum is sent in 8 bits.
 
-    The rule is that of `FrozenAdam`; momentum changes slowly, and so bears 8 bits without error feedback. Bagua's own
-    rule differs in three points, for which there is `faithful`. With k counting from 1 and T = warmup_steps:
+    The rule is that of `FrozenAdam`; momentum changes slowly, so 8 bits suffice without error feedback. Bagua's own
+    rule differs in three points, which `faithful` reproduces. With k counting from 1 and T = warmup_steps:
 
-    - the gradient of step T is averaged and then lost: neither m nor v take it in;
-    - the bias correction of v goes on after v has stopped, so sqrt(v) / sqrt(1 - b2^k) shrinks, and steps grow up to
-      1 / sqrt(1 - b2^(T-1)) times: 3.3 for T = 100 and b2 = 0.999;
-    - after the warm-up there is no weight decay, and every group's momentum takes the first group's b1.
+    - the gradient of step T is averaged and then lost: neither m nor v includes it;
+    - the bias correction of v continues after v is frozen, so sqrt(v) / sqrt(1 - b2^k) shrinks, and steps grow by up to
+      1 / sqrt(1 - b2^(T-1)): 3.3 for T = 100 and b2 = 0.999;
+    - after the warm-up there is no weight decay, and every group uses the first group's b1.
 
     Args:
-        warmup_steps: T; Bagua's default is 100. More if the loss jumps when it is over.
-        inner: how momentum travels; None is ByteGrad(). `Hierarchical(ByteGrad())` is Bagua's hierarchical=True.
-        faithful: True takes Bagua's rule to the letter, to compare with it.
+        warmup_steps: T; Bagua's default is 100. Raise it if the loss jumps afterwards.
+        inner: compressor of the momentum; None is ByteGrad(). `Hierarchical(ByteGrad())` is Bagua's hierarchical=True.
+        faithful: True follows Bagua's rule exactly, for comparison.
 
-    Costs what ByteGrad does, 2 bytes per parameter, after T steps at 4. Raises what `FrozenAdam` does, and ConfigError
-    for faithful=True with a warm-up of one step, after which v would be zero. Source: `QAdamOptimizer` of
+    Costs as much as ByteGrad, 2 bytes per parameter, after T steps at 4. Raises the errors of `FrozenAdam`, and
+    ConfigError for faithful=True with a warm-up of one step, after which v would be zero. Source: `QAdamOptimizer` of
     BaguaSys/bagua, which goes back to Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888.
     """
 

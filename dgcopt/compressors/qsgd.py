@@ -20,7 +20,7 @@ __all__ = ["QSGD"]
 
 @dataclass(eq=False)
 class QSGD(Encoded):
-    """Every coordinate is rounded at random to one of its two neighbouring levels, so that its mean stays what it was.
+    """Rounds each coordinate at random to one of its two neighbouring levels, with an unchanged expectation.
 
         p = s * |v| / ||v||;  level = floor(p), or floor(p) + 1 with probability p - floor(p)
         send ||v|| * sign(v) * level / s
@@ -28,15 +28,15 @@ class QSGD(Encoded):
     for each block of a tensor (called bucket in the paper). Unbiased and without memory.
 
     Args:
-        levels: s, above zero; 1, 3, 7, 15, 31, 63 or 127 use all of their bits. More for less noise.
-        block: coordinates that share a norm, a multiple of 64, or None for whole tensors; fewer for less noise, and 4
-            bytes more for each block.
-        norm: "l2" as in the paper's theory, or "max", with which no level lies above all values: less noise.
-        seed: of the random numbers.
+        levels: s, the number of levels above zero; 1, 3, 7, 15, 31, 63 or 127 use all bits. More means less noise.
+        block: coordinates per norm, a multiple of 64, or None for whole tensors; fewer means less noise, and 4 bytes
+            more per block.
+        norm: "l2" as in the paper's theory, or "max", which wastes no level: less noise.
+        seed: seed of the random numbers.
 
     Costs one allgather of 1 + ceil(log2(levels + 1)) bits per coordinate and 4 bytes per block. Raises ConfigError for
-    settings that are none of these, PayloadError for a damaged message. Source: Alistarh, Grubic, Li, Tomioka &
-    Vojnovic, "QSGD", NeurIPS 2017, section 3; with fields of fixed width in the place of Elias codes.
+    invalid settings, PayloadError for a damaged message. Source: Alistarh, Grubic, Li, Tomioka &
+    Vojnovic, "QSGD", NeurIPS 2017, section 3; with fixed-width fields instead of Elias codes.
     """
 
     levels: int = 7
@@ -56,7 +56,7 @@ class QSGD(Encoded):
         return self.levels.bit_length()
 
     def _blocks(self, ctx: Context) -> PerTensor:
-        """Statistics per block."""
+        """Return statistics per block."""
         if self.block is None:
             return ctx.tensors
         if "blocks" not in ctx.scratch:

@@ -1,4 +1,4 @@
-"""One bit per coordinate: its sign (Bernstein et al., ICML 2018 and ICLR 2019; Karimireddy et al., ICML 2019)."""
+"""Sign compressors, 1 bit per coordinate (Bernstein et al., ICML 2018 and ICLR 2019; Karimireddy et al., 2019)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["EFSignSGD", "SignSGD", "Signum"]
 
 @dataclass(eq=False)
 class SignSGD(Compressor):
-    """Every rank votes on the sign of every coordinate: what is applied is +1, -1, or 0 for a tie.
+    """Majority vote of all ranks on the sign of each coordinate: +1, -1, or 0 for a tie.
 
         result = sign(sum over ranks of sign(g))
 
-    lr is the step of every coordinate and has to be smaller than for SGD, near what Adam takes; op "sum" makes N of
-    each vote. One bit cannot say zero: zeros vote + and - by turns, from rank to rank and step to step, so they cancel
-    among an even number of ranks, or over two steps. Prefer EFSignSGD where the votes lose accuracy.
+    lr is the step of every coordinate and must be smaller than for SGD, near Adam's; op "sum" multiplies each result by
+    N. One bit cannot code zero: zeros vote + and - alternately over ranks and steps, so they cancel for an even number
+    of ranks, or over two steps. Use EFSignSGD if accuracy suffers.
 
-    Each rank counts the votes on its N-th part, as the paper's parameter server does on the whole.
+    Each rank counts the votes of its N-th part, like the paper's parameter server for all.
 
-    Costs an alltoall of 1 bit and an allgather of 1.6 bits per coordinate, however many ranks there are. Raises
-    PayloadError for a damaged message. Source: Bernstein, Wang, Azizzadenesheli & Anandkumar, "signSGD", ICML 2018;
+    Costs an alltoall of 1 bit and an allgather of 1.6 bits per coordinate at any world size. Raises PayloadError for a
+    damaged message. Source: Bernstein, Wang, Azizzadenesheli & Anandkumar, "signSGD", ICML 2018;
     Bernstein, Zhao, Azizzadenesheli & Anandkumar, "signSGD with Majority Vote", ICLR 2019.
     """
 
@@ -48,16 +48,16 @@ class SignSGD(Compressor):
 
 @dataclass(eq=False)
 class Signum(SignSGD):
-    """The vote of SignSGD on the sign of each rank's momentum, which is less noisy than the gradient's.
+    """SignSGD on the sign of each rank's momentum, which is less noisy than that of the gradient.
 
         m = beta * m + (1 - beta) * g;  result = sign(sum over ranks of sign(m))
 
     The wrapped optimizer must have no momentum of its own: SGD with momentum is refused.
 
     Args:
-        beta: how much of the momentum stays, in [0, 1); more for noisier gradients, 0 is SignSGD.
+        beta: decay of the momentum, in [0, 1); larger for noisier gradients, 0 is SignSGD.
 
-    Costs what SignSGD does, and memory for m. Raises ConfigError for a beta outside [0, 1) or an SGD with momentum,
+    Costs as much as SignSGD, plus memory for m. Raises ConfigError for a beta outside [0, 1) or an SGD with momentum,
     PayloadError for a damaged message. Source: Bernstein, Wang, Azizzadenesheli & Anandkumar, "signSGD", ICML 2018.
     """
 
@@ -82,12 +82,12 @@ class Signum(SignSGD):
 
 
 def zero_is_minus(ctx: Context) -> bool:
-    """How zeros vote: by turns."""
+    """Return the vote of zeros, which alternates."""
     return (ctx.rank + ctx.step) % 2 == 1
 
 
 def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExchange:
-    """The sign of the sum of the ranks' signs, written to `result`."""
+    """Write the sign of the sum of all ranks' signs to `result`."""
     part = part_of(ctx)
     missing = packed_bytes(ctx.size * part, 1) - len(ballots)
     whole = torch.nn.functional.pad(ballots, (0, missing)) if missing else ballots
@@ -101,17 +101,17 @@ def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExch
 
 
 def part_of(ctx: Context) -> int:
-    """Of how many coordinates a rank counts the votes."""
+    """Return the number of coordinates whose votes a rank counts."""
     return aligned(-(-ctx.numel // ctx.size))
 
 
 @dataclass(eq=False)
 class EFSignSGD(Encoded):
-    """The sign of every coordinate times the mean magnitude of its tensor; the error is added to the next gradient.
+    """Sends the sign of each coordinate times its tensor's mean magnitude; the error is added to the next gradient.
 
         v = e + g;  send sign(v) * ||v||_1 / n for each tensor of n coordinates;  e = v - what was sent
 
-    Unlike SignSGD it converges where SGD does, at SGD's lr. Zero travels as +, and the error makes up for it.
+    Unlike SignSGD it converges like SGD, at SGD's lr. Zero is sent as +, and the error corrects it.
 
     Costs one allgather of 1 bit per coordinate and 4 bytes per tensor. Raises PayloadError for a damaged message.
     Source: Karimireddy, Rebjock, Stich & Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",

@@ -1,4 +1,4 @@
-"""Gradients that autograd made sparse already (`nn.Embedding(sparse=True)`): everyone's rows, added up."""
+"""Exchange of autograd's sparse gradients (`nn.Embedding(sparse=True)`): the sum of all ranks' rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["gather_rows"]
 def gather_rows(grad: Tensor, divisor: int) -> Exchange:
     """Average a sparse COO gradient over ranks that hold different numbers of rows.
 
-    The counts first, then indices and values padded to the longest. Returns a coalesced sparse tensor of `grad`'s
-    shape, the sum of all ranks' rows divided by `divisor`; of half precision it is made in float32 and rounded once.
-    Nothing is dropped. Raises PayloadError for counts or indices that cannot be right.
+    Gathers counts first, then indices and values padded to the longest. Returns a coalesced sparse tensor of `grad`'s
+    shape, the sum of all ranks' rows divided by `divisor`; half precision is summed in float32 and rounded once.
+    Raises PayloadError for invalid counts or indices.
     """
     grad = grad.coalesce()
     indices, values = grad.indices(), grad.values()

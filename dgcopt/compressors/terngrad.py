@@ -19,17 +19,17 @@ __all__ = ["TernGrad"]
 
 @dataclass(eq=False)
 class TernGrad(Encoded):
-    """Every coordinate becomes -s, 0 or s at random, so that its mean stays what it was.
+    """Rounds each coordinate to -s, 0 or s at random, with an unchanged expectation.
 
         s = min(max|g|, clip * sigma) of each tensor;  send sign(g) * s with probability min(1, |g| / s), else 0
 
-    Unbiased, but for what is clipped, and without memory: noisier than error feedback, and nothing arrives late.
+    Unbiased except for clipping, and without memory: noisier than error feedback, but without delay.
 
     Args:
-        clip: gradients beyond so many standard deviations of their tensor count as that, which keeps s and with it the
-            noise small. Less for less noise and more bias; None for neither clipping nor bias. The deviation is taken
-            about zero, or a tensor of one value would always be clipped to nothing.
-        seed: of the random numbers.
+        clip: clip gradients at this many standard deviations of their tensor, which keeps s and the noise small.
+            Smaller means less noise and more bias; None disables it. The deviation is about zero, so that a constant
+            tensor is not clipped to nothing.
+        seed: seed of the random numbers.
 
     Costs one allgather of 1.6 bits per coordinate and 4 bytes per tensor. Raises ConfigError for a clip that is not
     positive, PayloadError for a damaged message. Source: Wen, Xu, Yan, Wu, Wang, Chen & Li, "TernGrad", NeurIPS 2017:

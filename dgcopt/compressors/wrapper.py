@@ -1,4 +1,4 @@
-"""Compressors around another one."""
+"""The base class of compressors around another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper(Compressor):
-    """A compressor around another one: does what `inner` does, except what a subclass overrides.
+    """A compressor around another one: forwards everything to `inner` that a subclass does not override.
 
     Args:
         inner: the compressor inside; None is NoCompression.
@@ -37,7 +37,7 @@ class Wrapper(Compressor):
 
     @property
     def source(self) -> Source:
-        """The inner one's."""
+        """See `inner`."""
         return self.inner.source
 
     @source.setter
@@ -63,7 +63,7 @@ class Wrapper(Compressor):
 
     @property
     def conserves(self) -> bool:
-        return False  # unless a subclass knows that it changes nothing
+        return False  # unless a subclass overrides it
 
     @property
     def asks_link(self) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+import dgcopt
 from dgcopt.launcher import Here, add_arguments, plan
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +66,11 @@ def pods(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     replicas = spec.get("pytorchReplicaSpecs") or spec.get("mpiReplicaSpecs") or {}
     found = {role: part["template"] for role, part in replicas.items()}
     return {**found, **({"": spec["template"]} if "template" in spec else {})}
+
+
+def containers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The containers of all its pods."""
+    return [container for pod in pods(document).values() for container in pod["spec"]["containers"]]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -213,7 +220,7 @@ def instructions() -> list[tuple[str, str]]:
 def test_dockerfile() -> None:
     """Its shell is bash and each RUN can be read by it; what it copies is there; the scripts use all its arguments."""
     steps = instructions()
-    known = {"ARG", "FROM", "SHELL", "RUN", "COPY", "WORKDIR", "ENV", "CMD"}
+    known = {"ARG", "FROM", "SHELL", "RUN", "COPY", "WORKDIR", "ENV", "CMD", "USER"}
     assert {name for name, _ in steps} == known
     assert [name for name, _ in steps[:2]] == ["ARG", "FROM"], "the base is an argument"
     for name, rest in steps:
@@ -228,6 +235,81 @@ def test_dockerfile() -> None:
         assert f"${argument}" in body or f"${{{argument}" in body, f"{argument} has no effect"
     for needed in ("g++", "make", "patch", "python3-dev", "python3-venv"):  # what the scripts ask for
         assert re.search(rf"\b{re.escape(needed)}(\s|$)", body), needed
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """The instructions of each stage by its name, those of the stage that it begins from included."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, rest in instructions():
+        if name == "FROM":
+            base, _, stage = rest.partition(" AS ")
+            found[stage] = [*found.get(base, [("FROM", base)])]
+        elif found:
+            found[stage].append((name, rest))
+    return found
+
+
+USER = 10001
+
+
+def test_images_run_without_root() -> None:
+    for stage in ("plain", "mpijob"):
+        assert [rest for name, rest in stages()[stage] if name == "USER"] == [str(USER)], stage
+        assert stages()[stage][-1][0] == "USER", "what follows would not be made by root"
+        assert any(f"--uid {USER} dgcopt" in rest for name, rest in stages()[stage] if name == "RUN")
+    assert [*stages()][-1] == "plain", "the stage that is built if none is named"
+    for document in DOCUMENTS.values():
+        for pod in pods(document).values():
+            rights = pod["spec"]["securityContext"]
+            assert rights == {"runAsNonRoot": True, **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER)}
+            assert all(
+                part["securityContext"] == {"allowPrivilegeEscalation": False} for part in pod["spec"]["containers"]
+            )
+
+
+def test_tags_are_pinned() -> None:
+    """Those of the images that ours begin from, and ours: of this version, in manifests and on the page."""
+    page, dockerfile = (ROOT / "docs" / "deploy.md").read_text(), (DEPLOY / "Dockerfile").read_text()
+    bases = re.findall(r"\bBASE=(\S+)", page + dockerfile)
+    assert len(bases) == 3 and all(re.search(r":\S*\d+[.-]?\d+", base) for base in bases), bases
+    ours = [container["image"] for document in DOCUMENTS.values() for container in containers(document)]
+    ours += re.findall(r"docker build .* -t (\S+)", page + dockerfile)
+    version = rf"dgcopt:{re.escape(dgcopt.__version__)}(-\w+)?"
+    assert len(ours) == 6 + 3 + 3 and [image for image in ours if not re.fullmatch(version, image)] == []
+
+
+def test_ssh_is_where_it_is_needed() -> None:
+    """And no host's key goes unverified: not those of an MPIJob's workers, and least of all others."""
+    for path in DEPLOY.rglob("*"):
+        if path.is_file():
+            assert not re.search(r"StrictHostKeyChecking[ =](no|off|accept-new)", path.read_text()), path
+    plain, mpijob = ("\n".join(rest for _, rest in stages()[stage]) for stage in ("plain", "mpijob"))
+    assert "openssh-server" in mpijob and "openssh-server" not in plain and "ssh_config" not in plain
+    job = DOCUMENTS["mpijob.yaml MPIJob"]["spec"]
+    home = job["sshAuthMountPath"]
+    assert home == "/home/dgcopt/.ssh"
+    config = DEPLOY / "mpijob" / "sshd_config"
+    command = pods(DOCUMENTS["mpijob.yaml MPIJob"])["Worker"]["spec"]["containers"][0]["command"]
+    assert command == ["/usr/sbin/sshd", "-De", "-f", f"/dgcopt/{config.relative_to(ROOT)}"]
+    server = dict(line.split(maxsplit=1) for line in config.read_text().splitlines() if line[0] != "#")
+    assert int(server["Port"]) >= 1024, "below, a port is root's"
+    assert server["HostKey"] == f"{home}/id_rsa" and server["AuthenticationMethods"] == "publickey"
+    if (ssh := shutil.which("ssh")) is None:
+        pytest.skip("no ssh to read its config")
+
+    def client(host: str) -> dict[str, str]:
+        read = [ssh, "-G", "-F", str(DEPLOY / "mpijob" / "ssh_config"), host]
+        shown = subprocess.run(read, capture_output=True, text=True, check=True).stdout
+        return dict(line.split(maxsplit=1) for line in shown.splitlines() if " " in line)
+
+    worker, other = client("dgcopt-worker-0.dgcopt.ns.svc"), client("github.com")
+    assert worker["port"] == server["Port"] and worker["stricthostkeychecking"] == "true"
+    assert worker["identityfile"] == server["HostKey"]
+    prints = shlex.split(worker["knownhostscommand"])
+    assert prints[-1] == f"{server['HostKey']}.pub"
+    key = subprocess.run([shutil.which("sed") or "", prints[1]], input="ecdsa AAAA\n", capture_output=True, text=True)
+    assert key.stdout == "* ecdsa AAAA\n", "a line of known_hosts for any of the job's hosts"
+    assert other["port"] == "22" and other["stricthostkeychecking"] == "ask" and "knownhostscommand" not in other
 
 
 def test_dockerfile_makes_the_environment_that_it_uses(tmp_path: Path) -> None:

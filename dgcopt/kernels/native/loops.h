@@ -5,7 +5,7 @@
 #define DGCOPT_LOOPS_H
 
 enum { MOMENTUM = 1, DAMPENED = 2, NESTEROV = 4, COMMIT = 8, LOOK = 16, BESIDE = 32, REST = 64 };
-enum { SAMPLE = 1024, SOON = 6, PIECE = 1024, LARGE = 1 << 17 };
+enum { SAMPLE = 1024, SOON = 6, PIECE = 1024, STRETCH = 1024, LARGE = 1 << 17 };
 
 #if defined(__clang__)
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..blocks import BLOCK
 
-__all__ = ["LARGEST", "Put", "by_block", "finite", "put", "sum_of_rows", "tensor_norms", "tensor_sums"]
+__all__ = ["LARGEST", "STRETCH", "Put", "by_block", "finite", "put", "sum_of_rows", "tensor_norms", "tensor_sums"]
 
 Put: TypeAlias = Literal["set", "add", "subtract"]
 """What decoded values do to a tensor that is there: take its place, or be added to it, or be taken away from it."""
 
 LARGEST = 2.0**100
 """Larger values travel as this, so that sums over a block stay finite."""
+
+
+STRETCH = 1024
+"""Blocks of a tensor whose numbers are added one after another, while other stretches of it are added."""
 
 
 def finite(values: Tensor) -> Tensor:
@@ -31,23 +36,30 @@ def sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """Sums of blocks' numbers, float32 `[kinds, blocks]`, in order: `[kinds, count]`, of block b in `place[b]`.
+    """Sums of blocks' numbers `[kinds, blocks]`, each of one of `count` tensors: `[kinds, count]`.
 
-    Places ascend.
+    Block b is of the tensor `place[b]`, and places ascend. Each tensor's blocks are divided into stretches of `STRETCH`
+    from its first block on. Numbers are added in order within stretches, and then the sums of stretches in order.
     """
-    return numbers.new_zeros(len(numbers), count).index_add_(1, place, numbers)
+    blocks = torch.arange(len(place), device=place.device)
+    first = torch.searchsorted(place, torch.arange(count, device=place.device))[place]
+    stretch = (blocks - first) // STRETCH + first // STRETCH + place  # ascending by at most 2, each of one tensor
+    stretches = len(place) // STRETCH + count
+    sums = numbers.new_zeros(len(numbers), stretches).index_add_(1, stretch, numbers)
+    of = place.new_zeros(stretches).scatter_(0, stretch, place)  # which of its sums are zero where none is
+    return numbers.new_zeros(len(numbers), count).index_add_(1, of, sums)
 
 
 def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The largest magnitude, float32, and the sum of squares, float64, of each of `count` tensors.
 
     Block b is of the tensor `place[b]`, and places ascend. Squares are added up within blocks, as in `sum_of_rows`, and
-    then in order. NaN and Inf count as zero.
+    then as in `tensor_sums`. NaN and Inf count as zero.
     """
     rows = finite(values).view(-1, BLOCK)
     squares = sum_of_rows(rows.double().square_())
     most = rows.new_zeros(count).scatter_reduce_(0, place, rows.abs().amax(1), "amax")
-    return most, squares.new_zeros(count).index_add_(0, place, squares)
+    return most, tensor_sums(squares.view(1, -1), place, count).view(-1)
 
 
 def by_block(numbers: Tensor, place: Tensor) -> Tensor:

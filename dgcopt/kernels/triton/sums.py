@@ -8,13 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..blocks import BLOCK
+from ..torch import STRETCH
 from .floats import UNFUSED, finite
 from .lengths import blocks_of, check_length
+from .pieces import piece_of
 
 __all__ = ["ROWS", "sum_of_rows", "tensor_norms", "tensor_sums"]
 
 ROWS = 32
 """Blocks of 64 that one program works on."""
+
+_TENSORS = 128
+"""Tensors whose starts one program looks for."""
 
 _AHEAD = 32
 """Numbers that a program reads before it adds the first of them: each sum waits for the one before it."""
@@ -41,38 +46,70 @@ def _block_norms(values, maxima, squares, blocks, BLOCK: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def _in_order(numbers, starts, sums, blocks, count, AHEAD: tl.constexpr):
-    tensor = tl.program_id(0)
-    row = numbers + tl.program_id(1).to(tl.int64) * blocks
-    stop = tl.load(starts + tensor + 1)
-    total = tl.zeros((), numbers.dtype.element_ty)
-    for first in range(tl.load(starts + tensor), stop, AHEAD):
-        for i in tl.static_range(AHEAD):
-            total += tl.load(row + first + i, mask=first + i < stop, other=0)
-    tl.store(sums + tl.program_id(1) * count + tensor, total)
+def _find_starts(place, blocks, count, starts, stretches, STRETCH: tl.constexpr, SIZE: tl.constexpr):
+    """At which block and at which stretch each tensor starts, and the last one ends."""
+    tensor = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    low = tl.zeros((SIZE,), tl.int64)
+    high = low + blocks
+    left = blocks
+    while left > 0:
+        middle = (low + high) // 2
+        open = low < high
+        before = open & (tl.load(place + middle, mask=open, other=0) < tensor)
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+        left = left // 2
+    tl.store(starts + tensor, low, mask=tensor <= count)
+    tl.store(stretches + tensor, low // STRETCH + tensor, mask=tensor <= count)
 
 
 @triton.jit
-def _largest_of_each(numbers, starts, largest, SIZE: tl.constexpr):
+def _stretch(starts, stretches, count, STRETCH: tl.constexpr):
+    """The tensor that this program's stretch is of, its first block, and where it stops."""
+    tensor = piece_of(tl.program_id(0), stretches, count)
+    first = tl.load(starts + tensor) + (tl.program_id(0) - tl.load(stretches + tensor)) * STRETCH
+    return tensor, first, tl.minimum(first + STRETCH, tl.load(starts + tensor + 1))
+
+
+@triton.jit
+def _in_order(numbers, first, stop, AHEAD: tl.constexpr):
+    total = tl.zeros((), numbers.dtype.element_ty)
+    for at in range(first, stop, AHEAD):
+        for i in tl.static_range(AHEAD):
+            total += tl.load(numbers + at + i, mask=at + i < stop, other=0)
+    return total
+
+
+@triton.jit
+def _add_stretches(numbers, blocks, starts, stretches, count, sums, STRETCH: tl.constexpr, AHEAD: tl.constexpr):
+    _, first, stop = _stretch(starts, stretches, count, STRETCH)
+    total = _in_order(numbers + tl.program_id(1).to(tl.int64) * blocks, first, stop, AHEAD)
+    tl.store(sums + tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0), total)
+
+
+@triton.jit
+def _add_tensors(of_stretches, number, starts, stretches, count, sums, STRETCH: tl.constexpr, AHEAD: tl.constexpr):
     tensor = tl.program_id(0)
-    stop = tl.load(starts + tensor + 1)
-    most = tl.zeros((SIZE,), tl.float32)
-    for first in range(tl.load(starts + tensor), stop, SIZE):
-        at = first + tl.arange(0, SIZE)
-        most = tl.maximum(most, tl.load(numbers + at, mask=at < stop, other=0))
-    tl.store(largest + tensor, tl.max(most, 0))
+    first = tl.load(stretches + tensor)
+    stop = first + tl.cdiv(tl.load(starts + tensor + 1) - tl.load(starts + tensor), STRETCH)
+    total = _in_order(of_stretches + tl.program_id(1).to(tl.int64) * number, first, stop, AHEAD)
+    tl.store(sums + tl.program_id(1).to(tl.int64) * count + tensor, total)
+
+
+@triton.jit
+def _largest(numbers, starts, stretches, count, largest, STRETCH: tl.constexpr):
+    """The largest of each tensor's numbers, as the integers that positive floats are in memory."""
+    tensor, first, stop = _stretch(starts, stretches, count, STRETCH)
+    at = first + tl.arange(0, STRETCH)
+    x = tl.load(numbers + at, mask=at < stop, other=0)
+    tl.atomic_max(largest + tensor, tl.max(x.to(tl.int32, bitcast=True), 0))
 
 
 def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """See `dgcopt.kernels.torch.tensor_sums`."""
     kinds, blocks = numbers.shape
     check_length(blocks, place)
-    sums = numbers.new_empty(kinds, count)
-    if sums.numel():
-        _in_order[(count, kinds)](
-            numbers, _starts(place, count), sums, blocks, count, AHEAD=_AHEAD, num_warps=1, **UNFUSED
-        )
-    return sums
+    return _sums(numbers, _starts(place, blocks, count), count) if kinds * count else numbers.new_empty(kinds, count)
 
 
 def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -82,12 +119,26 @@ def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Ten
     maxima, squares = values.new_empty(blocks), values.new_empty(1, blocks, dtype=torch.float64)
     if blocks:
         _block_norms[(triton.cdiv(blocks, ROWS),)](values, maxima, squares, blocks, BLOCK=BLOCK, ROWS=ROWS, **UNFUSED)
-    most = values.new_empty(count)
-    if count:
-        _largest_of_each[(count,)](maxima, _starts(place, count), most, SIZE=1024, **UNFUSED)
-    return most, tensor_sums(squares, place, count).squeeze(0)
+    most = values.new_zeros(count)
+    if not count:
+        return most, squares.new_empty(0)
+    starts = _starts(place, blocks, count)
+    _largest[(blocks // STRETCH + count,)](maxima, *starts, count, most.view(torch.int32), STRETCH=STRETCH, **UNFUSED)
+    return most, _sums(squares, starts, count).squeeze(0)
 
 
-def _starts(place: Tensor, count: int) -> Tensor:
-    """At which block each tensor starts, and the last one ends."""
-    return torch.searchsorted(place, torch.arange(count + 1, device=place.device))
+def _starts(place: Tensor, blocks: int, count: int) -> tuple[Tensor, Tensor]:
+    """At which block and at which stretch each tensor starts, and the last one ends."""
+    starts, stretches = place.new_empty(2, count + 1).unbind()
+    size = {"STRETCH": STRETCH, "SIZE": _TENSORS}
+    _find_starts[(triton.cdiv(count + 1, _TENSORS),)](place, blocks, count, starts, stretches, **size, **UNFUSED)
+    return starts, stretches
+
+
+def _sums(numbers: Tensor, starts: tuple[Tensor, Tensor], count: int) -> Tensor:
+    (kinds, blocks), modes = numbers.shape, {"STRETCH": STRETCH, "AHEAD": _AHEAD, "num_warps": 1, **UNFUSED}
+    stretches = blocks // STRETCH + count
+    of_stretches, sums = numbers.new_empty(kinds, stretches), numbers.new_empty(kinds, count)
+    _add_stretches[(stretches, kinds)](numbers, blocks, *starts, count, of_stretches, **modes)
+    _add_tensors[(count, kinds)](of_stretches, stretches, *starts, count, sums, **modes)
+    return sums

@@ -110,8 +110,13 @@ TARGET void FN(tensor_sums)(const float *numbers, int64_t rows, const int64_t *p
         }
         for (int64_t b = 0; b < blocks;) {
             int64_t here = place[b];
-            four sum = {to[0][here], to[1][here], to[2][here], to[3][here]};
-            for (; b < blocks && place[b] == here; b++) sum += (four){of[0][b], of[1][b], of[2][b], of[3][b]};
+            four sum = {0};
+            while (b < blocks && place[b] == here) {
+                int64_t stop = b + STRETCH < blocks ? b + STRETCH : blocks;
+                four stretch = {0};
+                for (; b < stop && place[b] == here; b++) stretch += (four){of[0][b], of[1][b], of[2][b], of[3][b]};
+                sum += stretch;
+            }
             for (int i = 0; i < 4; i++) to[i][here] = sum[i];
         }
     }
@@ -135,8 +140,19 @@ TARGET void FN(block_norms)(const float *v, int64_t n, float *maxima, double *sq
 
 TARGET void FN(tensor_norms)(const float *maxima, const double *squares, const int64_t *place, int64_t blocks,
                              float *most, double *sums) {
-    for (int64_t b = 0; b < blocks; b++) {
-        most[place[b]] = maxima[b] > most[place[b]] ? maxima[b] : most[place[b]];
-        sums[place[b]] += squares[b];
+    for (int64_t b = 0; b < blocks;) {
+        int64_t here = place[b];
+        float top = 0;
+        double sum = 0;
+        while (b < blocks && place[b] == here) {
+            int64_t stop = b + STRETCH < blocks ? b + STRETCH : blocks;
+            double stretch = 0;
+            for (; b < stop && place[b] == here; b++) {
+                top = maxima[b] > top ? maxima[b] : top;
+                stretch += squares[b];
+            }
+            sum += stretch;
+        }
+        most[here] = top, sums[here] = sum;
     }
 }

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..errors import ConfigError, PayloadError
-from ..flat.segments import PerTensor, Segment
-from ..kernels import BLOCK, Put, put_levels, round_levels, tensor_norms
+from ..kernels import BLOCK, Put, put_levels, round_levels, sent, tensor_norms
 from .context import Context
 from .encoded import Encoded
 
@@ -55,32 +55,30 @@ class QSGD(Encoded):
     def _magnitude_bits(self) -> int:
         return self.levels.bit_length()
 
-    def _blocks(self, ctx: Context) -> PerTensor:
-        """Return statistics per block."""
+    def _blocks(self, ctx: Context) -> tuple[Tensor, int]:
+        """Return the block that each 64 elements belong to, int64 on the device, and the number of blocks."""
         if self.block is None:
-            return ctx.tensors
+            return ctx.tensors.of_block, len(ctx.segments)
         if "blocks" not in ctx.scratch:
-            ctx.scratch["blocks"] = PerTensor(
-                [
-                    Segment(s.name, s.param.new_empty(1).expand(min(self.block, s.stop - start)), start)
-                    for s in ctx.segments
-                    for start in range(s.start, s.stop, self.block)
-                ]
-            )
+            width, found, count = self.block // BLOCK, [], 0
+            for segment in ctx.segments:
+                found.append(torch.arange(-(-segment.numel // BLOCK)).floor_divide_(width).add_(count))
+                count += -(-segment.numel // self.block)
+            ctx.scratch["blocks"] = sent(torch.cat(found), ctx.device), count
         return ctx.scratch["blocks"]
 
     def encode(self, values: Tensor, ctx: Context) -> Tensor:
-        blocks = self._blocks(ctx)
-        largest, squares = tensor_norms(values, blocks.of_block, len(blocks.numels))
+        place, count = self._blocks(ctx)
+        largest, squares = tensor_norms(values, place, count)
         norms = largest if self.norm == "max" else squares.sqrt().float()
-        return encode_scaled(norms, round_levels(values, norms, blocks.of_block, self.levels, ctx.key(self.seed)))
+        return encode_scaled(norms, round_levels(values, norms, place, self.levels, ctx.key(self.seed)))
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
-        blocks, width = self._blocks(ctx), 1 + self._magnitude_bits
-        norms, packed = decode_scaled(message, len(blocks.numels), packed_bytes(ctx.numel, width), rank)
-        highest = put_levels(packed, self._magnitude_bits, norms / self.levels, blocks.of_block, out, how)
+        (place, count), width = self._blocks(ctx), 1 + self._magnitude_bits
+        norms, packed = decode_scaled(message, count, packed_bytes(ctx.numel, width), rank)
+        highest = put_levels(packed, self._magnitude_bits, norms / self.levels, place, out, how)
         if highest > self.levels:
             raise PayloadError(f"the message from rank {rank} holds a level above the {self.levels} that there are")
 
     def payload_bytes(self, ctx: Context) -> int:
-        return scaled_bytes(len(self._blocks(ctx).numels), packed_bytes(ctx.numel, 1 + self._magnitude_bits))
+        return scaled_bytes(self._blocks(ctx)[1], packed_bytes(ctx.numel, 1 + self._magnitude_bits))

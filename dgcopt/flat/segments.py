@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels import BLOCK
+from ..kernels import BLOCK, sent
 
 __all__ = ["PerTensor", "Segment"]
 
@@ -82,11 +82,13 @@ class PerTensor:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         device = segments[0].param.device
-        blocks = torch.tensor([-(-s.numel // BLOCK) for s in segments], device=device)
-        self.numels = torch.tensor([float(s.numel) for s in segments], device=device)
-        self.of_block = torch.arange(len(segments), device=device).repeat_interleave(blocks)
-        gaps = [torch.arange(s.stop, -(-s.stop // BLOCK) * BLOCK, device=device) for s in segments]
-        self._gaps = torch.cat(gaps)
+        numels = torch.tensor([s.numel for s in segments])
+        blocks = (numels + BLOCK - 1) // BLOCK
+        self.numels = sent(numels.float(), device)
+        self.of_block = sent(torch.arange(len(segments)).repeat_interleave(blocks), device)
+        stops, lengths = torch.tensor([s.stop for s in segments]), blocks * BLOCK - numels
+        behind = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        self._gaps = sent(stops.repeat_interleave(lengths) + behind, device)
 
     def sum(self, flat: Tensor) -> Tensor:
         """The sum of each parameter's elements, in float32 at least; the gaps must be zero. Shape `[parameters]`."""

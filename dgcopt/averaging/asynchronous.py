@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -332,16 +332,19 @@ class Background:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        steps, result = self._exchanges(self.buckets), None
         try:
-            while True:
-                handle = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
-                result = self.traffic.wait(_Watched(handle, self._wire, self._given_up))
-        except StopIteration:
-            pass
+            with torch.cuda.device_of(next(bucket.segments[0].param for bucket in self.buckets)):  # else it is device 0
+                self._exchange_until_asked()
         except Exception as error:
             if not self._given_up.is_set():
                 self._failure = error
+
+    def _exchange_until_asked(self) -> None:
+        steps, result = self._exchanges(self.buckets), None
+        with suppress(StopIteration):
+            while True:
+                handle = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
+                result = self.traffic.wait(_Watched(handle, self._wire, self._given_up))
 
     @torch.no_grad()
     def _exchanges(self, buckets: dict[Bucket, Weights]) -> Job:

@@ -168,6 +168,21 @@ def no_update_is_lost(comm: Comm) -> None:
 
 
 @scenario
+def the_thread_uses_the_device_of_the_weights(comm: Comm) -> None:
+    """A thread begins on device 0, and NCCL's groups are of the device that is current."""
+    entered, device_of = [], torch.cuda.device_of
+    torch.cuda.device_of = lambda x: entered.append((threading.current_thread().name, x)) or device_of(x)
+    try:
+        mine = Replica(comm)
+        mine.until(lambda: mine.count > 0)
+        mine.rounds.abort()
+    finally:
+        torch.cuda.device_of = device_of
+    params = set(mine.model.parameters())
+    assert [x in params for name, x in entered if name == "dgcopt AsyncAverage"] == [True], entered
+
+
+@scenario
 def updates_made_meanwhile(comm: Comm) -> None:
     """Weights and updates that binary fractions hold exactly, and an exchange held until some steps have been made."""
     mine, me, size = Replica(comm, lr=1.0), comm.rank + 1, comm.size

@@ -13,12 +13,16 @@ from torch import Tensor
 from ..collectives import AllGather, Broadcast, Collective, bytes_of
 from ..comm import Comm, current_comm
 from ..errors import ConfigError, DivergenceError
+from ..kernels import hash_of
 from .agreement import compare
 from .parameters import named_tensors
 
-__all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "digest", "replicas"]
+__all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "digests", "replicas"]
 
 log = logging.getLogger("dgcopt")
+
+SMALL = 4096
+"""Bytes of a tensor that is read as it is: a hash on its device would take longer."""
 
 OnDivergence: TypeAlias = Literal["raise", "resync"]
 
@@ -62,8 +66,10 @@ def replicas(
     if not tensors:
         return
     names = list(tensors)
-    mine = torch.cat([digest(tensors[name]) for name in names])
-    rows = (yield AllGather(mine, group="agreement", label="digests of parameters")).view(comm.size, len(names), -1)
+    mine = digests(tensors)
+    rows = (yield AllGather(mine.view(-1), group="agreement", label="digests of parameters")).view(
+        comm.size, len(names), -1
+    )
     differs = (rows != rows[:1]).any(-1)
     if not differs.any():
         return
@@ -88,13 +94,29 @@ def replicas(
                 tensor.copy_(received if tensor.layout == torch.strided else received.to_sparse(tensor.sparse_dim()))
 
 
-def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """16 bytes that two ranks share only if their tensors are equal in every bit, dtype and shape."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        hashed.update(bytes_of(_whole(tensor)))
-    return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
+def digests(tensors: Mapping[str, Sequence[Tensor]]) -> Tensor:
+    """16 bytes for each name, which two ranks share only if its tensors are equal in every bit, dtype and shape.
+
+    Large tensors are hashed on their device. Each device is read once. Shape `[names, 16]`, uint8, on the CPU.
+    """
+    parts: dict[torch.device, list[Tensor]] = {}
+    for tensor in (each for group in tensors.values() for each in group):
+        parts.setdefault(tensor.device, []).append(_summary(tensor))
+    read = {device: iter(torch.cat(of).cpu().split([*map(len, of)])) for device, of in parts.items()}
+    found = bytearray()
+    for group in tensors.values():
+        hashed = hashlib.blake2b(digest_size=16)
+        for tensor in group:
+            hashed.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            hashed.update(bytes_of(next(read[tensor.device])))
+        found += hashed.digest()
+    return torch.tensor([*found], dtype=torch.uint8).view(-1, 16)
+
+
+def _summary(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, or if they are many 16 bytes in their place: uint8, flat, on its device."""
+    data = _whole(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+    return data if len(data) <= SMALL else hash_of(data).view(torch.uint8)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..compressors import Compressor
 from ..exchange.buffers import Buffers
-from ..exchange.divergence import digest
+from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
 from ..version import __version__
@@ -69,11 +69,12 @@ class Wrapped:
                 "DistributedOptimizer, or train the bare model"
             )
         states = {name: state for name, (_, *state) in self.replicated().items() if state}
-        digests = [f"state of parameter {name}: {bytes(digest(s).tolist()).hex()}" for name, s in states.items()]
+        rows = digests(states).tolist() if states else []
+        of_states = [f"state of parameter {name}: {bytes(row).hex()}" for name, row in zip(states, rows, strict=True)]
         buffers = (
             [] if self.buffers is None else [f"sync_buffers: {self.buffers.how}, every {self.buffers.every} steps"]
         )
-        return buffers + digests
+        return buffers + of_states
 
     def replicated(self) -> dict[str, list[Tensor]]:
         """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""

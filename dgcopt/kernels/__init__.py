@@ -2,8 +2,8 @@
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
 everywhere; native/ is C for the CPU; triton/ is for CUDA. Files are named after what they do:
-copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, products, owners, packing, rice, minmax,
-rounding, signs, trits, values; sums is what those have in common that quantise.
+copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, hashing, products, owners, packing, rice,
+minmax, rounding, signs, trits, values; sums is what those have in common that quantise.
 """
 
 from . import native, torch
@@ -35,6 +35,7 @@ from .torch import (
     by_block,
     draws,
     finite,
+    hash_of,
     in_blocks,
     owner_of,
     position_of,
@@ -78,6 +79,7 @@ __all__ = [
     "firsts",
     "gather",
     "has_triton",
+    "hash_of",
     "in_blocks",
     "in_use",
     "instructions",

@@ -1,0 +1,69 @@
+"""Digests of tensors: equal for equal bits, dtypes and shapes only, and read from a device once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dgcopt.exchange.divergence import SMALL, digests
+from dgcopt.kernels import hash_of
+
+
+def digest(*tensors: Tensor) -> list[int]:
+    return digests({"w": tensors})[0].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nbytes=st.one_of(
+        st.integers(1, 40), st.integers(SMALL - 3, SMALL + 3), st.sampled_from([16384, 150_001, 2_100_000])
+    ),
+    seed=st.integers(0, 2**20),
+    data=st.data(),
+)
+def test_every_bit_and_every_place_counts(nbytes, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(256, (nbytes + 1,), dtype=torch.uint8, generator=generator)
+    x, place = whole[1:], data.draw(st.integers(0, nbytes - 1))
+    flipped, rolled = x.clone(), x.roll(4)
+    flipped[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(x) == digest(x.clone())  # wherever it lies in memory
+    assert digest(x) != digest(flipped)
+    assert torch.equal(x, rolled) == (digest(x) == digest(rolled))
+    assert digest(x) != digest(torch.cat((x, x.new_zeros(1))))
+
+
+@pytest.mark.parametrize("numel", [1, 5000, 300_000])
+def test_signs_dtypes_shapes_and_order(numel):
+    x = torch.randn(numel, 2)
+    both = x.clone()
+    both[-1] *= -1  # two signs: the highest bit of two words
+    others = [both, x.view(2, -1), x.view(torch.int32), torch.zeros_like(x), x.flip(1), x.half(), x[:, :1]]
+    found = [digest(each) for each in (x, *others)]
+    assert len({*map(tuple, found)}) == len(found)
+    assert digest(x) == digest(x.T.contiguous().T) == digest(x.clone())
+    assert digest(x, both) != digest(both, x)
+    assert digests({"a": [x], "b": [both, x]}).tolist() == [digest(x), digest(both, x)]
+    assert digest(x.to_sparse()) == digest(x)
+    assert digest(x > 0) != digest(x <= 0)
+
+
+def test_no_two_of_many_that_differ_in_little_have_one_hash():
+    x = torch.zeros(1000, 5000, dtype=torch.uint8)
+    x.view(-1)[torch.arange(1000) * 5001] = 128  # one highest bit each, at another place
+    assert len({tuple(hash_of(row).tolist()) for row in x}) == 1000
+
+
+def test_a_device_is_read_once(monkeypatch):
+    reads = []
+    cpu = Tensor.cpu
+    monkeypatch.setattr(Tensor, "cpu", lambda x: reads.append(x.device) or cpu(x))
+    tensors = {f"w{i}": [torch.randn(7 + i * 1000), torch.ones(())] for i in range(20)}
+    with_bytes = digests(tensors)
+    assert (
+        len([device for device in reads if device.type != "cpu"]) == 0 and len(reads) == 1 + 40
+    )  # as bytes, from there
+    assert with_bytes.shape == (20, 16) and digests({}).shape == (0, 16)

@@ -332,8 +332,9 @@ class Background:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        weights = next((bucket.segments[0].param for bucket in self.buckets), torch.empty(0))
         try:
-            with torch.cuda.device_of(next(bucket.segments[0].param for bucket in self.buckets)):  # else it is device 0
+            with torch.cuda.device_of(weights):  # a thread begins on device 0
                 self._exchange_until_asked()
         except Exception as error:
             if not self._given_up.is_set():

@@ -19,7 +19,7 @@ from ..checks import check_positive
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
 from ..flat.segments import Segment
-from ..kernels import BLOCK, Momentum, accumulate, ahead, decay, look, move_on
+from ..kernels import BLOCK, Momentum, accumulate, ahead, decay, is_dense, look, move_on
 from .own_step import steps_as
 
 __all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
@@ -207,6 +207,7 @@ class MomentumCorrection(ErrorFeedback):
     def _decay(self, group: dict[str, Any], rule: Momentum) -> None:
         """b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b)."""
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
+        alike: dict[tuple[torch.device, torch.dtype, bool], list[Pair]] = {}
         for param in group["params"]:
             if weight_decay == 0 and not rule.dampening and not self.optimizer.state.get(param):
                 continue
@@ -222,10 +223,13 @@ class MomentumCorrection(ErrorFeedback):
                 b = state["decay_momentum"] = param.detach() * weight_decay
                 param.add_(b * rule.momentum + b if rule.nesterov else b, alpha=-lr)
                 continue
-            w = param.detach()
-            if w.is_contiguous() and b.is_contiguous():
-                w, b = w.view(-1), b.view(-1)  # flat, for a single pass
-            decay(w, b, rule, weight_decay, lr)
+            w, flat = param.detach(), is_dense(param) and b.stride() == param.stride()
+            if flat and not w.is_contiguous():
+                w, b = (x.as_strided((x.numel(),), (1,)) for x in (w, b))
+            alike.setdefault((w.device, w.dtype, flat), []).append((w, b))
+        for pairs in alike.values():  # in one pass, where they are flat
+            weights, buffers = zip(*pairs, strict=True)
+            decay(weights, buffers, rule, weight_decay, lr)
 
     @torch.no_grad()
     def _add_momentum_of_rows(self, group: dict[str, Any], rule: Momentum) -> None:

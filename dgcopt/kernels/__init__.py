@@ -13,9 +13,9 @@ from .cuda import (
     in_triton,
     takes_cuda,
     takes_cuda_chunks,
-    takes_cuda_copies,
     takes_cuda_dense,
     takes_cuda_of_rows,
+    takes_cuda_pairs,
     takes_cuda_parts,
     takes_cuda_rows,
 )
@@ -133,7 +133,7 @@ __all__ = [
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), in_triton(torch.accumulate, takes_cuda))
-decay = Kernel(torch.decay, (takes_float32, native.decay), in_triton(torch.decay))
+decay = Kernel(torch.decay, (native.takes_decay, native.decay), in_triton(torch.decay, takes_cuda_pairs))
 mix = Kernel(torch.mix, (takes_float32, native.mix), in_triton(torch.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
 look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
@@ -145,7 +145,7 @@ block_maxima = Kernel(
 gather = Kernel(torch.gather, (takes_floats, native.gather), in_triton(torch.gather, takes_cuda))
 subtract_at = Kernel(torch.subtract_at, (takes_floats, native.subtract_at), in_triton(torch.subtract_at, takes_cuda))
 copy_scaled = Kernel(
-    torch.copy_scaled, (native.takes_copies, native.copy_scaled), in_triton(torch.copy_scaled, takes_cuda_copies)
+    torch.copy_scaled, (native.takes_copies, native.copy_scaled), in_triton(torch.copy_scaled, takes_cuda_pairs)
 )
 add_at = Kernel(torch.add_at, (takes_float32, native.add_at), in_triton(torch.add_at, takes_cuda_parts))
 step_at = Kernel(torch.step_at, (takes_float32, native.step_at), in_triton(torch.step_at, takes_cuda_parts))

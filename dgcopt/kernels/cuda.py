@@ -14,20 +14,24 @@ import torch
 from torch import Tensor
 
 from .blocks import is_dense
-from .parts import Mixture, Parts
+from .parts import Parts, tensors_in
 
 __all__ = [
     "has_triton",
     "in_triton",
     "takes_cuda",
     "takes_cuda_chunks",
-    "takes_cuda_copies",
     "takes_cuda_dense",
     "takes_cuda_float32",
     "takes_cuda_of_rows",
+    "takes_cuda_pairs",
     "takes_cuda_parts",
     "takes_cuda_rows",
+    "warn_of_torch",
 ]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The floating dtypes that there are kernels for."""
 
 _WIDEST = 2**14
 """Elements that one program can hold."""
@@ -43,7 +47,7 @@ R = TypeVar("R")
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether there is a Triton in which the kernels can be written; if not, one log line says why."""
+    """True if there is a Triton in which the kernels can be written; if not, one warning says why."""
     if os.environ.get("DGCOPT_KERNELS", "") == "torch":
         return False
     needed = ".".join(map(str, _OLDEST))
@@ -54,13 +58,15 @@ def has_triton() -> bool:
         if tuple(map(int, version.split(".")[:2])) >= _OLDEST:
             return True
         problem = f"version {version} is installed"
-    log.info("dgcopt: on CUDA compression runs in torch: its kernels need Triton %s or later, and %s", needed, problem)
+    log.warning(
+        "dgcopt: on CUDA compression runs in torch: its kernels need Triton %s or later, and %s", needed, problem
+    )
     return False
 
 
 def takes_cuda(*arguments: Any) -> bool:
-    """Whether all tensors among the arguments lie flat on one CUDA device, and floats are of float32 or bfloat16."""
-    return _takes(arguments, (torch.float32, torch.bfloat16))
+    """Whether all tensors among the arguments lie flat on one CUDA device, and floats have no more than 32 bits."""
+    return _takes(arguments, _FLOATS)
 
 
 def takes_cuda_float32(*arguments: Any) -> bool:
@@ -84,14 +90,14 @@ def takes_cuda_chunks(*arguments: Any) -> bool:
     return takes_cuda(*others) and all(stop - start <= _WIDEST for start, stop in chunks.spans)
 
 
-def takes_cuda_copies(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -> bool:
+def takes_cuda_pairs(some: Sequence[Tensor], others: Sequence[Tensor], *numbers: Any) -> bool:
     """The same as `takes_cuda`, of tensors of one dtype."""
-    return len({x.dtype for x in (*grads, *outs)}) == 1 and takes_cuda(grads, outs)
+    return len({x.dtype for x in (*some, *others)}) == 1 and takes_cuda(some, others)
 
 
 def takes_cuda_dense(tensors: Sequence[Tensor]) -> bool:
     """The same as `takes_cuda`, of tensors of one dtype, whatever the order of their elements."""
-    return len({x.dtype for x in tensors}) == 1 and _takes(tensors, (torch.float32, torch.bfloat16), is_dense)
+    return len({x.dtype for x in tensors}) == 1 and _takes(tensors, _FLOATS, is_dense)
 
 
 def takes_cuda_parts(parts: Parts, *others: Any) -> bool:
@@ -111,18 +117,29 @@ def _takes(
     return len({x.device for x in tensors}) == 1 and has_triton()
 
 
+def warn_of_torch(operation: str, arguments: Iterable[Any]) -> None:
+    """Log a warning, once per operation, if CUDA tensors are left to eager torch although there are kernels."""
+    tensors = list(_tensors_in(arguments))
+    if operation not in _warned and any(x.is_cuda for x in tensors) and has_triton():
+        _warned.add(operation)
+        log.warning(
+            "dgcopt: %s runs in eager torch, several times slower than its CUDA kernel, which does not take these "
+            "tensors: %s. Train in float32, bfloat16 or float16, with contiguous tensors on one device",
+            *(operation, ", ".join(sorted({f"{x.dtype} on {x.device}".removeprefix("torch.") for x in tensors}))),
+        )
+
+
+_warned: set[str] = set()
+"""Operations that a warning was logged for."""
+
+
 def _in_rows(x: Tensor) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1
 
 
 def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
     for x in arguments:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, list | tuple):
-            yield from (each for each in x if isinstance(each, Tensor))
-        elif isinstance(x, Mixture):
-            yield from x.parts
+        yield from tensors_in(x if isinstance(x, list | tuple) else (x,))
 
 
 def in_triton(

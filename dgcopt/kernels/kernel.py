@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar
 
+from .cuda import warn_of_torch
+
 __all__ = ["Kernel"]
 
 P = ParamSpec("P")
@@ -29,4 +31,5 @@ class Kernel(Generic[P, R]):
         for takes, run in self.others:
             if takes(*args, *kwargs.values()):
                 return run(*args, **kwargs)
+        warn_of_torch(self.specification.__name__, (*args, *kwargs.values()))
         return self.specification(*args, **kwargs)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..blocks import is_dense
-from .library import FLOATS, Float, Length, Pointer, function, instructions, is_flat, shared
+from .library import FLOATS, Float, Length, Pointer, array, function, instructions, is_flat, shared
 
 __all__ = ["copy_scaled", "peaks", "takes_copies", "takes_dense"]
 
@@ -32,8 +31,8 @@ def copy_scaled(grads: Sequence[Tensor], outs: Sequence[Tensor], scale: float) -
     for numel, room in zip(numels, rooms, strict=True):
         if numel > room:
             raise ValueError(f"{numel} elements do not fit into {room}")
-    places = (_array(Pointer, [g.data_ptr() for g in grads]), _array(Pointer, [out.data_ptr() for out in outs]))
-    lengths = (_array(Length, numels), _array(Length, rooms))
+    places = (array(Pointer, [g.data_ptr() for g in grads]), array(Pointer, [out.data_ptr() for out in outs]))
+    lengths = (array(Length, numels), array(Length, rooms))
     tops = _shared_tops(
         count, sum(numels), lambda start, stop, found: loop(*places, *lengths, count, start, stop, scale, found)
     )
@@ -58,12 +57,8 @@ def peaks(tensors: Sequence[Tensor]) -> Tensor:
         raise ValueError("tensors of one dtype are needed, each in one piece")
     count, numels = len(tensors), [x.numel() for x in tensors]
     loop = function(f"peaks_{FLOATS[tensors[0].dtype]}", *[Pointer] * 2, *[Length] * 3, Pointer)
-    operands = (_array(Pointer, [x.data_ptr() for x in tensors]), _array(Length, numels), count)
+    operands = (array(Pointer, [x.data_ptr() for x in tensors]), array(Length, numels), count)
     return _shared_tops(count, sum(numels), lambda start, stop, found: loop(*operands, start, stop, found))
-
-
-def _array(kind: type[Any], numbers: list[int]) -> Any:
-    return (kind * len(numbers))(*numbers)
 
 
 def _shared_tops(count: int, numel: int, loop: Callable[[int, int, int], object]) -> Tensor:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "Int",
     "Length",
     "Pointer",
+    "array",
     "at",
     "check_bytes",
     "check_flat",
@@ -173,6 +174,11 @@ def pointers(parts: Parts, dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
         if part is not None:
             check_flat(stop - start, part, dtype=dtype)
     return (Pointer * len(parts.tensors))(*[None if part is None else part.data_ptr() for part in parts.tensors])
+
+
+def array(kind: type[Any], numbers: Sequence[int]) -> Any:
+    """Numbers, or addresses, as loops take them."""
+    return (kind * len(numbers))(*numbers)
 
 
 def at(tensor: Tensor | None, start: int) -> int | None:

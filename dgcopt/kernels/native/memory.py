@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,23 @@ from torch.autograd.graph import increment_version
 from ..blocks import BLOCK
 from ..parts import Parts, tensors_in
 from ..torch import Momentum
-from .library import FLOATS, Float, Int, Length, Pointer, at, check_flat, function, is_flat, pointers, shared
+from .library import (
+    FLOATS,
+    Float,
+    Int,
+    Length,
+    Pointer,
+    array,
+    at,
+    check_flat,
+    function,
+    instructions,
+    is_flat,
+    pointers,
+    shared,
+)
 
-__all__ = ["accumulate", "ahead", "decay", "look", "move_on"]
+__all__ = ["accumulate", "ahead", "decay", "look", "move_on", "takes_decay"]
 
 _MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK, _BESIDE, _REST = (2**bit for bit in range(7))
 
@@ -103,18 +118,27 @@ def ahead(
     shared(span, flat.numel())
 
 
-def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
+def takes_decay(weights: Sequence[Tensor], buffers: Sequence[Tensor], *_: Any) -> bool:
+    """True if loops know the one dtype of all weights and buffers, and each lies in one piece."""
+    alike = len({x.dtype for x in (*weights, *buffers)}) == 1 and weights[0].dtype in FLOATS
+    return alike and all(map(is_flat, (*weights, *buffers))) and bool(instructions())
+
+
+def decay(weights: Sequence[Tensor], buffers: Sequence[Tensor], rule: Momentum, weight_decay: float, lr: float) -> None:
     """See `dgcopt.kernels.torch.decay`."""
-    check_flat(w.numel(), w, b, dtype=torch.float32)
-    loop = function("decay", Pointer, Pointer, Length, Float, Float, Float, Float, Int)
+    numels = [w.numel() for w in weights]
+    if not takes_decay(weights, buffers) or numels != [b.numel() for b in buffers]:
+        raise ValueError("weights and buffers of one dtype and of the same lengths are needed, each in one piece")
+    loop = function(f"decay_{FLOATS[weights[0].dtype]}", *[Pointer] * 3, *[Length] * 3, *[Float] * 4, Int)
+    places = [array(Pointer, [x.data_ptr() for x in tensors]) for tensors in (weights, buffers)]
+    lengths = array(Length, numels)
     settings = (rule.momentum, weight_decay * (1 - rule.dampening), weight_decay, -lr, int(rule.nesterov))
 
     def span(start: int, stop: int) -> None:
-        loop(at(w, start), at(b, start), stop - start, *settings)
+        loop(*places, lengths, len(numels), start, stop, *settings)
 
-    shared(span, w.numel())
-    increment_version(w)
-    increment_version(b)
+    shared(span, sum(numels))
+    increment_version((*weights, *buffers))
 
 
 def _checked(v: Tensor, u: Tensor | None, rule: Momentum | None) -> tuple[Tensor, float, float, int]:

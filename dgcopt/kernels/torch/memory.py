@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,13 +117,17 @@ def _pieces(g: Tensor | Parts | None, numel: int) -> Iterator[tuple[slice, slice
         yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK)), part
 
 
-def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
-    """SGD's step of the weight-decay term alone: b <- m b + (1 - dampening) wd w, and w <- w - lr b.
+def decay(weights: Sequence[Tensor], buffers: Sequence[Tensor], rule: Momentum, weight_decay: float, lr: float) -> None:
+    """SGD's step of the weight-decay term alone, for weights w of one dtype, and a buffer b of each.
 
-    With Nesterov w <- w - lr (wd w + m b).
+    b <- m b + (1 - dampening) wd w, and w <- w - lr b; with Nesterov w <- w - lr (wd w + m b). In float32 at least.
     """
-    b.mul_(rule.momentum).add_(w, alpha=weight_decay * (1 - rule.dampening))
-    w.add_(b * rule.momentum + w * weight_decay if rule.nesterov else b, alpha=-lr)
+    for w, b in zip(weights, buffers, strict=True):
+        wide = torch.promote_types(w.dtype, torch.float32)
+        x, step = w.to(wide), b.to(wide) * rule.momentum
+        step.add_(x, alpha=weight_decay * (1 - rule.dampening))
+        b.copy_(step)
+        w.copy_(torch.add(x, step * rule.momentum + x * weight_decay if rule.nesterov else step, alpha=-lr))
 
 
 def _added(

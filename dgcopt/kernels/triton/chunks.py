@@ -15,6 +15,10 @@ from .lengths import check_length
 __all__ = ["add_and_select_chunks", "select_chunks"]
 
 
+_PER_WARP = 512
+"""Elements of a chunk per warp: twice as many do not fit into its registers."""
+
+
 @triton.jit
 def _select(
     g, e, decay, out, table, number, positions, values, ADDS: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr
@@ -22,12 +26,13 @@ def _select(
     mine = table + tl.program_id(0)
     start, stop, end = tl.load(mine), tl.load(mine + number), tl.load(mine + 2 * number)
     wanted, before = tl.load(mine + 3 * number).to(tl.int32), tl.load(mine + 4 * number)
-    at = start + tl.arange(0, WIDTH)
-    v = tl.load(g + at, mask=at < end, other=0)
+    at, length = tl.arange(0, WIDTH), (stop - start).to(tl.int32)  # int32, as registers are few
+    there = at < (end - start).to(tl.int32)
+    v = tl.load(g + start + at, mask=there, other=0)
     if ADDS:
-        v = tl.fma(tl.load(e + at, mask=at < end, other=0), tl.full(at.shape, decay, tl.float32), v)
-        tl.store(out + at, v, mask=at < end)
-    sizes = tl.where(at < stop, magnitudes(v), -1)
+        v = tl.fma(tl.load(e + start + at, mask=there, other=0), tl.full(at.shape, decay, tl.float32), v)
+        tl.store(out + start + at, v, mask=there)
+    sizes = tl.where(at < length, magnitudes(v), -1)
     least = tl.zeros((), tl.int32)  # the largest integer that as many as are wanted reach, from its highest bit down
     for i in tl.static_range(BITS):
         higher = least | (1 << (BITS - 1 - i))
@@ -35,9 +40,9 @@ def _select(
     above, tied = (sizes > least).to(tl.int32), (sizes == least).to(tl.int32)
     first = tl.cumsum(tied, 0) <= wanted - tl.sum(above, 0)
     chosen = (above > 0) | ((tied > 0) & first)
-    to = before + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(positions + to, at, mask=chosen)
-    tl.store(values + to, v, mask=chosen)
+    to = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(positions + before + to, start + at, mask=chosen)
+    tl.store(values + before + to, v, mask=chosen)
 
 
 def select_chunks(flat: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
@@ -60,7 +65,9 @@ def _selected(g: Tensor, e: Tensor, decay: float, out: Tensor, chunks: Chunks, a
     values = out.new_empty(chunks.count)
     table, widest = chunks.placed(len(out))
     if len(chunks.spans):
-        modes = {"ADDS": adds, "BITS": 8 * out.element_size() - 1, "WIDTH": triton.next_power_of_2(widest)}
+        width = triton.next_power_of_2(widest)
+        warps = min(max(4, width // _PER_WARP), 32)
+        modes = {"ADDS": adds, "BITS": 8 * out.element_size() - 1, "WIDTH": width, "num_warps": warps}
         operands = (g, e, float(decay), out, table, len(chunks.spans), positions, values)
-        _select[(len(chunks.spans),)](*operands, **modes, num_warps=8 if widest > 2048 else 4, **UNFUSED)
+        _select[(len(chunks.spans),)](*operands, **modes, **UNFUSED)
     return positions, values

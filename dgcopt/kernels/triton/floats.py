@@ -24,20 +24,20 @@ def wide(x):
     if x.dtype == tl.bfloat16:
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        wide = x
+        wide = x.to(tl.float32)
     return wide
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 to the nearest of a dtype, ties to even. By integers, as Triton's interpreter cuts bfloat16 off."""
+    """float32 to the nearest of a dtype, ties to even. bfloat16 by integers, as Triton's interpreter cuts it off."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         near = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, near)
         rounded = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
-        rounded = x
+        rounded = x.to(dtype)
     return rounded
 
 
@@ -60,7 +60,7 @@ def nearest(x):
 @triton.jit
 def magnitudes(x):
     """The bits of magnitudes, int32, which have their order; NaN is larger than all others."""
-    if x.dtype == tl.bfloat16:
+    if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
     else:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -13,6 +14,7 @@ from ..blocks import BLOCK, bits_of
 from ..torch import Momentum
 from .floats import UNFUSED, magnitudes, rounded, wide
 from .lengths import check_length
+from .pieces import Pieces, begins, tile_of
 
 __all__ = ["accumulate", "ahead", "decay", "look", "move_on"]
 
@@ -147,14 +149,39 @@ def _moves(
 
 
 @triton.jit
-def _decay(w, b, numel, m, adds, weight_decay, minus_lr, NESTEROV: tl.constexpr, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    x = tl.load(w + at, mask=at < numel, other=0)
-    step = tl.fma(x, tl.full(at.shape, adds, tl.float32), tl.load(b + at, mask=at < numel, other=0) * m)
-    tl.store(b + at, step, mask=at < numel)
+def _decay_tile(w, b, there, m, adds, weight_decay, minus_lr, NESTEROV: tl.constexpr, DTYPE: tl.constexpr):
+    x = wide(tl.load(w, mask=there, other=0))
+    step = tl.fma(x, tl.full(x.shape, adds, tl.float32), wide(tl.load(b, mask=there, other=0)) * m)
+    tl.store(b, rounded(step, DTYPE), mask=there)
     if NESTEROV:
         step = step * m + x * weight_decay
-    tl.store(w + at, tl.fma(step, tl.full(at.shape, minus_lr, tl.float32), x), mask=at < numel)
+    tl.store(w, rounded(tl.fma(step, tl.full(x.shape, minus_lr, tl.float32), x), DTYPE), mask=there)
+
+
+@triton.jit
+def _decay(
+    weights,
+    numels,
+    buffers,
+    lengths,
+    firsts,
+    count,
+    m,
+    adds,
+    weight_decay,
+    minus_lr,
+    NESTEROV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    piece, start = tile_of(firsts, count, SIZE)
+    numel, at = tl.load(numels + piece), start + tl.arange(0, SIZE)
+    w, b = begins(weights, piece, DTYPE, ALIGNED) + at, begins(buffers, piece, DTYPE, ALIGNED) + at
+    if start + SIZE <= numel:  # several elements at a time, as no mask depends on their place
+        _decay_tile(w, b, tl.full((SIZE,), 1, tl.int1), m, adds, weight_decay, minus_lr, NESTEROV, DTYPE)
+    else:
+        _decay_tile(w, b, at < numel, m, adds, weight_decay, minus_lr, NESTEROV, DTYPE)
 
 
 def accumulate(
@@ -204,15 +231,16 @@ def ahead(
     increment_version(rows)
 
 
-def decay(w: Tensor, b: Tensor, rule: Momentum, weight_decay: float, lr: float) -> None:
-    """See `dgcopt.kernels.torch.decay`."""
-    check_length(w.numel(), b)
-    if w.numel():
+def decay(weights: Sequence[Tensor], buffers: Sequence[Tensor], rule: Momentum, weight_decay: float, lr: float) -> None:
+    """See `dgcopt.kernels.torch.decay`. One launch for all."""
+    for w, b in zip(weights, buffers, strict=True):
+        check_length(w.numel(), b)
+    pieces = Pieces.of(_SIZE, weights, buffers)
+    if pieces.tiles:
         adds = weight_decay * (1 - rule.dampening)
         numbers = (float(rule.momentum), float(adds), float(weight_decay), -float(lr))
-        modes = {"NESTEROV": rule.nesterov, "SIZE": _SIZE, **UNFUSED}
-        _decay[(triton.cdiv(w.numel(), _SIZE),)](w, b, w.numel(), *numbers, **modes)
-    increment_version((w, b))
+        _decay[(pieces.tiles,)](*pieces.operands, *numbers, NESTEROV=rule.nesterov, **pieces.modes, **UNFUSED)
+    increment_version((*weights, *buffers))
 
 
 def _pass(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..rows import sent
 
-__all__ = ["Pieces", "begins", "piece_of"]
+__all__ = ["Pieces", "begins", "piece_of", "tile_of"]
 
-_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -35,31 +35,41 @@ def piece_of(at, firsts, count):
 
 
 @triton.jit
-def begins(addresses, piece, DTYPE: tl.constexpr):
-    """Where a piece begins in memory."""
-    return tl.load(addresses + piece).to(tl.pointer_type(DTYPE))
+def begins(addresses, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
+    """Where a piece begins in memory. ALIGNED says that it is at a multiple of 16 bytes."""
+    pointer = tl.load(addresses + piece).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def tile_of(firsts, count, SIZE: tl.constexpr):
+    """Which piece this program's tile is of, and its first element there."""
+    piece = piece_of(tl.program_id(0), firsts, count)
+    return piece, (tl.program_id(0) - tl.load(firsts + piece)) * SIZE
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Dense tensors of one dtype, divided into tiles of so many elements.
+    """Dense tensors of one dtype, divided into tiles of as many elements each: one program works on a tile.
 
-    Attributes: `table`, int64, on the device: address, number of elements and first tile of each; `tiles`, how many
-    there are; `dtype`, what they hold.
+    Attributes: `table`, int64, on the device: addresses and numbers of elements, and the first tile of each; `tiles`,
+    their number; `modes`, what kernels are compiled for.
     """
 
     table: Tensor
     tiles: int
-    dtype: tl.dtype
+    modes: dict[str, Any]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], tile: int) -> Pieces:
-        """These, of which none may be freed until the kernel is launched."""
-        addresses = [x.data_ptr() for x in tensors]
-        numels = [x.numel() for x in tensors]
-        *firsts, tiles = itertools.accumulate((triton.cdiv(numel, tile) for numel in numels), initial=0)
-        table = sent(torch.tensor([addresses, numels, firsts]), tensors[0].device)
-        return Pieces(table, tiles, _ELEMENTS[tensors[0].dtype])
+    def of(tile: int, *columns: Sequence[Tensor]) -> Pieces:
+        """Tensors side by side, in tiles of those in the last column. Free none until the kernel is launched."""
+        rows = [row for column in columns for row in ([x.data_ptr() for x in column], [x.numel() for x in column])]
+        *firsts, tiles = itertools.accumulate((triton.cdiv(numel, tile) for numel in rows[-1]), initial=0)
+        table = sent(torch.tensor([*rows, firsts]), columns[0][0].device)
+        aligned = all(address % 16 == 0 for addresses in rows[::2] for address in addresses)
+        return Pieces(table, tiles, {"DTYPE": _ELEMENTS[columns[0][0].dtype], "ALIGNED": aligned, "SIZE": tile})
 
     @property
     def operands(self) -> tuple[Any, ...]:

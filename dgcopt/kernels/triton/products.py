@@ -29,8 +29,9 @@ def _product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    across = tl.cdiv(columns, COLUMNS)
+    i = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for k in tl.static_range(RANK):
         x = tl.load(left + i * RANK + k, mask=i < rows, other=0)[:, None]
@@ -39,7 +40,7 @@ def _product(
             total = x * y
         else:
             total += x * y
-    at = i.to(tl.int64)[:, None] * columns + j[None, :]
+    at = i[:, None] * columns + j[None, :]
     there = (i < rows)[:, None] & (j < columns)[None, :]
     tl.store(out + at, total, mask=there)
     if TAKES:
@@ -52,6 +53,6 @@ def put_product(left: Tensor, right: Tensor, out: Tensor, less: Tensor | None) -
     (rows, rank), columns = left.shape, len(right)
     check_length(rows * columns, out, *([] if less is None else [less]))
     if len(out):
-        grid = (triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, _ROWS))
+        grid = (triton.cdiv(columns, _COLUMNS) * triton.cdiv(rows, _ROWS),)  # a second dimension ends at 65,535
         operands = (left, right, out, out if less is None else less, rows, columns)
         _product[grid](*operands, RANK=rank, TAKES=less is not None, ROWS=_ROWS, COLUMNS=_COLUMNS, **UNFUSED)

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import itertools
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from dgcopt import kernels
 
 OPERATIONS = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "bench_operations.py"))
 TYPES = {
-    **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"},
+    **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64"},
     **{torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"},
 }
 FUSES = {
@@ -61,7 +61,7 @@ done: set[Any] = set()
 
 def compiled(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """In the place of a launch."""
-    assert all(size > 0 for size in grid)
+    assert all(0 < size <= most for size, most in zip(grid, (2**31 - 1, 65_535, 65_535), strict=False)), grid
     given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     types: dict[str, str] = {}
     constants = {}
@@ -83,6 +83,14 @@ def compiled(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kw
     for inexact in (".ftz", "div.full", "div.approx", "sqrt.approx", "rcp.approx"):
         assert inexact not in code, f"{name}: {inexact}"
     assert ("fma.rn.f" in code) <= (name in FUSES), f"{name} fuses"
+
+
+def large(device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Operations of which the grid has more than one dimension, on tensors as large as models have."""
+    left, right, out = (torch.empty(n, 4, device=device) for n in (2**21, 64, 2**25))
+    yield "put_product", (left, right, out.view(-1), out.view(-1))
+    place = torch.empty(2**24, dtype=torch.int64, device=device)
+    yield "tensor_sums", (torch.empty(3, len(place), device=device), place, 2**17)
 
 
 def answering(read: str) -> Callable[[torch.Tensor], Any]:
@@ -110,7 +118,8 @@ def main() -> None:
     torch.Tensor.pin_memory = lambda x: x
     torch.cuda.device_of = lambda _: contextlib.nullcontext()
     with fake_tensor.FakeTensorMode():
-        for name, operands in OPERATIONS["calls"](8192, torch.device("cuda", 0)):
+        device = torch.device("cuda", 0)
+        for name, operands in itertools.chain(OPERATIONS["calls"](8192, device), large(device)):
             before = len(done)
             names.append(name)
             getattr(kernels, name)(*operands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -166,18 +167,29 @@ def test_a_gradient_whose_parts_lie_apart(sizes, missing, memory, gradient, rule
 
 
 @all_implementations(
-    numel=Sizes(numels.filter(lambda numel: numel < 6000), numels),
+    sizes=Sizes(*(st.lists(each, min_size=1, max_size=4) for each in (numels.filter(lambda n: n < 6000), numels))),
     rule=momenta,
     rate=st.sampled_from([(1e-4, 0.1), (0.0, 0.1), (0.3, 1e-8)]),
+    dtype=halves_and_wholes,
     kind=st.sampled_from(KINDS),
     shift=st.integers(0, 3),
+    threads=st.sampled_from([1, 3]),
     seed=st.integers(0, 2**20),
 )
-def test_decay(of, numel, rule, rate, kind, shift, seed):
-    ours, theirs = ([numbers(numel + shift, torch.float32, kind, seed + i)[shift:] for i in range(2)] for _ in range(2))
-    of.decay(*ours, rule or Momentum(0.5), *rate)
+def test_decay(of, sizes, rule, rate, dtype, kind, shift, threads, seed):
+    def pairs() -> list[list[Tensor]]:
+        seeds = [[seed + i + 2 * j for j in range(len(sizes))] for i in range(2)]
+        return [[numbers(n + shift, dtype, kind, s)[shift:] for n, s in zip(sizes, row, strict=True)] for row in seeds]
+
+    ours, theirs = pairs(), pairs()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        of.decay(*ours, rule or Momentum(0.5), *rate)
+    finally:
+        torch.set_num_threads(before)
     specification.decay(*theirs, rule or Momentum(0.5), *rate)
-    for mine, other in zip(ours, theirs, strict=True):
+    for mine, other in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
         assert_same_bits(mine, other)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import itertools
 import os
 import runpy
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,6 @@ from oracle import (
     ON_CUDA,
     InTriton,
     assert_same_bits,
-    halves_and_wholes,
     in_triton,
     momenta,
     numbers,
@@ -33,22 +34,24 @@ from oracle import (
     tensors_in,
 )
 from torch import Tensor
+from torch._subclasses import fake_tensor
 
 from dgcopt import kernels
 from dgcopt.kernels import Chunks, Groups, Momentum, native
 from dgcopt.kernels import torch as specification
-from dgcopt.kernels.cuda import has_triton
+from dgcopt.kernels.cuda import has_triton, takes_cuda
 
 triton = InTriton()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 pytestmark = in_triton
+half_types = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 @settings(max_examples=3 * IN_TRITON, deadline=None)
 @given(
     numel=numels.filter(lambda numel: numel < 6000 or ON_CUDA),
-    memory=halves_and_wholes,
-    gradient=halves_and_wholes,
+    memory=half_types,
+    gradient=half_types,
     rule=momenta,
     scale=st.sampled_from([1.0, 0.37]),
     has_gradient=st.booleans(),
@@ -128,6 +131,91 @@ def long_rows():
     ]
 
 
+def test_half_precision():
+    """Every operation that takes bfloat16 takes float16, to the bits of the specification."""
+    names = set()
+    for name, operands in calls():
+        if not any(x.dtype == torch.bfloat16 for operand in operands for x in tensors_in(operand)):
+            continue
+        results = []
+        for of in (importlib.import_module("dgcopt.kernels.triton"), specification):
+            mine = [in_float16(operand) for operand in operands]
+            found = getattr(of, name)(*mine)
+            both = (*mine, *found) if isinstance(found, tuple) else (*mine, found)
+            results.append([x for each in both for x in tensors_in(each)])
+        for ours, theirs in zip(*results, strict=True):
+            (assert_same_bits if ours.dtype in HALVES else assert_equal)(ours, theirs)
+        names.add(name)
+    assert names >= {"accumulate", "ahead", "copy_scaled", "decay", "look", "peaks", "select", "select_chunks"}
+
+
+HALVES = (torch.float16, torch.float32)
+
+
+def assert_equal(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.equal(ours, theirs)
+
+
+def in_float16(x: Any) -> Any:
+    """A copy of an operand, with float16 in the place of bfloat16."""
+    if isinstance(x, Tensor):
+        return x.to(torch.float16 if x.dtype == torch.bfloat16 else x.dtype, copy=True)
+    return [in_float16(each) for each in x] if isinstance(x, list) else x
+
+
+def calls():
+    return runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "bench_operations.py"))["calls"](8192, DEVICE)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The grids of all kernels that are launched."""
+    of = importlib.import_module("triton.runtime.jit" if ON_CUDA else "triton.runtime.interpreter")
+    owner, name = (of.JITFunction, "run") if ON_CUDA else (of.GridExecutor, "__call__")
+    inner, found = getattr(owner, name), []
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(kwargs["grid"] if ON_CUDA else self.grid)
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, launch)
+    return found
+
+
+def test_tensors_that_lie_apart_are_one_launch(launches):
+    """Of any sizes, aligned or not; with zeros for gradients that are missing."""
+    sizes = [1, 4096, 0, 2048, 63, 2049, 5000]
+    grads, outs, weights, buffers = (
+        [numbers(n + shift, torch.float32, "normal", n + seed).to(DEVICE)[shift:] for n in sizes]
+        for seed, shift in ((0, 0), (1, 1), (2, 3), (3, 0))
+    )
+    there = [g if place % 2 else g[:0] for place, g in enumerate(grads)]
+    expected = [x.clone() for x in outs], [x.clone() for x in weights], [x.clone() for x in buffers]
+    run = importlib.import_module("dgcopt.kernels.triton")
+    tops = run.copy_scaled(there, outs, 0.37)
+    run.decay(weights, buffers, Momentum(0.9, 0.1, True), 0.01, 0.1)
+    run.peaks(grads)
+    assert len(launches) == 3, launches
+    assert_same_bits(tops, specification.copy_scaled(there, expected[0], 0.37))
+    specification.decay(*expected[1:], Momentum(0.9, 0.1, True), 0.01, 0.1)
+    for ours, theirs in zip((*outs, *weights, *buffers), itertools.chain(*expected), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_what_runs_in_torch_on_cuda_is_told_once(caplog):
+    with fake_tensor.FakeTensorMode(), caplog.at_level("WARNING", logger="dgcopt"):
+        on_cuda = torch.zeros(128, dtype=torch.float64, device="cuda")
+        for _ in range(2):
+            kernels.block_maxima(on_cuda)
+        kernels.peaks([on_cuda])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert takes_cuda(torch.zeros(128, dtype=dtype, device="cuda"), None, 0.5)
+    kernels.block_maxima(torch.zeros(128, dtype=torch.float64))
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.split()[1] for text in told] == ["block_maxima", "peaks"]
+    assert "these tensors: float64 on cuda:0. Train in float32" in told[0]
+
+
 @pytest.mark.skipif(not ON_CUDA, reason="no CUDA device on this machine")
 def test_cuda_tensors_come_here(monkeypatch):
     ran = []
@@ -141,7 +229,7 @@ def test_cuda_tensors_come_here(monkeypatch):
 )
 def test_a_triton_that_rounds_otherwise_is_not_used(version, used, monkeypatch, caplog):
     monkeypatch.setattr("triton.__version__", version)
-    with caplog.at_level("INFO", logger="dgcopt"):
+    with caplog.at_level("WARNING", logger="dgcopt"):
         assert has_triton.__wrapped__() == used
     assert [record.getMessage() for record in caplog.records] == [
         f"dgcopt: on CUDA compression runs in torch: its kernels need Triton 3.6 or later, and version {version} is "
@@ -181,9 +269,8 @@ def test_all_that_is_there_is_used():
 
 def test_autograd_notices_what_is_changed_in_place():
     """Whatever the specification changes: who goes back through it is told, and gets no wrong result."""
-    scripts = Path(__file__).parents[3] / "scripts"
     changing = set()
-    for name, operands in runpy.run_path(str(scripts / "bench_operations.py"))["calls"](8192, DEVICE):
+    for name, operands in calls():
         tensors = [x for operand in operands for x in tensors_in(operand)]
         changed = []
         for of in (specification, importlib.import_module("dgcopt.kernels.triton")):

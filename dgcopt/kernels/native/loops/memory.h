@@ -124,17 +124,31 @@ LOOPS(bf16, uint16_t, bf16, uint16_t, uint16_t)
 #undef PASS
 #undef ROWS
 
-TARGET void FN(decay)(float *w, float *b, int64_t n, float m, float adds, float weight_decay, float minus_lr,
-                      int nesterov) {
-    if (nesterov) {
-        ELEMENTWISE for (int64_t i = 0; i < n; i++) {
-            b[i] = __builtin_fmaf(w[i], adds, b[i] * m);
-            w[i] = __builtin_fmaf(b[i] * m + w[i] * weight_decay, minus_lr, w[i]);
-        }
-    } else {
-        ELEMENTWISE for (int64_t i = 0; i < n; i++) {
-            b[i] = __builtin_fmaf(w[i], adds, b[i] * m);
-            w[i] = __builtin_fmaf(b[i], minus_lr, w[i]);
-        }
+/* What lies from `start` to `stop` where all weights follow one another. */
+#define LOOP(W, type)                                                                                                  \
+    INLINE TARGET void FN(decay_one_##W)(type *w, type *b, int64_t n, float m, float adds, float weight_decay,         \
+                                         float minus_lr, const int nesterov) {                                         \
+        ELEMENTWISE for (int64_t i = 0; i < n; i++) {                                                                  \
+            float x = FN(read_##W)(w + i), step = __builtin_fmaf(x, adds, FN(read_##W)(b + i) * m);                    \
+            FN(write_##W)(b + i, step);                                                                                \
+            FN(write_##W)(w + i, __builtin_fmaf(nesterov ? step * m + x * weight_decay : step, minus_lr, x));          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    TARGET void FN(decay_##W)(type *const *weights, type *const *buffers, const int64_t *lengths, int64_t count,       \
+                              int64_t start, int64_t stop, float m, float adds, float weight_decay, float minus_lr,    \
+                              int nesterov) {                                                                          \
+        for (int64_t t = 0; t < count; start -= lengths[t], stop -= lengths[t], t++) {                                 \
+            int64_t first = start > 0 ? start : 0, last = stop < lengths[t] ? stop : lengths[t];                       \
+            if (first >= last) continue;                                                                               \
+            type *w = weights[t] + first, *b = buffers[t] + first;                                                     \
+            if (nesterov)                                                                                              \
+                FN(decay_one_##W)(w, b, last - first, m, adds, weight_decay, minus_lr, 1);                             \
+            else                                                                                                       \
+                FN(decay_one_##W)(w, b, last - first, m, adds, weight_decay, minus_lr, 0);                             \
+        }                                                                                                              \
     }
-}
+
+LOOP(f32, float)
+LOOP(bf16, uint16_t)
+
+#undef LOOP

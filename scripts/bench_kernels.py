@@ -53,6 +53,8 @@ from dgcopt.compressors.selection import Selection
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
+from dgcopt.gradients.layout import bucket_sizes
+from dgcopt.gradients.settings import Settings
 from dgcopt.kernels import CHUNK
 
 PASS, BY_TORCH, COPY = "5-stream pass", "5-stream pass by torch", "copy"
@@ -154,9 +156,9 @@ class Naive:
 
 def lay_out(named: list[tuple[str, Any]], compressor: Compressor) -> tuple[bool, list[GradientBucket]]:
     """Whether a compressor's buckets leave while backward runs, and the buckets, of the size that they have then."""
-    early = compressor.overlaps(named[0][1].device)
-    most, first = (25, 1) if early else (100, 100)
-    return early, build_buckets(named, compressor.kind, most * 2**20, first * 2**20, None, GradientBucket)
+    most, first = (int(size * 2**20) for size in bucket_sizes(Settings(), compressor, named))
+    buckets = build_buckets(named, compressor.kind, most, first, None, GradientBucket)
+    return compressor.overlaps(named[0][1].device), buckets
 
 
 class Dgcopt:

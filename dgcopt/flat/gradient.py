@@ -258,7 +258,7 @@ class GradientBucket(Bucket):
         whole = self._to_send.spans
         spans = [whole[place] for place in places]
         parts = [
-            span.zero_() if grad is None else self.segments[place].flatten(grad)
+            span[:0] if grad is None else self.segments[place].flatten(grad)
             for place, grad, span in zip(places, grads, spans, strict=True)
         ]
         return copy_scaled(parts, spans, scale)

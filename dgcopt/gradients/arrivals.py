@@ -26,7 +26,9 @@ from ..kernels import peaks
 __all__ = ["Arrivals", "EarlyLaunch"]
 
 ENOUGH = 2**18
-"""Elements that wait to be copied: so few that they are still in the cache, so many that a call costs little beside.
+"""Elements that wait to be copied on a CPU: few enough to be in its cache, so many that a call costs little beside.
+
+Other devices copy a whole bucket at once, as each call is a launch.
 
 One by one, ResNet-50's gradients take 3% more of a step's CPU time.
 """
@@ -54,7 +56,7 @@ class _Filling:
     def __init__(self, bucket: GradientBucket) -> None:
         count = len(bucket.segments)
         self.bucket = bucket
-        self.copies_each = not (bucket.in_place or bucket.has_small_parts)
+        self.copies_each = bucket.is_cpu and not (bucket.in_place or bucket.has_small_parts)
         self.complete: set[int] = set()
         self.waiting: set[int] = set()
         self.numel = 0

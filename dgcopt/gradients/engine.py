@@ -401,7 +401,7 @@ class Engine:
             wanted = ()
         self.store.release()
         self.departures.layout = Layout(order=wanted)
-        sizes = bucket_sizes(settings, self.compressor, trained)
+        sizes = bucket_sizes(settings, self.compressor, named)
         lines = [*self._described(), "buckets: {:g} MB, the first {:g}".format(*sizes)]
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))

@@ -83,10 +83,21 @@ def _forms(params: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int]]:
     return [*map(_DTYPE, params)], [*map(Tensor.numel, params)]
 
 
-def bucket_sizes(settings: Settings, compressor: Compressor, params: Iterable[Tensor]) -> tuple[float, float]:
-    """Megabytes that a bucket holds, and the first: little where buckets of `params` leave while backward runs."""
-    early = any(_leaves_early(compressor, device) for device in {param.device for param in params})
-    most, first = (25.0, 1.0) if early else (100.0, 100.0)
+def bucket_sizes(
+    settings: Settings, compressor: Compressor, named: Iterable[tuple[str, Tensor]]
+) -> tuple[float, float]:
+    """Megabytes per bucket, and in the first: few where buckets leave during backward and each costs little.
+
+    On a GPU every bucket that is compressed costs a hundred launches and more, which take as long as 100 MB.
+    """
+    kinds = {(param.device, compressor.adds_up(compressor.kind(name, param))) for name, param in named}
+    early = [(device, adds_up) for device, adds_up in kinds if _leaves_early(compressor, device)]
+    if not early:
+        most, first = 100.0, 100.0
+    elif all(device.type == "cpu" or adds_up for device, adds_up in early):
+        most, first = 25.0, 1.0
+    else:
+        most, first = 250.0, 25.0
     asked = settings.bucket_mb, settings.first_bucket_mb
     return most if asked[0] is None else asked[0], first if asked[1] is None else asked[1]
 
@@ -126,7 +137,7 @@ def lay_out(
     anywhere = yield AllReduce(flags, op="max", group="control", label="sparse gradients")
     is_sparse = anywhere.bool().tolist()
     dense = [named[i] for i in order if not is_sparse[i]]
-    most, first = bucket_sizes(settings, compressor, (param for _, param in named))
+    most, first = bucket_sizes(settings, compressor, named)
     sizes = int(most * MEGABYTE), int(first * MEGABYTE)
     buckets = build_buckets(dense, compressor.kind, *sizes, settings.groups, GradientBucket)
     yield from measure_link(comm, compressor)

@@ -83,8 +83,8 @@ def DistributedOptimizer(
             rank on all machines that have so many.
         comm: the wire; None is the one of `dgcopt.init()`.
         bucket_mb, first_bucket_mb: megabytes of gradient per bucket, and in the first one. Larger costs overlap,
-            smaller costs messages. None: 25 and 1 where exchanges start while backward runs, 100 each where all wait
-            for the step, as with DGC on a CPU.
+            smaller costs messages, and on a GPU launches. None: 25 and 1 where exchanges start while backward runs, but
+            250 and 25 for compressed gradients on a GPU; 100 each where all wait for the step, as with DGC on a CPU.
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
         on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0. Before the first step they are
             always compared.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Optimizer
 from worlds import Ranks, bucket_of, context_of, small_model
@@ -18,6 +19,8 @@ from dgcopt.compressors.memory import ErrorFeedback
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket, LocalGradient
 from dgcopt.flat.segments import Segment
+from dgcopt.gradients.layout import bucket_sizes
+from dgcopt.gradients.settings import Settings
 from dgcopt.kernels import Parts
 
 
@@ -622,6 +625,21 @@ def test_flatten_inverts_view() -> None:
         assert torch.equal(segment.flatten(tensor), flat[64:])
         assert segment.flatten(tensor).data_ptr() == tensor.data_ptr()
         assert torch.equal(segment.flatten(tensor.contiguous()), flat[64:])
+
+
+def test_buckets_on_cuda_are_few_where_each_is_compressed() -> None:
+    """As each costs a hundred launches; a sum does not. Sizes that are asked for hold."""
+
+    def sizes(compressor: dgcopt.Compressor, device: str, **given: float) -> tuple[float, float]:
+        with FakeTensorMode():
+            return bucket_sizes(Settings(**given), compressor, [("weight", torch.empty(4, 4, device=device))])
+
+    assert sizes(dgcopt.DGC(), "cuda") == sizes(dgcopt.PowerSGD(), "cuda") == (250.0, 25.0)
+    assert sizes(dgcopt.DGC(), "cpu") == (100.0, 100.0)
+    assert sizes(dgcopt.DGC(overlap=True), "cpu") == (25.0, 1.0)
+    for device in ("cpu", "cuda"):
+        assert sizes(dgcopt.NoCompression(), device) == sizes(dgcopt.BF16(), device) == (25.0, 1.0)
+    assert sizes(dgcopt.DGC(), "cuda", bucket_mb=10.0) == (10.0, 25.0)
 
 
 @pytest.mark.parametrize("overlap, buckets", [(True, 2), (False, 1)])

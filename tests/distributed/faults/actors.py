@@ -81,6 +81,8 @@ class Actor:
         """Hashes of the weights, of the optimizer's own state, and of what dgcopt adds to it."""
         state = self.optimizer.state_dict()
         ours = {key: state.pop(key) for key in ("dgcopt", "averaging") if key in state}
+        if self.averages:  # it holds a copy of the weights for ranks that come later
+            ours["averaging"]["dgcopt"]["memory"].pop("weights", None)
         return self.weights(), digest(state), digest(ours)
 
 

@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from library import SETTINGS
+
 import dgcopt
 from faults.actors import SUBJECTS, Actor, calls_of, one_step, subject_name
 from faults.rules import Seen
@@ -25,11 +27,13 @@ SIZE, WARM = 2, 3
 def plan(seed: int, count: int) -> Iterator[dict[str, Any]]:
     for number in range(count):
         rng = random.Random(f"{seed} {KIND} {number}")
+        subject = number % SUBJECTS if count >= SUBJECTS else rng.randrange(SUBJECTS)
         yield {
-            "subject": number % SUBJECTS if count >= SUBJECTS else rng.randrange(SUBJECTS),
+            "subject": subject,
             "error": rng.choice([*ERRORS]),
             "place": rng.random(),
-            "again": rng.random() < 0.5,
+            # where weights are averaged, step() again would be another local step
+            "again": rng.random() < 0.5 and subject < len(SETTINGS),
         }
 
 
@@ -53,7 +57,15 @@ def inject(fault: dict[str, Any]) -> Seen:
     seen = Seen(injected=error.__name__)
     strike = Lines(1 + int(fault["place"] * lines.count), raises(error))
     with strike.traced():
-        _step_struck(actors, seen, fault["again"])
+        _step_struck(actors, WARM, seen, fault["again"])
+    if not seen.raised and actors[0].averages:
+        # a rank that another one moved on until it failed hears of it in its next round
+        for step in (WARM + 1, WARM + 2):
+            one_step(twins, step)
+            _step_struck(actors, step, seen)
+        if not seen.raised and [actor.state() for actor in actors] != [twin.state() for twin in twins]:
+            seen.lost.append(f"at {strike.place}: went on to another state than undisturbed, without an error")
+        return seen
     if seen.raised or fault["again"]:
         for actor, *states in zip(actors, before, after, strict=True):
             if (said := _relation(actor, *states)) not in ENTIRE:
@@ -75,10 +87,10 @@ def _trained(subject: int) -> list[Actor]:
     return actors
 
 
-def _step_struck(actors: list[Actor], seen: Seen, again: bool) -> None:
+def _step_struck(actors: list[Actor], step: int, seen: Seen, again: bool = False) -> None:
     """One step of all ranks. A rank whose call raises calls `again`, or is gone; the others go on until they notice."""
     gone: set[int] = set()
-    for actor, call in calls_of(actors, WARM):
+    for actor, call in calls_of(actors, step):
         if actor.comm.rank in gone:
             continue
         for attempt in range(2):

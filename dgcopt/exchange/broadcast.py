@@ -39,12 +39,15 @@ def broadcast_parameters(
     tensors = named_tensors(params)
     lines = [f"{name}: {str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in tensors]
     comm.drive(compare([f"root rank: {root_rank}", *lines], comm.rank, "parameters to broadcast"))
-    started = [
-        comm.start(Broadcast(comm.to_wire(tensor.clone()), root=root_rank, label=f"parameter {name}"))
-        for name, tensor in tensors
+    broadcasts = [
+        Broadcast(comm.to_wire(tensor.clone()), root=root_rank, label=f"parameter {name}") for name, tensor in tensors
     ]
-    for handle, (_, tensor) in zip(started, tensors, strict=True):
-        tensor.copy_(comm.wait(handle))
+    if comm.checksums:
+        received = map(comm.run, broadcasts)  # verified one after the other
+    else:
+        received = map(comm.wait, [comm.start(broadcast) for broadcast in broadcasts])
+    for result, (_, tensor) in zip(received, tensors, strict=True):
+        tensor.copy_(result)
 
 
 def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -> Any:

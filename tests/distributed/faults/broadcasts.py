@@ -1,7 +1,7 @@
-"""Messages of everything that ranks do beside a step, damaged on arrival in real processes.
+"""Messages of everything that ranks do beside a step, damaged in real processes.
 
-With checksums the damaged rank says so. Without them it ends with an error of dgcopt or with a value, in time, and
-takes no memory that the true message would not have taken.
+Damaged on arrival, with checksums, the rank says so. Damaged by the sender, ranks end with an error of dgcopt or with a
+value, in time and in bounded memory.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ CALLS: dict[str, Callable[[Comm, Path], Any]] = {
 def plan(seed: int, count: int) -> Iterator[dict[str, Any]]:
     for number in range(count):
         rng = random.Random(f"{seed} {KIND} {number}")
+        checksums = rng.random() < 0.5
         yield {
             "call": [*CALLS][number % len(CALLS)],
             "damage": rng.choice(DAMAGES),
-            "checksums": rng.random() < 0.3,
-            "guard": "received",
+            "checksums": checksums,
+            "guard": "received" if checksums else "sent",
             "control": None,
             "rank": rng.randrange(2),
             "place": rng.random(),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import dgcopt
 from dgcopt import Comm, PayloadError
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, SendRecv
 
@@ -69,6 +70,27 @@ def a_damaged_message_names_its_sender(comm: Comm) -> None:
         comm.run(Barrier())
 
 
+def a_flipped_bit_in_a_parameter_that_is_broadcast_is_found(comm: Comm) -> None:
+    start, bad = comm.start, comm.size - 1
+
+    def damage(collective: Collective) -> Any:
+        if comm.rank == bad and isinstance(collective, Broadcast):
+            flip(collective.tensor)
+        return start(collective)
+
+    comm.start = damage  # type: ignore[method-assign]
+    try:
+        with checksums(comm):
+            dgcopt.broadcast_parameters({"weight": torch.ones(3)}, root_rank=bad, comm=comm)
+    except PayloadError as error:
+        assert f"parameter weight arrived damaged from rank {bad}" in str(error), error
+    else:
+        raise AssertionError(f"rank {comm.rank} did not notice")
+    finally:
+        del comm.start  # type: ignore[method-assign]
+        comm.run(Barrier())
+
+
 def a_sum_that_differs_is_found_by_all(comm: Comm) -> None:
     wait = comm.wait
 
@@ -93,5 +115,10 @@ def a_sum_that_differs_is_found_by_all(comm: Comm) -> None:
 
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     f"checksums: {function.__name__}": function
-    for function in (clean, a_damaged_message_names_its_sender, a_sum_that_differs_is_found_by_all)
+    for function in (
+        clean,
+        a_damaged_message_names_its_sender,
+        a_flipped_bit_in_a_parameter_that_is_broadcast_is_found,
+        a_sum_that_differs_is_found_by_all,
+    )
 }

@@ -125,6 +125,8 @@ def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str
 def _check_directory(directory: Any) -> None:
     if not isinstance(directory, str | os.PathLike):
         raise ConfigError(f"directory must be a path, where checkpoints are, not {directory!r:.200}")
+    if "\0" in str(directory):
+        raise ConfigError(f"directory {str(directory)!r:.200} contains a NUL character: give a path without it")
     path = Path(directory)
     if path.is_file() or (path / MANIFEST).exists():
         what = "a file" if path.is_file() else "one checkpoint"
@@ -250,21 +252,22 @@ def take_mark(groups: list[dict[str, Any]], entry: str, rank: int) -> int:
 def _save(
     directory: Path, state: dict[str, Any], step: int, comm: Comm, keep: int
 ) -> Generator[Collective, Tensor, Path]:
-    final, number, problem = directory / f"{FINISHED}{step:08d}", secrets.randbits(63), ""
+    # the identity is rank 0's number; all ranks know it before anything is written, as any may be rank 0 after a loss
+    mine = torch.tensor([secrets.randbits(63)])
+    numbers = yield AllGather(comm.to_wire(mine), label="checkpoint.save, which all ranks call")
+    number = int(numbers.flatten()[0])
+    _known_in(directory).add(_identity(number))
+    final, unfinished, problem = directory / f"{FINISHED}{step:08d}", _unfinished(directory, step, number), ""
     if comm.rank == 0:
         try:
             _check_can_write(directory, step)
             _clear_leftovers(directory)
-            _announce(_unfinished(directory, step, number), step, comm.size, number)
-            _check_sole_writer(directory, number)
+            _announce(unfinished, step, comm.size, number)
+            _check_sole_writer(directory)
         except (OSError, CheckpointError) as error:
             problem = str(error)
     yield from _agree(comm, problem, f"cannot make {final}")
-    # the identity is that of rank 0; all ranks know it, whichever of them is rank 0 after a loss
-    told = yield Broadcast(comm.to_wire(torch.tensor([number])), label="identity of a checkpoint")
-    number = int(told)
-    _known_in(directory).add(_identity(number))
-    unfinished, digest = _unfinished(directory, step, number), b""
+    digest = b""
     try:
         if not unfinished.is_dir():
             problem = (
@@ -282,7 +285,7 @@ def _save(
     if comm.rank == 0:
         try:
             sums = [bytes(row.tolist()).hex() for row in digests]
-            _check_sole_writer(directory, number)
+            _check_sole_writer(directory)
             _write_text(unfinished / MANIFEST, _manifest(step, comm.size, number, sums))
             _flush_folder(unfinished)
             _put(unfinished, final, directory / f"{REPLACED}{step:08d}")
@@ -338,21 +341,16 @@ def _check_can_write(directory: Path, step: int) -> None:
             )
 
 
-def _check_sole_writer(directory: Path, number: int | None = None) -> None:
-    """Raises CheckpointError if another run has written here, or is about to, beside the save of identity `number`."""
+def _check_sole_writer(directory: Path) -> None:
+    """Raises CheckpointError if another run has written here, or is about to."""
     known = _known_in(directory)
     for identity, (folder, writer) in _identities(directory).items():
-        if identity not in known and (number is None or identity != _identity(number)):
+        if identity not in known:
             raise CheckpointError(
                 f"{folder} is of another run ({writer}), which writes to {directory} at the same time as this one "
                 f"(process {os.getpid()} on {socket.gethostname()}): each would delete and load the other's "
                 f"checkpoints. Give each run its own directory, or end the other one and start this one anew"
             )
-    if number is not None and _identity(number) not in _identities(directory):
-        raise CheckpointError(
-            f"the unfinished checkpoint in {directory} has disappeared: another run that writes there at the same "
-            f"time may have deleted it. Give each run its own directory"
-        )
 
 
 def _announce(unfinished: Path, step: int, size: int, number: int) -> None:
@@ -360,7 +358,7 @@ def _announce(unfinished: Path, step: int, size: int, number: int) -> None:
     unfinished.mkdir(parents=True)
     try:
         _write_text(unfinished / MANIFEST, _manifest(step, size, number))
-    except OSError:  # disk full: without a manifest, no later save may delete it
+    except BaseException:  # such as a full disk: without a manifest, no later save may delete it
         (unfinished / MANIFEST).unlink(missing_ok=True)
         unfinished.rmdir()
         raise
@@ -442,8 +440,8 @@ def _is_ours(folder: Path) -> bool:
 def _identities(directory: Path) -> dict[str, tuple[Path, str]]:
     """The folder and the writer of every checkpoint, finished or not, by its identity."""
     found: dict[str, tuple[Path, str]] = {}
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith((FINISHED, REPLACED, UNFINISHED)):
+    for prefix in (FINISHED, REPLACED, UNFINISHED):
+        for path in directory.glob(prefix + "*"):
             with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError):
                 manifest = json.loads((path / MANIFEST).read_text())
                 if isinstance(identity := manifest.get("identity"), str):

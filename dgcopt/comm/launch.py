@@ -100,8 +100,11 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
 
 def _announced(env: Mapping[str, str]) -> dict[str, int]:
     """Number of ranks by the variable that announces it. Raises ConfigError for what is no number."""
-    present = [name for name in SIZES if name in env and (name != "SLURM_STEP_NUM_TASKS" or "SLURM_PROCID" in env)]
-    return {name: _number(env, name, 1) for name in present}
+    present = {name for name in SIZES if name in env}
+    # ranks of mpirun may be children of daemons, one on each machine, that srun has started
+    if "SLURM_PROCID" not in env or present & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}:
+        present.discard("SLURM_STEP_NUM_TASKS")
+    return {name: _number(env, name, 1) for name in sorted(present)}
 
 
 def _check_all_joined(comm: Comm, announced: Mapping[str, int], how: str) -> None:

@@ -152,6 +152,9 @@ def test_alone_on_purpose(joins):
     assert joins(None, SLURM_NTASKS="3", SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0").size == 1  # salloc's own step
     dgcopt.shutdown()
     assert joins(None, SLURM_STEP_NUM_TASKS="3").wire == "local"
+    dgcopt.shutdown()
+    daemon = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0"}  # of mpirun, on one of three machines
+    assert joins("mpi", OMPI_COMM_WORLD_SIZE="1", **daemon).size == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Batch norm's running statistics, and a model's other buffers, alike on all ranks."""
+"""Synchronisation of a model's buffers, such as BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -14,48 +14,46 @@ __all__ = ["sync_buffers"]
 
 
 def sync_buffers(model: nn.Module, optimizer: Optimizer, every: int = 1, how: How = "broadcast") -> None:
-    """From now on keep the buffers of `model` alike on the ranks that step together, as DDP's `broadcast_buffers` does.
+    """Keep the buffers of `model` equal on all ranks from now on, like DDP's `broadcast_buffers`.
 
         optimizer = dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.DGC())
         dgcopt.sync_buffers(model, optimizer)
 
-    They are exchanged in the optimizer's step, after the gradients, so that any number of forward passes may come
-    before it, and nothing where no rank takes the step. Where ranks run out of data (`dgcopt.join`, torch's Join) those
-    that have some give theirs, so the last ones to join say what all end with. An optimizer whose weights are averaged
-    (`dgcopt.averaging`) exchanges them before the weights, with those exchanges of weights that come at a multiple of
-    `every` steps, and in `optimizer.averaging.average()`; all ranks meet for it, also where weights go to some ranks
-    only, so there a larger `every` pays.
+    Buffers are exchanged in the optimizer's step, after the gradients, whatever the number of forward passes before it;
+    a skipped step exchanges none. If ranks run out of data (`dgcopt.join`, torch's Join), ranks with data send theirs,
+    so all end with the buffers of the last rank with data. With `dgcopt.averaging`, buffers are exchanged before the
+    weights in rounds at multiples of `every` steps, and in `optimizer.averaging.average()`. All ranks take part, even
+    in gossip, where a larger `every` saves time.
 
     Args:
-        model: all its buffers are meant, in one order on all ranks, those that are not saved with it too.
-        optimizer: the one that steps its parameters, which DistributedOptimizer or an averaging algorithm has returned.
-        every: steps between exchanges. Between them each rank's own statistics go on.
-        how: "broadcast", rank 0's for all, or those of the first rank that has data; or "mean", of floating-point
-            buffers the mean over ranks that have data, of others, such as `num_batches_tracked`, rank 0's. Means use
-            all ranks' batches; the mean of variances leaves out how far the ranks' means are apart, which
-            `torch.nn.SyncBatchNorm` takes in, at an exchange in each layer.
+        model: the model; all its buffers are exchanged, non-persistent ones too, in the same order on all ranks.
+        optimizer: the optimizer of its parameters, from DistributedOptimizer or an averaging algorithm.
+        every: steps between exchanges. In between each rank updates its own statistics.
+        how: "broadcast" sends the buffers of rank 0, or of the first rank with data. "mean" averages floating-point
+            buffers over ranks with data and broadcasts others, such as `num_batches_tracked`. The mean of variances
+            ignores the spread of the ranks' means; `torch.nn.SyncBatchNorm` includes it, at an exchange per layer.
 
-    Costs a gather of a byte per rank, and the bytes of the buffers: a broadcast of all, or for "mean" an allreduce of
-    those with floating point and a broadcast of the others. Counted by `optimizer.telemetry`. Nothing before the first
-    step is done: `dgcopt.broadcast_parameters(model.state_dict())` does that.
+    Costs a gather of a byte per rank and the bytes of the buffers: a broadcast of all, or for "mean" an allreduce of
+    floating-point buffers and a broadcast of others. Counted by `optimizer.telemetry`. Before the first step call
+    `dgcopt.broadcast_parameters(model.state_dict())`.
 
-    Raises ConfigError for an optimizer that is not distributed, or AsyncAverage, whose ranks never meet in a step; for
-    a model without buffers; and for settings out of range. In the first step: MismatchError, on all ranks, if buffers
-    or settings differ.
+    Raises ConfigError for an optimizer that is not distributed; for AsyncAverage, whose ranks never meet in a step; for
+    a model without buffers; and for settings out of range. In the first step: MismatchError on all ranks if buffers or
+    settings differ.
     """
     buffers = Buffers(model, every, how)
     averaging: Rounds | None = getattr(optimizer, "averaging", None)
     if averaging is None and not isinstance(optimizer, Distributed):
         raise ConfigError(
-            "sync_buffers takes an optimizer that DistributedOptimizer, or an averaging algorithm, returned; "
-            "DistributedDataParallel does it by itself (broadcast_buffers)"
+            "sync_buffers takes an optimizer from DistributedOptimizer or an averaging algorithm; "
+            "DistributedDataParallel synchronises buffers itself (broadcast_buffers)"
         )
     if averaging is not None:
         if isinstance(averaging.rule, AsyncAverage):
             raise ConfigError(
-                "AsyncAverage exchanges weights in a thread, and its ranks meet in no step in which buffers could be "
-                "exchanged. After optimizer.averaging.abort(), on all ranks, "
-                "dgcopt.broadcast_parameters(dict(model.named_buffers())) makes them alike"
+                "AsyncAverage exchanges weights in a thread, so ranks meet in no step that could exchange buffers. "
+                "Call optimizer.averaging.abort() and then dgcopt.broadcast_parameters(dict(model.named_buffers())) on "
+                "all ranks."
             )
         averaging.buffers = buffers
     if isinstance(optimizer, Distributed):

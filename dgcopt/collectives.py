@@ -1,7 +1,7 @@
-"""The collectives, as values: what an algorithm yields and a wire carries out.
+"""Collectives as values, which algorithms yield and wires carry out.
 
-A compressor never calls a communication library. It yields one of these and is sent the result, so the same
-generator runs over every wire, and every byte is counted where the values pass (`dgcopt.exchange.flights`).
+A compressor never calls a communication library. It yields a collective and receives the result, so the same generator
+runs over every wire, and every byte is counted in one place (`dgcopt.exchange.flights`).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Yielded = TypeVar("Yielded")
 
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
 Group: TypeAlias = Literal["world", "node", "across", "control", "agreement"]
-"""`world`: all ranks. `node`: those of one machine. `across`: one of each machine, those of equal local rank.
+"""`world`: all ranks. `node`: the ranks of one machine. `across`: one rank of each machine, with equal local ranks.
 
-`control`: all ranks again, for small CPU tensors, matched apart from the other groups: ranks may start such a vote
-before, between or after the same collectives of `world`, each in its own place. `agreement`: the same once more, for
-what ranks compare before they go on: where one of them takes another path, no vote is taken for its answer.
+`control`: all ranks, for small CPU tensors, matched separately: ranks may start a vote at different places among the
+collectives of `world`. `agreement`: all ranks, for comparisons, so that a rank on another path does not mistake a vote
+for an answer.
 """
 
 OPS: tuple[str, ...] = ("average", "sum", "min", "max")
@@ -57,10 +57,9 @@ GROUPS: tuple[str, ...] = get_args(Group)
 
 @dataclass(frozen=True)
 class Link:
-    """How fast a wire is; by default 1 Gbit/s and 0.1 ms.
+    """The speed of a wire; by default 1 Gbit/s and 0.1 ms.
 
-    Attributes: `latency`, the seconds that the smallest collective takes; `bandwidth`, bytes that a rank receives in a
-    second.
+    Attributes: `latency`, seconds of the smallest collective; `bandwidth`, bytes per second that a rank receives.
     """
 
     latency: float = 1e-4
@@ -71,9 +70,9 @@ class Link:
 class Collective:
     """One collective of one rank: every rank of `group` must yield the same kind with an equal shape and dtype.
 
-    `tensor` belongs to the collective until its result is there, and may be overwritten. `label` names it in
-    errors; all ranks must use the same one. `user` is who started it, by the number that `Comm.attend` gave. Raises
-    ConfigError for what is no dense tensor, or no group.
+    `tensor` belongs to the collective until the result arrives, and may be overwritten. `label` names it in errors and
+    must be equal on all ranks. `user` is the number of the user that started it (`Comm.attend`). Raises ConfigError for
+    anything but a dense tensor, and for an unknown group.
     """
 
     tensor: Tensor
@@ -84,13 +83,13 @@ class Collective:
     def __post_init__(self) -> None:
         if not isinstance(self.tensor, Tensor):
             raise ConfigError(
-                f"{type(self).__name__} takes one tensor, not {type(self.tensor).__name__}: yield a collective for "
-                f"each of several, or put them into one (torch.cat, tensor.view(torch.uint8))"
+                f"{type(self).__name__} takes one tensor, not {type(self.tensor).__name__}. Yield one collective per "
+                f"tensor, or concatenate them (torch.cat, tensor.view(torch.uint8))."
             )
         if self.tensor.layout != torch.strided:
             raise ConfigError(
-                f"{type(self).__name__} takes a dense tensor, not one of layout {self.tensor.layout}: send its indices "
-                f"and values, or tensor.to_dense()"
+                f"{type(self).__name__} takes a dense tensor, not layout {self.tensor.layout}. Send its indices and "
+                f"values, or tensor.to_dense()."
             )
         if self.group not in GROUPS:
             raise ConfigError(f"group must be one of {', '.join(GROUPS)}, not {self.group!r}")
@@ -105,7 +104,7 @@ class Collective:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """What every rank must agree on, in words."""
+        """Describe the properties that must be equal on all ranks."""
         shape = "x".join(map(str, self.tensor.shape)) or "scalar"
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return f"{type(self).__name__}[{shape} {dtype}]" + (f" of {self.label}" if self.label else "")
@@ -123,7 +122,7 @@ class AllReduce(Collective):
 
 @dataclass(eq=False)
 class AllGather(Collective):
-    """Everyone's tensor, of equal shape. Result: `[size, *tensor.shape]`, row r from the group's r-th rank."""
+    """Gather the tensors of all ranks, of equal shape. Result: `[size, *tensor.shape]`, row r from the r-th rank."""
 
     def sent(self, size: int) -> int:
         return self.nbytes * (size - 1)
@@ -131,7 +130,7 @@ class AllGather(Collective):
 
 @dataclass(eq=False)
 class ReduceScatter(Collective):
-    """Reduction of which each rank keeps its part. First dimension divisible by size; result: the r-th part."""
+    """Reduction of which each rank gets its part. First dimension divisible by size; result: the r-th part."""
 
     op: Op = "average"
 
@@ -162,7 +161,7 @@ class SendRecv(Collective):
     """Send `tensor` to the group's rank `to` while receiving an equal shape from `source`.
 
     Every rank of the group takes part; with `to` None it sends nothing, with `source` None it receives nothing.
-    Result: what `source` sent, or `tensor` itself where `source` is None.
+    Result: the tensor from `source`, or `tensor` itself if `source` is None.
     """
 
     to: int | None = None
@@ -174,7 +173,7 @@ class SendRecv(Collective):
 
 @dataclass(eq=False)
 class Barrier(Collective):
-    """No rank passes before all have come. Result: an empty tensor."""
+    """Wait until all ranks have arrived. Result: an empty tensor."""
 
     tensor: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -183,15 +182,15 @@ class Barrier(Collective):
 
 
 Exchange: TypeAlias = Generator[Collective, Tensor, Tensor]
-"""An algorithm in flight: yields collectives, is sent their results, returns the tensor it was run for."""
+"""A running algorithm: yields collectives, receives their results, returns a tensor."""
 
 
 def check_generator(exchange: object) -> None:
-    """Raises ConfigError for what is none: `yield from` would go through a tensor element by element."""
+    """Raise ConfigError for anything but a generator: `yield from` would iterate over the elements of a tensor."""
     if not isinstance(exchange, Generator):
         raise ConfigError(
-            f"exchange() must be a generator, which yields collectives and returns what came of them, and this one has "
-            f"returned {type(exchange).__name__}. One that sends nothing begins with `yield from ()`"
+            f"exchange() must be a generator that yields collectives and returns the result, but it has returned "
+            f"{type(exchange).__name__}. If it sends nothing, begin it with `yield from ()`."
         )
 
 
@@ -199,9 +198,9 @@ def carried(
     exchange: Generator[Collective, Tensor, Result],
     carry: Callable[[Collective], Generator[Yielded, Tensor, Tensor]],
 ) -> Generator[Yielded, Tensor, Result]:
-    """The same exchange, each collective of which is carried out by `carry`: yields what that yields.
+    """Run an exchange with `carry` in place of each of its collectives; yields the values that `carry` yields.
 
-    Raises ConfigError for what is no exchange.
+    Raises ConfigError for anything but an exchange.
     """
     check_generator(exchange)
     result: Tensor | None = None
@@ -212,7 +211,7 @@ def carried(
             return stop.value
         if not isinstance(collective, Collective):
             raise ConfigError(
-                f"exchange() must yield collectives, such as AllReduce(tensor) of dgcopt.collectives, and has yielded "
+                f"exchange() must yield collectives, such as dgcopt.collectives.AllReduce(tensor), but it has yielded "
                 f"{type(collective).__name__}"
             )
         result = yield from carry(collective)
@@ -221,7 +220,7 @@ def carried(
 def watched(
     exchange: Generator[Collective, Tensor, Result], see: Callable[[Collective], object]
 ) -> Generator[Collective, Tensor, Result]:
-    """The same exchange; `see` is shown, and may change, every collective before it is yielded."""
+    """Run an exchange, and call `see` with each collective before it is yielded; `see` may change it."""
 
     def carry(collective: Collective) -> Exchange:
         see(collective)
@@ -231,7 +230,7 @@ def watched(
 
 
 def is_joinable(one: Collective, other: Collective) -> bool:
-    """Whether both bring messages of one dtype to the same ranks, so that one collective can bring them `joined`."""
+    """Return True if one collective can carry both messages: same kind, group, dtype and device."""
     return (
         isinstance(one, AllGather | AllToAll)
         and type(one) is type(other)
@@ -240,7 +239,7 @@ def is_joinable(one: Collective, other: Collective) -> bool:
 
 
 def joined(collectives: Sequence[Collective]) -> Collective:
-    """One collective for several: each rank's messages to another one behind each other."""
+    """Concatenate the messages of several collectives into one collective."""
     first = collectives[0]
     if isinstance(first, AllToAll):
         return replace(first, tensor=torch.cat([one.tensor.flatten(1) for one in collectives], 1))
@@ -248,7 +247,7 @@ def joined(collectives: Sequence[Collective]) -> Collective:
 
 
 def parted(result: Tensor, collectives: Sequence[Collective]) -> list[Tensor]:
-    """The results of several collectives, of the result of what was `joined` of them."""
+    """Split the result of a `joined` collective into the results of its parts."""
     size, results = len(result), []
     shares = [size if isinstance(one, AllToAll) else 1 for one in collectives]
     widths = [one.tensor.numel() // share for one, share in zip(collectives, shares, strict=True)]
@@ -259,11 +258,11 @@ def parted(result: Tensor, collectives: Sequence[Collective]) -> list[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
-    """The tensor's memory, or on other devices a copy of it, as a buffer to be read at once; NumPy is not needed."""
+    """Return the tensor's memory, or a host copy of it, as a read buffer, without NumPy."""
     here = tensor.detach().cpu().contiguous()
     nbytes = here.numel() * here.element_size()
     buffer = (ctypes.c_char * nbytes).from_address(here.data_ptr()) if nbytes else (ctypes.c_char * 0)()
-    buffer.tensor = here  # type: ignore[attr-defined]  # which must live as long
+    buffer.tensor = here  # type: ignore[attr-defined]  # keeps the memory alive
     return buffer
 
 

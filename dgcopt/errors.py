@@ -1,4 +1,4 @@
-"""What can go wrong, each with a name of its own, all under one base class."""
+"""The errors of dgcopt, under one base class."""
 
 __all__ = [
     "CheckpointError",

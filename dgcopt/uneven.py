@@ -1,4 +1,4 @@
-"""Uneven data: ranks that run out of it go on serving those that have more."""
+"""Uneven data: ranks that run out of data serve the steps of the others."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Let ranks take different numbers of steps; every rank leaves once all have run out of data.
+    """Let ranks make different numbers of steps; every rank leaves once all have run out of data.
 
         with dgcopt.join(optimizer):
             for inputs, targets in loader:  # longer on some ranks than on others
                 ...
 
-    A rank whose loop has ended takes part in the others' steps without gradients of its own: what it held back is
-    still sent, and its parameters follow. Works on every wire; what else the loop sends (a logged loss) it must not
-    wait for, but `dgcopt.sync_buffers` goes on: all end with the statistics of a rank that came last.
+    A rank whose loop has ended takes part in the others' steps with zero gradients: its residual is still sent, and its
+    parameters stay equal. Works on every wire. Other collectives of the loop (a logged loss) are not served, except
+    `dgcopt.sync_buffers`: all ranks end with the statistics of the last rank with data.
 
-    Ranks without data step with the learning rate, and other numbers of parameter groups, of one that has some. But a
-    scheduler that steps with each batch has fallen behind there when all leave: before the next epoch take one rank's
+    Ranks without data step with the learning rate and other group settings of a rank with data. A scheduler that steps
+    per batch falls behind on them: before the next epoch load one rank's state
     (`scheduler.load_state_dict(dgcopt.broadcast_object(scheduler.state_dict()))`), or step it once per epoch.
 
-    An optimizer whose weights are averaged (`dgcopt.averaging`) takes part in the others' exchanges without steps of
-    its own, and all ranks leave after an exchange to which each has brought its last step.
+    An optimizer whose weights are averaged (`dgcopt.averaging`) takes part in the others' rounds without local steps;
+    all ranks leave after a round that includes every rank's last step.
 
     Args:
-        members: optimizers that step in the loop, in the order in which they step. Also whatever else
-            `torch.distributed.algorithms.Join` takes (DistributedDataParallel, or what you have written for it), where
-            the loop uses it; over Horovod or MPI one of those must come first, and all of one process group. A
-            ZeroRedundancyOptimizer must be the one that DistributedOptimizer was given.
-        divide_by: averages divide by the ranks that still have data ("active"), so that each of their steps is as long
-            as ever, or by all of them ("all"), which is what torch's Join and DDP do unless told otherwise.
-        enable: False if all ranks are known to have as much data, and nobody is to be served.
-        throw_on_early_termination: raise OutOfData, on all ranks, at the first step or exchange of weights that some
-            have no data for, in place of serving the others; torch's members raise its RuntimeError.
+        members: the loop's optimizers, in the order of their steps; also other Joinables of
+            `torch.distributed.algorithms.Join` (DistributedDataParallel, user-defined ones) in the loop. Over Horovod
+            or MPI a Joinable must come first, and all must share a process group. A ZeroRedundancyOptimizer must be
+            inside a DistributedOptimizer.
+        divide_by: divide averages by the ranks with data ("active"), which keeps their step size, or by all ranks
+            ("all"), the default of torch's Join and DDP.
+        enable: False if all ranks are known to have the same number of batches.
+        throw_on_early_termination: raise OutOfData on all ranks at the first step or round for which some rank has no
+            data, instead of serving the others; torch's members raise its RuntimeError.
 
     Raises ConfigError for optimizers that are not distributed or use Adasum, and for members that do not go together;
     `step(closure)` is refused once a rank has run out of data. After an exception in the loop nobody is served: the
@@ -84,69 +84,70 @@ def join(
 
 
 def _part_of(optimizer: Any, throws: bool) -> Sequence[Engine | Rounds]:
-    """What serves an optimizer's steps, if it has other ranks. Raises ConfigError if nothing can."""
+    """Return the object that serves an optimizer's steps, none on a single rank. Raises ConfigError if unsupported."""
     averaging: Rounds | None = getattr(optimizer, "averaging", None)
     if averaging is not None:
         if isinstance(optimizer, Distributed):
             raise ConfigError("join does not work where both gradients and weights are averaged")
         if throws and isinstance(averaging.rule, AsyncAverage):
-            raise ConfigError("throw_on_early_termination does not go with AsyncAverage, for which nobody waits")
+            raise ConfigError(
+                "throw_on_early_termination does not support AsyncAverage, in which no rank waits for another"
+            )
         return [averaging]
     if not isinstance(optimizer, Distributed):
         raise ConfigError(
-            "join takes optimizers that DistributedOptimizer, or an averaging algorithm, returned, and what torch's "
-            "Join takes"
+            "join takes optimizers from DistributedOptimizer or an averaging algorithm, and members of torch's Join"
         )
     if any(isinstance(part, Adasum) for part in optimizer.compressor.parts()):
         raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
     return [optimizer.engine] if optimizer.engine is not None else []
 
 
-# -- with what torch's Join takes ------------------------------------------------------------------------------------
+# -- members of torch's Join ------------------------------------------------------------------------------------------
 
 
 def _is_torchs(member: Any) -> bool:
-    """Whether it is one of torch's Joinables, and none of our optimizers."""
+    """Return True for a torch Joinable that is not a wrapped optimizer."""
     if isinstance(member, Distributed) or not torch.distributed.is_available():
         return False
     return isinstance(member, torch.distributed.algorithms.join.Joinable)
 
 
 def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: bool, throws: bool) -> Any:
-    """torch's Join, in which our optimizers take part as members of the others' process group.
+    """Return torch's Join with wrapped optimizers as members of the others' process group.
 
-    The first member says at each iteration that its rank has data, so that all know whose parts are to be played.
+    The first member reports at each iteration that its rank has data.
     """
     if any(getattr(member, "averaging", None) is not None for member in members):
         raise ConfigError(
-            "join cannot serve averaged weights together with torch's members, which take part in each iteration: "
-            "average gradients, or give all ranks as much data"
+            "join cannot combine averaged weights with torch's members, which take part in each iteration. Average "
+            "gradients, or give all ranks the same number of batches."
         )
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which torch.distributed does not import
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # not imported by torch.distributed
 
     if any(isinstance(other, ZeroRedundancyOptimizer) for other in others):
         raise ConfigError(
-            "join cannot serve a ZeroRedundancyOptimizer by itself: a rank that has run out of data would step its "
-            "part of the parameters by the gradients of its own last batch, as DistributedDataParallel leaves it no "
-            "others. Give it to DistributedOptimizer, without DistributedDataParallel, and that to join"
+            "join cannot serve a bare ZeroRedundancyOptimizer: a rank without data would step its shard with the stale "
+            "gradients of its own last batch. Wrap it by DistributedOptimizer, without DistributedDataParallel, and "
+            "give that to join."
         )
     group = others[0].join_process_group
     theirs = torch.distributed.get_world_size(group)
     for member in members:
         if isinstance(member, Distributed) and member.comm.size != theirs:
             raise ConfigError(
-                f"join needs members of the same ranks: torch's have {theirs}, and an optimizer {member.comm.size}"
+                f"join needs members with the same ranks: torch's have {theirs}, an optimizer has {member.comm.size}"
             )
     on_torch = [member for member in members if getattr(getattr(member, "comm", None), "process_group", None) == group]
     if members[0] not in on_torch and members[0] not in others:
         raise ConfigError(
             f"over the wire {members[0].comm.wire}, join needs one of torch's members ({type(others[0]).__name__}) "
-            f"first, and the loop must use it first: it says that a rank has data"
+            f"first, and the loop must use it first: it reports which ranks have data"
         )
     if not divide_by_all and any(isinstance(m, DistributedDataParallel) for m in members[1:]):
         raise ConfigError(
-            "DistributedDataParallel divides by the ranks that have data only where it is the first member: put it "
-            "first, or say divide_by='all'"
+            "DistributedDataParallel divides by the ranks with data only if it is the first member. Put it first, or "
+            "set divide_by='all'."
         )
     joinables: Any = [m if m in others or m in on_torch else _Guest(m, others[0]) for m in members]
     return torch.distributed.algorithms.Join(
@@ -158,7 +159,7 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
 
 
 class _Guest:
-    """Our optimizer over another wire, to torch's Join a member of its process group."""
+    """An optimizer over another wire, presented to torch's Join as a member of its process group."""
 
     def __init__(self, optimizer: Any, host: Any) -> None:
         self.join_hook = optimizer.join_hook

@@ -1,4 +1,4 @@
-"""Values and indices as bytes, and back."""
+"""Codecs of values and indices."""
 
 from .dense import DENSE_CODES, decode_dense, decode_dense_rows, dense_bytes, encode_dense, encode_dense_rows
 from .message import SparseCode, largest, what_fits

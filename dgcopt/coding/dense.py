@@ -1,6 +1,6 @@
-"""Whole vectors (biases, norms) in few bits per element, for use with error feedback.
+"""Codes of dense vectors (biases, norms) in few bits per element, for use with error feedback.
 
-Neighbours in a vector differ more than selected coordinates do, so a block is a quarter as long.
+Neighbours in a vector differ more than selected coordinates, so blocks are a quarter as long.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ DENSE_CODES: dict[str, ValueCode] = {
     "int2": Levels(2, block=128),
     "sign": Levels(1, block=64),
 }
-"""How the elements of whole vectors may travel; scales take 1/4 bit of each."""
+"""Codes of dense vectors; scales take 1/4 bit per element."""
 
 
 def dense_bytes(numel: int, kind: str) -> int:
-    """Length of `numel` elements of a kind of DENSE_CODES."""
+    """Return the bytes of `numel` elements in one of DENSE_CODES."""
     return sum(code_of(kind, DENSE_CODES).sizes(numel))
 
 
 def encode_dense(flat: Tensor, kind: str) -> Tensor:
-    """The one-dimensional `flat`, of any floating dtype, as uint8. NaN and Inf travel as zero but in whole floats."""
+    """Encode 1-D `flat` of any floating dtype as uint8. NaN and Inf become zero, except in float codes."""
     return encode_dense_rows(flat.unsqueeze(0), kind)[0][0]
 
 
 def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
-    """What `encode_dense` wrote, from `rank`: the same bits everywhere, float32 but for whole floats.
+    """Decode `encode_dense`'s message from `rank`: bit-identical everywhere, float32 except for float codes.
 
-    Raises PayloadError if the length or a scale cannot be right. Waits for the device where there are scales.
+    Raises PayloadError for an invalid length or scale. Waits for the device if there are scales.
     """
     return decode_dense_rows(payload.unsqueeze(0), numel, kind, [rank])[0]
 
 
 def encode_dense_rows(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """`encode_dense` of each row of a matrix: the messages, and the values as they arrive, each as rows."""
+    """Encode each row of a matrix; return the messages and the decoded values, both as rows."""
     code, counts = code_of(kind, DENSE_CODES), torch.full((len(rows),), rows.shape[1])
     parts, arriving = code.encode(rows.reshape(-1), counts)
     return torch.cat([part.view(len(rows), -1) for part in parts], 1), arriving.view(rows.shape)
 
 
 def decode_dense_rows(messages: Tensor, numel: int, kind: str, ranks: Sequence[int]) -> Tensor:
-    """`decode_dense` of each row of messages from `ranks`, as rows of `numel`."""
+    """Decode each row of messages from `ranks` into rows of `numel`."""
     code, counts = code_of(kind, DENSE_CODES), torch.full((len(ranks),), numel)
     expected = dense_bytes(numel, kind)
     if messages.dtype != torch.uint8 or messages.shape != (len(ranks), expected):

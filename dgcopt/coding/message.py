@@ -1,4 +1,4 @@
-"""Sparse coordinates in one message of fixed length: indices by one code, then values by another."""
+"""Messages of sparse coordinates with a fixed length: coded indices, then coded values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["SparseCode", "largest", "what_fits"]
 
 @dataclass(frozen=True)
 class SparseCode:
-    """How coordinates travel. Both parts are padded to multiples of 8 bytes.
+    """The code of sparse coordinates. Both parts are padded to multiples of 8 bytes.
 
     Args:
         indices: "rice", at 0.1% density 11.5 bits each, or "int32" (below 2^31).
-        values: a kind of VALUE_CODES, from "fp64" to "sign".
+        values: one of VALUE_CODES, from "fp64" to "sign".
 
     Raises ConfigError for any other.
     """
@@ -45,19 +45,19 @@ class SparseCode:
         return rice_bytes(count, numel) if self.indices == "rice" else count * torch.int32.itemsize
 
     def nbytes(self, count: int, numel: int) -> int:
-        """Length of a message of `count` of `numel` coordinates."""
+        """Return the bytes of a message of `count` of `numel` coordinates."""
         return aligned(self._index_bytes(count, numel)) + aligned(sum(self._values.sizes(count)))
 
     def encode(
         self, indices: Tensor, values: Tensor, numel: int, count: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Pack indices (int64, strictly ascending, below `numel`) and as many values into one message.
+        """Encode indices (int64, strictly ascending, below `numel`) and their values into one message.
 
-        It has the length of one of `count`, if that is given: "rice" then allows for fewer. Where indices cluster so
-        much that not all fit, those of the smallest values are left out.
+        With `count` the message has the length for `count` coordinates; "rice" then accepts fewer. If clustered indices
+        do not fit, those of the smallest values are left out.
 
-        Returns the message (uint8), the indices that travel, and the values as the receivers will read them, in the
-        dtype of `values`: what the sender's residual loses there.
+        Returns the message (uint8), the encoded indices, and the values as receivers decode them, in the dtype of
+        `values`, to subtract from the residual.
         """
         count = len(indices) if count is None else count
         messages, kept, arriving = self.encode_rows(indices, values, one_row(len(indices)), numel, count)
@@ -66,13 +66,13 @@ class SparseCode:
     def encode_rows(
         self, indices: Tensor, values: Tensor, counts: Tensor, numel: int, count: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """`encode` for several messages at once, each of the length for `count`.
+        """Encode several messages at once, each with the length for `count`.
 
-        Their indices follow one another, and so do their values; `counts` (int64, on the CPU) says how many each has.
-        Of one that has more than `count` the smallest values are left out.
+        Indices and values of all messages are concatenated; `counts` (int64, on the CPU) has the number of each. The
+        smallest values beyond `count` are left out.
 
-        Returns the messages `[rows, nbytes]`, which coordinates travel (int64, ascending; None if all do), and their
-        values as they arrive.
+        Returns the messages `[rows, nbytes]`, the positions of encoded coordinates (int64, ascending; None for all),
+        and their decoded values.
         """
         kept = None
         if self.indices == "rice":
@@ -90,9 +90,9 @@ class SparseCode:
         return messages, kept, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
-        """The indices (int64, ascending) and values of a message from `rank`, at most `count` of `numel` each.
+        """Decode a message from `rank`: at most `count` of `numel` indices (int64, ascending) and values.
 
-        Raises PayloadError if its length, an index or a scale cannot be right. Waits for the device.
+        Raises PayloadError for an invalid length, index or scale. Waits for the device.
         """
         indices, values, _ = self.decode_rows(message.unsqueeze(0), count, numel, [rank])
         return indices, values
@@ -100,9 +100,9 @@ class SparseCode:
     def decode_rows(
         self, messages: Tensor, count: int, numel: int, ranks: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`decode` for the messages `[rows, nbytes]` of several ranks: indices and values of one after the other.
+        """Decode messages `[rows, nbytes]` of several ranks into concatenated indices and values.
 
-        Returns how many each has as well, int64, on the CPU.
+        Also returns the number of each message, int64, on the CPU.
         """
         if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes(count, numel)):
             raise PayloadError(
@@ -119,20 +119,20 @@ class SparseCode:
         return indices, self._values.decode(parts, counts, ranks), counts
 
     def _parts(self, messages: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
-        """Where indices and values are."""
+        """Split messages into indices and values."""
         nbytes = self._index_bytes(count, numel)
         return messages[:, :nbytes], messages[:, aligned(nbytes) :]
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where the `count` values of largest magnitude are: int64, ascending."""
+    """Return the positions of the `count` largest magnitudes: int64, ascending."""
     return values.abs().topk(count, sorted=False).indices.sort().values
 
 
 def what_fits(indices: Tensor, values: Tensor, counts: Tensor, count: int, numel: int) -> tuple[Tensor | None, Tensor]:
-    """Which coordinates have room in Rice-coded messages for `count`, int64, ascending, and how many of each row.
+    """Return the positions of coordinates that fit into Rice-coded messages for `count`, and their number per row.
 
-    Those of the smallest values are left out; None if all fit. `counts` is int64, on the CPU.
+    Positions are int64, ascending, without the smallest values; None if all fit. `counts` is int64, on the CPU.
     """
     kept, room = None, counts.clamp(max=count)
     if bool((room < counts).any()):
@@ -146,7 +146,7 @@ def what_fits(indices: Tensor, values: Tensor, counts: Tensor, count: int, numel
 
 
 def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
-    """Where the largest of each row are, as many as `limits` says: int64, ascending."""
+    """Return the positions of the `limits` largest values of each row: int64, ascending."""
     kept = torch.ones(len(values), dtype=torch.bool, device=values.device)
     ends = counts.cumsum(0)
     for row in (limits < counts).nonzero().flatten().tolist():

@@ -18,7 +18,7 @@ _HEADER = 2 * torch.float32.itemsize
 
 @dataclass(frozen=True)
 class MinMaxUInt8:
-    """Chunks of `length` values in a byte each, with a smallest and a largest value in front.
+    """Codes chunks of `length` values in a byte each, after their smallest and largest value.
 
         scale = 255 / (max - min + 1e-7);  upper = rint(max * scale);  lower = upper - 255
         code = min(rint(x * scale), upper) - lower;  x' = (code + lower) / scale
@@ -27,8 +27,8 @@ class MinMaxUInt8:
     the last place of the largest number; so differences below 4e-10 are lost, and in chunks with a maximum of 65,000
     times their range neighbouring levels become one.
 
-    Unlike Bagua's, it holds codes within 0 and 255, which they leave by one where roundings add up: as a byte, the
-    smallest value would become the largest. NaN and Inf travel as zero.
+    Unlike Bagua's, it clamps codes to 0 ... 255: rounding errors can exceed the range by one, and as a byte the
+    smallest value would become the largest. NaN and Inf become zero.
 
     Costs 8 + `length` bytes per chunk. Source: `MinMaxUInt8` of BaguaSys/bagua.
     """
@@ -37,11 +37,11 @@ class MinMaxUInt8:
 
     @property
     def nbytes(self) -> int:
-        """Length of a chunk's message."""
+        """Bytes of a chunk's message."""
         return _HEADER + self.length
 
     def encode(self, chunks: Tensor, mixture: Mixture | None = None) -> Tensor:
-        """Messages `[chunks, nbytes]`, uint8, of `[chunks, length]` values of any floating dtype, mixed if asked."""
+        """Encode values `[chunks, length]` of any floating dtype as uint8 `[chunks, nbytes]`, mixed if asked."""
         messages = torch.empty(len(chunks), self.nbytes, dtype=torch.uint8, device=chunks.device)
         ends = minmax_ends(chunks, mixture)
         messages[:, :_HEADER] = ends.view(torch.uint8)
@@ -49,15 +49,15 @@ class MinMaxUInt8:
         return messages
 
     def encode_mean(self, ends: Tensor, codes: Tensor, divisor: int) -> Tensor:
-        """`encode` of the sum of what `ranks` sent, as `parts` has it, over `divisor`. Shape `[1, nbytes]`."""
+        """Encode the sum of the messages of `ranks`, given as `parts`, over `divisor`: `[1, nbytes]`."""
         message = torch.empty(1, self.nbytes, dtype=torch.uint8, device=codes.device)
         message[0, :_HEADER] = minmax_of_mean(codes, ends, divisor, message[0, _HEADER:]).view(torch.uint8)
         return message
 
     def decode(self, messages: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The values `[chunks, length]`, float32, of messages that came from `ranks`.
+        """Decode messages from `ranks` into float32 `[chunks, length]`.
 
-        Raises PayloadError if length or range cannot be right. Waits for the device.
+        Raises PayloadError for an invalid length or range. Waits for the device.
         """
         chunks = torch.empty(len(ranks), self.length, device=messages.device)
         for ends, codes, values in zip(*self.parts(messages, ranks), chunks, strict=True):
@@ -65,9 +65,9 @@ class MinMaxUInt8:
         return chunks
 
     def parts(self, messages: Tensor, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The ends `[chunks, 2]` and the codes `[chunks, length]` of messages that came from `ranks`.
+        """Split messages from `ranks` into ends `[chunks, 2]` and codes `[chunks, length]`.
 
-        Raises PayloadError if length or range cannot be right. Waits for the device.
+        Raises PayloadError for an invalid length or range. Waits for the device.
         """
         if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes):
             raise PayloadError(

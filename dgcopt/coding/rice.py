@@ -1,12 +1,12 @@
-"""Sorted indices as Rice-coded gaps, within 2% of what any code needs for positions that are spread at random.
+"""Rice coding of sorted indices as gaps, within 2% of the entropy of random positions.
 
 A gap g between neighbours is written as g mod 2^b, in b bits, and g div 2^b, in unary (Golomb 1966, Rice 1979). The
 gaps of random positions are geometric, for which b near log2(ln 2 / density) is best; both sides know it beforehand.
 
-The message has a fixed length: what random positions take, and some more. Positions that cluster may take up to 0.5
-bits each beyond it, so a few must be left out: `rice_excess` says how many.
+The message has a fixed length: that of random positions plus a margin. Clustered positions may take up to 0.5 bits each
+beyond it, so a few must be left out: `rice_excess` counts them.
 
-Messages that are coded together are rows of a matrix, each meant for as many.
+Messages coded together are rows of a matrix of equal lengths.
 """
 
 from __future__ import annotations

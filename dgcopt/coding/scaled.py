@@ -1,4 +1,4 @@
-"""A few float32 scales, and the packed fields that they scale, in one message."""
+"""Messages of float32 scales followed by packed fields."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["decode_scaled", "encode_scaled", "scaled_bytes"]
 
 
 def scaled_bytes(scales: int, nbytes: int) -> int:
-    """Length of a message of so many scales and bytes of fields."""
+    """Return the bytes of a message with this number of scales and bytes of fields."""
     return scales * torch.float32.itemsize + nbytes
 
 
 def encode_scaled(scales: Tensor, fields: Tensor) -> Tensor:
-    """Scales, none negative, in front of fields (uint8)."""
+    """Encode non-negative scales followed by fields (uint8)."""
     numbers = scales.float().clamp(max=LARGEST).contiguous()
     return torch.cat((numbers.view(-1).view(torch.uint8), fields))
 
 
 def decode_scaled(message: Tensor, scales: int, nbytes: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The scales (float32) and fields of a message from `rank`. PayloadError if length or scales cannot be right."""
+    """Decode scales (float32) and fields of a message from `rank`. Raises PayloadError if they are invalid."""
     if message.dtype != torch.uint8 or message.shape != (scaled_bytes(scales, nbytes),):
         raise PayloadError(
             f"the message from rank {rank} has {message.numel()} bytes where {scales} scales and their fields take "

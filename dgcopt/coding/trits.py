@@ -1,4 +1,4 @@
-"""Minus one, zero or one: five in a byte, since 3^5 = 243. 1.6 bits each."""
+"""Ternary digits -1, 0, 1: five per byte, since 3^5 = 243; 1.6 bits each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["put_trits", "trit_bytes"]
 
 
 def trit_bytes(count: int) -> int:
-    """Bytes of so many trits."""
+    """Return the bytes of `count` trits."""
     return -(-count // kernels.PER_BYTE)
 
 

@@ -1,7 +1,7 @@
-"""Values as bytes: whole floats, or few bits each with a scale per block.
+"""Codes of values: floats, or few bits with a scale per block.
 
-A receiver's values are a sender's `decode_values` of its own bytes, to the bit, on every device: decoding only looks up
-and multiplies. What rounding loses is the caller's to keep.
+Every receiver decodes the same bits as the sender, on every device, since decoding only looks up and multiplies.
+Callers keep rounding errors.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ __all__ = [
 ]
 
 VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The formats in which whole values travel."""
+"""Dtypes of float codes."""
 
 _SCALE = torch.bfloat16  # the range of gradients exceeds that of fp16, and 8 bits of precision are enough for a scale
 
 
 class ValueCode(Protocol):
-    """How values travel: those of several messages together, `counts` (int64, on the CPU) of each."""
+    """A code of values, for several messages at once, with `counts` (int64, on the CPU) values each."""
 
     def sizes(self, count: Count) -> tuple[Count, ...]:
-        """Bytes of each part of a message of `count` values; grow with it."""
+        """Return the bytes of each part of a message of `count` values; monotonic in `count`."""
 
     def encode(self, values: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """One-dimensional `values` of any floating dtype, one message's after the other's: each part's bytes, alike.
+        """Encode 1-D `values` of any floating dtype, the concatenated values of all messages, into parts.
 
-        Returns the values as they arrive, too: the bits that `decode` makes of the parts.
+        Also returns the decoded values, bit-identical to `decode`'s.
         """
 
     def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The values of parts from `ranks`; PayloadError if they cannot be right."""
+        """Decode parts from `ranks`. Raises PayloadError if they are invalid."""
 
 
 @dataclass(frozen=True)
 class Floats:
-    """Whole floats. Finite values out of range travel as the largest; NaN and Inf travel as they are."""
+    """Float codes. Finite values out of range are clamped; NaN and Inf are preserved."""
 
     dtype: torch.dtype
 
@@ -94,8 +94,8 @@ class Floats:
 class Steps:
     """Multiples of a step, -m .. m with m = 2^(width - 1) - 1; the largest magnitude of a block is m steps.
 
-    |error| <= step / 2 while the step is a normal number. Costs width + 16 / block bits per value. Zero stays zero; so
-    do NaN and Inf become, since a scale cannot carry them. Decodes to float32.
+    |error| <= step / 2 while the step is a normal number. Costs width + 16 / block bits per value. Zero stays zero;
+    NaN and Inf become zero, since a scale cannot represent them. Decodes to float32.
     """
 
     width: int
@@ -130,14 +130,14 @@ class Steps:
 
 @dataclass(frozen=True)
 class Levels:
-    """A sign, and one of 2^(width - 1) magnitudes per block: for values above a threshold.
+    """A sign and one of 2^(width - 1) magnitudes per block, for values above a threshold.
 
-    Equal steps would begin at zero, and leave the codes below the threshold unused.
+    Equal steps would waste the codes below the threshold.
 
     The magnitudes are a geometric series, `low * ratio^j`. One is the mean magnitude; two are fitted for the least
     squared error (Lloyd 1982); more reach from the smallest to the largest, since the squared error of heavy-tailed
-    values is then several times smaller than with equal steps. Magnitudes below 1/256 of the block's largest count as
-    that; NaN and Inf travel as zero. Decodes to float32.
+    values is then several times smaller than with equal steps. Magnitudes are clamped to at least 1/256 of the
+    block's largest; NaN and Inf become zero. Decodes to float32.
 
     Costs width + 1/16 bits per value in blocks of 256 per number (`low` and, but for one magnitude, `ratio`).
     """
@@ -171,7 +171,7 @@ class Levels:
         return of_levels(fields, levels, self.block, _cuts(counts, self.block, levels.device))
 
     def _fit(self, values: Tensor, cuts: Tensor | None) -> Tensor:
-        """`low`, and `ratio` where there is one, of every block."""
+        """Return `low`, and `ratio` if there is one, of each block."""
         if self._levels > 2:
             low, high = _ends(values, self.block, cuts)
         else:
@@ -183,7 +183,7 @@ class Levels:
         return torch.stack((low, (ratio ** (1 / (self._levels - 1))).to(_SCALE)), 1)
 
     def _series(self, numbers: Tensor) -> Tensor:
-        """The magnitudes of every block, float32 `[blocks, levels]`, by products: powers differ between devices."""
+        """Return the magnitudes of each block, float32 `[blocks, levels]`, by products: powers differ by device."""
         series = [numbers[:, 0].float()]
         while len(series) < self._levels:
             series.append(series[-1] * numbers[:, 1].float())
@@ -202,34 +202,34 @@ VALUE_CODES: dict[str, ValueCode] = {
     "int2": Levels(2, block=512),
     "sign": Levels(1, block=256),
 }
-"""How the values of selected coordinates may travel; scales take 1/16 bit of each."""
+"""Codes of selected values; scales take 1/16 bit per value."""
 
 
 def value_bytes(count: int, kind: str) -> int:
-    """Length of `count` values of a kind of VALUE_CODES; grows with it."""
+    """Return the bytes of `count` values in one of VALUE_CODES; monotonic in `count`."""
     return sum(code_of(kind, VALUE_CODES).sizes(count))
 
 
 def encode_values(values: Tensor, kind: str) -> Tensor:
-    """One-dimensional `values` of any floating dtype as uint8, by a kind of VALUE_CODES."""
+    """Encode 1-D `values` of any floating dtype as uint8, in one of VALUE_CODES."""
     return encode_one(code_of(kind, VALUE_CODES), values)
 
 
 def decode_values(payload: Tensor, count: int, kind: str, rank: int) -> Tensor:
-    """What `encode_values` wrote, from `rank`: `count` values, float32 but for whole floats.
+    """Decode `count` values of `encode_values` from `rank`, float32 except for float codes.
 
-    Raises PayloadError if the length or a scale cannot be right. Waits for the device where there are scales.
+    Raises PayloadError for an invalid length or scale. Waits for the device if there are scales.
     """
     return decode_one(code_of(kind, VALUE_CODES), payload, count, rank)
 
 
 def encode_one(code: ValueCode, values: Tensor) -> Tensor:
-    """The values of one message."""
+    """Encode the values of one message."""
     return torch.cat(code.encode(values, one_row(len(values)))[0])
 
 
 def decode_one(code: ValueCode, payload: Tensor, count: int, rank: int) -> Tensor:
-    """The `count` values of one message from `rank`. Raises PayloadError if length or scales cannot be right."""
+    """Decode the `count` values of one message from `rank`. Raises PayloadError for an invalid length or scale."""
     expected = sum(code.sizes(count))
     if payload.dtype != torch.uint8 or payload.shape != (expected,):
         raise PayloadError(
@@ -240,7 +240,7 @@ def decode_one(code: ValueCode, payload: Tensor, count: int, rank: int) -> Tenso
 
 
 def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
-    """The code of that name; raises ConfigError if there is none."""
+    """Return the code of that name. Raises ConfigError if there is none."""
     if kind not in codes:
         raise ConfigError(f"values must be one of {', '.join(codes)}, not {kind!r}")
     return codes[kind]
@@ -253,7 +253,7 @@ def check_scales(scales: Tensor, rank: int) -> None:
 
 
 def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int]) -> None:
-    """`check_scales` of the scales of every block, in messages from `ranks`."""
+    """Check the scales of all blocks in messages from `ranks`; see `check_scales`."""
     right = _right(scales)
     if not right.all():
         row, _ = by_row(-(-counts // block), scales.device)
@@ -266,7 +266,7 @@ def _right(scales: Tensor) -> Tensor:
 
 
 def _cuts(counts: Tensor, block: int, device: torch.device) -> Tensor | None:
-    """Where blocks start that never reach from one message into the next, and the last one ends; None for one."""
+    """Return the starts of blocks, which never span two messages, and the end of the last; None for one message."""
     if len(counts) == 1:
         return None
     ends = [0, *itertools.accumulate(counts.tolist())]

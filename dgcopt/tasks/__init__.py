@@ -1,1 +1,1 @@
-"""What to train on: one module per task, each with its dataset and its models. Nothing in dgcopt imports them."""
+"""Training tasks: one module per task, with its dataset and models. Nothing in dgcopt imports them."""

@@ -933,7 +933,7 @@ def uneven_data_of_two_models() -> None:
         for together in both:
             assert_close(together["d"], first["d"])
             assert_close(together["o"], second["o"])
-    with pytest.raises(dgcopt.ConfigError, match="only where it is the first"), dgcopt.join(optimizer, training.ddp):
+    with pytest.raises(dgcopt.ConfigError, match="only if it is the first"), dgcopt.join(optimizer, training.ddp):
         pass
     from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, which no other rank has to wait for
 

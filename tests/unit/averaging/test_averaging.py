@@ -312,9 +312,7 @@ def test_older_names_of_settings_are_understood(name: str, older: str):
     kind, now = KINDS[name], OLDER[name, older]
     assert repr(kind(**{older: 2})) == repr(kind(**{now: 2})) != repr(kind())
     assert f"{now}=2" in repr(kind(**{older: 2})) and f"{older}=" not in repr(kind(**{older: 2}))
-    with pytest.raises(
-        ConfigError, match=f"{older} is an older name of {now}: give one of them, not {now}=2, {older}=2"
-    ):
+    with pytest.raises(ConfigError, match=f"{older} is an alias of {now}: give one of them, not {now}=2, {older}=2"):
         kind(**{now: 2, older: 2})
     with pytest.raises(ConfigError, match=f"^{older} must be a whole number of at least 1, not 0"):
         kind(**{older: 0})

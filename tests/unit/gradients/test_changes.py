@@ -436,13 +436,13 @@ class Parts(dgcopt.Compressor):
 
 
 FIRST_ATTEMPTS = {
-    Several: r"AllGather takes one tensor, not topk: yield a collective for each",
+    Several: r"AllGather takes one tensor, not topk. Yield one collective per tensor",
     Tensors: r"exchange\(\) must yield collectives, such as AllReduce\(tensor\).* has yielded Tensor",
     Calls: r"exchange\(\) must be a generator.* has returned AllReduce",
     Plain: r"exchange\(\) must be a generator.* has returned Tensor.*yield from \(\)",
     Kinds: r"has yielded type",
     Machines: r"group must be one of world, node, across, .*, not 'machine'",
-    Sparse: r"AllReduce takes a dense tensor, not one of layout torch.sparse_coo: send its indices and values",
+    Sparse: r"AllReduce takes a dense tensor, not layout torch.sparse_coo. Send its indices and values",
     Parts: r"what is kept must have the shape of the gradient, \(\d+,\), not \(7,\)",
 }
 UNLIKE = {

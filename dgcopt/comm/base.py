@@ -266,10 +266,7 @@ class Comm(ABC):
         except DGCError:
             raise
         except (RuntimeError, ValueError) as error:
-            raise self._error(
-                CommError,
-                f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}{self._who_is_gone()}",
-            ) from error
+            raise self._refused(collective, error) from error
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
         """Wait for a collective and return its result.
@@ -388,6 +385,12 @@ class Comm(ABC):
             f"rank {self.rank} waited {limit:g} s for {collective.describe()} over {self.wire}, which also needs "
             f"rank(s) {', '.join(map(str, others[:16]))}{' ...' if len(others) > 16 else ''}. Look for a rank that "
             f"died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) gives it longer.",
+        )
+
+    def _refused(self, collective: Collective, error: Exception) -> DGCError:
+        return self._error(
+            CommError,
+            f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}{self._who_is_gone()}",
         )
 
     def _failed(self, collective: Collective, error: Exception) -> CommError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, Group, ReduceScatter, SendRecv
-from ..errors import CommError, ConfigError
+from ..errors import CommError, ConfigError, DGCError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
 __all__ = ["HorovodComm", "broadcasting_root", "horovod_torch"]
@@ -178,6 +178,14 @@ class HorovodComm(Comm):
     def close(self) -> None:
         super().close()
         self._session.open.discard(self._name)
+
+    def _refused(self, collective: Collective, error: Exception) -> DGCError:
+        if isinstance(error, ValueError) and "same name" in str(error):  # which would be so again after a restart
+            return ConfigError(
+                f"rank {self.rank}: {collective.describe()} was started while another of the same name is under way: "
+                f"wait for that one, or give this one another name"
+            )
+        return super()._refused(collective, error)
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
         return _elastic(kind)(message)  # type: ignore[arg-type]  # mypy finds that types cannot be hashed

@@ -52,6 +52,9 @@ def accept(compression: Any) -> Compressor:
         if kind.exchange is Compressor.exchange and lacks_half:
             raise ConfigError(f"{kind.__name__} must define exchange(), or compress() and decompress(): {_REMEDY}")
         return compression
+    kept = getattr(compression, "compressor", None)  # of dgcopt.hvd.Compression
+    if isinstance(kept, Compressor):
+        return accept(kept)
     module, name = getattr(compression, "__module__", ""), getattr(compression, "__name__", "")
     if module == "horovod.torch.compression" and name in ("NoneCompressor", "FP16Compressor"):
         return NoCompression() if name == "NoneCompressor" else FP16()

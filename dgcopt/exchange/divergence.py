@@ -24,7 +24,7 @@ log = logging.getLogger("dgcopt")
 SMALL = 4096
 """Bytes of a tensor that is read as it is: a hash on its device would take longer."""
 
-OnDivergence: TypeAlias = Literal["raise", "resync"]
+OnDivergence: TypeAlias = Literal["raise", "resync", "warn"]
 
 
 def check_replicas(
@@ -37,8 +37,8 @@ def check_replicas(
     Args:
         params: maps names to tensors, typically `model.state_dict()`, or lists pairs.
         on_divergence: "raise" DivergenceError on every rank, naming the first tensor that differs and the ranks that do
-            not agree with rank 0; or "resync": everyone takes rank 0's in place of the tensors that differ, and the
-            error is a warning in the log.
+            not agree with rank 0; "warn": the error is a warning in the log, and tensors stay as they are; or "resync":
+            the same warning, and all ranks take rank 0's in place of the tensors that differ.
         comm: the wire; None is that of `dgcopt.init()`.
 
     Raises MismatchError if ranks give other names, ConfigError for what is neither.
@@ -50,9 +50,9 @@ def check_replicas(
 
 
 def check_on_divergence(on_divergence: Any) -> None:
-    """Raises ConfigError for anything but "raise" and "resync"."""
-    if on_divergence not in ("raise", "resync"):
-        raise ConfigError(f'on_divergence must be "raise" or "resync", not {on_divergence!r}')
+    """Raises ConfigError for anything but "raise", "resync" and "warn"."""
+    if on_divergence not in ("raise", "resync", "warn"):
+        raise ConfigError(f'on_divergence must be "raise", "resync" or "warn", not {on_divergence!r}')
 
 
 def replicas(
@@ -85,6 +85,9 @@ def replicas(
     )
     if on_divergence == "raise":
         raise DivergenceError(f'{words}; on_divergence="resync" takes over what rank 0 has.')
+    if on_divergence == "warn":
+        log.warning('dgcopt: %s. Training goes on with them apart, as on_divergence="warn" asks', words)
+        return
     log.warning("dgcopt: %s; they take over what rank 0 has", words)
     for place in differs.any(0).nonzero().flatten().tolist():
         for tensor in tensors[names[place]]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Handle
-from ..errors import ConfigError
+from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
 from ..exchange.divergence import replicas
@@ -406,8 +406,15 @@ class Engine:
         if self._begun:
             yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
         else:  # before the first step over this wire: do all ranks start alike?
-            lines += self._groups.describe() + self.wrapped.describe_start(warn=self.comm.rank == 0)
-            yield from traffic.through(compare(lines, self.comm.rank, "what ranks start from", REMEDY))
+            start = self._groups.describe() + self.wrapped.describe_start(warn=self.comm.rank == 0)
+            if settings.on_divergence == "warn":
+                yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
+                try:
+                    yield from traffic.through(compare(start, self.comm.rank, "what ranks start from", REMEDY))
+                except MismatchError as error:
+                    log.warning('dgcopt: %s Training goes on, as on_divergence="warn" asks', error)
+            else:
+                yield from traffic.through(compare(lines + start, self.comm.rank, "what ranks start from", REMEDY))
             weights = {name: [param] for param, name in self.names.items()}
             yield from traffic.through(replicas(weights, self.comm, 0, settings.on_divergence))
             self._begun = True

@@ -86,8 +86,8 @@ def DistributedOptimizer(
             smaller costs messages, and on a GPU launches. None: 25 and 1 where exchanges start while backward runs, but
             250 and 25 for compressed gradients on a GPU; 100 each where all wait for the step, as with DGC on a CPU.
         check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
-        on_divergence: "raise" DivergenceError if they differ, or "resync" from rank 0. Before the first step they are
-            always compared.
+        on_divergence: "raise" DivergenceError if they differ, "resync" from rank 0, or "warn" and go on. Before
+            the first step they are always compared.
         may_differ: settings of parameter groups, such as `("lr",)`, that differ between ranks on purpose. All others
             (learning rate, momentum, weight decay) are compared at every step, in the vote, and tensors on an
             accelerator before the first step only; `on_divergence` says what follows a difference.

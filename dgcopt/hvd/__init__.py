@@ -3,9 +3,9 @@
 The script then runs under horovodrun as before, and under torchrun, mpirun, srun or alone too. Its own collectives
 never mix with gradients in flight. What differs from Horovod: collectives are matched by their order, so all ranks
 must start them in the same one, and compare names, shapes, dtypes, operations and roots first; `_async` ones wait for
-that, too, where Horovod does it in a thread of its own. Objects are not pickled, so they must be what
-`dgcopt.broadcast_object` takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use when they are
-asked for.
+that, too, where Horovod does it in a thread of its own: docs/migration.md says which. Objects are not pickled, so they
+must be what `dgcopt.broadcast_object` takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use
+when they are asked for.
 
 Before `hvd.init()`, all of these but DistributedOptimizer and the `_built` functions raise ConfigError, a ValueError.
 """
@@ -13,7 +13,7 @@ Before `hvd.init()`, all of these but DistributedOptimizer and the `_built` func
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from ..comm import horovod_torch, wire_in_use
 from ..errors import CommError
 from ..exchange import broadcast as start_alike
-from ..gradients.optimizer import DistributedOptimizer
+from ..exchange.divergence import OnDivergence
+from ..gradients import optimizer as distributed
 from .operations import (
     Adasum,
     Average,
@@ -178,6 +179,20 @@ def __getattr__(name: str) -> Any:
     if name in _INSTEAD:
         raise AttributeError(f"dgcopt.hvd has no {name!r}: {_INSTEAD[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+
+
+def DistributedOptimizer(
+    optimizer: AnyOptimizer, *args: Any, on_divergence: OnDivergence = "warn", **settings: Any
+) -> AnyOptimizer:
+    """As `dgcopt.DistributedOptimizer`, with the same arguments; but ranks that come apart train on, as with Horovod.
+
+    Ranks that start from other weights, optimizer state or settings, and that change them apart, are a warning in the
+    log of every rank. `on_divergence="raise"` makes it an error, the default of `dgcopt.DistributedOptimizer`.
+    """
+    return distributed.DistributedOptimizer(optimizer, *args, on_divergence=on_divergence, **settings)
 
 
 # -- starting alike --------------------------------------------------------------------------------------------------

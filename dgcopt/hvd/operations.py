@@ -12,7 +12,7 @@ from torch import Tensor
 from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 from ..collectives import Op as Reduction
 from ..comm import Comm, Finished
-from ..compressors import BF16, FP16, NoCompression, accept
+from ..compressors import BF16, FP16, Compressor, NoCompression, accept
 from ..errors import CommError, ConfigError
 from ..exchange.agreement import DAMAGED, SAME_MODEL, compare
 from .world import ProcessSet, comm_of, global_process_set
@@ -59,12 +59,35 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 _REDUCTIONS: dict[Any, Reduction] = {Average: "average", Sum: "sum", Min: "min", Max: "max"}
 
 
+class ByHand:
+    """A compressor that can also be applied to one tensor, as Horovod's can.
+
+    Attributes: `compressor`, which DistributedOptimizer takes.
+    """
+
+    def __init__(self, compressor: Compressor, dtype: torch.dtype | None = None) -> None:
+        self.compressor = compressor
+        self._dtype = dtype
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the tensor as it travels, and what `decompress` needs to know."""
+        rounds = self._dtype is not None and tensor.is_floating_point()
+        return tensor.to(self._dtype) if rounds else tensor, tensor.dtype
+
+    def decompress(self, tensor: Tensor, ctx: torch.dtype) -> Tensor:
+        """Return the tensor in the dtype that it had."""
+        return tensor.to(ctx)
+
+    def __repr__(self) -> str:
+        return repr(self.compressor)
+
+
 class Compression:
     """Where Horovod's scripts look for compressors; DistributedOptimizer takes any other `dgcopt.Compressor` too."""
 
-    none = NoCompression()
-    fp16 = FP16()
-    bf16 = BF16()
+    none = ByHand(NoCompression())
+    fp16 = ByHand(FP16(), torch.float16)
+    bf16 = ByHand(BF16(), torch.bfloat16)
 
 
 # -- handles ---------------------------------------------------------------------------------------------------------
@@ -222,11 +245,10 @@ def _own(tensor: Any, operation: str) -> Tensor:
 def _half(tensor: Tensor, compression: Any) -> Tensor:
     """The tensor as `hvd.Compression` sends it."""
     compressor = accept(compression)
-    if not isinstance(compressor, NoCompression | FP16 | BF16):
-        raise ConfigError("this takes hvd.Compression.none, fp16 or bf16; other compressors are for gradients")
-    if isinstance(compressor, NoCompression) or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(torch.float16 if isinstance(compressor, FP16) else torch.bfloat16)
+    for known in (Compression.none, Compression.fp16, Compression.bf16):
+        if type(compressor) is type(known.compressor):
+            return known.compress(tensor)[0] if isinstance(tensor, Tensor) else tensor
+    raise ConfigError("this takes hvd.Compression.none, fp16 or bf16; other compressors are for gradients")
 
 
 def allreduce_async(

@@ -169,6 +169,66 @@ def test_what_horovods_optimizer_is_given(alone):
         assert type(optimizer.compressor) is wanted
 
 
+def test_compression_by_hand():
+    """As Horovod's, on any tensor, before and without `init`."""
+    for name, dtype in (("none", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        compression, tensor = getattr(hvd.Compression, name), torch.tensor([1.0, 1 / 3])
+        message, ctx = compression.compress(tensor)
+        assert message.dtype == dtype and torch.equal(message, tensor.to(dtype))
+        assert torch.equal(compression.decompress(message, ctx), message.float())
+        whole, ctx = compression.compress(torch.arange(3))
+        assert whole.dtype == compression.decompress(whole, ctx).dtype == torch.int64
+    horovods = pytest.importorskip("horovod.torch").Compression
+    assert torch.equal(horovods.fp16.compress(tensor)[0], hvd.Compression.fp16.compress(tensor)[0])
+
+
+def wrapped_apart(**settings):
+    """Two ranks that start from weights of their own, as most of Horovod's own tests do; and theirs of before."""
+    comms, models = dgcopt.simulated_world(2), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    before = [[weight.detach().clone() for weight in model.parameters()] for model in models]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm=comm, **settings
+        )
+        for model, comm in zip(models, comms, strict=True)
+    ]
+    return models, optimizers, before
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_ranks_that_start_apart_train_on_where_horovods_do(every: int, caplog: pytest.LogCaptureFixture):
+    models, optimizers, before = wrapped_apart(check_replicas_every=every)
+    optimizers[1].param_groups[0]["lr"] = 0.2
+    for model in models:
+        model(torch.ones(1, 4)).sum().backward()
+    mean = [(one.grad + two.grad) / 2 for one, two in zip(*(m.parameters() for m in models), strict=True)]
+    for optimizer in optimizers:
+        optimizer.step()
+    for model, weights, lr in zip(models, before, (0.1, 0.2), strict=True):
+        for now, weight, grad in zip(model.parameters(), weights, mean, strict=True):
+            torch.testing.assert_close(now.detach(), weight - lr * grad)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for rank in range(2):
+        mine = [text for text in told if f"rank {rank}: replicas have come apart" in text]
+        assert ["come apart before the first step" in text for text in mine] == [True, *[False] * every]
+        assert any(f"seen on rank {rank}" in text and "lr of parameter group 0" in text for text in told)
+
+
+def test_ranks_that_start_apart_are_an_error_if_asked_and_elsewhere():
+    for make in (hvd.DistributedOptimizer, dgcopt.DistributedOptimizer):
+        models, optimizers, _ = wrapped_apart(on_divergence="raise")
+        if make is dgcopt.DistributedOptimizer:
+            comms = dgcopt.simulated_world(2)
+            optimizers = [make(torch.optim.SGD(m.parameters()), comm=c) for m, c in zip(models, comms, strict=True)]
+        for model in models:
+            model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(dgcopt.DivergenceError, match="before the first step"):
+            optimizers[0].step()
+
+
 def test_names_numbers_and_arguments_are_horovods():
     horovods = pytest.importorskip("horovod.torch")
     for name in hvd.__all__:

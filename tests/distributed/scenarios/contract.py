@@ -128,6 +128,24 @@ def handles(comm: Comm) -> None:
     assert sparse().to_dense().tolist() == [size * (size - 1) / 2, 0] and all(map(hvd.poll, started.values()))
 
 
+def one_name_twice(comm: Comm) -> None:
+    """Over Horovod, which matches by name, it is refused where it is: a restart by hvd.elastic would not help."""
+    hvd.init()
+    if comm.wire != "horovod":
+        return
+    if comm.rank:
+        hvd.barrier()
+    handle = hvd.allreduce_async(torch.ones(3), name="same")
+    if not comm.rank:
+        try:
+            hvd.allreduce_async(torch.ones(3), name="same")
+            raise AssertionError("two of one name were under way")
+        except ValueError as error:
+            assert not isinstance(error, hvd.HorovodInternalError) and "another of the same name" in str(error), error
+        hvd.barrier()
+    assert hvd.synchronize(handle).tolist() == [1, 1, 1]
+
+
 def rows_to_others(comm: Comm) -> None:
     """Rank s sends s + r rows to rank r. Splits that fit nothing on one rank are refused on all."""
     hvd.init()
@@ -309,6 +327,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
         names,
         gathering,
         handles,
+        one_name_twice,
         rows_to_others,
         gradients_flow_through,
         which_library_carries_messages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -163,7 +164,7 @@ class Flat:
 
     def holds_any(self, grads: Iterable[Tensor | None]) -> bool:
         """True if the gradient of a parameter lives here."""
-        plain = (grad for grad in grads if type(grad) is Tensor and grad.layout is torch.strided)
+        plain = [grad for grad in grads if type(grad) is Tensor and grad.layout is torch.strided]
         return not self._places.isdisjoint(map(Tensor.data_ptr, plain))
 
 
@@ -195,14 +196,16 @@ class GradientBucket(Bucket):
     and is added to, while the other is sent.
 
     Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one;
-    `leaves_early`, whether it may be sent while backward runs; `has_small_parts`, whether gradients are small, on
-    average; `touched`, what a sparse sum has left, until the step is over.
+    `leaves_early`, whether it may be sent while backward runs; `elements`, how many gradients have, without gaps;
+    `has_small_parts`, whether gradients are small, on average; `touched`, what a sparse sum has left, until the step is
+    over.
     """
 
     in_place: bool = False
     leaves_early: bool = False
 
     def __post_init__(self) -> None:
+        self.elements = sum(segment.numel for segment in self.segments)
         self.has_small_parts = self.numel < SMALL * len(self.segments)
         self._params = [segment.param for segment in self.segments]
         self._starts = torch.tensor([segment.start for segment in self.segments])
@@ -211,6 +214,7 @@ class GradientBucket(Bucket):
         self._other: Flat | None = None
         self._local: LocalGradient | None = None
         self._before: list[Tensor | None] = [None] * len(self.segments)
+        self._large = [place for place, segment in enumerate(self.segments) if segment.numel >= LARGE]
         self.touched: Touched | None = None
 
     @property
@@ -283,10 +287,19 @@ class GradientBucket(Bucket):
             torch._foreach_zero_(whole.gaps)
         return peaks([whole.tensor]) if scale == 1 else copy_scaled([whole.tensor], [whole.tensor], scale)
 
-    def _fits(self, place: int, grad: Tensor) -> bool:
-        """Whether a gradient can live in a flat one and stay the tensor that it is."""
-        param = self.segments[place].param
-        return _is_plain(grad) and grad.dtype == param.dtype and grad.device == param.device
+    def _that_fit(self) -> list[Tensor | None]:
+        """The gradients that can live in a flat one and stay the tensors that they are; None in place of others."""
+        dtype, device = self.segments[0].param.dtype, self.device
+        return [
+            grad
+            if type(grad) is Tensor
+            and grad.dtype is dtype
+            and grad.device == device
+            and grad.layout is torch.strided
+            and not grad.requires_grad
+            else None
+            for grad in self.grads()
+        ]
 
     def local(self, active: bool, scale: float) -> LocalGradient:
         """The gradient where autograd left it; zero unless `active`."""
@@ -308,14 +321,15 @@ class GradientBucket(Bucket):
         self.touched = None
         sent = self._sent is not None and _same_memory(self._sent.tensor, flat)
         parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
-        is_cpu = self.is_cpu
-        for place, (segment, part) in enumerate(zip(self.segments, parts, strict=True)):
-            param, grad = segment.param, segment.param.grad
-            if used is not None and not used[place]:
+        grads = self._that_fit()
+        for place in self._large if self.is_cpu else ():
+            grad = grads[place]
+            if grad is not None and (used is None or used[place]):
+                self._before[place] = grad.detach()
+        for param, grad, part, is_used in zip(self._params, grads, parts, used or itertools.repeat(True), strict=False):
+            if not is_used:
                 param.grad = None
-            elif grad is not None and self._fits(place, grad):
-                if is_cpu and grad.numel() >= LARGE:
-                    self._before[place] = grad.detach()
+            elif grad is not None:
                 grad.data = part
             else:
                 param.grad = part.data  # which counts its changes by itself
@@ -353,11 +367,6 @@ class GradientBucket(Bucket):
     def let_go(self) -> None:
         """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""
         self._local = self.touched = None
-
-
-def _is_plain(grad: Tensor) -> bool:
-    """Whether a gradient is no more than numbers in memory."""
-    return type(grad) is Tensor and grad.layout == torch.strided and not grad.requires_grad
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:

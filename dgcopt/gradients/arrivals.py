@@ -47,22 +47,22 @@ _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 class _Filling:
     """A bucket that gradients come into.
 
-    Attributes: `copies_each`, False if they are copied when all are there, or not at all; `complete`, the places of
-    those that are; `waiting`, of those that wait to be copied, and `numel`, how
-    many elements they have; `taken`, by place, what was copied, or is read where it lies, with its version, and
-    `NOTHING` at the `missing` places; `peaks`, the largest magnitudes of all that was.
+    Attributes: `count`, how many there are to come; `copies_each`, False if they are copied when all are there, or not
+    at all; `complete`, the places of those that are; `waiting`, of those that wait to be copied, and `numel`, how many
+    elements they have; `taken`, by place, what was copied, or is read where it lies, with its version, and `NOTHING` at
+    the `missing` places; `peaks`, the largest magnitudes of all that was.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
-        count = len(bucket.segments)
         self.bucket = bucket
+        self.count = len(bucket.segments)
         self.copies_each = bucket.is_cpu and not (bucket.in_place or bucket.has_small_parts)
         self.complete: set[int] = set()
         self.waiting: set[int] = set()
         self.numel = 0
-        self.taken: list[object] = [NOTHING] * count
-        self.missing = count
-        self.versions = [0] * count
+        self.taken: list[object] = [NOTHING] * self.count
+        self.missing = self.count
+        self.versions = [0] * self.count
         self.peaks: list[Tensor] = []
 
     def has_changed(self) -> bool:
@@ -79,7 +79,7 @@ class _Filling:
     def take(self, places: Sequence[int], grads: list[Tensor | None], peaks: Tensor | None) -> None:
         """Take note of the gradients at `places` as they are now."""
         versions = _versions(grads)
-        if len(places) == len(self.taken):
+        if len(places) == self.count:
             self.taken, self.versions, self.peaks, self.missing = list(grads), versions, [], 0
         else:
             for place, grad, version in zip(places, grads, versions, strict=True):
@@ -103,7 +103,7 @@ class Arrivals:
         self.uncounted: set[Tensor] = set()
         self._seen_in: dict[Tensor, int] = {}
         self._pass = 0
-        self._last: tuple[Tensor, Tensor | None, int] | None = None
+        self._watched: tuple[Tensor, Tensor | None, int] | None = None
         self._graph_task: int | None = None
         self._call: FrameType | None = None
         self._usual: dict[Tensor, int] = {}
@@ -111,7 +111,8 @@ class Arrivals:
 
     def arrived(self, param: Tensor, announced: int) -> bool:
         """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
-        self._see(param)
+        if self._watched is None or param is self._watched[0]:
+            self._watch(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
         if announced == additions == 1 and not self._usual:
             return True
@@ -125,19 +126,20 @@ class Arrivals:
 
     def added(self, param: Tensor) -> None:
         """Note an addition by a pass that does not count."""
-        self._see(param)
+        if self._watched is None or param is self._watched[0]:
+            self._watch(param)
         self.uncounted.add(param)
 
-    def _see(self, param: Tensor) -> None:
+    def _watch(self, param: Tensor) -> None:
         grad = param.grad
-        self._last = param, grad, 0 if grad is None else grad._version
+        self._watched = param, grad, 0 if grad is None else grad._version
 
     @property
     def touch(self) -> Touch:
-        """Whether the gradient that arrived last has changed since; it stands for all, which clipping changes alike."""
-        if self._last is None:
+        """Whether the first gradient has changed since it arrived; it stands for all, which clipping changes alike."""
+        if self._watched is None:
             return Touch.UNKNOWN
-        param, grad, version = self._last
+        param, grad, version = self._watched
         is_kept = param.grad is grad and (grad is None or grad._version == version)
         return Touch.KEPT if is_kept else Touch.CHANGED
 
@@ -157,22 +159,21 @@ class Arrivals:
         return param in self.additions or param in self.uncounted
 
     def completed(self, bucket: GradientBucket, place: int) -> bool:
-        """Take note of a gradient that is complete; True if now all of its bucket are."""
+        """Take note of a gradient that is complete.
+
+        True if now all of its bucket are, or so many wait to be copied that they should be (`fill_waiting`).
+        """
         filling = self._filling.get(bucket) or self._of(bucket)
         filling.complete.add(place)
         if filling.copies_each:
             filling.waiting.add(place)
             filling.numel += bucket.segments[place].numel
-        return len(filling.complete) == len(filling.taken)
-
-    def has_enough(self, bucket: GradientBucket) -> bool:
-        """True if so many gradients wait to be copied that they should be, before others push them out of the cache."""
-        return self._of(bucket).numel >= ENOUGH
+        return len(filling.complete) == filling.count or filling.numel >= ENOUGH
 
     def has_all_of(self, bucket: GradientBucket) -> bool:
         """Whether all of the bucket's gradients are complete."""
         filling = self._filling.get(bucket)
-        return filling is not None and len(filling.complete) == len(filling.taken)
+        return filling is not None and len(filling.complete) == filling.count
 
     def fill_waiting(self, bucket: GradientBucket, scale: float) -> None:
         """Copy `scale` times what waits for a bucket into it."""
@@ -232,7 +233,7 @@ class Arrivals:
             if filling.peaks and bucket not in changed:
                 found += filling.peaks
                 seen.append(filling)
-                count += len(bucket.segments) - filling.missing
+                count += filling.count - filling.missing
         if count < len(params):
             found += self._peaks_of_others(params, grads, seen)
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -272,7 +273,7 @@ class Arrivals:
     def forget(self) -> None:
         """As if no backward pass had been made since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()
-        self._graph_task = self._call = self._last = None
+        self._graph_task = self._call = self._watched = None
 
 
 class EarlyLaunch:

@@ -239,7 +239,7 @@ class Departures:
                 elements += of.numel()
                 continue
             of.hand_out(result, _flags(of, used), factor)
-            elements += sum(segment.numel for segment in of.segments)
+            elements += of.elements
         self.traffic.telemetry.apply_seconds += time.perf_counter() - start
         self.traffic.count_step(elements)
         self.step += 1

@@ -162,11 +162,12 @@ class Engine:
         if bucket.index < departures.launched:
             departures.stale = True
             return
-        if not is_last or not bucket.leaves_early or not self._may_leave_early:
+        if not is_last or not bucket.leaves_early:
             return
-        if not arrivals.completed(bucket, place):
-            if arrivals.has_enough(bucket):
-                departures.fill_waiting(bucket)
+        if not arrivals.completed(bucket, place) or not self._may_leave_early:
+            return
+        if not arrivals.has_all_of(bucket):
+            departures.fill_waiting(bucket)
         else:
             try:
                 departures.launch_full()

@@ -173,6 +173,8 @@ class Stepping(Optimizer):
 
     def _watch_parameters(self) -> None:
         """Watch every parameter that is trained and not watched yet."""
+        if len(self._watched) == len(self.parameter_names):
+            return
         for param in self.parameter_names:
             if param.requires_grad and param not in self._watched:
                 self._watched.add(param)

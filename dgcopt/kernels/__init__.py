@@ -35,7 +35,6 @@ from .torch import (
     by_block,
     draws,
     finite,
-    hash_of,
     in_blocks,
     owner_of,
     position_of,
@@ -156,6 +155,7 @@ draw_from_spans = Kernel(
     torch.draw_from_spans, (takes_flat, native.draw_from_spans), in_triton(torch.draw_from_spans, takes_cuda)
 )
 put_product = Kernel(torch.put_product, (takes_float32, native.put_product), in_triton(torch.put_product))
+hash_of = Kernel(torch.hash_of, (takes_flat, native.hash_of))
 inverse_dct = Kernel(torch.inverse_dct, (takes_float32, native.inverse_dct), in_triton(torch.inverse_dct))
 peaks = Kernel(torch.peaks, (native.takes_dense, native.peaks), in_triton(torch.peaks, takes_cuda_dense))
 clear_at = Kernel(torch.clear_at, (takes_floats, native.clear_at), in_triton(torch.clear_at, takes_cuda))

@@ -5,6 +5,7 @@ from .coordinates import *
 from .copying import *
 from .dct import *
 from .drawing import *
+from .hashing import *
 from .library import *
 from .memory import *
 from .minmax import *

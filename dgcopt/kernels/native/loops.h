@@ -59,6 +59,7 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 #include "loops/rice.h"
 #include "loops/rounding.h"
 #include "loops/drawing.h"
+#include "loops/hashing.h"
 #include "loops/signs.h"
 #include "loops/trits.h"
 #include "loops/values.h"

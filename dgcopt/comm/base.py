@@ -380,12 +380,30 @@ class Comm(ABC):
 
     def _late(self, collective: Collective, limit: float) -> CommError:
         others = [r for r in self._ranks[collective.group] if r != self.rank]
+        words = collective.describe()
+        waiting = self._waiting(words)
+        here = [rank for rank in others if waiting is not None and waiting.get(rank) == words]
+        missing = [rank for rank in others if rank not in here]
+        if waiting is None:
+            more = f" {self.wire} does not tell which of them is missing." if len(others) > 1 else ""
+        else:
+            more = f" Rank(s) {_listed(here)} wait for it too." if here else ""
+            elsewhere = [rank for rank in missing if rank in waiting]
+            more += "".join(f" Rank {rank} waits for {waiting[rank]}." for rank in elsewhere[:4])
+        needed = f"rank(s) {_listed(missing)}" if missing else "a network that brings it: no rank is missing"
         return self._error(
             TimeoutExceeded,
-            f"rank {self.rank} waited {limit:g} s for {collective.describe()} over {self.wire}, which also needs "
-            f"rank(s) {', '.join(map(str, others[:16]))}{' ...' if len(others) > 16 else ''}. Look for a rank that "
-            f"died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) gives it longer.",
+            f"rank {self.rank} waited {limit:g} s for {words} over {self.wire}, which also needs {needed}.{more} Look "
+            f"for a rank that died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) "
+            f"gives it longer.",
         )
+
+    def _waiting(self, words: str) -> dict[int, str] | None:
+        """Tell the other ranks that this one's deadline for `words` has passed; return what theirs has passed for.
+
+        By rank; None where the wire has no way to tell.
+        """
+        return None
 
     def _refused(self, collective: Collective, error: Exception) -> DGCError:
         return self._error(
@@ -432,6 +450,10 @@ class Comm(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.size}, node {self.node} of {self.nodes}>"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"{', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
 
 
 def alone(collective: Collective) -> Tensor:

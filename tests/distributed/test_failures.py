@@ -60,7 +60,12 @@ def test_another_path(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_sleeping_rank(wire: str) -> None:
-    assert_says(fail(wire, "sleeps", limit=2 * DEADLINE), TIMED_OUT)
+    if wire == "torch":  # it is told from those that wait too
+        outcome = fail(wire, "sleeps", limit=2 * DEADLINE, size=3)
+        assert_says(outcome, r"TimeoutExceeded: rank 0 waited .*also needs rank\(s\) 2\. Rank\(s\) 1 wait for it too\.")
+        assert_says(outcome, r"TimeoutExceeded: rank 1 waited .*also needs rank\(s\) 2\. Rank\(s\) 0 wait for it too\.")
+    else:
+        assert_says(fail(wire, "sleeps", limit=2 * DEADLINE), TIMED_OUT)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -8,7 +8,8 @@ from torch.optim import Optimizer
 from .averaging import AsyncAverage, Rounds
 from .errors import ConfigError
 from .exchange.buffers import Buffers, How
-from .gradients.optimizer import Distributed
+from .exchange.held import held
+from .gradients.optimizer import synchronised
 
 __all__ = ["sync_buffers"]
 
@@ -42,8 +43,9 @@ def sync_buffers(model: nn.Module, optimizer: Optimizer, every: int = 1, how: Ho
     settings differ.
     """
     buffers = Buffers(model, every, how)
-    averaging: Rounds | None = getattr(optimizer, "averaging", None)
-    if averaging is None and not isinstance(optimizer, Distributed):
+    averaging: Rounds | None = held(optimizer).averaging
+    steps = synchronised(optimizer)
+    if averaging is None and steps is None:
         raise ConfigError(
             "sync_buffers takes an optimizer from DistributedOptimizer or an averaging algorithm; "
             "DistributedDataParallel synchronises buffers itself (broadcast_buffers)"
@@ -56,5 +58,5 @@ def sync_buffers(model: nn.Module, optimizer: Optimizer, every: int = 1, how: Ho
                 "all ranks."
             )
         averaging.buffers = buffers
-    if isinstance(optimizer, Distributed):
-        optimizer.wrapped.buffers = buffers
+    if steps is not None:
+        steps.wrapped.buffers = buffers

@@ -33,6 +33,7 @@ from . import checkpoint
 from .comm import current_comm, horovod_torch, init, shutdown
 from .errors import CheckpointError, ConfigError
 from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .exchange.held import held
 
 if TYPE_CHECKING:
     from horovod.common.elastic import State as _HorovodsState
@@ -101,14 +102,19 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"dgcopt.elastic.State needs the model, not {model!r:.200}")
-    member: Any = getattr(optimizer, "averaging", optimizer)
-    if not hasattr(member, "rejoin"):
+    member = _member(optimizer)
+    if member is None:
         raise ConfigError(
             "dgcopt.elastic.State needs the optimizer that DistributedOptimizer, or an algorithm of "
             "dgcopt.averaging, returned"
         )
     kind: type[_State] = _over_horovod() if member.comm.wire == "horovod" else _Fixed
     return kind(directory, model, optimizer, values)
+
+
+def _member(optimizer: Any) -> Any:
+    """What rejoins: the averaging of an optimizer's weights, or of its gradients; None if there is neither."""
+    return held(optimizer).averaging or held(optimizer).gradients
 
 
 @functools.cache
@@ -123,9 +129,9 @@ class _State:
     """What is committed and loaded, whatever the wire."""
 
     def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
-        self._member = getattr(optimizer, "averaging", optimizer)  # of the current world
+        self._member = _member(optimizer)  # of the current world
         everyone = current_comm() if self._comm.wire == "horovod" else self._comm
-        if {self._comm, getattr(optimizer, "comm", self._comm)} != {everyone} or everyone.is_part:
+        if {self._comm, getattr(held(optimizer).gradients, "comm", self._comm)} != {everyone} or everyone.is_part:
             raise ConfigError("dgcopt.elastic.State needs an optimizer of all ranks: wrap it without process_set")
         self.model = model
         self.optimizer = optimizer

@@ -26,7 +26,7 @@ from .errors import ConfigError
 from .exchange.parameters import check_optimizer
 from .flat.gradient import LARGE
 from .flat.segments import Segment
-from .gradients.optimizer import Distributed
+from .gradients.optimizer import synchronised
 from .gradients.subclass import bare_class, become
 from .kernels import BLOCK
 
@@ -83,7 +83,7 @@ def fuse_optimizer(optimizer: AnyOptimizer, do_flatten: bool = True, *, elementw
     check_flag(elementwise, "elementwise")
     if isinstance(optimizer, Fused):
         raise ConfigError("this optimizer is fused already")
-    if isinstance(optimizer, Distributed):
+    if synchronised(optimizer) is not None:
         raise ConfigError("fuse the optimizer first: DistributedOptimizer(dgcopt.fuse_optimizer(optimizer), ...)")
     name = type(optimizer).__name__
     if not steps_as(optimizer, *ELEMENTWISE):

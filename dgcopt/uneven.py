@@ -13,9 +13,10 @@ from .averaging import AsyncAverage, Rounds
 from .checks import check_flag
 from .compressors import Adasum
 from .errors import ConfigError
+from .exchange.held import held
 from .exchange.runner import serve
 from .gradients.engine import Engine
-from .gradients.optimizer import Distributed
+from .gradients.optimizer import synchronised
 
 __all__ = ["join"]
 
@@ -90,22 +91,23 @@ def join(
 
 def _part_of(optimizer: Any, throws: bool) -> Sequence[Engine | Rounds]:
     """Return the object that serves an optimizer's steps, none on a single rank. Raises ConfigError if unsupported."""
-    averaging: Rounds | None = getattr(optimizer, "averaging", None)
+    averaging: Rounds | None = held(optimizer).averaging
+    steps = synchronised(optimizer)
     if averaging is not None:
-        if isinstance(optimizer, Distributed):
+        if steps is not None:
             raise ConfigError("join does not work where both gradients and weights are averaged")
         if throws and isinstance(averaging.rule, AsyncAverage):
             raise ConfigError(
                 "throw_on_early_termination does not support AsyncAverage, in which no rank waits for another"
             )
         return [averaging]
-    if not isinstance(optimizer, Distributed):
+    if steps is None:
         raise ConfigError(
             "join takes optimizers from DistributedOptimizer or an averaging algorithm, and members of torch's Join"
         )
-    if any(isinstance(part, Adasum) for part in optimizer.compressor.parts()):
+    if any(isinstance(part, Adasum) for part in steps.compressor.parts()):
         raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
-    return [optimizer.engine] if optimizer.engine is not None else []
+    return [steps.engine] if steps.engine is not None else []
 
 
 # -- members of torch's Join ------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def _part_of(optimizer: Any, throws: bool) -> Sequence[Engine | Rounds]:
 
 def _is_torchs(member: Any) -> bool:
     """Return True for a torch Joinable that is not a wrapped optimizer."""
-    if isinstance(member, Distributed) or not torch.distributed.is_available():
+    if synchronised(member) is not None or not torch.distributed.is_available():
         return False
     return isinstance(member, torch.distributed.algorithms.join.Joinable)
 
@@ -123,7 +125,7 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
 
     The first member reports at each iteration that its rank has data.
     """
-    if any(getattr(member, "averaging", None) is not None for member in members):
+    if any(held(member).averaging is not None for member in members):
         raise ConfigError(
             "join cannot combine averaged weights with torch's members, which take part in each iteration. Average "
             "gradients, or give all ranks the same number of batches."
@@ -138,15 +140,16 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
         )
     group = others[0].join_process_group
     theirs = torch.distributed.get_world_size(group)
-    for member in members:
-        if isinstance(member, Distributed) and member.comm.size != theirs:
+    comms = {member: steps.comm for member in members if (steps := synchronised(member)) is not None}
+    for comm in comms.values():
+        if comm.size != theirs:
             raise ConfigError(
-                f"join needs members with the same ranks: torch's have {theirs}, an optimizer has {member.comm.size}"
+                f"join needs members with the same ranks: torch's have {theirs}, an optimizer has {comm.size}"
             )
-    on_torch = [member for member in members if getattr(getattr(member, "comm", None), "process_group", None) == group]
+    on_torch = [member for member, comm in comms.items() if getattr(comm, "process_group", None) == group]
     if members[0] not in on_torch and members[0] not in others:
         raise ConfigError(
-            f"over the wire {members[0].comm.wire}, join needs one of torch's members ({type(others[0]).__name__}) "
+            f"over the wire {comms[members[0]].wire}, join needs one of torch's members ({type(others[0]).__name__}) "
             f"first, and the loop must use it first: it reports which ranks have data"
         )
     if not divide_by_all and any(isinstance(m, DistributedDataParallel) for m in members[1:]):

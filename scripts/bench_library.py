@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
+from dgcopt.gradients.optimizer import synchronised
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -239,7 +240,7 @@ def cpu_milliseconds(task: str, compressor: str, warmups: int = 4, steps: int = 
         before = optimizers[0].compressor.seconds
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if step == warmups:  # go to where every warm-up is over
-                optimizer.engine.step = 10**6
+                synchronised(optimizer).engine.step = 10**6
                 for state in optimizer.state.values():
                     if "step" in state:
                         state["step"].fill_(10**6)

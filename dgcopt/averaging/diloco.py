@@ -22,7 +22,7 @@ from ..exchange.runner import Job
 from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
 from ..flat.store import Memory
-from ..gradients.optimizer import Distributed, DistributedOptimizer
+from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
 from .base import Averaging
 from .sync import Round, Sync
 
@@ -195,7 +195,7 @@ class OuterSync(Sync):
     def join(self) -> None:
         comm = self.round.comm
         for outer, params in zip(self.outers, self._fragments, strict=True):
-            if isinstance(outer, Distributed):  # in the order in which a new rank of the world joins it
+            if synchronised(outer) is not None:  # in the order in which a new rank of the world joins it
                 outer.rejoin(comm)
             else:
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
@@ -256,7 +256,7 @@ class OuterSync(Sync):
         if self.rule.delay:
             self._outgoing = {name: anchor.grad.clone() for name, anchor in graded.items() if anchor.grad is not None}
         for anchor in graded.values():
-            outer.gradient_arrived(anchor)
+            _steps_of(outer).gradient_arrived(anchor)
 
     def run(self) -> Job:
         round = self.round
@@ -268,7 +268,7 @@ class OuterSync(Sync):
             self._send(self.turn(round.local_step))
         assert self.sending is not None
         outer, fragment = self.outers[self.sending], self.sending
-        engine = outer.engine
+        engine = _steps_of(outer).engine
         if engine is not None:
             engine.due = True  # even if the whole fragment is frozen
         yield from round.runner.together("outer step")
@@ -345,6 +345,13 @@ class OuterSync(Sync):
 
 def _scaled(memory: Memory, scale: float) -> Memory:
     return {kind: {name: tensor * scale for name, tensor in by_name.items()} for kind, by_name in memory.items()}
+
+
+def _steps_of(outer: Optimizer) -> Synchronised:
+    """Return the exchange of an outer optimizer's gradients."""
+    steps = synchronised(outer)
+    assert steps is not None
+    return steps
 
 
 def _anchor(param: Tensor) -> nn.Parameter:

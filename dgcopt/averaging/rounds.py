@@ -28,12 +28,14 @@ from ..exchange.attendance import Attendance
 from ..exchange.buffers import Buffers
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight
+from ..exchange.held import check_names, held, hold
 from ..exchange.parameters import given_names
 from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, vote
 from ..flat.buckets import Bucket
-from ..gradients.optimizer import Distributed, DistributedOptimizer
+from ..gradients.engine import Engine
+from ..gradients.optimizer import Distributed, DistributedOptimizer, synchronised
 from ..gradients.stepping import Mode, in_own_step
 from .amp import ScaledSteps
 from .replica import Replica
@@ -78,8 +80,11 @@ class Rounds:
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         comm: Comm | None,
     ) -> None:
-        if hasattr(optimizer, KEY):
-            raise ConfigError(f"this optimizer is already averaged by {getattr(optimizer, KEY).rule!r}. Wrap it once.")
+        if held(optimizer).averaging is not None:
+            raise ConfigError(
+                f"this optimizer is already averaged by {held(optimizer).averaging.rule!r}. Wrap it once."
+            )
+        check_names(optimizer, [KEY])
         self.rule = rule
         self.optimizer = optimizer
         self.replica = Replica(rule, optimizer, given_names(named_parameters) or {})
@@ -89,17 +94,18 @@ class Rounds:
         self.step = 0
         self.buffers: Buffers | None = None
         comm = current_comm(comm)
-        if not rule.warmup_steps and comm.size > 1 and getattr(optimizer, "comm", None) is comm:
+        if not rule.warmup_steps and comm.size > 1 and self._wire_of_gradients() is comm:
             raise ConfigError(
                 f"this optimizer already averages gradients over all ranks at every step, so {type(rule).__name__} has "
                 f"no effect. Give it the bare optimizer or one with a smaller process_set, or set warmup_steps."
             )
         self._join_wire(comm)
-        if rule.warmup_steps and not isinstance(optimizer, Distributed):
+        if rule.warmup_steps and synchronised(optimizer) is None:
             DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=comm)
         self.step = take_mark(optimizer.param_groups, KEY, comm.rank)
         self._scaled = ScaledSteps(optimizer)
         self._follow_warm_up()
+        hold(optimizer, averaging=self)
         optimizer.averaging = self  # type: ignore[attr-defined]
         hook = optimizer.register_step_pre_hook(_before_step)
         # ahead of DistributedOptimizer's hook, which exchanges gradients and may add updates to weights
@@ -108,6 +114,16 @@ class Rounds:
         optimizer.register_state_dict_post_hook(_save)
         optimizer.register_load_state_dict_pre_hook(_load)
         self.sync.join()
+
+    def _wire_of_gradients(self) -> Comm | None:
+        """The wire over which the same optimizer's gradients are averaged."""
+        steps = synchronised(self.optimizer)
+        return steps.comm if steps is not None else None
+
+    def _engine(self) -> Engine | None:
+        """The exchange of the same optimizer's gradients."""
+        steps = synchronised(self.optimizer)
+        return steps.engine if steps is not None else None
 
     def _join_wire(self, comm: Comm) -> None:
         self.rule.check(comm, list(self.names.values()))
@@ -212,8 +228,8 @@ class Rounds:
         self.step += 1
         self.replica.steps_since_sync += 1
         if self.local_step == 0:  # the warm-up has ended
-            if isinstance(self.optimizer, Distributed) and self.optimizer.engine is not None:
-                self.optimizer.engine.end()
+            if (engine := self._engine()) is not None:
+                engine.end()
             for bucket, ctx in self.buckets().items():
                 self._start(bucket, ctx)
         if self.local_step > 0:
@@ -236,7 +252,7 @@ class Rounds:
     @property
     def _is_void(self) -> bool:
         """True if all ranks skipped this step of the warm-up, so that it does not count."""
-        engine = self.optimizer.engine if isinstance(self.optimizer, Distributed) else None
+        engine = self._engine()
         return engine is not None and engine.void
 
     def _overlapping(self) -> Job:
@@ -245,14 +261,14 @@ class Rounds:
 
     def _follow_warm_up(self) -> None:
         """Switch the optimizer between averaged gradients (warm-up) and local steps."""
-        optimizer = self.optimizer
-        if self.rule.warmup_steps and isinstance(optimizer, Distributed):
+        steps = synchronised(self.optimizer)
+        if self.rule.warmup_steps and steps is not None:
             is_local = self.local_step >= 0
-            if is_local != (optimizer.mode is Mode.LOCAL):
-                optimizer.mode = Mode.LOCAL if is_local else Mode.EXCHANGE
-            if optimizer.engine is not None:
-                optimizer.engine.sends_all = self.local_step == -1  # the last exchange, which flushes the residuals
-                self.runner.traffic.telemetry = optimizer.engine.telemetry  # one account for both
+            if is_local != (steps.mode is Mode.LOCAL):
+                steps.mode = Mode.LOCAL if is_local else Mode.EXCHANGE
+            if steps.engine is not None:
+                steps.engine.sends_all = self.local_step == -1  # the last exchange, which flushes the residuals
+                self.runner.traffic.telemetry = steps.engine.telemetry  # one account for both
 
     def finish_round(self) -> None:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
@@ -389,11 +405,11 @@ class Rounds:
         self.sync.abort()
         state, telemetry = self.state(), self.runner.traffic.telemetry
         state["memory"]["weights"] = self.replica.weights()
-        comes_along = getattr(self.optimizer, "comm", None) is self.comm
+        comes_along = self._wire_of_gradients() is self.comm
         self._join_wire(current_comm(comm))
         state["saved_by"] = -self.comm.size  # each rank brings its own weights
         if comes_along:
-            cast(Any, self.optimizer).rejoin(self.comm)
+            cast(Distributed, self.optimizer).rejoin(self.comm)
         self.runner.traffic.telemetry = telemetry
         self.restore(state)
         self.sync.join()
@@ -412,16 +428,16 @@ class Rounds:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not in_own_step(optimizer):
-        cast(Any, optimizer).averaging.before_step()
+        held(optimizer).averaging.before_step()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not in_own_step(optimizer):
-        cast(Any, optimizer).averaging.after_step()
+        held(optimizer).averaging.after_step()
 
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    rounds: Rounds = cast(Any, optimizer).averaging
+    rounds: Rounds = held(optimizer).averaging
     state = rounds.state()
     state_dict[KEY] = {STATE_KEY: state}
     rounds.sync.save(state_dict[KEY], state)
@@ -430,7 +446,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    rounds: Rounds = cast(Any, optimizer).averaging
+    rounds: Rounds = held(optimizer).averaging
     groups = [unmarked(group) for group in state_dict["param_groups"]]
     if KEY not in state_dict:
         if step := take_mark([dict(group) for group in state_dict["param_groups"]], KEY, rounds.comm.rank):

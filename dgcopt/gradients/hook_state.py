@@ -44,7 +44,7 @@ from ..version import __version__
 from .attached import AttachedOptimizer, parameters_of
 from .ddp_bucket import Part, Travelling, gradients_of, parts_of
 from .ddp_module import module_with, uncounted_parameters
-from .stepping import Stepping
+from .stepping import stepping_of
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import GradBucket
@@ -162,7 +162,7 @@ class HookState:
         put around an optimizer, the one inside is taken, which they step.
         """
         optimizer = inner_optimizer(optimizer)
-        if isinstance(optimizer, Stepping):
+        if stepping_of(optimizer) is not None:
             raise ConfigError("the optimizer exchanges gradients by itself: give ddp_hook the one that is not wrapped")
         others = self._attached is not None and self._attached.params != parameters_of(optimizer)
         if others or self._layout:

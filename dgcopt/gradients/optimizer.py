@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +22,16 @@ from ..exchange.agreement import compare
 from ..exchange.broadcast import broadcast_optimizer_state
 from ..exchange.divergence import OnDivergence, check_on_divergence
 from ..exchange.group_settings import check_may_differ
+from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
 from .engine import Engine
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
-from .stepping import Stepping, after_step, before_step, between_hooks
+from .stepping import Mode, Stepping, after_step, before_step, between_hooks
 from .subclass import bare_class, become
 from .torch_join import JoinHook
-from .wrapped import Wrapped
 
-__all__ = ["Distributed", "DistributedOptimizer"]
+__all__ = ["Distributed", "DistributedOptimizer", "Synchronised", "synchronised"]
 
 log = logging.getLogger("dgcopt")
 
@@ -99,6 +100,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
     check_optimizer(optimizer)
+    check_names(optimizer, ADDED)
     op = check_op(op)
     check_on_divergence(on_divergence)
     compressor = NoCompression() if compression is None else copy.deepcopy(accept(compression))
@@ -123,7 +125,7 @@ def DistributedOptimizer(
     comm = current_comm(comm)
     if process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
         comm = comm.among(process_set)
-    averaging = getattr(optimizer, "averaging", None)
+    averaging = held(optimizer).averaging
     if averaging is not None and comm.size >= averaging.comm.size:
         raise ConfigError(
             f"the weights of this optimizer are averaged now and then, by {averaging.rule!r}, which is no use if "
@@ -148,39 +150,206 @@ def _wrap(
     if compressor.sends == "update":
         check_steps_alone(optimizer, f"{type(compressor).__name__} sends the update that it makes")
     become(optimizer, Distributed, between_hooks)
-    assert isinstance(optimizer, Distributed)
-    optimizer._set_up(names, given, compressor, settings)
+    steps = Synchronised(optimizer, names, given, compressor, settings)
+    hold(optimizer, gradients=steps)
     step = take_mark(optimizer.param_groups, STATE_KEY, comm.rank)
-    optimizer._join(comm)
+    steps.join(comm)
     if step:
-        optimizer._restore({"memory": {}, "order": [], "step": step})
+        steps.restore({"memory": {}, "order": [], "step": step})
 
 
-class Distributed(Stepping):
-    """What the wrapped optimizer's class gains; never instantiated."""
+class Synchronised(Stepping):
+    """Everything that is kept of one wrapped optimizer: its steps, the wire, and the names of its parameters."""
 
-    _given_names: dict[Tensor, str]
-    _settings: Settings
-    _formerly: set[tuple[int, int]]
-    """The rank that this process was, of how many, before Horovod was started anew."""
-    _is_hooked: bool = False
-
-    def _set_up(
-        self, names: dict[Tensor, str], given: dict[Tensor, str], compressor: Compressor, settings: Settings
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: dict[Tensor, str],
+        given: dict[Tensor, str],
+        compressor: Compressor,
+        settings: Settings,
     ) -> None:
-        self.compressor = compressor
-        self.parameter_names = names
-        self.wrapped = Wrapped(self, names, compressor, lambda: Stepping.step(self), self._step_without_data)
+        super().__init__(optimizer, names, compressor)
+        self.settings = settings
+        self.formerly: set[tuple[int, int]] = set()
+        """The rank that this process was, of how many, before Horovod was started anew."""
         self._given_names = given
-        self._settings = settings
-        self._formerly = set()
-        self._watched = set()
-        self.register_state_dict_post_hook(_save_state)
-        self.register_load_state_dict_pre_hook(_load_state)
+        self._is_hooked = False
+        optimizer.register_state_dict_post_hook(_save_state)
+        optimizer.register_load_state_dict_pre_hook(_load_state)
+
+    def added(self, names: Sequence[str] | None) -> None:
+        """Take in the parameters of a group that the optimizer was given; raises ConfigError if that cannot be."""
+        added = self._named(self.optimizer.param_groups[-1]["params"], names)
+        check_trainable({**self.names, **added})
+        self.compressor.see_parameters({**self.names, **added})
+        self.names.update(added)
+        if self.engine is not None:
+            self.watch_parameters()
+
+    def _named(self, params: Sequence[Tensor], names: Sequence[str] | None) -> dict[Tensor, str]:
+        """The names of the last group's parameters."""
+        group = len(self.optimizer.param_groups) - 1
+        if names is None:
+            names = [self._given_names.get(param, number(group, place)) for place, param in enumerate(params)]
+        elif isinstance(names, str) or len(names) != len(params):
+            raise ConfigError(f"the group has {len(params)} parameter(s), and names are {names!r}: give one for each")
+        named = {param: self._given_names.get(param, name) for param, name in zip(params, names, strict=True)}
+        taken = sorted({*self.names.values()}.intersection(named.values()))
+        if taken or len({*named.values()}) < len(named):
+            raise ConfigError(
+                f"two parameters cannot have one name, by which what is held back is kept: {[*named.values()]}, of "
+                f"which the optimizer has {taken} already. Give add_param_group other names"
+            )
+        return named
+
+    # -- joining a wire ----------------------------------------------------------------------------------------------
+
+    def rejoin(self, comm: Comm | None = None) -> None:
+        """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
+
+        Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
+        """
+        before, self.engine = self.engine, None
+        self.join(current_comm(comm))
+        if before is not None:
+            self.restore(before.state())
+            if self.engine is not None:
+                self.engine.runner.traffic.telemetry = before.telemetry
+
+    def keep_up(self) -> None:
+        """Rejoin if the ranks that this optimizer was of are no more, as `hvd.elastic.run` has started Horovod anew.
+
+        Raises ConfigError where that cannot be right; it is no HorovodInternalError, after which all would try again.
+        """
+        if not self.comm.is_void():
+            return
+        left = self.comm
+        if left.is_part or held(self.optimizer).averaging is not None:
+            what = "exchanges among some of the ranks" if left.is_part else "averages weights too"
+            raise ConfigError(
+                f"Horovod was started anew, and this optimizer {what}, so it cannot join the new ranks by itself: use "
+                f"dgcopt.elastic.State in place of hvd.elastic.TorchState, which takes optimizers of all ranks"
+            )
+        if self.engine is not None:
+            self.engine.abandon()
+        self.rejoin()
+        self.formerly.add((left.rank, left.size))
+        log.warning(
+            "dgcopt: Horovod was started anew, and this optimizer has rejoined: it was rank %d of %d, and is rank %d "
+            "of %d. It keeps what it has not sent yet (norm %.3g). What lost ranks had not sent is lost, which "
+            "dgcopt.elastic.State would have shared out; new ranks start with nothing",
+            *(
+                left.rank,
+                left.size,
+                self.comm.rank,
+                self.comm.size,
+                self.engine.store.residual_norm() if self.engine is not None else 0.0,
+            ),
+        )
+
+    def join(self, comm: Comm) -> None:
+        """Exchange over a wire from now on."""
+        self.comm = comm
+        self.begin_anew()
+        if comm.size > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Start to exchange. In one process, only if there is something left to add that others have held back."""
+        assert self.engine is None
+        self.engine = Engine(self.wrapped, self.comm, self.settings)
+        if self.comm.waits_at_start:  # else it is done at the first step
+            self.comm.drive(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters and settings"))
+        if not self._is_hooked:
+            self._is_hooked = True
+            self.optimizer.register_step_pre_hook(before_step)
+            self.optimizer.register_step_post_hook(after_step)
+        self.watch_parameters()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what an engine has kept."""
+        if self.engine is None and any(state["memory"].values()):
+            self._connect()
+        if self.engine is not None:
+            self.engine.restore(state)
+
+
+class Distributed(Optimizer):
+    """What the class of a wrapped optimizer gains; never instantiated. Everything is kept in `held`."""
+
+    @property
+    def compressor(self) -> Compressor:
+        """How gradients travel."""
+        return _part(self).compressor
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Bytes and seconds so far; all zero in a single process."""
+        engine = _part(self).engine
+        return engine.telemetry if engine is not None else Telemetry()
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of what this rank holds back; 0.0 for compressors that hold nothing back."""
+        engine = _part(self).engine
+        return engine.store.residual_norm() if engine is not None else 0.0
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are added up before gradients are exchanged, from the next step on."""
-        self._settings.backward_passes_per_step = check_passes(passes)
+        _part(self).settings.backward_passes_per_step = check_passes(passes)
+
+    def rejoin(self, comm: Comm | None = None) -> None:
+        """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
+
+        Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
+        """
+        _part(self).rejoin(comm)
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until every parameter's gradient is the average over ranks. `step()` does it by itself.
+
+        Call it to change averaged gradients before the step, and step inside `skip_synchronize()`. Called again
+        before the next backward pass, it does nothing.
+        """
+        _part(self).synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, `step()` uses the gradients as they are, after `synchronize()` was called by hand."""
+        with _part(self).within(Mode.AS_THEY_ARE):
+            yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward passes only add up: nothing is sent, and no pass is counted."""
+        with _part(self).within(Mode.ADD_UP):
+            yield
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Average the gradients and clip the norm of all of them together; the next `step()` takes them as they are.
+
+        As `torch.nn.utils.clip_grad_norm_`, on the same values on every rank; returns the norm before clipping. Under
+        AMP call `scaler.unscale_(optimizer)` first. Clipping of each rank's own gradient, before it is compressed, is
+        `dgcopt.DGC(clip=...)`.
+        """
+        _part(self).fix()
+        params = [param for group in self.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    # -- as torch's --------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `torch.optim.Optimizer.zero_grad`. Gradients that are on their way are taken back, on all ranks."""
+        _part(self).discard()
+        super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any], names: Sequence[str] | None = None) -> None:
         """As `torch.optim.Optimizer.add_param_group`; the new parameters are exchanged from the next step on.
@@ -190,15 +359,10 @@ class Distributed(Stepping):
         """
         super().add_param_group(param_group)
         try:
-            added = self._named(self.param_groups[-1]["params"], names)
-            check_trainable({**self.parameter_names, **added})
-            self.compressor.see_parameters({**self.parameter_names, **added})
+            _part(self).added(names)
         except ConfigError:
             del self.param_groups[-1]
             raise
-        self.parameter_names.update(added)
-        if self.engine is not None:
-            self._watch_parameters()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
@@ -217,95 +381,13 @@ class Distributed(Stepping):
                 f"optimizer. Load it into one of the kind that it was saved from, and begin anew with this one"
             )
 
-    def _named(self, params: Sequence[Tensor], names: Sequence[str] | None) -> dict[Tensor, str]:
-        """The names of the last group's parameters."""
-        group = len(self.param_groups) - 1
-        if names is None:
-            names = [self._given_names.get(param, number(group, place)) for place, param in enumerate(params)]
-        elif isinstance(names, str) or len(names) != len(params):
-            raise ConfigError(f"the group has {len(params)} parameter(s), and names are {names!r}: give one for each")
-        named = {param: self._given_names.get(param, name) for param, name in zip(params, names, strict=True)}
-        taken = sorted({*self.parameter_names.values()}.intersection(named.values()))
-        if taken or len({*named.values()}) < len(named):
-            raise ConfigError(
-                f"two parameters cannot have one name, by which what is held back is kept: {[*named.values()]}, of "
-                f"which the optimizer has {taken} already. Give add_param_group other names"
-            )
-        return named
-
-    # -- looking -----------------------------------------------------------------------------------------------------
-
     @property
-    def telemetry(self) -> Telemetry:
-        """Bytes and seconds so far; all zero in a single process."""
-        return self.engine.telemetry if self.engine is not None else Telemetry()
-
-    def residual_norm(self) -> float:
-        """Euclidean norm of what this rank holds back; 0.0 for compressors that hold nothing back."""
-        return self.engine.store.residual_norm() if self.engine is not None else 0.0
-
-    # -- joining a wire ----------------------------------------------------------------------------------------------
-
-    def rejoin(self, comm: Comm | None = None) -> None:
-        """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
-
-        Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
-        """
-        before, self.engine = self.engine, None
-        self._join(current_comm(comm))
-        if before is not None:
-            self._restore(before.state())
-            if self.engine is not None:
-                self.engine.runner.traffic.telemetry = before.telemetry
-
-    def _keep_up(self) -> None:
-        """Rejoin if the ranks that this optimizer was of are no more, as `hvd.elastic.run` has started Horovod anew.
-
-        Raises ConfigError where that cannot be right; it is no HorovodInternalError, after which all would try again.
-        """
-        if not self.comm.is_void():
-            return
-        left = self.comm
-        if left.is_part or hasattr(self, "averaging"):
-            what = "exchanges among some of the ranks" if left.is_part else "averages weights too"
-            raise ConfigError(
-                f"Horovod was started anew, and this optimizer {what}, so it cannot join the new ranks by itself: use "
-                f"dgcopt.elastic.State in place of hvd.elastic.TorchState, which takes optimizers of all ranks"
-            )
-        if self.engine is not None:
-            self.engine.abandon()
-        self.rejoin()
-        self._formerly.add((left.rank, left.size))
-        log.warning(
-            "dgcopt: Horovod was started anew, and this optimizer has rejoined: it was rank %d of %d, and is rank %d "
-            "of %d. It keeps what it has not sent yet (norm %.3g). What lost ranks had not sent is lost, which "
-            "dgcopt.elastic.State would have shared out; new ranks start with nothing",
-            *(left.rank, left.size, self.comm.rank, self.comm.size, self.residual_norm()),
-        )
-
-    def _join(self, comm: Comm) -> None:
-        self.comm = comm
-        self._begin_anew()
-        if comm.size > 1:
-            self._connect()
-
-    def _connect(self) -> None:
-        """Start to exchange. In one process, only if there is something left to add that others have held back."""
-        assert self.engine is None
-        self.engine = Engine(self.wrapped, self.comm, self._settings)
-        if self.comm.waits_at_start:  # else it is done at the first step
-            self.comm.drive(compare(self.wrapped.describe(self._settings), self.comm.rank, "parameters and settings"))
-        if not self._is_hooked:
-            self._is_hooked = True
-            self.register_step_pre_hook(before_step)
-            self.register_step_post_hook(after_step)
-        self._watch_parameters()
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        if self.engine is None and any(state["memory"].values()):
-            self._connect()
-        if self.engine is not None:
-            self.engine.restore(state)
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by `torch.amp.GradScaler.step` when it is about to look for Inf: the moment for all ranks to agree."""
+        steps = _part(self)
+        if steps.engine is None:
+            return bool(vars(self).get("_step_supports_amp_scaling", False))
+        return steps.agree_with_scaler()
 
     # -- uneven data, by torch.distributed.algorithms.Join -----------------------------------------------------------
 
@@ -315,47 +397,82 @@ class Distributed(Stepping):
         Averages divide by all ranks, or, as DDP's, with `Join(..., divide_by_initial_world_size=False)` by those that
         have data.
         """
-        return JoinHook(self.engine, kwargs.get("divide_by_initial_world_size", True))
+        return JoinHook(_part(self).engine, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
         """For `torch.distributed.algorithms.Join`: where its own collectives live."""
-        return self.comm.to_wire(torch.zeros(1)).device
+        return _part(self).comm.to_wire(torch.zeros(1)).device
 
     @property
     def join_process_group(self) -> Any:
         """For `torch.distributed.algorithms.Join`. Raises ConfigError where the wire is not torch.distributed."""
-        if not hasattr(self.comm, "process_group"):
+        comm = _part(self).comm
+        if not hasattr(comm, "process_group"):
             raise ConfigError(
                 f"torch.distributed.algorithms.Join needs the wire torch, and this optimizer exchanges over "
-                f"{self.comm.wire}: use dgcopt.join(optimizer), which works on every wire"
+                f"{comm.wire}: use dgcopt.join(optimizer), which works on every wire"
             )
-        return self.comm.process_group
+        return comm.process_group
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, it is the bare optimizer again: a wire cannot be stored."""
         # not copyreg.__newobj__, which pickle takes for the object's own class alone
-        return object.__new__, (bare_class(self),), self.__getstate__()
+        return object.__new__, (bare_class(self),), _bare_state(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A distributed optimizer of copied parameters; all ranks must copy alike."""
         base = bare_class(self)
         twin: Any = base.__new__(base)
         memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.__setstate__(copy.deepcopy(_bare_state(self), memo))
         params = [param for group in twin.param_groups for param in group["params"]]
-        names = dict(zip(params, self.parameter_names.values(), strict=True))
-        _wrap(twin, names, dict(names), copy.deepcopy(self.compressor), copy.copy(self._settings), self.comm)
-        if self.engine is not None:
-            twin._restore(self.engine.state())
+        steps = _part(self)
+        names = dict(zip(params, steps.names.values(), strict=True))
+        _wrap(twin, names, dict(names), copy.deepcopy(steps.compressor), copy.copy(steps.settings), steps.comm)
+        if steps.engine is not None:
+            _part(twin).restore(steps.engine.state())
         return twin
 
 
+ADDED = (
+    "clip_grad_norm_",
+    "compressor",
+    "no_sync",
+    "rejoin",
+    "residual_norm",
+    "set_backward_passes_per_step",
+    "skip_synchronize",
+    "synchronize",
+    "telemetry",
+)
+"""Names that wrapping adds; by all others the optimizer keeps its own attributes, or overrides torch's."""
+
+
+def synchronised(optimizer: Any) -> Synchronised | None:
+    """Return the part of `DistributedOptimizer` in an optimizer; None if it has not wrapped it."""
+    steps = held(optimizer).gradients
+    assert steps is None or isinstance(steps, Synchronised)
+    return steps
+
+
+def _part(optimizer: Optimizer) -> Synchronised:
+    steps = synchronised(optimizer)
+    assert steps is not None
+    return steps
+
+
+def _bare_state(optimizer: Optimizer) -> Any:
+    """What copies and pickles take: the optimizer's own."""
+    state = optimizer.__getstate__()
+    return without(state) if isinstance(state, dict) else state
+
+
 def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    assert isinstance(optimizer, Distributed)
-    optimizer._keep_up()
+    steps = _part(optimizer)
+    steps.keep_up()
     root = broadcasting_root()
     if root is not None:
         # Horovod's knows nothing of what is kept here, and stands still if ranks keep different things for a parameter:
@@ -363,18 +480,18 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         broadcast_optimizer_state(optimizer, root)
         groups = [unmarked(group) for group in optimizer.state_dict()["param_groups"]]
         return {"state": {"sent": {}}, "param_groups": groups}
-    engine = optimizer.engine
+    engine = steps.engine
     if engine is not None:
         state = engine.state()
-        state_dict[STATE_KEY] = kept_by(optimizer.comm.rank, optimizer.comm.size, **state)
+        state_dict[STATE_KEY] = kept_by(steps.comm.rank, steps.comm.size, **state)
         put_mark(state_dict, STATE_KEY, engine.step, state["memory"])
     return None
 
 
 def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    assert isinstance(optimizer, Distributed)
-    optimizer._keep_up()
-    rank, size = optimizer.comm.rank, optimizer.comm.size
+    steps = _part(optimizer)
+    steps.keep_up()
+    rank, size = steps.comm.rank, steps.comm.size
     if "param_groups" not in state_dict:
         raise ConfigError("this is no optimizer's state: optimizer.state_dict() has param_groups, a model's has none")
     groups = state_dict["param_groups"]
@@ -382,10 +499,10 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         return None  # which torch refuses: what is kept stays as it is
     if STATE_KEY in state_dict:
         state = state_dict[STATE_KEY]
-        if (state["rank"], state["world_size"]) in optimizer._formerly:
+        if (state["rank"], state["world_size"]) in steps.formerly:
             state = {**state, "rank": rank, "world_size": size}
-        optimizer._restore(own_part(state, rank, size))
+        steps.restore(own_part(state, rank, size))
     elif step := take_mark([dict(group) for group in groups], STATE_KEY, rank):
-        optimizer._restore({"memory": {}, "order": [], "step": step})
+        steps.restore({"memory": {}, "order": [], "step": step})
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}
     return {**kept, "param_groups": [unmarked(group) for group in groups]}

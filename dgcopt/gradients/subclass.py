@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 from ..compressors.own_step import passes_over_missing_gradients
 from ..errors import ConfigError
 
-__all__ = ["bare_class", "become"]
+__all__ = ["bare_class", "bare_step", "become"]
 
 
 def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[..., Any]) -> None:
     """Change the class of `optimizer` to one that has the methods of `ours` ahead of its own.
 
     `between_hooks(optimizer, bare, *args, **kwargs)` is what a step does between its hooks; `bare` is the class's own
-    step, without any, and so is `optimizer.bare_step` until the class changes again. Raises ConfigError if something
+    step, without any, and so is `bare_step(optimizer)` until the class changes again. Raises ConfigError if something
     else was bound in place of `step` that may move weights in a step that no rank is to take.
     """
     base: Any = type(optimizer)
@@ -30,10 +30,17 @@ def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[
 
 def bare_class(optimizer: Optimizer) -> type[Optimizer]:
     """The class that the optimizer had before any `become`."""
-    kind = type(optimizer)
-    while hasattr(kind, "bare"):
-        kind = kind.bare
-    return kind
+    generated = [kind for kind in type(optimizer).__mro__ if kind in _BARE]
+    return _BARE[generated[-1]][0] if generated else type(optimizer)
+
+
+def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The step that the optimizer's class had before the last `become`, without hooks: a function of the optimizer."""
+    return next(_BARE[kind][1] for kind in type(optimizer).__mro__ if kind in _BARE)
+
+
+_BARE: dict[type[Optimizer], tuple[type[Optimizer], Callable[..., Any]]] = {}
+"""The class, and its step without hooks, that each generated class comes from."""
 
 
 @functools.cache
@@ -46,8 +53,10 @@ def _subclass(base: Any, ours: Any, between_hooks: Callable[..., Any]) -> type[O
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         return between_hooks(self, bare, *args, **kwargs)
 
-    body = {"__doc__": base.__doc__, "__module__": base.__module__, "bare": base, "bare_step": bare}
-    return _ahead_of(type(base), ours)(base.__name__, (base, ours), {**body, "step": _with_hooks(step)})
+    body = {"__doc__": base.__doc__, "__module__": base.__module__, "step": _with_hooks(step)}
+    kind: type[Optimizer] = _ahead_of(type(base), ours)(base.__name__, (base, ours), body)
+    _BARE[kind] = base, bare
+    return kind
 
 
 def _ahead_of(kind: Any, ours: type[Optimizer]) -> Any:

@@ -18,6 +18,7 @@ from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, 
 from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import STATE_KEY
 from dgcopt.comm import LocalComm, current_comm, launch
+from dgcopt.gradients.optimizer import synchronised
 
 LR, MOMENTUM = 0.1, 0.9
 
@@ -195,7 +196,7 @@ def test_what_cannot_be_a_state(tmp_path: Path, joined) -> None:
     with pytest.raises(ConfigError, match="holds a object"):
         worker.state.sync()
     optimizer = dgcopt.DistributedOptimizer(bare, model.named_parameters())
-    optimizer.comm = subset
+    synchronised(optimizer).comm = subset
     with pytest.raises(ConfigError, match="without process_set"):
         elastic.State(tmp_path, model=model, optimizer=optimizer)
 

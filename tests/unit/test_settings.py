@@ -15,6 +15,7 @@ import dgcopt
 from dgcopt.__main__ import library
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError, MismatchError
+from dgcopt.gradients.optimizer import synchronised
 
 
 @pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.5, math.nan, math.inf, "0.1", None, True])
@@ -148,9 +149,9 @@ def test_names():
         wrap(model.parameters(), named[1:])
     with pytest.raises(ValueError, match="tuples"):
         wrap(model.parameters(), model.parameters())
-    assert list(wrap(model.parameters(), named).parameter_names.values()) == [name for name, _ in named]
+    assert list(synchronised(wrap(model.parameters(), named)).names.values()) == [name for name, _ in named]
     groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
-    names = list(wrap(groups).parameter_names.values())
+    names = list(synchronised(wrap(groups)).names.values())
     assert names == ["group0.parameter0", "group0.parameter1", "group1.parameter0", "group1.parameter1"]
 
 
@@ -206,7 +207,7 @@ def test_a_number_of_groups_is_one_of_parameters_that_are_trained():
     model = small_model()
     for param in (model[0].weight, model[0].bias):
         param.requires_grad_(False)
-    groups = wrap(model.parameters(), model.named_parameters(), groups=2)._settings.groups
+    groups = synchronised(wrap(model.parameters(), model.named_parameters(), groups=2)).settings.groups
     assert groups == {"2.weight": 0, "2.bias": 0, "4.weight": 1, "4.bias": 1}
 
 

@@ -21,6 +21,7 @@ from dgcopt import kernels
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError
 from dgcopt.gradients import arrivals
+from dgcopt.gradients.optimizer import synchronised
 
 SHAPES = {"conv.weight": (70, 9), "conv.bias": (70,), "fc.weight": (50, 33), "fc.bias": (33,), "norm.weight": (65,)}
 
@@ -327,7 +328,7 @@ def test_adam_is_frozen_for_some_beside_updates_of_others() -> None:
 def test_ranks_compare_the_state_that_is_to_be_equal_on_all() -> None:
     world = World(2, lambda p: AdamW(p, lr=0.01), dgcopt.PerParameter(MIXED))
     world.train(2)
-    replicated = world.optimizers[0].wrapped.replicated()
+    replicated = synchronised(world.optimizers[0]).wrapped.replicated()
     assert {name: len(tensors) for name, tensors in replicated.items()} == {
         name: 4 if name.endswith("bias") else 1 for name in SHAPES
     }
@@ -570,7 +571,7 @@ def test_what_is_asked_of_buckets_each_rule_answers_for_its_own() -> None:
 def test_gradients_are_divided_before_the_sum_where_a_rule_only_adds_up() -> None:
     world = World(3, momentum, dgcopt.PerParameter(SPARSE))
     world.train(2)
-    engine = world.optimizers[0].engine
+    engine = synchronised(world.optimizers[0]).engine
     ops = {bucket.kind.pattern: engine.layout.contexts[bucket].op for bucket in engine.layout.buckets}
     assert ops == {"*.bias": "sum", "fc.*": "average", "norm.*": "average", "*": "average"}
 

@@ -13,6 +13,7 @@ from worlds import Ranks
 import dgcopt
 from dgcopt.collectives import AllReduce, Collective
 from dgcopt.comm import Handle
+from dgcopt.gradients.optimizer import synchronised
 
 
 class Returning(dgcopt.Compressor):
@@ -42,7 +43,7 @@ def test_a_compressor_that_returns_no_averaged_gradient_is_named_and_no_bucket_i
     with pytest.raises(dgcopt.ConfigError, match=message):
         ranks.step()
     assert all(torch.equal(one, other) for one, other in zip(ranks.weights(), before, strict=True))
-    held = ranks.optimizers[0].engine.store.memory()["residual"]
+    held = synchronised(ranks.optimizers[0]).engine.store.memory()["residual"]
     assert len(held) == 6 and not any(residual.any() for residual in held.values())
 
 
@@ -73,7 +74,7 @@ def test_messages_that_leave_after_the_vote_travel_together(overlap: bool, expec
     """Those of vectors and of matrices, to owners and from them; apart where each leaves once it is ready."""
     compressor = dgcopt.DGC.compact(0.1, warmup=None, reduce="owner", overlap=overlap)
     ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), compression=compressor)
-    traffic = ranks.optimizers[0].engine.runner.traffic
+    traffic = synchronised(ranks.optimizers[0]).engine.runner.traffic
     started: list[str] = []
     start = traffic.start
     traffic.start = lambda collective, label: started.append(label) or start(collective, label)  # type: ignore

@@ -20,6 +20,7 @@ from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket, LocalGradient
 from dgcopt.flat.segments import Segment
 from dgcopt.gradients.layout import bucket_sizes
+from dgcopt.gradients.optimizer import synchronised
 from dgcopt.gradients.settings import Settings
 from dgcopt.kernels import Parts
 
@@ -32,7 +33,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def held_bytes(optimizer: Optimizer) -> int:
     """All that is kept for its gradients beside them."""
-    engine = optimizer.engine
+    engine = synchronised(optimizer).engine
     flats = [flat for bucket in engine.layout.buckets for flat in (bucket._sent, bucket._other)]
     tensors = [flat.tensor for flat in flats if flat is not None]
     for context in engine.layout.contexts.values():
@@ -209,7 +210,7 @@ def test_a_dense_gradient_is_one_tensor_from_backward_to_step(compression, set_t
                 assert not torch.equal(grad, own), "it holds what the ranks agree upon"
                 assert set_to_none or before.setdefault(param, grad) is grad
         for optimizer in ranks.optimizers:
-            for bucket in optimizer.engine.layout.buckets:
+            for bucket in synchronised(optimizer).engine.layout.buckets:
                 for segment in bucket.segments:
                     there = segment.param.grad.data_ptr() - bucket.grad.data_ptr()
                     assert isinstance(compression, dgcopt.PowerSGD) or there == segment.start * 8
@@ -246,7 +247,7 @@ def test_dense_gradients_of_their_own_outlive_what_was_sent_too_early(set_to_non
         for optimizer in ranks.optimizers:
             optimizer.step()
         if kind == "void":
-            assert [optimizer.engine.infinite for optimizer in ranks.optimizers] == [[1], [1]]
+            assert [synchronised(optimizer).engine.infinite for optimizer in ranks.optimizers] == [[1], [1]]
             torch.testing.assert_close(ranks.weights(), weights, rtol=0, atol=0)
             kept = [[p.grad for p in m.parameters()] for m in ranks.models]
             torch.testing.assert_close(kept, own, rtol=0, atol=0)
@@ -293,7 +294,11 @@ def test_gradients_are_gone_once_they_are_set_to_none(make, void: bool) -> None:
         optimizer.step()
     assert all(grad() is not None for grad in grads)
     # an alias of one would not be seen below
-    assert all(bucket._local is None for optimizer in ranks.optimizers for bucket in optimizer.engine.layout.buckets)
+    assert all(
+        bucket._local is None
+        for optimizer in ranks.optimizers
+        for bucket in synchronised(optimizer).engine.layout.buckets
+    )
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
     assert all(grad() is None for grad in grads)
@@ -414,7 +419,9 @@ def test_without_overlap_everything_is_the_same_to_the_bit(make, settings: dict)
         assert torch.equal(one, other)
     for one, other in zip(worlds[0].optimizers, worlds[1].optimizers, strict=True):
         assert one.telemetry.skipped == other.telemetry.skipped == 1
-        torch.testing.assert_close(one.engine.store.memory(), other.engine.store.memory(), rtol=0, atol=0)
+        torch.testing.assert_close(
+            synchronised(one).engine.store.memory(), synchronised(other).engine.store.memory(), rtol=0, atol=0
+        )
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -444,7 +451,8 @@ def test_on_a_cpu_dgc_sends_early_only_if_it_is_told_to(overlap: bool | str, ear
     assert caplog.text.count("sends once the step is called for, as parameters are on a CPU") == 2 * (overlap == "auto")
     ranks.step(0)
     ranks.backward(1)
-    assert [bool(optimizer.engine.departures.launched) for optimizer in ranks.optimizers] == [early, early]
+    engines = [synchronised(optimizer).engine for optimizer in ranks.optimizers]
+    assert [bool(engine.departures.launched) for engine in engines] == [early, early]
     assert compressor.overlaps(torch.device("cuda")) == (overlap is not False)
 
 
@@ -584,7 +592,7 @@ def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> 
     ranks = Ranks(2, lambda p: SGD(p, lr=0.1, momentum=0.9), compression=dgcopt.DGC(0.1, vectors="sparse"))
     for seed in range(3):
         ranks.step(seed)
-    before = ranks.weights(), [optimizer.engine.store.memory() for optimizer in ranks.optimizers]
+    before = ranks.weights(), [synchronised(optimizer).engine.store.memory() for optimizer in ranks.optimizers]
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
     hook = ranks.models[1][2].weight.register_hook(lambda grad: grad.index_fill(1, torch.tensor([7]), value))
@@ -594,7 +602,7 @@ def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> 
     for optimizer in ranks.optimizers:
         optimizer.step()
     assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
-    after = ranks.weights(), [optimizer.engine.store.memory() for optimizer in ranks.optimizers]
+    after = ranks.weights(), [synchronised(optimizer).engine.store.memory() for optimizer in ranks.optimizers]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     for model, untouched in zip(ranks.models, grads, strict=True):
         torch.testing.assert_close([p.grad for p in model.parameters()], untouched, rtol=0, atol=0, equal_nan=True)
@@ -656,7 +664,7 @@ def test_what_leaves_with_the_step_is_not_cut_into_small_buckets(overlap: bool, 
             rank(torch.zeros(1, 2048)).sum().backward()
         for optimizer in ranks.optimizers:
             optimizer.step()
-        return len(ranks.optimizers[0].engine.layout.buckets)
+        return len(synchronised(ranks.optimizers[0]).engine.layout.buckets)
 
     assert count() == buckets
     assert count(bucket_mb=1.0, first_bucket_mb=1.0) == 3

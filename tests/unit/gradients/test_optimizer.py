@@ -20,6 +20,8 @@ from worlds import Ranks, same, small_batch, small_model
 
 import dgcopt
 import dgcopt.hvd as hvd
+from dgcopt.gradients.optimizer import ADDED, synchronised
+from dgcopt.gradients.subclass import bare_class
 
 SLOWDOWN = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -52,7 +54,7 @@ def test_names_of_parameters_and_class():
     ranks = Ranks(2, momentum_sgd)
     optimizer, model = ranks.optimizers[0], ranks.models[0]
     assert isinstance(optimizer, SGD) and type(optimizer).__name__ == "SGD" and type(optimizer).__doc__ == SGD.__doc__
-    assert optimizer.parameter_names == {param: name for name, param in model.named_parameters()}
+    assert synchronised(optimizer).names == {param: name for name, param in model.named_parameters()}
 
 
 @pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1)])
@@ -135,8 +137,8 @@ def test_a_step_without_an_exchange_is_the_optimizers_own(make, compression, war
     """By hand, or after the warm-up of averaged weights: of gradients, no updates, and with its own momentum."""
     ranks = Ranks(2, make, compression=compression)
     if warm_up:
-        for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
-            dgcopt.LocalSGD(optimizer, 100, None, 3, named_parameters=model.named_parameters(), comm=optimizer.comm)
+        for optimizer, model, comm in zip(ranks.optimizers, ranks.models, ranks.comms, strict=True):
+            dgcopt.LocalSGD(optimizer, 100, None, 3, named_parameters=model.named_parameters(), comm=comm)
     for seed in range(3):
         ranks.step(seed)
     model, bare = pickle.loads(pickle.dumps((ranks.models[0], ranks.optimizers[0])))
@@ -160,8 +162,8 @@ def test_gradients_travel_no_more_after_a_warm_up_whatever_block_its_last_step_i
 
     def train(within_block: bool) -> Ranks:
         ranks = Ranks(2, momentum_sgd)
-        for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
-            dgcopt.LocalSGD(optimizer, 4, None, 3, named_parameters=model.named_parameters(), comm=optimizer.comm)
+        for optimizer, model, comm in zip(ranks.optimizers, ranks.models, ranks.comms, strict=True):
+            dgcopt.LocalSGD(optimizer, 4, None, 3, named_parameters=model.named_parameters(), comm=comm)
         for seed in range(9):
             for optimizer in ranks.optimizers:
                 optimizer.zero_grad()
@@ -182,8 +184,8 @@ def test_gradients_travel_no_more_after_a_warm_up_whatever_block_its_last_step_i
 
 def test_passes_are_not_counted_once_gradients_have_stopped_to_travel():
     ranks = Ranks(2, momentum_sgd, backward_passes_per_step=2)
-    for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
-        dgcopt.LocalSGD(optimizer, 4, None, 1, named_parameters=model.named_parameters(), comm=optimizer.comm)
+    for optimizer, model, comm in zip(ranks.optimizers, ranks.models, ranks.comms, strict=True):
+        dgcopt.LocalSGD(optimizer, 4, None, 1, named_parameters=model.named_parameters(), comm=comm)
     for passes in (2, 3, 1):
         for seed in range(passes):
             ranks.backward(seed)
@@ -346,7 +348,7 @@ def test_groups_change_the_buckets_and_nothing_else(compression):
         for seed in range(3):
             ranks.step(seed)
             ranks.assert_replicas_equal()
-        layout = ranks.optimizers[0].engine.layout
+        layout = synchronised(ranks.optimizers[0]).engine.layout
         buckets[way] = {frozenset(segment.name for segment in bucket.segments) for bucket in layout.buckets}
         weights[way] = ranks.weights()
     assert buckets["by size"] != buckets["by number"] != buckets["by list"] != buckets["by size"]
@@ -358,7 +360,8 @@ def test_the_old_name_of_a_number_of_groups():
     with pytest.warns(DeprecationWarning, match="groups=3"):
         old = Ranks(2, momentum_sgd, num_groups=3)
     new = Ranks(2, momentum_sgd, groups=3)
-    assert old.optimizers[0]._settings == new.optimizers[0]._settings and new.optimizers[0]._settings.groups
+    ours, theirs = (synchronised(ranks.optimizers[0]).settings for ranks in (old, new))
+    assert ours == theirs and theirs.groups
 
 
 class Chosen(nn.Module):
@@ -446,13 +449,13 @@ def test_parameters_that_are_refused_are_not_added(names, dtype, problem: str):
         for comm, model in zip(comms, models, strict=True):
             named[:-1] = model.named_parameters()
             optimizer = dgcopt.DistributedOptimizer(momentum_sgd(model.parameters()), named, rules, comm=comm)
-            before = dict(optimizer.parameter_names)
+            before = dict(synchronised(optimizer).names)
             group = {"params": [nn.Parameter(torch.zeros(3, dtype=dtype)) for _ in range(2)]}
             with pytest.raises(dgcopt.ConfigError, match=problem):
                 optimizer.add_param_group(group, names)
-            assert len(optimizer.param_groups) == 1 and optimizer.parameter_names == before
+            assert len(optimizer.param_groups) == 1 and synchronised(optimizer).names == before
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}, ["more"])
-            assert [*optimizer.parameter_names.values()] == [*before.values(), "more"]
+            assert [*synchronised(optimizer).names.values()] == [*before.values(), "more"]
 
 
 def test_state_is_not_loaded_once_gradients_are_on_their_way():
@@ -490,7 +493,7 @@ def test_sparse_gradients_as_dense_ones(kind: type):
     assert_close(as_dense, weights_after(make=make, model=lambda: Rows(False)))
     ranks = Ranks(2, make, model=lambda: Rows(True), sparse_as_dense=True)
     ranks.step(0)
-    assert not ranks.models[0].table.weight.grad.is_sparse and ranks.optimizers[0].engine.layout.buckets
+    assert not ranks.models[0].table.weight.grad.is_sparse and synchronised(ranks.optimizers[0]).engine.layout.buckets
 
 
 def test_sparse_adam_takes_sparse_gradients_also_where_they_travel_as_dense_ones():
@@ -530,7 +533,7 @@ def test_an_optimizer_whose_first_base_is_none() -> None:
         plain.step(seed)
     assert all(torch.equal(*pair) for pair in zip(ranks.weights(), plain.weights(), strict=True))
     assert type(pickle.loads(pickle.dumps(plain.optimizers[0]))) is torch.optim.SGD
-    assert type(copy.deepcopy(ranks.optimizers[0])).bare is Descent
+    assert bare_class(copy.deepcopy(ranks.optimizers[0])) is Descent
 
 
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5, dtype=torch.float64)], ids=["number", "tensor"])
@@ -560,3 +563,80 @@ def test_ranks_without_data_step_with_the_learning_rate_of_others(compression, l
                 assert rank != active[0] or float(group["lr"]) == before, "taken from a rank without data"
                 schedules[rank].step()
     ranks.assert_replicas_equal()
+
+
+class Taken(torch.optim.Optimizer):
+    """Momentum-free descent whose attributes and private methods have names that a wrapper might use."""
+
+    FREE = (
+        "mode",
+        "comm",
+        "engine",
+        "wrapped",
+        "names",
+        "parameter_names",
+        "bare",
+        "bare_step",
+        "settings",
+        "optimizer",
+    )
+    METHODS = ("_join", "_restore", "_connect", "_average", "_end_step", "_use_gradients", "_within", "_named")
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        vars(self).update({name: f"my {name}" for name in self.FREE})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.check()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+
+    def check(self) -> None:
+        assert all(vars(self)[name] == f"my {name}" for name in self.FREE)
+        assert all(getattr(self, name)() == f"my {name}" for name in self.METHODS)
+
+
+for method in Taken.METHODS:
+    setattr(Taken, method, lambda self, *args, method=method: f"my {method}")
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1), dgcopt.Adasum()])
+def test_attributes_and_methods_of_an_optimizer_stay_its_own(compression):
+    """It is averaged like one without them."""
+    ranks = Ranks(2, Taken, compression=compression)
+    plain = Ranks(2, lambda params: SGD(params, lr=0.1), compression=compression)
+    for seed in range(3):
+        ranks.step(seed)
+        plain.step(seed)
+    ranks.assert_replicas_equal()
+    assert_close(ranks.weights(), plain.weights())
+    optimizer = ranks.optimizers[0]
+    optimizer.check()
+    assert {*vars(optimizer)} - {*vars(Taken([torch.nn.Parameter(torch.ones(1))]))} == {"_dgcopt"}
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("where", ["object", "class"])
+def test_a_public_name_that_an_optimizer_has_already_is_refused(name, where):
+    kind = type("Mine", (SGD,), {name: lambda self: None} if where == "class" else {})
+    optimizer = kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    if where == "object":
+        setattr(optimizer, name, 1)
+    with pytest.raises(dgcopt.ConfigError, match=rf"Mine has an attribute '{name}' of its own"):
+        dgcopt.DistributedOptimizer(optimizer, comm=dgcopt.simulated_world(2)[0])
+    assert type(optimizer) is kind
+
+
+def test_an_attribute_averaging_of_its_own():
+    """Gradients are averaged; weights are not, since `optimizer.averaging` would be replaced."""
+    optimizer = SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.averaging = True
+    comm = dgcopt.simulated_world(2)[0]
+    with pytest.raises(dgcopt.ConfigError, match="SGD has an attribute 'averaging' of its own"):
+        dgcopt.LocalSGD(optimizer, 2, comm=comm)
+    dgcopt.DistributedOptimizer(optimizer, comm=comm)
+    dgcopt.sync_buffers(torch.nn.BatchNorm1d(2), optimizer)
+    assert optimizer.averaging is True

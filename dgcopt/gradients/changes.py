@@ -1,4 +1,4 @@
-"""Gradients that code outside of the exchange has changed on some ranks only, such as a clip under `if rank == 0`."""
+"""Changes outside of the exchange: gradients clipped on some ranks only, weights moved by other methods than `step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ..errors import MismatchError
 from ..exchange.divergence import OnDivergence
 from ..exchange.vote import Verdict
 
-__all__ = ["Changes", "Snapshot"]
+__all__ = ["Changes", "Snapshot", "Unstepped"]
+
+MOVES = 3
+"""Changes of weights without a step that are no accident."""
 
 log = logging.getLogger("dgcopt")
 
@@ -26,6 +29,28 @@ class Snapshot:
         """True if a gradient was replaced or changed in place since."""
         now = zip(grads, self._seen, strict=False)
         return any(grad is not seen or (grad is not None and grad._version != version) for grad, (seen, version) in now)
+
+
+class Unstepped:
+    """Weights that change between backward passes although neither `synchronize()` nor `step()` is called."""
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None
+        self._version = 0
+        self._moves = 0
+
+    def moved(self, param: Tensor) -> bool:
+        """Note that a backward pass has added to the gradient of `param`; True once weights have changed MOVES times.
+
+        The parameter whose gradient arrives first stands for all.
+        """
+        if self._first is None:
+            self._first, self._version = param, param._version
+        elif self._first is param and self._version != param._version:
+            self._version = param._version
+            self._moves += 1
+            return self._moves == MOVES
+        return False
 
 
 class Changes:

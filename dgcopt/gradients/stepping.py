@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from ..errors import ConfigError
 from ..exchange.held import held
 from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
-from .changes import Snapshot
+from .changes import Snapshot, Unstepped
 from .closure import Call, Closure, closure_of, with_closure
 from .engine import Engine
 from .sparse_step import step_touched
@@ -28,6 +29,8 @@ from .subclass import bare_class, bare_step
 from .wrapped import Wrapped
 
 __all__ = ["Mode", "Stepping", "after_step", "before_step", "between_hooks", "in_own_step", "stepping_of"]
+
+log = logging.getLogger("dgcopt")
 
 
 class Mode(Enum):
@@ -89,6 +92,7 @@ class Stepping:
         """No step is under way."""
         self._grads, self._own_step, self._hidden = Grads.OWN, OwnStep.AHEAD, HiddenGradients()
         self._averages: Snapshot | None = None
+        self._unstepped = Unstepped()
 
     def keep_up(self) -> None:
         """Rejoin if the ranks that this optimizer was of are no more."""
@@ -122,6 +126,7 @@ class Stepping:
         if self.engine is None or self._grads not in NOT_YET:
             return False
         self.watch_parameters()
+        self._unstepped = Unstepped()
         self.engine.synchronize()
         self._grads = Grads.VOID if self.engine.void else Grads.AVERAGED
         return not self.engine.void
@@ -176,6 +181,15 @@ class Stepping:
             return
         if is_first and getattr(self.optimizer, "_join_config", None) is not None:
             torch.distributed.algorithms.Join.notify_join_context(self.optimizer)  # type: ignore[arg-type]
+        if self._unstepped.moved(param):
+            log.warning(
+                "dgcopt: rank %d: weights changed after the last backward passes, but this %s's step() was not called: "
+                "no gradient is averaged, and ranks train apart. If it moves weights by other methods, as SAM does by "
+                "first_step() and second_step(), wrap the optimizer inside it "
+                "(sam.base_optimizer = dgcopt.DistributedOptimizer(sam.base_optimizer, ...)), or call "
+                "optimizer.synchronize() before each of these methods",
+                *(self.comm.rank, type(self.optimizer).__name__),
+            )
         engine.arrived(param)
 
     def _step_without_data(self) -> None:

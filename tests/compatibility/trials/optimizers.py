@@ -227,7 +227,13 @@ def lookahead() -> None:
     check(lambda model: Lookahead(torch.optim.Adam(model.parameters(), lr=0.01), k=2), resume=False)
 
 
-@trial(OTHERS, "pytorch_optimizer: SAM", needs=["pytorch_optimizer"], real=True)
+@trial(
+    OTHERS,
+    "pytorch_optimizer: SAM",
+    needs=["pytorch_optimizer"],
+    real=True,
+    note="with `optimizer.synchronize()` before `first_step()` and `second_step()`",
+)
 def sam(comm: Comm) -> None:
     """Two backward passes a step: the climb and the step use averaged gradients if `synchronize()` is called before."""
     from pytorch_optimizer import SAM
@@ -250,6 +256,63 @@ def sam(comm: Comm) -> None:
             optimizer.second_step(zero_grad=True)
         ends.append(torch.cat([param.detach().reshape(-1) for param in model.parameters()]))
     assert_close(*ends, "SAM", 1e-6)
+
+
+@trial(
+    OTHERS,
+    "SAM in two steps, as scripts write it",
+    real=True,
+    note="`sam.base_optimizer` is wrapped; without `sam.base_optimizer.synchronize()` before `first_step()` each rank "
+    "climbs its own gradient. SAM itself, wrapped, never steps: a warning says so",
+)
+def sam_of_scripts(comm: Comm) -> None:
+    class SAM(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
+            self.param_groups = self.base_optimizer.param_groups
+
+        @torch.no_grad()
+        def first_step(self) -> None:
+            self.old = {param: param.clone() for group in self.param_groups for param in group["params"]}
+            norm = torch.stack([param.grad.norm() for param in self.old]).norm()
+            for param in self.old:
+                param.add_(param.grad, alpha=0.05 / float(norm))
+            self.zero_grad()
+
+        @torch.no_grad()
+        def second_step(self) -> None:
+            for param, old in self.old.items():
+                param.data = old
+            self.base_optimizer.step()
+            self.zero_grad()
+
+    for climbs, compression in (
+        ("together", None),
+        ("apart", None),
+        ("apart", dgcopt.TopK(0.1)),
+        ("apart", dgcopt.DGC(0.1)),
+    ):
+        ends = []
+        for place in (comm, None):
+            model = perceptron()
+            sam, synchronize = SAM(model.parameters()), place is not None and climbs == "together"
+            base: Any = sam.base_optimizer
+            if place is not None:
+                dgcopt.DistributedOptimizer(base, model.named_parameters(), compression, comm=place)
+            for step in range(STEPS):
+                x, y = batch(step, None if place is None else place.rank)
+                nn.functional.mse_loss(model(x), y).backward()
+                if synchronize:
+                    base.synchronize()
+                sam.first_step()
+                nn.functional.mse_loss(model(x), y).backward()
+                sam.second_step()
+            if place is not None:
+                dgcopt.check_replicas(model.named_parameters(), comm=place)
+            ends.append(torch.cat([param.detach().reshape(-1) for param in model.parameters()]))
+        if climbs == "together":
+            assert_close(*ends, "SAM", 1e-6)
 
 
 @trial(OTHERS, "transformers: Adafactor", needs=["transformers"])

@@ -80,7 +80,7 @@ def test_small_gradients_are_copied_to_the_same_bits(
                     conv.weight.grad[0, 0, 0, 0] = torch.nan
             for optimizer in ranks.optimizers:
                 optimizer.step()
-        (engine, _), in_place = (each.engine for each in ranks.optimizers), small == 1
+        (engine, _), in_place = (synchronised(each).engine for each in ranks.optimizers), small == 1
         assert any(bucket.in_place for bucket in engine.layout.buckets) == in_place
         assert engine.telemetry.skipped == 1
         grads = [param.grad for model in ranks.models for param in model.parameters()]

@@ -640,3 +640,91 @@ def test_an_attribute_averaging_of_its_own():
     dgcopt.DistributedOptimizer(optimizer, comm=comm)
     dgcopt.sync_buffers(torch.nn.BatchNorm1d(2), optimizer)
     assert optimizer.averaging is True
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization in two steps, without `step`, as scripts write it."""
+
+    def __init__(self, params: Any, lr: float = 0.1, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base_optimizer = SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad, alpha=0.05 / float(norm))
+        self.zero_grad()
+
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = self.state[param]["old"]
+
+    def second_step(self) -> None:
+        """After `descend`, which simulated ranks do before any of them steps."""
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.TopK(0.2), dgcopt.DGC(0.2)])
+def test_an_optimizer_that_steps_by_other_methods_is_noticed(compression, caplog):
+    """Weights move, and nothing is sent: said once a rank. With the one inside it wrapped, ranks stay together."""
+    for what in ("outside", "synchronised", "inside"):
+        comms, models = dgcopt.simulated_world(2), [small_model() for _ in range(2)]
+        sams = [SAM(model.parameters()) for model in models]
+        wrapped = sams if what != "inside" else [sam.base_optimizer for sam in sams]
+        for optimizer, model, comm in zip(wrapped, models, comms, strict=True):
+            dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), compression, comm=comm)
+        caplog.clear()
+        for seed in range(4):
+            for methods in (["first_step"], ["descend", "second_step"]):
+                inputs, targets = small_batch(seed=seed)
+                for rank, model in enumerate(models):
+                    nn.functional.cross_entropy(model(inputs[rank::2]), targets[rank::2]).backward()
+                for optimizer in wrapped if what == "synchronised" else ():
+                    optimizer.synchronize()
+                for method in methods:
+                    for sam in sams:
+                        getattr(sam, method)()
+        weights = [[param.detach() for param in model.parameters()] for model in models]
+        told = [
+            record.getMessage()
+            for record in caplog.records
+            if "this SAM's step() was not called" in record.getMessage()
+        ]
+        assert all(map(torch.equal, *weights)) == (what != "outside")
+        assert len(told) == (2 if what == "outside" else 0)
+        if told:
+            assert "sam.base_optimizer = dgcopt.DistributedOptimizer(sam.base_optimizer, ...)" in told[0]
+
+
+def test_backward_passes_without_a_step_that_are_meant(caplog):
+    """Gradients that are looked at, accumulated, or made by a loop within the loop in no_sync()."""
+    ranks = Ranks(2, momentum_sgd)
+    for seed in range(12):
+        ranks.backward(seed)
+        if seed % 3:
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+    every = [param for model in ranks.models for param in model.parameters()]
+    before = [weight.detach().clone() for weight in every]
+    with contextlib.ExitStack() as inside, torch.no_grad():
+        for optimizer in ranks.optimizers:
+            inside.enter_context(optimizer.no_sync())
+        for seed in range(8):
+            with torch.enable_grad():
+                ranks.backward(seed)
+            for weight in every:
+                weight.sub_(weight.grad, alpha=0.1)
+        for weight, old in zip(every, before, strict=True):
+            weight.copy_(old)
+    for seed in range(5):
+        ranks.step(seed)
+        for weight in every:
+            weight.detach().mul_(0.99)
+    ranks.assert_replicas_equal()
+    assert not [record for record in caplog.records if "was not called" in record.getMessage()]

@@ -9,6 +9,7 @@ round for all of them (`dgcopt.exchange.runner`).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from .sync import Round, Sync
 from .weights import Weights, distance
 
 __all__ = ["Rounds"]
+
+log = logging.getLogger("dgcopt")
 
 FAR = 1_000_000
 """Number of steps that a rank without data looks ahead for the next round."""
@@ -90,6 +93,7 @@ class Rounds:
         self.replica = Replica(rule, optimizer, given_names(named_parameters) or {})
         self.names = self.replica.names
         check_steps_alone(optimizer, f"{type(rule).__name__} averages the weights that it steps")
+        _check_keeps_no_weights(optimizer)
         self.sync = sync(self)
         self.step = 0
         self.buffers: Buffers | None = None
@@ -103,6 +107,8 @@ class Rounds:
         if rule.warmup_steps and synchronised(optimizer) is None:
             DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=comm)
         self.step = take_mark(optimizer.param_groups, KEY, comm.rank)
+        self._groups = optimizer.param_groups
+        self.has_loaded = False
         self._scaled = ScaledSteps(optimizer)
         self._follow_warm_up()
         hold(optimizer, averaging=self)
@@ -208,6 +214,7 @@ class Rounds:
 
     def before_step(self) -> None:
         """Finish the round in flight before a local step; called by the step pre-hook."""
+        self._check_load()
         self._add_new_parameters()
         self.finish_round()
         buckets = self.buckets()  # new parameters start from weights before any local step
@@ -215,6 +222,17 @@ class Rounds:
             for bucket, ctx in buckets.items():
                 self.rule.before_step(bucket.read(), ctx)
         self._scaled.before_step(self.names)
+
+    def _check_load(self) -> None:
+        """Warn if state was loaded without torch's hooks, since torch and others replace the list of groups then."""
+        before, self._groups = self._groups, self.optimizer.param_groups
+        if before is not self._groups and not self.has_loaded:
+            log.warning(
+                "dgcopt: rank %d: %s has loaded state without torch's load_state_dict hooks, so the memory of %s was "
+                "not restored. Call optimizer.averaging.restore(state['averaging']['dgcopt']) after load_state_dict",
+                *(self.comm.rank, type(self.optimizer).__name__, type(self.rule).__name__),
+            )
+        self.has_loaded = False
 
     def _add_new_parameters(self) -> None:
         """Take in parameters that were added to the optimizer since it was wrapped."""
@@ -426,6 +444,15 @@ class Rounds:
         self.joining = True
 
 
+def _check_keeps_no_weights(optimizer: Optimizer) -> None:
+    """Raise ConfigError for schedule-free optimizers, told by the methods that swap two sets of weights."""
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is schedule-free: its state holds weights beside the parameters, which "
+            f"averaging would leave apart. Use DistributedOptimizer, or an optimizer with a schedule."
+        )
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not in_own_step(optimizer):
         held(optimizer).averaging.before_step()
@@ -447,6 +474,7 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     rounds: Rounds = held(optimizer).averaging
+    rounds.has_loaded = True
     groups = [unmarked(group) for group in state_dict["param_groups"]]
     if KEY not in state_dict:
         if step := take_mark([dict(group) for group in state_dict["param_groups"]], KEY, rounds.comm.rank):

@@ -28,23 +28,33 @@ __all__ = [
 ]
 
 
+_HOOKS = frozenset(
+    f"_optimizer_{which}_{when}_hooks"
+    for which in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+"""Attributes of torch's optimizers; a wrapper that leaves out `Optimizer.__init__` lacks some."""
+
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Whose wrappers of optimizers call `step` of the one inside, `.optimizer`, and so run its step hooks."""
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises ConfigError for what is no torch optimizer, or only looks like one: its step would run no hooks."""
-    # looked up in the object itself, because wrappers hand on what they are asked for
-    if isinstance(optimizer, Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer):
+    """Raise ConfigError for an object that is no torch optimizer, or only looks like one: its step runs no hooks."""
+    # looked up in the object itself, because wrappers pass on lookups to the optimizer inside
+    if isinstance(optimizer, Optimizer) and _HOOKS.issubset(vars(optimizer)):
         return
-    inner = getattr(optimizer, "optimizer", None)
-    remedy = "give the optimizer of the model's parameters"
-    if isinstance(inner, Optimizer):
+    name, remedy = type(optimizer).__name__, "give the optimizer of the model's parameters"
+    own = {"optimizer": getattr(optimizer, "optimizer", None), **getattr(optimizer, "__dict__", {})}
+    inside = [key for key, value in own.items() if isinstance(value, Optimizer)]
+    if inside:
         remedy = (
-            f"it goes around {type(inner).__name__}. Give that one (optimizer.optimizer) before it is put there; or, "
-            f"where a framework has the model in DistributedDataParallel, use dgcopt.ddp_hook"
+            f"it goes around {type(own[inside[0]]).__name__}. Wrap that one (optimizer.{inside[0]}) before {name} is "
+            f"put around it. If {name} reads or changes gradients or weights itself, call synchronize() of the one "
+            f"inside before each step, and step within its skip_synchronize(). Where a framework has the model in "
+            f"DistributedDataParallel, use dgcopt.ddp_hook"
         )
-    raise ConfigError(f"{type(optimizer).__name__} is no torch.optim.Optimizer with step hooks of its own: {remedy}")
+    raise ConfigError(f"{name} is no torch.optim.Optimizer with step hooks of its own: {remedy}")
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:

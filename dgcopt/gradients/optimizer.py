@@ -173,6 +173,8 @@ class Synchronised(Stepping):
         self.settings = settings
         self.formerly: set[tuple[int, int]] = set()
         """The rank that this process was, of how many, before Horovod was started anew."""
+        self.has_run_hooks = False
+        """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
         self._is_hooked = False
         optimizer.register_state_dict_post_hook(_save_state)
@@ -364,13 +366,25 @@ class Distributed(Optimizer):
             del self.param_groups[-1]
             raise
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As torch's, with what this rank holds back."""
+        steps = _part(self)
+        steps.has_run_hooks = False
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        if steps.has_run_hooks or "param_groups" not in state:
+            return state
+        state = {**state, "param_groups": [dict(group) for group in state["param_groups"]]}
+        return _save_state(self, state) or state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
+        steps = _part(self)
+        steps.has_run_hooks = False
         # torch adds to `defaults` what not every optimizer's groups hold: Muon's lack `differentiable`
         needed = [key for key in self.defaults if all(key in group for group in self.param_groups)]
         state, groups = self.state, self.param_groups
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(state_dict, *args, **kwargs)
             lacking = [key for key in needed if any(key not in group for group in self.param_groups)]
         except KeyError as error:
             lacking = [*map(str, error.args)]
@@ -380,6 +394,11 @@ class Distributed(Optimizer):
                 f"this state lacks {', '.join(lacking)}, which {type(self).__name__} needs: it is of another "
                 f"optimizer. Load it into one of the kind that it was saved from, and begin anew with this one"
             )
+        if not steps.has_run_hooks:
+            _load_state(self, state_dict)
+            for group, own in zip(self.param_groups, [*map(unmarked, self.param_groups)], strict=True):
+                group.clear()
+                group.update(own)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -472,6 +491,7 @@ def _bare_state(optimizer: Optimizer) -> Any:
 
 def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     steps = _part(optimizer)
+    steps.has_run_hooks = True
     steps.keep_up()
     root = broadcasting_root()
     if root is not None:
@@ -490,6 +510,7 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     steps = _part(optimizer)
+    steps.has_run_hooks = True
     steps.keep_up()
     rank, size = steps.comm.rank, steps.comm.size
     if "param_groups" not in state_dict:

@@ -334,8 +334,14 @@ class Stepping:
             return self.own_step(*args, **kwargs)
         except _Done as done:
             return done.loss
-        except Exception:  # after which torch runs no hooks
+        except Exception as error:  # after which torch runs no hooks
             self.end_step()
+            if "does not require grad and does not have a grad_fn" in str(error):
+                raise ConfigError(
+                    f"{type(self.optimizer).__name__}.step() differentiates gradients, as AdaHessian does after "
+                    f"backward(create_graph=True), and averaged gradients have no graph. Such optimizers are not "
+                    f"supported: use one that only reads gradients"
+                ) from error
             raise
 
     def end_step(self) -> None:

@@ -728,3 +728,125 @@ def test_backward_passes_without_a_step_that_are_meant(caplog):
             weight.detach().mul_(0.99)
     ranks.assert_replicas_equal()
     assert not [record for record in caplog.records if "was not called" in record.getMessage()]
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that leaves out torch's own `__init__`: it makes gradients of each parameter orthogonal to it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            along = (param * param.grad).sum() / (param * param).sum()
+            param.grad.sub_(param, alpha=float(along))
+            param.mul_(1 - 0.01 * float(param.grad.norm()))  # as TRAC and Magma move weights by local gradients
+        self.inner.step()
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.TopK(0.2), dgcopt.DGC(0.2)])
+def test_a_wrapper_around_an_optimizer_is_put_around_the_wrapped_one(compression):
+    """Averaged first, ranks stay together."""
+    wrapper = Around(SGD(small_model().parameters(), 0.1))
+    with pytest.raises(
+        dgcopt.ConfigError, match=r"Around .* goes around SGD. Wrap that one \(optimizer\.inner\) before"
+    ):
+        dgcopt.DistributedOptimizer(wrapper, comm=dgcopt.simulated_world(2)[0])
+    ranks = Ranks(2, momentum_sgd, compression=compression)
+    around = [Around(optimizer) for optimizer in ranks.optimizers]
+    for seed in range(4):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward(seed)
+        for optimizer in ranks.optimizers:
+            optimizer.synchronize()
+        for wrapper, optimizer in zip(around, ranks.optimizers, strict=True):
+            with optimizer.skip_synchronize():
+                wrapper.step()
+    ranks.assert_replicas_equal()
+
+
+class WithoutHooks(SGD):
+    """Saves and loads state by itself, as bitsandbytes' optimizers load theirs."""
+
+    def state_dict(self) -> dict[str, Any]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        state = {place: self.state[param] for place, param in enumerate(params) if param in self.state}
+        groups = [{**group, "params": [*range(len(group["params"]))]} for group in self.param_groups]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = copy.deepcopy(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        groups = [
+            {**new, "params": old["params"]} for new, old in zip(saved["param_groups"], self.param_groups, strict=True)
+        ]
+        state = {params[place]: kept for place, kept in saved["state"].items()}
+        self.__setstate__({"state": state, "param_groups": groups})
+
+
+def test_an_optimizer_whose_state_is_saved_and_loaded_without_hooks():
+    """What ranks hold back is in its state, and restored."""
+    make, resume = [Ranks(2, lambda p: WithoutHooks(p, 0.1, 0.9), compression=dgcopt.TopK(0.1)) for _ in range(2)]
+    for seed in range(3):
+        make.step(seed)
+    for ours, theirs, mine, yours in zip(make.optimizers, resume.optimizers, make.models, resume.models, strict=True):
+        yours.load_state_dict(mine.state_dict())
+        state = ours.state_dict()
+        assert ours.residual_norm() > 0 and state["dgcopt"]["step"] == 3
+        theirs.load_state_dict(state)
+        assert same(theirs.state_dict()["dgcopt"]["memory"], state["dgcopt"]["memory"])
+        assert not any(key.startswith("dgcopt") for o in (ours, theirs) for group in o.param_groups for key in group)
+    for seed in range(3, 6):
+        make.step(seed)
+        resume.step(seed)
+    assert_close(make.weights(), resume.weights(), 0)
+
+
+def test_averaging_notices_state_that_was_loaded_without_hooks(caplog):
+    for kind, told in ((WithoutHooks, 1), (SGD, 0)):
+        caplog.clear()
+        model = small_model()
+        optimizer = dgcopt.SlowMo(kind(model.parameters(), 0.1), comm=dgcopt.simulated_world(1)[0])
+        for _ in range(2):
+            model(small_batch()[0]).square().sum().backward()
+            optimizer.step()
+            optimizer.load_state_dict(SGD.state_dict(optimizer))
+        optimizer.step()
+        assert sum("without torch's load_state_dict hooks" in text for text in caplog.messages) == 2 * told
+
+
+@pytest.mark.parametrize("rule", [dgcopt.LocalSGD(2), dgcopt.DiLoCo(2)])
+def test_schedule_free_optimizers_are_not_averaged(rule):
+    """They keep a second set of weights in their state."""
+    kind = type("SGDScheduleFree", (SGD,), {"train": lambda self: None, "eval": lambda self: None})
+    optimizer = kind([nn.Parameter(torch.ones(2))], 0.1)
+    with pytest.raises(dgcopt.ConfigError, match=r"SGDScheduleFree is schedule-free: .* Use DistributedOptimizer"):
+        rule.attach(optimizer, comm=dgcopt.simulated_world(2)[0])
+    dgcopt.DistributedOptimizer(optimizer, comm=dgcopt.simulated_world(2)[0])
+
+
+class Hessian(torch.optim.Optimizer):
+    """Differentiates gradients in its step, as AdaHessian does."""
+
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        torch.autograd.grad([param.grad for param in params], params, [torch.ones_like(param) for param in params])
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.2)])
+def test_gradients_that_have_a_graph(compression):
+    """Are averaged; a step that goes through the graph is refused."""
+    for make in (momentum_sgd, lambda params: Hessian(params, {})):
+        ranks = Ranks(2, make, compression=compression)
+        for model in ranks.models:
+            with warnings.catch_warnings(action="ignore"):
+                model(small_batch()[0]).square().mean().backward(create_graph=True)
+        refused = pytest.raises(dgcopt.ConfigError, match=r"Hessian\.step\(\) differentiates gradients, as AdaHessian")
+        for optimizer in ranks.optimizers:
+            with nullcontext() if make is momentum_sgd else refused:
+                optimizer.step()
+        ranks.assert_replicas_equal()

@@ -367,9 +367,12 @@ def launch(args: argparse.Namespace) -> int:
         print(command, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
     if args.dry_run:
         return 0
-    if len(commands) == 1:
-        become(commands[0])
-    return run_all(commands)
+    try:
+        if len(commands) == 1:
+            become(commands[0])
+        return run_all(commands)
+    except (OSError, ValueError) as error:  # not executable, too long, or with a NUL character
+        raise ConfigError(f"{commands[0].words[0]} cannot be started ({error}): correct the command above") from error
 
 
 def become(command: Command) -> NoReturn:

@@ -168,8 +168,8 @@ class DiskStore(Store):
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             connection = sqlite3.connect(self.file, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
-        except (OSError, sqlite3.OperationalError) as error:
-            raise ConfigError(f"the cache {self.file} cannot be opened ({error}): choose another path") from None
+        except (OSError, ValueError, sqlite3.OperationalError) as error:  # ValueError: a NUL character in the path
+            raise ConfigError(f"the cache {str(self.file)!r} cannot be opened ({error}): choose another path") from None
         try:
             connection.execute(f"PRAGMA page_size = {PAGE}")
             # readers do not wait for a writer, and nothing is lost but what was written last

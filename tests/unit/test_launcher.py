@@ -249,6 +249,14 @@ def test_a_dry_run_starts_nothing(capsys: pytest.CaptureFixture[str], monkeypatc
     assert out.count("\n") == 1 and "--nproc-per-node 2" in out
 
 
+def test_a_command_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*\): correct the command above"):
+        launch(parsed("-np 2 ./a\0b"))
+    with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*too long.*\)"):
+        launch(parsed("-np 2 ./program " + 2**18 * "x"))  # longer than the kernel takes in one word
+
+
 def test_of_several_commands_the_first_that_fails_counts() -> None:
     def python(code: str) -> Command:
         return Command((sys.executable, "-c", code), {"WHAT": "5"})

@@ -343,8 +343,9 @@ def test_no_store_there(tmp_path: Path) -> None:
     (tmp_path / "samples.sqlite").write_bytes(b"something else" * 1000)
     with pytest.raises(dgcopt.ConfigError, match="damaged, or no store"):
         DiskStore(tmp_path)
-    with pytest.raises(dgcopt.ConfigError, match="cannot be opened"):
-        DiskStore(tmp_path / "samples.sqlite" / "below")
+    for path in (tmp_path / "samples.sqlite" / "below", tmp_path / "a\0b"):
+        with pytest.raises(dgcopt.ConfigError, match="cannot be opened"):
+            DiskStore(path)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import inject_faults
 import pytest
-from faults import launches
+from faults import launches, networks
 from launching import WIRES, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
@@ -22,3 +22,14 @@ def test_sample(wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     *rows, everything = json.loads(table.read_text())["table"]
     assert {row["fault"] for row in rows} >= {*itertools.islice(launches.LABELS.values(), 3)}
     assert everything["handled"] == everything["injected"] >= 10
+
+
+@pytest.mark.parametrize("kind", ["disks", "broadcasts", "networks"])
+def test_sample_without_launchers(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "faults.json"
+    code = inject_faults.main(["--quick", "--kinds", kind, "--json", str(table)])
+    assert code == 0, capsys.readouterr()
+    *_, everything = json.loads(table.read_text())["table"]
+    if kind == "networks" and networks.missing():
+        pytest.skip(networks.missing())
+    assert everything["handled"] == everything["injected"] == inject_faults.KINDS[kind].QUICK

@@ -25,7 +25,7 @@ from faults.training import digest
 
 KIND = "damaged broadcast"
 COUNT, QUICK = 100, 4
-DEADLINE, LIMIT = 2.0, 30.0
+DEADLINE, LIMIT = 2.0, 150.0
 MEMORY = 4 * 2**30
 """Bytes that a rank may map beyond those that it has at the start."""
 

@@ -1,7 +1,8 @@
 """Exceptions at random lines of dgcopt in the middle of a step, on one of the simulated ranks.
 
 Afterwards every rank is where it was before the step or where it would be after it, entirely: weights, the optimizer's
-state and dgcopt's memory. A loop that goes on either ends with an error of dgcopt or trains as if nothing had happened.
+state and dgcopt's memory; or it refuses to save its state or to go on until a checkpoint is loaded. A loop that goes on
+either ends with an error of dgcopt or trains as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def inject(fault: dict[str, Any]) -> Seen:
     return seen
 
 
-ENTIRE = ("before", "after", "after the local step", "before the optimizer's own step")
+ENTIRE = ("before", "after", "after the local step", "before the optimizer's own step", "refused")
 
 
 def _trained(subject: int) -> list[Actor]:
@@ -107,7 +108,10 @@ def _step_struck(actors: list[Actor], step: int, seen: Seen, again: bool = False
 
 def _relation(actor: Actor, before: Any, after: Any) -> str:
     """Where a rank is between two states, if it is entirely in one; else how it is torn."""
-    state = actor.state()
+    try:
+        state = actor.state()
+    except dgcopt.DGCError:
+        return "refused"
     places = [
         "either" if here == there == now else "before" if now == here else "after" if now == there else "torn"
         for now, here, there in zip(state, before, after, strict=True)

@@ -75,8 +75,8 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "move_on"), (ErrorFeedback, "correct")],
     "select": [(Selection, "largest"), (Selection, "largest_of")],
-    "encode": [(SparseCode, "encode_rows"), (whole, "encode_dense_rows")],
-    "decode": [(SparseCode, "decode_rows"), (whole, "decode_dense_rows")],
+    "encode": [(SparseCode, "send"), (whole, "encode_dense_rows")],
+    "decode": [(SparseCode, "receive"), (whole, "decode_dense_rows")],
     "settle": [(dgcopt.Context, "settle")],
     "hand out": [(GradientBucket, "hand_out")],
 }

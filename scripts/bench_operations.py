@@ -88,12 +88,13 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     parts = Parts([flat(n // tensors) for _ in range(tensors)], cuts[:-1], cuts[1:])
     yield "add_at", (parts, spread.repeat(2), flat(2 * len(spread)))
     yield "step_at", (parts, [0.1] * tensors, spread.repeat(2), flat(len(spread)).repeat(2))
-    count, nbytes = torch.tensor([n // 1000 + 1]), n // 500
+    count, nbytes = torch.tensor([len(spread)]), n // 500
+    row, there = spread.view(1, -1), count.to(device)
     yield "by_owner", (spread, 8)
     yield "of_owners", (spread, count, 8)
-    yield "rice_measure", (spread, count, 9, n)
-    yield "rice_pack", (spread, count, 9, nbytes)
-    yield "rice_unpack", (kernels.rice_pack(spread, count, 9, nbytes), count, 9, n)
+    yield "rice_measure", (row, there, 9, n)
+    yield "rice_pack", (row, there, 9, nbytes)
+    yield "rice_unpack", (kernels.rice_pack(row, there, 9, nbytes), there, 9, n, len(spread))
     yield "round_levels", (x, scales, place, 7, KEY)
     yield "round_levels", (x, scales, place, 127, KEY)
     yield "put_levels", (bits, 3, scales, place, out, "set")

@@ -1,7 +1,8 @@
 """Codecs of values and indices."""
 
+from .checks import Checks, read_checks
 from .dense import DENSE_CODES, decode_dense, decode_dense_rows, dense_bytes, encode_dense, encode_dense_rows
-from .message import SparseCode, largest, what_fits
+from .message import Sent, SparseCode, largest, what_fits
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import one_row
 from .values import VALUE_CODES, VALUE_DTYPES, decode_values, encode_values, value_bytes
@@ -10,6 +11,8 @@ __all__ = [
     "DENSE_CODES",
     "VALUE_CODES",
     "VALUE_DTYPES",
+    "Checks",
+    "Sent",
     "SparseCode",
     "decode_dense",
     "decode_dense_rows",
@@ -22,6 +25,7 @@ __all__ = [
     "encode_values",
     "largest",
     "one_row",
+    "read_checks",
     "rice_bytes",
     "rice_excess",
     "value_bytes",

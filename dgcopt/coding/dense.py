@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PayloadError
+from .checks import Checks
 from .rows import named, take_parts
 from .values import VALUE_DTYPES, Floats, Levels, Steps, ValueCode, code_of
 
@@ -51,8 +52,13 @@ def encode_dense_rows(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return torch.cat([part.view(len(rows), -1) for part in parts], 1), arriving.view(rows.shape)
 
 
-def decode_dense_rows(messages: Tensor, numel: int, kind: str, ranks: Sequence[int]) -> Tensor:
-    """Decode each row of messages from `ranks` into rows of `numel`."""
+def decode_dense_rows(
+    messages: Tensor, numel: int, kind: str, ranks: Sequence[int], checks: Checks | None = None
+) -> Tensor:
+    """Decode each row of messages from `ranks` into rows of `numel`.
+
+    Raises PayloadError for an invalid length; for an invalid scale, at once or when `checks` are read.
+    """
     code, counts = code_of(kind, DENSE_CODES), torch.full((len(ranks),), numel)
     expected = dense_bytes(numel, kind)
     if messages.dtype != torch.uint8 or messages.shape != (len(ranks), expected):
@@ -60,4 +66,4 @@ def decode_dense_rows(messages: Tensor, numel: int, kind: str, ranks: Sequence[i
             f"what came from {named(ranks)} has {messages.numel()} bytes of values where {numel} take {expected} "
             f"from each"
         )
-    return code.decode(take_parts(messages, code.sizes(counts)), counts, ranks).view(len(ranks), numel)
+    return code.decode(take_parts(messages, code.sizes(counts)), counts, ranks, checks).view(len(ranks), numel)

@@ -10,12 +10,31 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
+from ..kernels import largest_first, sent
 from .bits import aligned, read_as
-from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
+from .checks import Checks, expect
+from .rice import decode_rice, encode_rice, measure_rows, read_rows, rice_bytes, rice_excess, write_rows
 from .rows import named, one_row, put_parts, take_parts
 from .values import VALUE_CODES, ValueCode, code_of
 
-__all__ = ["SparseCode", "largest", "what_fits"]
+__all__ = ["Sent", "SparseCode", "largest", "what_fits"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One message of coordinates, and what of them its receivers will read.
+
+    Attributes:
+        message: uint8.
+        indices: all coordinates, those that travel first; ascending, if all do.
+        values: as they arrive, in the dtype of those that were given; 0 where they do not travel.
+        travels: which coordinates travel; None if all.
+    """
+
+    message: Tensor
+    indices: Tensor
+    values: Tensor
+    travels: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,53 @@ class SparseCode:
         messages, kept, arriving = self.encode_rows(indices, values, one_row(len(indices)), numel, count)
         return messages[0], indices if kept is None else indices[kept], arriving
 
+    def send(self, indices: Tensor, values: Tensor, numel: int, checks: Checks) -> Sent:
+        """`encode` of as many coordinates as receivers expect, without a wait for the device.
+
+        The message has room for all values; those of coordinates that are left out are not read. A ValueError for
+        indices that do not ascend comes as PayloadError when `checks` are read.
+        """
+        count, travels = len(indices), None
+        if self.indices == "rice" and count:
+            counts = sent(one_row(count), indices.device)
+            ascend, excess = measure_rows(indices.view(1, -1), counts, count, numel)
+            checks.expect(ascend, lambda: f"indices have to ascend strictly from 0 or more to less than {numel}")
+            counts = counts - excess
+            order, travels = largest_first(values, counts)
+            indices, values = indices.index_select(0, order), values.index_select(0, order)
+            index_part = write_rows(indices.view(1, -1), counts, count, numel)[0]
+        else:
+            index_part = indices.int().view(torch.uint8)
+        parts, arriving = self._values.encode(values, one_row(count))
+        message = torch.zeros(self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
+        index_bytes, value_bytes = self._parts(message.unsqueeze(0), count, numel)
+        index_bytes[0] = index_part
+        coded = torch.cat(parts)
+        value_bytes[0, : len(coded)] = coded
+        arriving = arriving.to(values.dtype)
+        return Sent(message, indices, arriving if travels is None else arriving * travels, travels)
+
+    def receive(
+        self, messages: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The indices and values, `[rows, count]` each, of what `ranks` have made by `send`, without a wait.
+
+        Where fewer travel, their last index is repeated, with a value of 0. Indices lie in [0, numel) also in messages
+        that cannot be right, of which `checks` tell as they are read. Raises PayloadError for a wrong length.
+        """
+        self._check_length(messages, count, numel, ranks)
+        index_part, value_part = self._parts(messages, count, numel)
+        travels = None
+        if self.indices == "rice":
+            indices, counts = read_rows(index_part, count, numel, ranks, checks)
+            travels = torch.arange(count, device=messages.device) < counts.unsqueeze(1)
+        else:
+            indices = _checked(read_as(index_part.contiguous(), torch.int32), numel, ranks, checks)
+        counts = torch.full((len(ranks),), count)
+        values = self._values.decode(take_parts(value_part, self._values.sizes(counts)), counts, ranks, checks)
+        values = values.view(len(ranks), count)
+        return indices, values if travels is None else torch.where(travels, values, 0)
+
     def encode_rows(
         self, indices: Tensor, values: Tensor, counts: Tensor, numel: int, count: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -104,19 +170,22 @@ class SparseCode:
 
         Also returns the number of each message, int64, on the CPU.
         """
-        if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes(count, numel)):
-            raise PayloadError(
-                f"what came from {named(ranks)} has {messages.numel()} bytes where {count} coordinates take "
-                f"{self.nbytes(count, numel)} from each"
-            )
+        self._check_length(messages, count, numel, ranks)
         index_part, value_part = self._parts(messages, count, numel)
         if self.indices == "rice":
             indices, counts = decode_rice(index_part, count, numel, ranks)
         else:
             counts = torch.full((len(ranks),), count)
-            indices = _checked(read_as(index_part.contiguous(), torch.int32), numel, ranks)
+            indices = _checked(read_as(index_part.contiguous(), torch.int32), numel, ranks).view(-1)
         parts = take_parts(value_part, self._values.sizes(counts))
         return indices, self._values.decode(parts, counts, ranks), counts
+
+    def _check_length(self, messages: Tensor, count: int, numel: int, ranks: Sequence[int]) -> None:
+        if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes(count, numel)):
+            raise PayloadError(
+                f"what came from {named(ranks)} has {messages.numel()} bytes where {count} coordinates take "
+                f"{self.nbytes(count, numel)} from each"
+            )
 
     def _parts(self, messages: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
         """Split messages into indices and values."""
@@ -156,16 +225,20 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
     return kept.nonzero().squeeze(1)
 
 
-def _checked(indices: Tensor, numel: int, ranks: Sequence[int]) -> Tensor:
+def _checked(indices: Tensor, numel: int, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
+    """Rows of int32 as int64 in [0, numel); PayloadError, at once or as `checks` are read, unless they were."""
     if indices.numel():
         first, last = indices[:, 0], indices[:, -1]
         # compared, not subtracted: the difference of two that are far apart wraps around
         right = (indices[:, 1:] > indices[:, :-1]).all(1) & (first >= 0) & (last < numel)
-        if not right.all():
+
+        def problem() -> str:
             row = int((~right).nonzero()[0])
-            raise PayloadError(
+            return (
                 f"the message from rank {ranks[row]} holds indices that do not ascend within a bucket of {numel} "
                 f"elements (from {int(first[row])} to {int(last[row])}): it was damaged on the way, or that rank "
                 f"runs another model or version"
             )
-    return indices.view(-1).long()
+
+        expect(checks, right.all(), problem)
+    return indices.long().clamp_(0, numel - 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import PayloadError
 from ..kernels import LARGEST, Mixture, minmax_codes, minmax_ends, minmax_of_mean, put_minmax
+from .checks import Checks, expect
 
 __all__ = ["MinMaxUInt8"]
 
@@ -54,20 +55,17 @@ class MinMaxUInt8:
         message[0, :_HEADER] = minmax_of_mean(codes, ends, divisor, message[0, _HEADER:]).view(torch.uint8)
         return message
 
-    def decode(self, messages: Tensor, ranks: Sequence[int]) -> Tensor:
-        """Decode messages from `ranks` into float32 `[chunks, length]`.
-
-        Raises PayloadError for an invalid length or range. Waits for the device.
-        """
+    def decode(self, messages: Tensor, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
+        """Decode messages from `ranks` into float32 `[chunks, length]`. Raises what `parts` does."""
         chunks = torch.empty(len(ranks), self.length, device=messages.device)
-        for ends, codes, values in zip(*self.parts(messages, ranks), chunks, strict=True):
+        for ends, codes, values in zip(*self.parts(messages, ranks, checks), chunks, strict=True):
             put_minmax(codes, ends, values, "set")
         return chunks
 
-    def parts(self, messages: Tensor, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def parts(self, messages: Tensor, ranks: Sequence[int], checks: Checks | None = None) -> tuple[Tensor, Tensor]:
         """Split messages from `ranks` into ends `[chunks, 2]` and codes `[chunks, length]`.
 
-        Raises PayloadError for an invalid length or range. Waits for the device.
+        Raises PayloadError for an invalid length; for an invalid range, at once or when `checks` are read.
         """
         if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes):
             raise PayloadError(
@@ -75,10 +73,14 @@ class MinMaxUInt8:
                 f"take {len(ranks) * self.nbytes}"
             )
         ends = messages[:, :_HEADER].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        for rank, (low, high) in zip(ranks, ends.tolist(), strict=True):
-            if not -LARGEST <= low <= high <= LARGEST:
-                raise PayloadError(
-                    f"the message from rank {rank} holds a range that is not finite, too large or upside down: it was "
-                    f"damaged on the way, or that rank runs another version"
-                )
+        low, high = ends.unbind(1)
+        right = (low >= -LARGEST) & (low <= high) & (high <= LARGEST)
+
+        def problem() -> str:
+            return (
+                f"the message from rank {ranks[int((~right).nonzero()[0])]} holds a range that is not finite, too "
+                f"large or upside down: it was damaged on the way, or that rank runs another version"
+            )
+
+        expect(checks, right.all(), problem)
         return ends, messages[:, _HEADER:]

@@ -6,7 +6,8 @@ gaps of random positions are geometric, for which b near log2(ln 2 / density) is
 The message has a fixed length: that of random positions plus a margin. Clustered positions may take up to 0.5 bits each
 beyond it, so a few must be left out: `rice_excess` counts them.
 
-Messages coded together are rows of a matrix of equal lengths.
+Messages coded together are rows of a matrix of equal lengths. A row's count stands in its header, so that neither the
+sender nor a receiver waits for a device.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor
 from ..errors import PayloadError
 from ..kernels import rice_measure, rice_pack, rice_unpack, sent
 from .bits import aligned, packed_bytes
+from .checks import Checks, expect
 from .rows import named
 
-__all__ = ["decode_rice", "encode_rice", "rice_bytes", "rice_excess"]
+__all__ = ["decode_rice", "encode_rice", "measure_rows", "read_rows", "rice_bytes", "rice_excess", "write_rows"]
 
 _HEADER = 4  # bytes, which hold the number of indices
 _SIGMAS = 4  # random positions exceed the message once in 30,000 times
@@ -70,15 +72,23 @@ def rice_excess(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tens
 
     Raises ValueError if `indices` (int64) do not ascend strictly within [0, numel). Waits for the device.
     """
-    if not len(indices):
-        return torch.zeros_like(counts)
-    b = remainder_bits(count, numel)
-    smallest, quotients = rice_measure(indices, counts, b, numel)
-    if int(smallest.amin()) < 0:
+    ascend, excess = measure_rows(*_in_rows(indices, counts), count, numel)
+    excess = torch.where(ascend, excess, -1).cpu()
+    if (excess < 0).any():
         raise ValueError(f"indices have to ascend strictly from 0 or more to less than {numel}")
+    return excess
+
+
+def measure_rows(rows: Tensor, counts: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Whether all indices ascend strictly within [0, numel), and the `rice_excess` of each row, both on the device.
+
+    Rows are of one length, int64 `[rows, length]`, of which the first `counts` count, here and below.
+    """
+    b = remainder_bits(count, numel) if count else 0
+    smallest, quotients = rice_measure(rows, counts, b, numel)
     room = rice_bytes(count, numel) - _HEADER - packed_bytes(counts, b)
     missing = (-(-(counts + quotients) // 8) - room).clamp(min=0)
-    return counts.minimum(8 * -(-missing // max(b, 1)))  # eight remainders are b bytes
+    return (smallest >= 0).all(), counts.minimum(8 * -(-missing // max(b, 1)))  # eight remainders are b bytes
 
 
 def encode_rice(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
@@ -88,11 +98,16 @@ def encode_rice(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tens
     or those that `rice_excess` leaves. Returns uint8 `[rows, nbytes]`: their number, the remainders, the unary parts as
     zeros that end with a one, and zeros.
     """
-    messages = torch.zeros(len(counts), rice_bytes(count, numel), dtype=torch.uint8, device=indices.device)
+    return write_rows(*_in_rows(indices, counts), count, numel)
+
+
+def write_rows(rows: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
+    """The messages of `encode_rice`."""
+    messages = torch.zeros(len(rows), rice_bytes(count, numel), dtype=torch.uint8, device=rows.device)
     if count:
-        messages[:, :_HEADER] = sent(counts.to(torch.int32), indices.device).view(torch.uint8).view(-1, _HEADER)
+        messages[:, :_HEADER] = counts.to(torch.int32).view(torch.uint8).view(-1, _HEADER)
         nbytes = messages.shape[1] - _HEADER
-        messages[:, _HEADER:] = rice_pack(indices, counts, remainder_bits(count, numel), nbytes)
+        messages[:, _HEADER:] = rice_pack(rows, counts, remainder_bits(count, numel), nbytes)
     return messages
 
 
@@ -102,26 +117,52 @@ def decode_rice(messages: Tensor, count: int, numel: int, ranks: Sequence[int]) 
     Both int64, the latter on the CPU; at most `count` in each row, strictly ascending in [0, numel). Raises
     PayloadError if a message cannot be right. Waits for the device.
     """
+    rows, counts = read_rows(messages, count, numel, ranks)
+    counts = counts.cpu()
+    if bool((counts == count).all()):
+        return rows.view(-1), counts
+    return torch.cat([row[:number] for row, number in zip(rows, counts.tolist(), strict=True)]), counts
+
+
+def read_rows(
+    messages: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None
+) -> tuple[Tensor, Tensor]:
+    """The indices of messages `[rows, nbytes]` from `ranks`, `[rows, count]`, and how many of each row count.
+
+    Both int64, on the device; the others repeat the last that counts. All lie in [0, numel), also in rows that cannot
+    be right, for which PayloadError is raised at once, or as `checks` are read.
+    """
     if messages.dtype != torch.uint8 or messages.shape != (len(ranks), rice_bytes(count, numel)):
         raise PayloadError(
             f"what came from {named(ranks)} has {messages.numel()} bytes of indices where {count} of {numel} take "
             f"{rice_bytes(count, numel)} from each"
         )
-    counts = torch.zeros(len(ranks), dtype=torch.int64)
     if count == 0:
-        return messages.new_zeros(0, dtype=torch.int64), counts
-    counts += messages[:, :_HEADER].cpu().contiguous().view(torch.int32).view(-1)
-    claims = (counts < 0) | (counts > count)
-    if claims.any():
-        row = int(claims.nonzero()[0])
-        raise PayloadError(
-            f"the message from rank {ranks[row]} claims {int(counts[row])} indices where at most {count} are sent"
+        return messages.new_zeros(len(ranks), 0, dtype=torch.int64), messages.new_zeros(len(ranks), dtype=torch.int64)
+    claimed = messages[:, :_HEADER].contiguous().view(torch.int32).view(-1).long()
+    counts = claimed.clamp(0, count)
+    rows, wrong = rice_unpack(messages[:, _HEADER:].contiguous(), counts, remainder_bits(count, numel), numel, count)
+    wrong = wrong | (claimed != counts)
+
+    def problem() -> str:
+        row = int(wrong.nonzero()[0])
+        number = int(claimed[row])
+        if not 0 <= number <= count:
+            return f"the message from rank {ranks[row]} claims {number} indices where at most {count} are sent"
+        return (
+            f"the message from rank {ranks[row]} holds more or fewer indices than the {number} that it claims, or one "
+            f"beyond {numel}: it was damaged on the way, or that rank runs another model or version"
         )
-    b = remainder_bits(count, numel)
-    indices, wrong = rice_unpack(messages[:, _HEADER:].contiguous(), counts, b, numel)
-    if wrong >= 0:
-        raise PayloadError(
-            f"the message from rank {ranks[wrong]} holds more or fewer indices than the {int(counts[wrong])} that it "
-            f"claims, or one beyond {numel}: it was damaged on the way, or that rank runs another model or version"
-        )
-    return indices, counts
+
+    expect(checks, ~wrong.any(), problem)
+    return rows.clamp_(0, numel - 1), counts
+
+
+def _in_rows(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows that follow one another, of `counts` (int64, on the CPU), as rows of the longest one's length."""
+    lengths = counts.tolist()
+    if len(set(lengths)) <= 1:
+        rows = indices.view(len(lengths), -1) if len(lengths) else indices.new_zeros(0, 0)
+    else:
+        rows = torch.nn.utils.rnn.pad_sequence(indices.split(lengths), batch_first=True)
+    return rows, sent(counts, indices.device)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..errors import PayloadError
 from ..kernels import LARGEST
 from .bits import read_as
+from .checks import Checks
 from .values import check_scales
 
 __all__ = ["decode_scaled", "encode_scaled", "scaled_bytes"]
@@ -24,8 +25,13 @@ def encode_scaled(scales: Tensor, fields: Tensor) -> Tensor:
     return torch.cat((numbers.view(-1).view(torch.uint8), fields))
 
 
-def decode_scaled(message: Tensor, scales: int, nbytes: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Decode scales (float32) and fields of a message from `rank`. Raises PayloadError if they are invalid."""
+def decode_scaled(
+    message: Tensor, scales: int, nbytes: int, rank: int, checks: Checks | None = None
+) -> tuple[Tensor, Tensor]:
+    """Decode scales (float32) and fields of a message from `rank`.
+
+    Raises PayloadError for an invalid length; for an invalid scale, at once or when `checks` are read.
+    """
     if message.dtype != torch.uint8 or message.shape != (scaled_bytes(scales, nbytes),):
         raise PayloadError(
             f"the message from rank {rank} has {message.numel()} bytes where {scales} scales and their fields take "
@@ -33,5 +39,5 @@ def decode_scaled(message: Tensor, scales: int, nbytes: int, rank: int) -> tuple
         )
     head = scaled_bytes(scales, 0)
     numbers = read_as(message[:head], torch.float32)
-    check_scales(numbers, rank)
+    check_scales(numbers, rank, checks)
     return numbers, message[head:]

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import kernels
 from ..errors import PayloadError
 from ..kernels import Put
+from .checks import Checks, expect
 
 __all__ = ["put_trits", "trit_bytes"]
 
@@ -17,13 +18,24 @@ def trit_bytes(count: int) -> int:
     return -(-count // kernels.PER_BYTE)
 
 
-def put_trits(packed: Tensor, count: int, scales: Tensor, place: Tensor, out: Tensor, how: Put, rank: int) -> None:
+def put_trits(
+    packed: Tensor,
+    count: int,
+    scales: Tensor,
+    place: Tensor,
+    out: Tensor,
+    how: Put,
+    rank: int,
+    checks: Checks | None = None,
+) -> None:
     """Let the first of `count` trits from `rank`, those of block b times `scales[place[b]]`, take effect on `out`.
 
-    Raises PayloadError if there are not so many bytes, or some cannot be right.
+    Raises PayloadError if there are not so many bytes; if some cannot be right, at once or as `checks` are read.
     """
-    right = packed.dtype == torch.uint8 and packed.shape == (trit_bytes(count),)
-    if not right or not kernels.put_trits(packed, scales, place, out, how):
-        raise PayloadError(
-            f"the message from rank {rank} does not hold {count} trits, five in each byte: it was damaged on the way"
-        )
+
+    def problem() -> str:
+        return f"the message from rank {rank} does not hold {count} trits, five in each byte: it was damaged on the way"
+
+    if packed.dtype != torch.uint8 or packed.shape != (trit_bytes(count),):
+        raise PayloadError(problem())
+    expect(checks, kernels.put_trits(packed, scales, place, out, how), problem)

@@ -30,6 +30,7 @@ from ..kernels import (
     sent,
 )
 from .bits import Count, pack_rows, packed_bytes, read_as, unpack_rows
+from .checks import Checks, expect
 from .rows import one_row, take_parts
 
 __all__ = [
@@ -66,8 +67,10 @@ class ValueCode(Protocol):
         Also returns the decoded values, bit-identical to `decode`'s.
         """
 
-    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
-        """Decode parts from `ranks`. Raises PayloadError if they are invalid."""
+    def decode(
+        self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int], checks: Checks | None = None
+    ) -> Tensor:
+        """Decode parts from `ranks`. Raises PayloadError, at once or when `checks` are read, if they are invalid."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class Floats:
         arriving = values.to(self.dtype).contiguous()
         return (arriving.view(torch.uint8),), arriving
 
-    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+    def decode(
+        self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int], checks: Checks | None = None
+    ) -> Tensor:
         return read_as(parts[0], self.dtype)
 
 
@@ -117,9 +122,11 @@ class Steps:
             fields = pack_rows(fields & (1 << self.width) - 1, counts, self.width)
         return (steps.view(torch.uint8), fields), arriving
 
-    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+    def decode(
+        self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int], checks: Checks | None = None
+    ) -> Tensor:
         steps = read_as(parts[0], _SCALE).float()
-        _check_blocks(steps, counts, self.block, ranks)
+        _check_blocks(steps, counts, self.block, ranks, checks)
         if self.width < 8:
             top = 1 << (self.width - 1)
             fields = (unpack_rows(parts[1], counts, self.width) ^ top).to(torch.int8) - top
@@ -164,9 +171,11 @@ class Levels:
         parts = numbers.view(-1).view(torch.uint8), pack_rows(fields, counts, self.width)
         return parts, of_levels(fields, levels, self.block, cuts)
 
-    def decode(self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int]) -> Tensor:
+    def decode(
+        self, parts: Sequence[Tensor], counts: Tensor, ranks: Sequence[int], checks: Checks | None = None
+    ) -> Tensor:
         levels = self._series(read_as(parts[0], _SCALE).view(-1, self._numbers))
-        _check_blocks(levels, counts, self.block, ranks)
+        _check_blocks(levels, counts, self.block, ranks, checks)
         fields = unpack_rows(parts[1], counts, self.width)
         return of_levels(fields, levels, self.block, _cuts(counts, self.block, levels.device))
 
@@ -246,19 +255,28 @@ def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
     return codes[kind]
 
 
-def check_scales(scales: Tensor, rank: int) -> None:
-    """Raise PayloadError unless scales from `rank` are numbers that values within +-LARGEST can have."""
-    if not _right(scales).all():
-        raise PayloadError(f"the message from rank {rank} holds a scale that is negative, not finite or far too large")
+def check_scales(scales: Tensor, rank: int, checks: Checks | None = None) -> None:
+    """Raise PayloadError unless scales from `rank` are numbers that values within +-LARGEST can have.
+
+    At once, or as `checks` are read.
+    """
+    expect(checks, _right(scales).all(), lambda: _wrong_scale(rank))
 
 
-def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int]) -> None:
+def _wrong_scale(rank: int) -> str:
+    return f"the message from rank {rank} holds a scale that is negative, not finite or far too large"
+
+
+def _check_blocks(scales: Tensor, counts: Tensor, block: int, ranks: Sequence[int], checks: Checks | None) -> None:
     """Check the scales of all blocks in messages from `ranks`; see `check_scales`."""
     right = _right(scales)
-    if not right.all():
+
+    def problem() -> str:
         row, _ = by_row(-(-counts // block), scales.device)
         first = int((~right).view(len(row), -1).any(1).nonzero()[0])
-        check_scales(scales[first], ranks[int(row[first])])
+        return _wrong_scale(ranks[int(row[first])])
+
+    expect(checks, right.all(), problem)
 
 
 def _right(scales: Tensor) -> Tensor:

@@ -59,21 +59,21 @@ class ByteGrad(Compressor):
             momentum = None
         messages = code.encode(into_chunks(v, ctx), momentum)
         if self.error_feedback:
-            put_chunks(*code.parts(messages, [ctx.rank] * ctx.size), v, "subtract", ctx)
+            put_chunks(*code.parts(messages, [ctx.rank] * ctx.size, ctx.checks), v, "subtract", ctx)
 
         arrived = yield AllToAll(messages)
-        ends, codes = code.parts(arrived, ranks)
+        ends, codes = code.parts(arrived, ranks, ctx.checks)
         message = code.encode_mean(ends, codes, ctx.divisor)
         if self.error_feedback:
-            mean = functools.reduce(torch.add, code.decode(arrived, ranks)).div_(ctx.divisor)
-            error = mean.sub_(code.decode(message, [ctx.rank])[0]).mul_(ctx.divisor)
+            mean = functools.reduce(torch.add, code.decode(arrived, ranks, ctx.checks)).div_(ctx.divisor)
+            error = mean.sub_(code.decode(message, [ctx.rank], ctx.checks)[0]).mul_(ctx.divisor)
             for chunk, place, span in pieces(ctx):
                 if chunk == ctx.rank:
                     v[span] += error[place : place + span.stop - span.start]
             ctx.keep_residual(v)
 
         means = yield AllGather(message[0])
-        put_chunks(*code.parts(means, ranks), result, "set", ctx)
+        put_chunks(*code.parts(means, ranks, ctx.checks), result, "set", ctx)
         return result
 
     def payload_bytes(self, ctx: Context) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..coding import Checks, Sent, read_checks
 from ..collectives import Link
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient, SparseSum
@@ -57,6 +58,7 @@ class Context:
         idle: kinds of unsent memory that the last exchange has not taken up: they are added to the gradient before this
             one, by `add_unsent`.
         prescale: what the gradient is multiplied by before the exchange, but memory is not.
+        checks: of what has arrived, which are read together with those of other exchanges, before the step is settled.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class Context:
     peak: Tensor | None = None
     idle: Sequence[str] = ()
     prescale: float = 1.0
+    checks: Checks = field(default_factory=Checks)
     _taken: set[str] = field(default_factory=set)
     _added: dict[str, Tensor] = field(default_factory=dict)
     _next: dict[str, Tensor] = field(default_factory=dict)
@@ -278,12 +281,19 @@ class Context:
         """Add numbers to the tally when the step has succeeded."""
         self.once_settled(lambda: self.tally.update(numbers))
 
+    def count_sent(self, sent: Sent) -> None:
+        """Add the coordinates of a message to the tally, and how many of them are left out."""
+        self.count(selected=len(sent.indices))
+        if sent.travels is not None:
+            self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
+
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
 
         Unsent memory that the exchange has not taken up, as another compressor may have left it in a checkpoint, is
-        added to "residual", or is `idle` where the exchange has none.
+        added to "residual", or is `idle` where the exchange has none. Raises PayloadError for a check that fails.
         """
+        read_checks([self.checks])
         kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
         unused = set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
@@ -329,6 +339,7 @@ class Context:
         self._next, self._later, self._shares = {}, [], []
         self._taken, self._added = set(), {}
         self._left, self.local, self.peak = None, None, None
+        self.checks.clear()
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

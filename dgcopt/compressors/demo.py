@@ -83,11 +83,11 @@ class DeMo(Compressor):
         frequencies, chosen = ctx.scratch["frequencies"]
         dct(m, matrices, out=frequencies)
         indices, values = selection.largest(frequencies)
-        message, sent, arriving = code.encode(indices, values, ctx.numel)
-        inverse_dct(chosen.index_copy_(0, sent, arriving), matrices, m, "subtract")
-        clear_at(chosen, sent)  # zero between steps
+        sent = code.send(indices, values, ctx.numel, ctx.checks)
+        inverse_dct(chosen.index_copy_(0, sent.indices, sent.values), matrices, m, "subtract")
+        clear_at(chosen, sent.indices)  # zero between steps
 
-        messages = yield AllGather(message)
+        messages = yield AllGather(sent.message)
         total = sum_of_messages(messages, code, selection.count, ctx)
         result = grad.to(m.dtype)
         inverse_dct(total.add_to(chosen), matrices, result, "sign" if self.sign else "set")

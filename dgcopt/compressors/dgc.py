@@ -193,10 +193,10 @@ class DGC(ScheduledRatio):
             rows = memory.ahead(local, v, u, runs, blocks)
             return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
 
-        def forget(sent: Tensor, arriving: Tensor) -> None:
+        def forget(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
             ctx.once_settled(lambda: subtract_at(v if new is None else new, sent, arriving))
             if u is not None and self.momentum_masking:
-                ctx.once_settled(lambda: clear_at(u, sent))
+                ctx.once_settled(lambda: _mask(u, sent, travels))
 
         choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, forget)
         return (yield from self.reduction(selection.count, ctx).exchange(choice, ctx))
@@ -230,3 +230,11 @@ class DGC(ScheduledRatio):
 
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
         self._memory.give_back(momenta)
+
+
+def _mask(u: Tensor, sent: Tensor, travels: Tensor | None) -> None:
+    """Factor masking: clear the momentum of coordinates that travel."""
+    if travels is None:
+        clear_at(u, sent)
+    else:
+        u.index_copy_(0, sent, torch.where(travels, 0, u.index_select(0, sent)))

@@ -49,8 +49,10 @@ class Natural(Encoded):
                 f"the message from rank {rank} has {message.numel()} bytes where {ctx.numel} values take "
                 f"{self.payload_bytes(ctx)}"
             )
-        if put_powers(message, out, how) == _INFINITE:
-            raise PayloadError(f"the message from rank {rank} holds an infinite value: it was damaged on the way")
+        ctx.checks.expect(
+            put_powers(message, out, how) < _INFINITE,
+            lambda: f"the message from rank {rank} holds an infinite value: it was damaged on the way",
+        )
 
     def payload_bytes(self, ctx: Context) -> int:
         return ctx.numel + packed_bytes(ctx.numel, 1)

@@ -47,7 +47,7 @@ class OneBit(Encoded):
         return encode_scaled(torch.stack(means), signs)
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
-        scales, signs = decode_scaled(message, 2 * len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
+        scales, signs = decode_scaled(message, 2 * len(ctx.segments), packed_bytes(ctx.numel, 1), rank, ctx.checks)
         above, below = scales.view(2, -1)
         put_signs(signs, above, below, ctx.tensors.of_block, out, how)
 

@@ -144,4 +144,4 @@ def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:
 
 def decode(message: Tensor, ctx: Context, rank: int) -> tuple[Tensor, Tensor]:
     """Return the scale of each tensor and the signs of one part."""
-    return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank)
+    return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank, ctx.checks)

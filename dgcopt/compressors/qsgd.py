@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ..errors import ConfigError, PayloadError
+from ..errors import ConfigError
 from ..kernels import BLOCK, Put, put_levels, round_levels, sent, tensor_norms
 from .context import Context
 from .encoded import Encoded
@@ -75,10 +75,12 @@ class QSGD(Encoded):
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
         (place, count), width = self._blocks(ctx), 1 + self._magnitude_bits
-        norms, packed = decode_scaled(message, count, packed_bytes(ctx.numel, width), rank)
+        norms, packed = decode_scaled(message, count, packed_bytes(ctx.numel, width), rank, ctx.checks)
         highest = put_levels(packed, self._magnitude_bits, norms / self.levels, place, out, how)
-        if highest > self.levels:
-            raise PayloadError(f"the message from rank {rank} holds a level above the {self.levels} that there are")
+        ctx.checks.expect(
+            highest <= self.levels,
+            lambda: f"the message from rank {rank} holds a level above the {self.levels} that there are",
+        )
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(self._blocks(ctx)[1], packed_bytes(ctx.numel, 1 + self._magnitude_bits))

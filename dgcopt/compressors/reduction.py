@@ -57,13 +57,14 @@ class Choice:
     Attributes:
         indices: where, int64, ascending. values: what is there.
         at: what is at any positions.
-        forget: told the positions that are sent, and their values as they arrive: what the residual loses.
+        forget: told the positions that are sent, and their values as they arrive: what the residual loses; and which
+            of them travel, None if all do. The value of one that does not is 0.
     """
 
     indices: Tensor
     values: Tensor
     at: Callable[[Tensor], Tensor]
-    forget: Callable[[Tensor, Tensor], None]
+    forget: Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class Reduction(Protocol):
@@ -139,10 +140,10 @@ class Gather:
     count: int
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        message, sent, arriving = self.code.encode(choice.indices, choice.values, ctx.numel)
-        ctx.count(selected=len(choice.indices), left_out=len(choice.indices) - len(sent))
-        choice.forget(sent, arriving)
-        return sum_of_messages((yield AllGather(message)), self.code, self.count, ctx)
+        sent = self.code.send(choice.indices, choice.values, ctx.numel, ctx.checks)
+        ctx.count_sent(sent)
+        choice.forget(sent.indices, sent.values, sent.travels)
+        return sum_of_messages((yield AllGather(sent.message)), self.code, self.count, ctx)
 
     def nbytes(self, ctx: Context) -> int:
         return self.code.nbytes(self.count, ctx.numel)
@@ -186,7 +187,7 @@ class Owner:
         messages, kept, arriving = self._code.encode_rows(places, values, counts, length, self._capacity(ctx.size))
         sent = order if kept is None else order[kept]
         ctx.count(selected=len(order), left_out=len(order) - len(sent))
-        choice.forget(choice.indices[sent], arriving)
+        choice.forget(choice.indices[sent], arriving, None)
         return messages
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
@@ -313,7 +314,7 @@ class Partition:
         if len(positions) and int(positions[-1]) >= ctx.numel:
             raise PayloadError(f"a rank has chosen position {int(positions[-1])} in a bucket of {ctx.numel}")
         sent = choice.at(positions).to(ctx.dtype)
-        choice.forget(positions, sent.to(choice.values.dtype))
+        choice.forget(positions, sent.to(choice.values.dtype), None)
         total = SparseSum()
         if len(positions):
             total.add(positions, (yield AllReduce(sent.clone(), op=ctx.op)))
@@ -348,8 +349,10 @@ def _sharding(ctx: Context) -> Sharding:
 
 
 def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:
-    """The ranks' coordinates, in rank order, divided by N. Raises PayloadError for a message that cannot be right."""
+    """The ranks' coordinates, in rank order, divided by N. `Context.checks` tell of a message that cannot be right."""
     total = SparseSum()
-    positions, values, counts = code.decode_rows(messages, count, ctx.numel, range(len(messages)))
-    total.add_rows(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor, counts)
+    positions, values = code.receive(messages, count, ctx.numel, range(len(messages)), ctx.checks)
+    values = values.to(at_least_float32(ctx.dtype)) / ctx.divisor
+    for theirs in zip(positions.unbind(), values.unbind(), strict=True):
+        total.add(*theirs)
     return total

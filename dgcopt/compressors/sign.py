@@ -96,7 +96,7 @@ def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExch
     each, place = torch.tensor([ctx.size / ctx.divisor], device=result.device), torch.zeros_like(ctx.tensors.of_block)
     for rank, theirs in enumerate(counted):
         span = result[rank * part : (rank + 1) * part]
-        put_trits(theirs, part, each, place[: -(-len(span) // BLOCK)], span, "set", rank)
+        put_trits(theirs, part, each, place[: -(-len(span) // BLOCK)], span, "set", rank, ctx.checks)
     return result
 
 
@@ -131,7 +131,7 @@ class EFSignSGD(Encoded):
         return encode_scaled((above + below) / ctx.tensors.numels, signs)
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
-        scales, signs = decode_scaled(message, len(ctx.segments), packed_bytes(ctx.numel, 1), rank)
+        scales, signs = decode_scaled(message, len(ctx.segments), packed_bytes(ctx.numel, 1), rank, ctx.checks)
         put_signs(signs, scales, scales, ctx.tensors.of_block, out, how)
 
     def payload_bytes(self, ctx: Context) -> int:

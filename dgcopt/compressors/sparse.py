@@ -69,7 +69,7 @@ class Sparse(Compressor):
         def at(positions: Tensor) -> Tensor:
             return gather(v, positions)
 
-        def forget(sent: Tensor, arriving: Tensor) -> None:
+        def forget(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
             if self.error_feedback:
                 subtract_at(v, sent, arriving)
 

@@ -52,8 +52,8 @@ class TernGrad(Encoded):
         return encode_scaled(scale, round_trits(values, scale, place, ctx.key(self.seed)))
 
     def decode_into(self, out: Tensor, how: Put, message: Tensor, ctx: Context, rank: int) -> None:
-        scale, fields = decode_scaled(message, len(ctx.segments), trit_bytes(ctx.numel), rank)
-        put_trits(fields, ctx.numel, scale, ctx.tensors.of_block, out, how, rank)
+        scale, fields = decode_scaled(message, len(ctx.segments), trit_bytes(ctx.numel), rank, ctx.checks)
+        put_trits(fields, ctx.numel, scale, ctx.tensors.of_block, out, how, rank, ctx.checks)
 
     def payload_bytes(self, ctx: Context) -> int:
         return scaled_bytes(len(ctx.segments), trit_bytes(ctx.numel))

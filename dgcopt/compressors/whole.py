@@ -45,7 +45,7 @@ class WholeGather:
         _forget(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])
         total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=ctx.device)
-        for row in decode_dense_rows(messages, ctx.numel, self.kind, range(ctx.size)):
+        for row in decode_dense_rows(messages, ctx.numel, self.kind, range(ctx.size), ctx.checks):
             total += row.to(total.dtype) / ctx.divisor
         return total
 
@@ -85,7 +85,7 @@ class WholeOwner:
         received = yield AllToAll(messages)
 
         sums = shard.held.clone()
-        for row in decode_dense_rows(received, chunks.length, self.kind, range(ctx.size)):
+        for row in decode_dense_rows(received, chunks.length, self.kind, range(ctx.size), ctx.checks):
             sums += row.to(sums.dtype)
         message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
 
@@ -94,7 +94,7 @@ class WholeOwner:
 
         ctx.once_settled(keep)
         gathered = yield AllGather(message[0])
-        total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size))
+        total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
 
     def nbytes(self, ctx: Context) -> int:

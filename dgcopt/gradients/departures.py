@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..coding import read_checks
 from ..compressors import GradientExchange
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError
@@ -222,6 +223,7 @@ class Departures:
     def settle(self, used: dict[Tensor, bool] | None) -> None:
         """The step succeeded: what its exchanges were to remember is."""
         start = time.perf_counter()
+        read_checks(context.checks for context in self.layout.contexts.values())
         for bucket, context in self.layout.contexts.items():
             self.traffic.settle(context, _flags(bucket, used))
         self.traffic.telemetry.apply_seconds += time.perf_counter() - start

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint import check_owner
+from ..coding import read_checks
 from ..comm import Comm, current_comm
 from ..compressors import Compressor, Context, NoCompression, accept
 from ..compressors.own_step import updates_add_up
@@ -442,6 +443,7 @@ class HookState:
     def _hand_out(self, used: list[bool]) -> None:
         """The step succeeded: write results into DDP's memory, and keep what was held back."""
         start, left, elements = time.perf_counter(), iter(used), 0
+        read_checks(context.checks for context in self._contexts.values())
         for flight in self._flights:
             of, result = flight.of, flight.result
             flags = [next(left) for _ in of.grads]

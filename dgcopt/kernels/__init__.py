@@ -84,6 +84,7 @@ __all__ = [
     "instructions",
     "inverse_dct",
     "is_dense",
+    "largest_first",
     "look",
     "majority",
     "means",
@@ -167,17 +168,14 @@ select = Kernel(torch.select, (takes_floats, native.select), in_triton(torch.sel
 select_ahead = Kernel(
     torch.select_ahead, (takes_floats, native.select_ahead), in_triton(torch.select_ahead, takes_cuda)
 )
+largest_first = Kernel(torch.largest_first, (takes_flat, native.largest_first))
 pack_small = Kernel(torch.pack_small, (takes_flat, native.pack_small), in_triton(torch.pack_small, takes_cuda))
 unpack_small = Kernel(torch.unpack_small, (takes_flat, native.unpack_small), in_triton(torch.unpack_small, takes_cuda))
 by_owner = Kernel(torch.by_owner, (takes_flat, native.by_owner), in_triton(torch.by_owner, takes_cuda))
 of_owners = Kernel(torch.of_owners, (takes_flat, native.of_owners), in_triton(torch.of_owners, takes_cuda_of_rows))
-rice_measure = Kernel(
-    torch.rice_measure, (takes_flat, native.rice_measure), in_triton(torch.rice_measure, takes_cuda_of_rows)
-)
-rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack), in_triton(torch.rice_pack, takes_cuda_of_rows))
-rice_unpack = Kernel(
-    torch.rice_unpack, (takes_flat, native.rice_unpack), in_triton(torch.rice_unpack, takes_cuda_of_rows)
-)
+rice_measure = Kernel(torch.rice_measure, (takes_flat, native.rice_measure), in_triton(torch.rice_measure, takes_cuda))
+rice_pack = Kernel(torch.rice_pack, (takes_flat, native.rice_pack), in_triton(torch.rice_pack, takes_cuda))
+rice_unpack = Kernel(torch.rice_unpack, (takes_flat, native.rice_unpack), in_triton(torch.rice_unpack, takes_cuda))
 tensor_norms = Kernel(torch.tensor_norms, (takes_float32, native.tensor_norms), in_triton(torch.tensor_norms))
 tensor_sums = Kernel(torch.tensor_sums, (takes_float32, native.tensor_sums), in_triton(torch.tensor_sums))
 minmax_codes = Kernel(

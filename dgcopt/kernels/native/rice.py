@@ -12,38 +12,41 @@ __all__ = ["rice_measure", "rice_pack", "rice_unpack"]
 
 def rice_measure(indices: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.rice_measure`."""
-    _check_rows(counts, indices)
-    measures = torch.empty(2, len(counts), dtype=torch.int64)
-    loop = function("rice_measure", Pointer, Pointer, Length, Int, Length, Pointer, Pointer)
-    smallest, quotients = measures.unbind()
-    operands = (indices.data_ptr(), counts.data_ptr(), len(counts), b, numel)
-    loop(*operands, smallest.data_ptr(), quotients.data_ptr())
+    shape = _check_rows(indices, counts)
+    smallest, quotients = torch.empty_like(counts), torch.empty_like(counts)
+    loop = function("rice_measure", Pointer, Pointer, Length, Length, Int, Length, Pointer, Pointer)
+    loop(indices.data_ptr(), counts.data_ptr(), *shape, b, numel, smallest.data_ptr(), quotients.data_ptr())
     return smallest, quotients
 
 
 def rice_pack(indices: Tensor, counts: Tensor, b: int, nbytes: int) -> Tensor:
     """See `dgcopt.kernels.torch.rice_pack`."""
-    _check_rows(counts, indices)
+    shape = _check_rows(indices, counts)
     packed = torch.zeros(len(counts), nbytes, dtype=torch.uint8)
-    loop = function("rice_pack", Pointer, Pointer, Length, Int, Pointer, Length)
-    if loop(indices.data_ptr(), counts.data_ptr(), len(counts), b, packed.data_ptr(), nbytes):
+    loop = function("rice_pack", Pointer, Pointer, Length, Length, Int, Pointer, Length)
+    if loop(indices.data_ptr(), counts.data_ptr(), *shape, b, packed.data_ptr(), nbytes):
         raise ValueError(f"{counts.tolist()} indices do not fit into rows of {nbytes} bytes")
     return packed
 
 
-def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, int]:
+def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int, length: int) -> tuple[Tensor, Tensor]:
     """See `dgcopt.kernels.torch.rice_unpack`."""
-    indices = torch.empty(int(counts.sum()), dtype=torch.int64)
-    _check_rows(counts, indices)
+    indices, wrong = torch.empty(len(counts), length, dtype=torch.int64), torch.empty(len(counts), dtype=torch.bool)
+    shape = _check_rows(indices, counts)
     if packed.dtype != torch.uint8 or packed.dim() != 2 or len(packed) != len(counts) or not is_flat(packed):
         raise ValueError(f"{len(counts)} rows of bytes are needed, not {tuple(packed.shape)} of {packed.dtype}")
-    loop = function("rice_unpack", Pointer, Pointer, Length, Int, Length, Length, Pointer)
-    wrong = loop(packed.data_ptr(), counts.data_ptr(), len(counts), b, packed.shape[1], numel, indices.data_ptr())
-    return indices, wrong - 1
+    loop = function("rice_unpack", Pointer, Pointer, *[Length] * 2, Int, *[Length] * 2, Pointer, Pointer)
+    sizes = (*shape, b, packed.shape[1], numel)
+    loop(packed.data_ptr(), counts.data_ptr(), *sizes, indices.data_ptr(), wrong.data_ptr())
+    return indices, wrong
 
 
-def _check_rows(counts: Tensor, indices: Tensor) -> None:
+def _check_rows(indices: Tensor, counts: Tensor) -> tuple[int, int]:
+    """How many rows there are, and their length."""
     check_flat(len(counts), counts, dtype=torch.int64)
-    if len(counts) and int(counts.amin()) < 0:
-        raise ValueError(f"rows cannot have {int(counts.amin())} indices")
-    check_flat(int(counts.sum()), indices, dtype=torch.int64)
+    if indices.dtype != torch.int64 or indices.dim() != 2 or len(indices) != len(counts) or not is_flat(indices):
+        raise ValueError(f"{len(counts)} rows of int64 are needed, not {tuple(indices.shape)} of {indices.dtype}")
+    rows, length = indices.shape
+    if rows and not 0 <= int(counts.amin()) <= int(counts.amax()) <= length:
+        raise ValueError(f"rows of {length} cannot have {counts.tolist()} indices")
+    return rows, length

@@ -36,7 +36,7 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
     return packed
 
 
-def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
     """See `dgcopt.kernels.torch.put_levels`."""
     _check_scales(out, scales, place)
     if not 1 <= bits <= 7:
@@ -52,7 +52,7 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
 
     shared(span, len(out))
     increment_version(out)
-    return max(highest)
+    return torch.tensor(max(highest))
 
 
 def round_powers(values: Tensor, key: int) -> Tensor:
@@ -69,7 +69,7 @@ def round_powers(values: Tensor, key: int) -> Tensor:
     return message
 
 
-def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
+def put_powers(message: Tensor, out: Tensor, how: Put) -> Tensor:
     """See `dgcopt.kernels.torch.put_powers`."""
     blocks_of(out)
     check_bytes(message, len(out) + len(out) // 8)
@@ -82,7 +82,7 @@ def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
 
     shared(span, len(out))
     increment_version(out)
-    return max(highest)
+    return torch.tensor(max(highest))
 
 
 def _check_scales(values: Tensor, scales: Tensor, place: Tensor) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import torch as specification
 from ..blocks import BLOCK
 from ..torch import Groups
 from .library import FLOATS, Length, Pointer, at, check_flat, function, shared
 
-__all__ = ["block_maxima", "candidate_blocks", "select", "select_ahead"]
+__all__ = ["block_maxima", "candidate_blocks", "largest_first", "select", "select_ahead"]
 
 
 def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
@@ -69,3 +70,10 @@ def _table(maxima: Tensor, groups: Groups) -> tuple[Tensor, ...]:
     if len(groups.table[1]) and int(groups.table[1].amax()) > len(maxima) * BLOCK:
         raise ValueError(f"groups reach beyond the {len(maxima) * BLOCK} elements that there are")
     return groups.table
+
+
+def largest_first(values: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.largest_first`: mostly all come first, and nothing has to be sorted."""
+    if int(number) < len(values):
+        return specification.largest_first(values, number)
+    return torch.arange(len(values)), torch.ones(len(values), dtype=torch.bool)

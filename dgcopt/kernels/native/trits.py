@@ -28,7 +28,7 @@ def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tens
     return packed
 
 
-def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> bool:
+def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
     """See `dgcopt.kernels.torch.put_trits`."""
     _check_scales(out, scales, place)
     check_bytes(packed, -(-len(out) // PER_BYTE))
@@ -41,7 +41,7 @@ def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: P
 
     shared(span, len(packed))
     increment_version(out)
-    return not any(wrong)
+    return torch.tensor(not any(wrong))
 
 
 def majority(votes: Tensor) -> Tensor:

@@ -61,16 +61,16 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
     return fields if bits == 7 else pack_small(fields, 1 + bits)
 
 
-def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
+def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
     """Let what `round_levels` wrote take effect on `out`: levels of `bits` bits, times `scales[place[b]]`, and a sign.
 
-    Returns the highest level there is.
+    Returns the highest level there is, a number on the device, for which nobody has waited.
     """
     fields = packed if bits == 7 else unpack_small(packed, len(out), 1 + bits)
     level, minus = fields & (1 << bits) - 1, (fields >> bits).bool()
     sizes = level * by_block(scales, place)
     put(torch.where(minus, -sizes, sizes), out, how)
-    return int(level.max()) if len(level) else 0
+    return level.max() if len(level) else level.new_zeros(())
 
 
 def round_powers(values: Tensor, key: int) -> Tensor:
@@ -84,12 +84,12 @@ def round_powers(values: Tensor, key: int) -> Tensor:
     return torch.cat((exponents.to(torch.uint8), pack_small((v < 0).to(torch.uint8), 1)))
 
 
-def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
-    """Let what `round_powers` wrote take effect on `out`. Returns the highest exponent there is."""
+def put_powers(message: Tensor, out: Tensor, how: Put) -> Tensor:
+    """Let what `round_powers` wrote take effect on `out`. Returns the highest exponent there is, as `put_levels`."""
     exponents, signs = message[: len(out)], message[len(out) :]
     sizes = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
     put(torch.where(unpack_small(signs, len(out), 1).bool(), -sizes, sizes), out, how)
-    return int(exponents.max()) if len(exponents) else 0
+    return exponents.max() if len(exponents) else exponents.new_zeros(())
 
 
 def chances(count: int, key: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..blocks import BLOCK, bits_of
 
-__all__ = ["Groups", "Search", "block_maxima", "candidate_blocks", "select", "select_ahead"]
+__all__ = ["Groups", "Search", "block_maxima", "candidate_blocks", "largest_first", "select", "select_ahead"]
 
 _DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
 _DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
@@ -218,6 +218,18 @@ def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Gr
     rows = rows_of(blocks).view(-1)
     chosen = select(rows, maxima.index_select(0, blocks), groups.among(blocks, numbers))
     return blocks.index_select(0, chosen // BLOCK) * BLOCK + chosen % BLOCK, rows.index_select(0, chosen)
+
+
+def largest_first(values: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of all values, first those of the `number` (int64, `[1]`, on the device) largest magnitudes.
+
+    They ascend, and so do the others. Of equal magnitudes those that come first are taken. Returns int64 places, and
+    bool, which of them are of those that come first.
+    """
+    number_of_each = torch.arange(len(values), device=values.device)
+    down = values.abs().argsort(descending=True, stable=True)
+    left = torch.empty_like(number_of_each).scatter_(0, down, number_of_each) >= number
+    return left.to(torch.uint8).argsort(stable=True), number_of_each < number
 
 
 def _of_whole(flat: Tensor, groups: Groups, group: int) -> Tensor:

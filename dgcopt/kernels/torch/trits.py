@@ -26,10 +26,8 @@ def pack_trits(trits: Tensor) -> Tensor:
     return packed
 
 
-def unpack_trits(packed: Tensor, count: int) -> Tensor | None:
-    """The `count` trits, int8, that `pack_trits` wrote; None if a byte cannot be right."""
-    if bool((packed >= 3**PER_BYTE).any()):
-        return None
+def unpack_trits(packed: Tensor, count: int) -> Tensor:
+    """The `count` trits, int8, that `pack_trits` wrote."""
     digits, rest = [], packed
     for _ in range(PER_BYTE):
         digits.append(rest % 3)
@@ -44,15 +42,13 @@ def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tens
     return pack_trits((v.sign() * kept).to(torch.int8))
 
 
-def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> bool:
+def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
     """Let the first trits of `packed`, those of block b times `scales[place[b]]`, take effect on `out`.
 
-    Returns False if a byte cannot be right; `out` may hold anything then.
+    Returns False, on the device, if a byte cannot be right; `out` may hold anything then.
     """
-    trits = unpack_trits(packed, len(out))
-    if trits is not None:
-        put(trits * by_block(scales, place)[: len(out)], out, how)
-    return trits is not None
+    put(unpack_trits(packed, len(out)) * by_block(scales, place)[: len(out)], out, how)
+    return (packed < 3**PER_BYTE).all()
 
 
 def majority(votes: Tensor) -> Tensor:

@@ -87,7 +87,11 @@ def in_blocks(values: Tensor, block: int, fill: float, cuts: Tensor | None = Non
 
 
 def _out_of_blocks(blocks: Tensor, numel: int, cuts: Tensor | None) -> Tensor:
-    return blocks.view(-1)[:numel] if cuts is None else blocks[_there(cuts, blocks.shape[1])]
+    if cuts is None:
+        return blocks.view(-1)[:numel]
+    at = torch.arange(numel, device=cuts.device)
+    block = torch.bucketize(at, cuts, right=True) - 1
+    return blocks.view(-1).index_select(0, block * blocks.shape[1] + at - cuts.index_select(0, block))
 
 
 def _there(cuts: Tensor, block: int) -> Tensor:

@@ -7,14 +7,11 @@ end them: how many ones lie before a bit says which index it ends.
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import sent
 from .floats import UNFUSED
 
 __all__ = ["rice_measure", "rice_pack", "rice_unpack"]
@@ -32,10 +29,16 @@ _MOST: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
-def _mine(counts, firsts, SIZE: tl.constexpr):
-    """The row of this program, its first index and its count; and which of its indices are this program's."""
+def _mine(counts, length, SIZE: tl.constexpr):
+    """The row of this program, where it starts and its count; and which of its indices are this program's."""
     row = tl.program_id(1).to(tl.int64)
-    return row, tl.load(firsts + row), tl.load(counts + row), tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    return row, row * length, tl.load(counts + row), tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+
+
+@triton.jit
+def _unary(count, b):
+    """At which byte of a row the unary parts start."""
+    return count * (b // 8) + (count + 7) // 8 * (b % 8)
 
 
 @triton.jit
@@ -45,26 +48,22 @@ def _gaps(indices, first, at, there):
     return tl.load(indices + first + at, mask=there, other=0) - before - 1
 
 
-@triton.jit
-def _before(sums, first):
-    """What the rows before one that starts at `first` add to running sums."""
-    return tl.load(sums + first - 1, mask=first > 0, other=0)
-
-
 @triton.jit(do_not_specialize=_VARIES)
-def _measure(indices, counts, firsts, b, numel, smallest, quotients, SIZE: tl.constexpr):
-    row, first, count, at = _mine(counts, firsts, SIZE)
+def _measure(indices, counts, length, b, numel, smallest, quotients, SIZE: tl.constexpr):
+    row, first, count, at = _mine(counts, length, SIZE)
     gaps = _gaps(indices, first, at, at < count)
     behind = numel - 1 - tl.load(indices + first + at, mask=at == count - 1, other=0)
     least = tl.minimum(gaps, tl.where(at == count - 1, behind, _MOST))
-    tl.atomic_min(smallest + row, tl.min(tl.where(at < count, least, _MOST), 0))
+    least = tl.min(tl.where(at < count, least, _MOST), 0)
+    tl.atomic_min(smallest + row, tl.where(count > 0, least, 0))
     tl.atomic_add(quotients + row, tl.sum(tl.where(at < count, gaps >> b, 0), 0))
 
 
 @triton.jit(do_not_specialize=_VARIES)
-def _lengths(indices, counts, firsts, b, lengths, SIZE: tl.constexpr):
-    _, first, count, at = _mine(counts, firsts, SIZE)
-    tl.store(lengths + first + at, (_gaps(indices, first, at, at < count) >> b) + 1, mask=at < count)
+def _lengths(indices, counts, length, b, lengths, SIZE: tl.constexpr):
+    _, first, count, at = _mine(counts, length, SIZE)
+    longest = (_gaps(indices, first, at, at < count) >> b) + 1
+    tl.store(lengths + first + at, tl.where(at < count, longest, 0), mask=at < length)
 
 
 @triton.jit
@@ -77,54 +76,55 @@ def _set(words, bit, field, there):
 
 
 @triton.jit(do_not_specialize=_VARIES)
-def _pack(indices, counts, firsts, unary, up_to, b, nbytes, words, SIZE: tl.constexpr):
-    row, first, count, at = _mine(counts, firsts, SIZE)
-    gaps = _gaps(indices, first, at, at < count)
+def _pack(indices, counts, length, up_to, b, nbytes, words, SIZE: tl.constexpr):
+    row, first, count, at = _mine(counts, length, SIZE)
+    there = at < tl.where(_unary(count, b) <= nbytes, count, 0)
+    gaps = _gaps(indices, first, at, there)
     start, whole, rest = 8 * row * nbytes, b // 8, b % 8
     for byte in range(whole):
-        _set(words, start + 8 * (at * whole + byte), (gaps >> (8 * byte)) & 255, at < count)
-    _set(words, start + 8 * count * whole + at * rest, (gaps >> (8 * whole)) & ((1 << rest) - 1), at < count)
-    longest = tl.load(up_to + first + at, mask=at < count, other=0) - _before(up_to, first)
-    end = 8 * tl.load(unary + row) + longest - 1
-    _set(words, start + end, tl.full(at.shape, 1, tl.int64), (at < count) & (longest > 0) & (end < 8 * nbytes))
+        _set(words, start + 8 * (at * whole + byte), (gaps >> (8 * byte)) & 255, there)
+    _set(words, start + 8 * count * whole + at * rest, (gaps >> (8 * whole)) & ((1 << rest) - 1), there)
+    end = 8 * _unary(count, b) + tl.load(up_to + first + at, mask=there, other=0) - 1
+    _set(words, start + end, tl.full(at.shape, 1, tl.int64), there & (end < 8 * nbytes))
 
 
 @triton.jit
-def _bits(packed, unary, nbytes, BYTES: tl.constexpr):
+def _bits(packed, counts, b, nbytes, BYTES: tl.constexpr):
     """The unary bits that this program looks through, `[bytes, 8]`, and where they lie in their row."""
     row = tl.program_id(1).to(tl.int64)
-    byte = tl.load(unary + row) + tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     bits = tl.load(packed + row * nbytes + byte, mask=byte < nbytes, other=0).to(tl.int32)
+    bits = tl.where(byte < _unary(tl.load(counts + row), b), 0, bits)
     bit = tl.arange(0, 8)[None, :]
     return (bits[:, None] >> bit) & 1, 8 * byte[:, None] + bit
 
 
-@triton.jit
-def _count_ones(packed, unary, nbytes, ones, BYTES: tl.constexpr):
-    bits, _ = _bits(packed, unary, nbytes, BYTES)
+@triton.jit(do_not_specialize=_VARIES)
+def _count_ones(packed, counts, b, nbytes, ones, BYTES: tl.constexpr):
+    bits, _ = _bits(packed, counts, b, nbytes, BYTES)
     tl.store(ones + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.sum(bits, 1), 0))
 
 
-@triton.jit
-def _find_ends(packed, unary, nbytes, counts, firsts, ones, up_to, ends, wrong, BYTES: tl.constexpr):
-    bits, where = _bits(packed, unary, nbytes, BYTES)
+@triton.jit(do_not_specialize=_VARIES)
+def _find_ends(packed, counts, b, nbytes, length, ones, up_to, ends, wrong, BYTES: tl.constexpr):
+    bits, where = _bits(packed, counts, b, nbytes, BYTES)
     row = tl.program_id(1)
     tile = row * tl.num_programs(0) + tl.program_id(0)
     count, found = tl.load(counts + row), tl.load(up_to + tile)
     of_byte = tl.sum(bits, 1)
     before = found - tl.load(ones + tile) + tl.cumsum(of_byte, 0) - of_byte
     number = before[:, None] + tl.cumsum(bits, 1) - 1
-    tl.store(ends + tl.load(firsts + row) + number, where, mask=(bits > 0) & (number < count))
+    tl.store(ends + row.to(tl.int64) * length + number, where, mask=(bits > 0) & (number < count))
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.atomic_min(wrong, tl.where(found == count, tl.num_programs(1), row))
+        tl.store(wrong + row, (found != count).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=_VARIES)
-def _steps(packed, unary, nbytes, counts, firsts, ends, b, steps, SIZE: tl.constexpr):
-    row, first, count, at = _mine(counts, firsts, SIZE)
+def _steps(packed, counts, b, nbytes, length, ends, steps, SIZE: tl.constexpr):
+    row, first, count, at = _mine(counts, length, SIZE)
     end = tl.load(ends + first + at, mask=at < count, other=0)
     before = tl.load(ends + first + at - 1, mask=(at < count) & (at > 0), other=0)
-    before = tl.where(at > 0, before, 8 * tl.load(unary + row) - 1)
+    before = tl.where(at > 0, before, 8 * _unary(count, b) - 1)
     whole, rest = b // 8, b % 8
     start = packed + row * nbytes
     remainder = tl.zeros((SIZE,), tl.int64)
@@ -136,76 +136,57 @@ def _steps(packed, unary, nbytes, counts, firsts, ends, b, steps, SIZE: tl.const
     field |= tl.load(start + place + 1, mask=(at < count) & (place + 1 < nbytes), other=0).to(tl.int32) << 8
     field = (field >> (at * rest & 7).to(tl.int32)) & ((1 << rest) - 1)
     remainder |= field.to(tl.int64) << (8 * whole)
-    tl.store(steps + first + at, ((end - before - 1) << b) + remainder + 1, mask=at < count)
+    step = ((end - before - 1) << b) + remainder + 1
+    tl.store(steps + first + at, tl.where(at < count, step, 0), mask=at < length)
 
 
 @triton.jit
-def _indices(up_to, counts, firsts, numel, indices, wrong, SIZE: tl.constexpr):
-    _, first, count, at = _mine(counts, firsts, SIZE)
-    index = tl.load(up_to + first + at, mask=at < count, other=0) - _before(up_to, first) - 1
-    tl.store(indices + first + at, index, mask=at < count)
-    beyond = tl.max(((at < count) & (index >= numel)).to(tl.int32), 0)
-    tl.atomic_min(wrong, tl.where(beyond > 0, tl.program_id(1), tl.num_programs(1)))
+def _beyond(up_to, counts, length, numel, wrong, SIZE: tl.constexpr):
+    row, first, count, at = _mine(counts, length, SIZE)
+    index = tl.load(up_to + first + at, mask=at < count, other=0) - 1
+    tl.atomic_or(wrong + row, tl.max(((at < count) & (index >= numel)).to(tl.int32), 0))
 
 
 def rice_measure(indices: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, Tensor]:
-    """See `dgcopt.kernels.torch.rice_measure`. What it returns is waited for."""
-    rows = _rows(counts, b)
-    at_first = [[2**63 - 1 if count else 0 for count in rows[0]], [0] * len(rows[0])]
-    table, measures = sent(torch.tensor([*rows, *at_first]), indices.device).split((3, 2))
-    if len(indices):
-        _measure[_grid(rows)](indices, *table.unbind()[:2], b, numel, *measures.unbind(), SIZE=_SIZE, **UNFUSED)
-    smallest, quotients = measures.cpu().unbind()
+    """See `dgcopt.kernels.torch.rice_measure`."""
+    length = indices.shape[1]
+    smallest, quotients = torch.full_like(counts, 2**63 - 1 if length else 0), torch.zeros_like(counts)
+    if len(counts) and length:
+        _measure[_grid(indices)](indices, counts, length, b, numel, smallest, quotients, SIZE=_SIZE, **UNFUSED)
     return smallest, quotients
 
 
 def rice_pack(indices: Tensor, counts: Tensor, b: int, nbytes: int) -> Tensor:
-    """See `dgcopt.kernels.torch.rice_pack`.
-
-    Of rows whose remainders fit, ends of gaps that do not are left out, and nobody waits to hear of it: who packs has
-    measured, and who unpacks finds too few.
-    """
-    rows = _rows(counts, b)
-    if any(unary > nbytes for unary in rows[2]):
-        raise ValueError(f"{rows[0]} indices do not fit into rows of {nbytes} bytes")
-    words = torch.zeros(triton.cdiv(len(counts) * nbytes, 4), dtype=torch.int32, device=indices.device)
-    if len(indices):
-        of_row, firsts, unary = sent(torch.tensor(rows), indices.device).unbind()
+    """See `dgcopt.kernels.torch.rice_pack`."""
+    rows, length = indices.shape
+    words = torch.zeros(triton.cdiv(rows * nbytes, 4), dtype=torch.int32, device=indices.device)
+    if rows and length:
         lengths = torch.empty_like(indices)
-        _lengths[_grid(rows)](indices, of_row, firsts, b, lengths, SIZE=_SIZE, **UNFUSED)
-        operands = (indices, of_row, firsts, unary, lengths.cumsum(0), b, nbytes, words)
-        _pack[_grid(rows)](*operands, SIZE=_SIZE, **UNFUSED)
-    return words.view(torch.uint8).narrow(0, 0, len(counts) * nbytes).view(len(counts), nbytes)
+        _lengths[_grid(indices)](indices, counts, length, b, lengths, SIZE=_SIZE, **UNFUSED)
+        operands = (indices, counts, length, lengths.cumsum(1), b, nbytes, words)
+        _pack[_grid(indices)](*operands, SIZE=_SIZE, **UNFUSED)
+    return words.view(torch.uint8).narrow(0, 0, rows * nbytes).view(rows, nbytes)
 
 
-def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int) -> tuple[Tensor, int]:
-    """See `dgcopt.kernels.torch.rice_unpack`. The number that it returns is waited for."""
-    (number, nbytes), device, rows = packed.shape, packed.device, _rows(counts, b)
-    of_row, firsts, unary = sent(torch.tensor(rows), device).unbind()
-    tiles, total = max(1, triton.cdiv(nbytes - min(rows[2], default=0), _BYTES)), sum(rows[0])
-    ones = torch.empty(number, tiles, dtype=torch.int32, device=device)
-    ends, steps, indices = (torch.empty(total, dtype=torch.int64, device=device) for _ in range(3))
-    wrong = torch.full((), number, dtype=torch.int32, device=device)
-    if number:
-        place = (packed, unary, nbytes)
-        _count_ones[(tiles, number)](*place, ones, BYTES=_BYTES, **UNFUSED)
-        found = (of_row, firsts, ones, ones.cumsum(1), ends, wrong)
-        _find_ends[(tiles, number)](*place, *found, BYTES=_BYTES, **UNFUSED)
-        if total:
-            _steps[_grid(rows)](*place, of_row, firsts, ends, b, steps, SIZE=_SIZE, **UNFUSED)
-            operands = (steps.cumsum(0), of_row, firsts, numel, indices, wrong)
-            _indices[_grid(rows)](*operands, SIZE=_SIZE, **UNFUSED)
-    first_wrong = int(wrong)
-    return indices, first_wrong if first_wrong < number else -1
+def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int, length: int) -> tuple[Tensor, Tensor]:
+    """See `dgcopt.kernels.torch.rice_unpack`."""
+    (rows, nbytes), device = packed.shape, packed.device
+    tiles = max(1, triton.cdiv(nbytes, _BYTES))
+    ones = torch.empty(rows, tiles, dtype=torch.int32, device=device)
+    ends, steps = (torch.zeros(rows, length, dtype=torch.int64, device=device) for _ in range(2))
+    wrong = torch.empty(rows, dtype=torch.int32, device=device)
+    if not rows:
+        return steps, wrong > 0
+    place = (packed, counts, b, nbytes)
+    _count_ones[(tiles, rows)](*place, ones, BYTES=_BYTES, **UNFUSED)
+    _find_ends[(tiles, rows)](*place, length, ones, ones.cumsum(1), ends, wrong, BYTES=_BYTES, **UNFUSED)
+    if length:
+        _steps[_grid(steps)](*place, length, ends, steps, SIZE=_SIZE, **UNFUSED)
+        steps = steps.cumsum(1)
+        _beyond[_grid(steps)](steps, counts, length, numel, wrong, SIZE=_SIZE, **UNFUSED)
+    return steps - 1, wrong > 0
 
 
-def _rows(counts: Tensor, b: int) -> list[list[int]]:
-    """Of each row its count, its first index, and the byte where its unary parts start."""
-    of_row = counts.tolist()
-    *firsts, _ = itertools.accumulate(of_row, initial=0)
-    return [of_row, firsts, [count * (b // 8) + -(-count // 8) * (b % 8) for count in of_row]]
-
-
-def _grid(rows: list[list[int]]) -> tuple[int, int]:
-    """So many programs for the longest row, and as many for all others."""
-    return triton.cdiv(max(rows[0]), _SIZE), len(rows[0])
+def _grid(indices: Tensor) -> tuple[int, int]:
+    """Programs for each row."""
+    return triton.cdiv(indices.shape[1], _SIZE), len(indices)

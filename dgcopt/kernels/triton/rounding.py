@@ -114,8 +114,8 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
     return packed
 
 
-def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> int:
-    """See `dgcopt.kernels.torch.put_levels`. What it returns is waited for."""
+def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
+    """See `dgcopt.kernels.torch.put_levels`."""
     increment_version(out)
     blocks = blocks_of(out)
     check_length(blocks, place)
@@ -126,7 +126,7 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
         _put_levels[(triton.cdiv(groups, GROUPS),)](
             packed, scales, place, groups, out, highest, BITS=bits, HOW=how, GROUPS=GROUPS, **UNFUSED
         )
-    return int(highest)
+    return highest
 
 
 def round_powers(values: Tensor, key: int) -> Tensor:
@@ -141,8 +141,8 @@ def round_powers(values: Tensor, key: int) -> Tensor:
     return message
 
 
-def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
-    """See `dgcopt.kernels.torch.put_powers`. What it returns is waited for."""
+def put_powers(message: Tensor, out: Tensor, how: Put) -> Tensor:
+    """See `dgcopt.kernels.torch.put_powers`."""
     increment_version(out)
     numel = len(out)
     check_length(numel + triton.cdiv(numel, 8), message)
@@ -152,4 +152,4 @@ def put_powers(message: Tensor, out: Tensor, how: Put) -> int:
         _put_powers[(triton.cdiv(numel, 8 * GROUPS),)](
             exponents, signs, numel, out, highest, HOW=how, GROUPS=GROUPS, **UNFUSED
         )
-    return int(highest)
+    return highest

@@ -99,8 +99,8 @@ def round_trits(values: Tensor, scales: Tensor, place: Tensor, key: int) -> Tens
     return packed
 
 
-def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> bool:
-    """See `dgcopt.kernels.torch.put_trits`. What it returns is waited for."""
+def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
+    """See `dgcopt.kernels.torch.put_trits`."""
     increment_version(out)
     check_length(triton.cdiv(len(out), BLOCK), place)
     check_length(triton.cdiv(len(out), PER_BYTE), packed)
@@ -108,7 +108,7 @@ def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: P
     if len(packed):
         operands = (packed, scales, place, len(out), len(packed), out, wrong)
         _put_trits[(triton.cdiv(len(packed), _SIZE),)](*operands, HOW=how, **_SIZES, **UNFUSED)
-    return not bool(wrong)
+    return wrong == 0
 
 
 def majority(votes: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dgcopt.coding import (
     DENSE_CODES,
     VALUE_CODES,
     VALUE_DTYPES,
+    Checks,
     SparseCode,
     decode_dense,
     decode_rice,
@@ -24,6 +25,7 @@ from dgcopt.coding import (
     encode_values,
     largest,
     one_row,
+    read_checks,
     rice_bytes,
     rice_excess,
     value_bytes,
@@ -543,26 +545,72 @@ class OnDevice(torch.Tensor):
         return made.as_subclass(torch.Tensor) if func.__name__ == "cpu" else made
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("index_kind", ["rice", "int32"])
 @pytest.mark.parametrize("kind", VALUE_CODES)
-def test_who_writes_messages_waits_in_kernels_alone(kind, rows, monkeypatch):
-    """Once there, to know whether all indices fit; who reads waits for the counts and for the scales too."""
-
-    def quiet(kernel, *args, **kwargs):
-        before = len(OnDevice.waits)
-        made = kernel.specification(*args, **kwargs)
-        del OnDevice.waits[before:]
-        return made
-
-    monkeypatch.setattr(kernels.Kernel, "__call__", quiet)
+def test_nobody_waits_for_messages_of_as_many_coordinates(kind, index_kind, monkeypatch):
+    """Neither who writes them nor who reads them."""
+    monkeypatch.setattr(kernels.Kernel, "__call__", lambda kernel, *args: kernel.specification(*args))
     monkeypatch.setattr(OnDevice, "waits", [])
-    count, numel, code = 700, 70_000, SparseCode("rice", kind)
-    indices = torch.cat([spread(count, numel) for _ in range(rows)]).as_subclass(OnDevice)
-    values, counts = torch.randn(rows * count).as_subclass(OnDevice), torch.full((rows,), count)
-    messages, kept, _ = code.encode_rows(indices, values, counts, numel, count)
-    assert OnDevice.waits == [] and kept is None
-    code.decode_rows(messages.as_subclass(OnDevice), count, numel, range(rows))
-    assert OnDevice.waits == ["cpu", *["__bool__"] * (kind not in VALUE_DTYPES)]
+    count, numel, code, checks = 700, 70_000, SparseCode(index_kind, kind), Checks()
+    indices = spread(count, numel).as_subclass(OnDevice)
+    values = torch.randn(count).as_subclass(OnDevice)
+    sent = code.send(indices, values, numel, checks)
+    messages = torch.stack([sent.message] * 3).as_subclass(OnDevice)
+    arrived, theirs = code.receive(messages, count, numel, range(3), checks)
+    assert OnDevice.waits == []
+    read_checks([checks])
+    assert OnDevice.waits == ["tolist"]
+    read_checks([checks])  # once
+    assert OnDevice.waits == ["tolist"]
+    for row, numbers in zip(arrived, theirs, strict=True):
+        assert torch.equal(row, sent.indices) and torch.equal(numbers.to(sent.values.dtype), sent.values)
+    OnDevice.waits.clear()
+    code.encode_rows(indices, values, one_row(count), numel, count)
+    assert OnDevice.waits == ["cpu"] * (index_kind == "rice")
+
+
+@settings(max_examples=200)
+@given(case=positions(), code=CODES, seed=st.integers(0, 2**20))
+def test_messages_of_as_many_coordinates_are_those_of_any_number(case, code, seed):
+    """The same coordinates travel, and the same bits where all do, by the kernels in torch too."""
+    indices, numel = case
+    values, checks = torch.randn(len(indices), generator=torch.Generator().manual_seed(seed)), Checks()
+    message, kept, arriving = code.encode(indices, values, numel)
+    sent = code.send(indices, values, numel, checks)
+    travels = torch.ones(len(indices), dtype=torch.bool) if sent.travels is None else sent.travels
+    assert torch.equal(sent.indices[travels], kept) and not sent.values[~travels].any()
+    assert torch.equal(sent.indices.sort().values, indices)
+    if travels.all():
+        assert torch.equal(sent.message, message) and torch.equal(sent.values, arriving)
+    by_torch = in_torch(code.send, indices, values, numel, checks)
+    assert torch.equal(by_torch.message, sent.message) and torch.equal(by_torch.indices, sent.indices)
+    for receive in (code.receive, lambda *args: in_torch(code.receive, *args)):
+        arrived, theirs = receive(sent.message.unsqueeze(0), len(indices), numel, [3], checks)
+        assert torch.equal(arrived[0][travels], kept) and torch.equal(theirs[0].to(values.dtype), sent.values)
+        assert torch.isin(arrived, kept).all() or not len(kept)
+    read_checks([checks])
+
+
+@settings(max_examples=300)
+@given(case=positions(), code=CODES, flips=st.lists(st.integers(0, 2**20), max_size=8), random=st.none() | st.randoms())
+def test_damaged_messages_are_told_as_checks_are_read_and_stay_within_bounds(case, code, flips, random):
+    indices, numel = case
+    count, checks = len(indices), Checks()
+    message = code.send(indices, torch.randn(count), numel, checks).message
+    if random is not None:
+        message = torch.tensor(list(random.randbytes(len(message))), dtype=torch.uint8)
+    for flip in flips if len(message) else ():
+        message[flip // 8 % len(message)] ^= 1 << flip % 8
+    arrived, theirs = code.receive(message.unsqueeze(0), count, numel, [4], checks)
+    assert arrived.shape == theirs.shape == (1, count) and ((arrived >= 0) & (arrived < numel)).all()
+    outcomes = []
+    for run in (lambda: read_checks([checks]), lambda: code.receive(message.unsqueeze(0), count, numel, [4], None)):
+        try:
+            run()
+            outcomes.append("")
+        except PayloadError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1] and ("rank 4" in outcomes[0] or not outcomes[0])
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ FUSES = {
 }
 """Kernels that fuse a multiplication with an addition, as torch does there."""
 WAIT = {
-    *("by_owner", "put_levels", "put_powers", "put_trits", "rice_measure", "rice_unpack"),
+    "by_owner",
     *("select_above", "add_and_select_above"),
 }
 """Operations that return a number, or so many elements, and have to wait for it."""

@@ -121,13 +121,14 @@ def long_rows():
     """Rice codes for more than a program works on, with an empty row between them."""
     gaps = torch.randint(300, (700,), generator=torch.Generator().manual_seed(7))
     counts = torch.tensor([600, 0, 100])
-    indices = torch.cat([(part + 1).cumsum(0) - 1 for part in gaps.split(counts.tolist())])
+    parts = [(part + 1).cumsum(0) - 1 for part in gaps.split(counts.tolist())]
+    indices = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
     packed = specification.rice_pack(indices, counts, 5, 1301)
     return [
         ("measure", (indices, counts, 5, 10**6)),
         ("pack", (indices, counts, 5, 1301)),
-        ("unpack", (packed, counts, 5, int(indices[599]) + 1)),
-        ("unpack", (packed, counts, 5, int(indices[599]))),
+        ("unpack", (packed, counts, 5, int(indices[0, 599]) + 1, 600)),
+        ("unpack", (packed, counts, 5, int(indices[0, 599]), 600)),
     ]
 
 

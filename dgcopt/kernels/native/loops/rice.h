@@ -1,10 +1,10 @@
 /* Rice codes of ascending indices. */
 
-/* Of each of `rows`, which have `counts` indices: the smallest gap between neighbours, or behind the last one up to
+/* Of each of `rows` of `length`, of which the first `counts` indices count: the smallest gap between neighbours, or behind the last one up to
    `numel`; the sum of quotients by 2^b. */
-TARGET void FN(rice_measure)(const int64_t *indices, const int64_t *counts, int64_t rows, int b, int64_t numel,
-                             int64_t *smallest, int64_t *quotients) {
-    for (int64_t row = 0; row < rows; indices += counts[row++]) {
+TARGET void FN(rice_measure)(const int64_t *indices, const int64_t *counts, int64_t rows, int64_t length, int b,
+                             int64_t numel, int64_t *smallest, int64_t *quotients) {
+    for (int64_t row = 0; row < rows; indices += length, row++) {
         int64_t least = counts[row] ? indices[0] : 0, sum = counts[row] ? indices[0] >> b : 0;
         for (int64_t i = 1; i < counts[row]; i++) {
             int64_t gap = indices[i] - indices[i - 1] - 1;
@@ -44,18 +44,18 @@ static TARGET int FN(rice_pack_row)(const int64_t *indices, int64_t count, int b
 }
 
 /* Rows of so many bytes. Returns 1 if one has too few. */
-TARGET int FN(rice_pack)(const int64_t *indices, const int64_t *counts, int64_t rows, int b, uint8_t *packed,
-                         int64_t bytes) {
-    for (int64_t row = 0; row < rows; indices += counts[row++], packed += bytes) {
+TARGET int FN(rice_pack)(const int64_t *indices, const int64_t *counts, int64_t rows, int64_t length, int b,
+                         uint8_t *packed, int64_t bytes) {
+    for (int64_t row = 0; row < rows; indices += length, row++, packed += bytes) {
         int64_t unary = FN(rice_unary)(counts[row], b);
         if (unary > bytes || FN(rice_pack_row)(indices, counts[row], b, packed, unary, 8 * (bytes - unary))) return 1;
     }
     return 0;
 }
 
-/* Returns 1 unless there are `count` indices, all below `numel`, and no other ones. */
+/* Returns 1 unless there are `count` indices, all below `numel`, and no other ones. The last is repeated to `length`. */
 static TARGET int FN(rice_unpack_row)(const uint8_t *packed, int64_t count, int b, int64_t unary, int64_t bytes,
-                                      int64_t numel, int64_t *indices) {
+                                      int64_t numel, int64_t *indices, int64_t length) {
     int whole = b / 8, rest = b % 8;
     const uint8_t *bits = packed + count * whole;
     int64_t found = 0, zeros = 0, place = 0, index = -1;
@@ -81,15 +81,16 @@ static TARGET int FN(rice_unpack_row)(const uint8_t *packed, int64_t count, int 
         }
         zeros += 8 - seen;
     }
+    for (int64_t i = found; i < length; i++) indices[i] = index;
     return found != count;
 }
 
-/* Returns the number of the first row that is wrong, counted from 1; else 0. */
-TARGET int FN(rice_unpack)(const uint8_t *packed, const int64_t *counts, int64_t rows, int b, int64_t bytes,
-                           int64_t numel, int64_t *indices) {
-    for (int64_t row = 0; row < rows; indices += counts[row++], packed += bytes) {
+/* Says of each row whether it is `wrong`. */
+TARGET void FN(rice_unpack)(const uint8_t *packed, const int64_t *counts, int64_t rows, int64_t length, int b,
+                            int64_t bytes, int64_t numel, int64_t *indices, uint8_t *wrong) {
+    for (int64_t row = 0; row < rows; indices += length, row++, packed += bytes) {
         int64_t unary = FN(rice_unary)(counts[row], b);
-        if (unary > bytes || FN(rice_unpack_row)(packed, counts[row], b, unary, bytes, numel, indices)) return (int)row + 1;
+        wrong[row] = unary > bytes ||
+                     FN(rice_unpack_row)(packed, counts[row], b, unary, bytes, numel, indices, length);
     }
-    return 0;
 }

@@ -21,23 +21,27 @@ _BYTES = 2**20  # that each rank receives, by an allgather of as many as that ta
 _TIMES = 3  # of which the fastest counts; one more goes before, in which connections are made
 
 
-def measure_link(comm: Comm, compressor: Compressor) -> Generator[Collective, Tensor, None]:
+def measure_link(comm: Comm, compressor: Compressor, device: torch.device) -> Generator[Collective, Tensor, None]:
     """Set `comm.link` if the compressor asks for it and it is not known: the same on all ranks.
 
-    It is that of the slowest rank. All ranks must come here at the same place, with nothing else on its way. Raises
-    CommError for numbers that cannot be right.
+    Measures the wire that carries buckets on `device`: CUDA tensors may travel by another library than CPU tensors. The
+    clock is read when the device has finished, as NCCL returns before anything has arrived.
+
+    The link is that of the slowest rank. All ranks must call this at the same place, with no collective in flight.
+    Raises CommError for numbers that cannot be right.
     """
     if comm.link is not None or comm.size == 1 or not compressor.asks_link:
         return
     each = -(-_BYTES // (comm.size - 1))
     little, much = [], []
     for _ in range(1 + _TIMES):
-        start = time.perf_counter()
-        yield AllReduce(comm.to_wire(torch.zeros(1)), label="latency")
-        between = time.perf_counter()
-        yield AllGather(comm.to_wire(torch.zeros(each, dtype=torch.uint8)), label="bandwidth")
+        one, many = torch.zeros(1, device=device), torch.zeros(each, dtype=torch.uint8, device=device)
+        start = _now(device)
+        yield AllReduce(comm.to_wire(one), label="latency")
+        between = _now(device)
+        yield AllGather(comm.to_wire(many), label="bandwidth")
         little.append(between - start)
-        much.append(time.perf_counter() - between)
+        much.append(_now(device) - between)
     latency, took = min(little[1:]), min(much[1:])
     # a background thread that looks for work now and then, as Horovod's, may keep the little one waiting for longer
     per_byte = max(took - latency, took / 10) / (each * (comm.size - 1))
@@ -50,3 +54,10 @@ def measure_link(comm: Comm, compressor: Compressor) -> Generator[Collective, Te
             f"{DAMAGED}"
         )
     comm.link = Link(latency, 1 / per_byte)
+
+
+def _now(device: torch.device) -> float:
+    """Return the time at which a device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

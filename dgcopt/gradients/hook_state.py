@@ -291,7 +291,7 @@ class HookState:
         )
         lines += self._groups.describe() if self._groups is not None else []
         self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))
-        self._traffic.drive(self._traffic.through(measure_link(comm, self.compressor)))
+        self._traffic.drive(self._traffic.through(measure_link(comm, self.compressor, bucket.buffer().device)))
         for others in [key for key in self._layout if not set(key).isdisjoint(names)]:  # as DDP had them before
             for part in self._layout.pop(others):
                 self._store.release([part.bucket])

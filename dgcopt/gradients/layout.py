@@ -140,7 +140,8 @@ def lay_out(
     most, first = bucket_sizes(settings, compressor, named)
     sizes = int(most * MEGABYTE), int(first * MEGABYTE)
     buckets = build_buckets(dense, compressor.kind, *sizes, settings.groups, GradientBucket)
-    yield from measure_link(comm, compressor)
+    if buckets:
+        yield from measure_link(comm, compressor, max(buckets, key=lambda bucket: bucket.numel).device)
     claim(store, buckets, compressor, comm.rank)
     contexts = {bucket: _prepared(bucket, compressor, settings, comm, store) for bucket in buckets}
     return Layout(

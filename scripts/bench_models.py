@@ -12,6 +12,7 @@ with other work; times are medians. --trace keeps torch's profile of two steps, 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -66,16 +67,20 @@ def gpt(name: str, device: torch.device) -> tuple[nn.Module, Callable[[nn.Module
 class Training:
     """A model in the hands of one system."""
 
-    def __init__(self, system: str, name: str, device: torch.device, ranks: int) -> None:
+    def __init__(self, system: str, name: str, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.device = device
+        device = self.device = arguments.device
         made = resnet50(device) if name == "resnet50" else gpt(name, device)
         self.model, self.loss = made[0].to(device), made[1]
         sgd = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.optimizer: Any = sgd
         if system != BARE:
             self.optimizer = dgcopt.DistributedOptimizer(
-                sgd, self.model.named_parameters(), eval(system, vars(dgcopt)), comm=Echo(ranks)
+                sgd,
+                self.model.named_parameters(),
+                eval(system, vars(dgcopt)),
+                comm=Echo(arguments.ranks),
+                bucket_mb=arguments.bucket_mb,
             )
 
     def step(self) -> None:
@@ -112,9 +117,10 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     device, found = arguments.device, {}
     for turn in range(arguments.turns):
         for system in arguments.systems:
+            gc.collect()  # what the system before has left in cycles
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            training = Training(system, name, device, arguments.ranks)
+            training = Training(system, name, arguments)
             for _ in range(WARMUP):
                 training.step()
             times = found.setdefault(system, {"seconds": []})
@@ -150,7 +156,7 @@ def table(records: list[dict[str, Any]], ranks: int) -> str:
 
 def trace(name: str, arguments: argparse.Namespace, path: Path) -> None:
     """Profile two steps of a compressor that sends while backward runs."""
-    training = Training("DGC(ratio=0.01, overlap=True)", name, arguments.device, arguments.ranks)
+    training = Training("DGC(ratio=0.01, overlap=True)", name, arguments)
     for _ in range(WARMUP):
         training.step()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (arguments.device.type == "cuda")
@@ -223,6 +229,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["resnet50", "gpt"], choices=["resnet50", *SHAPES])
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, help="compressors of dgcopt as expressions")
     parser.add_argument("--ranks", type=int, default=8, help="of how many ranks messages are decoded")
+    parser.add_argument("--bucket-mb", type=float, help="size of buckets; the compressor's own without it")
     parser.add_argument("--rounds", type=int, default=10, help="steps measured in a turn")
     parser.add_argument("--turns", type=int, default=2, help="how often the systems take turns")
     parser.add_argument("--json", type=Path, help="file for all that was measured")

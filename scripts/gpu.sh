@@ -6,7 +6,8 @@
 #   bash scripts/gpu.sh replicas              # loss over bytes of a GPT on many replicas
 #   bash scripts/gpu.sh -o FOLDER kernels models        # single steps, by their names
 #
-# FOLDER (runs/gpu) gets gpu.md, with the tables to be pasted into docs/gpu.md, and log.txt, with all output.
+# FOLDER (DGCOPT_GPU_FOLDER, or runs/gpu) gets gpu.md, with the tables to be pasted into docs/gpu.md, and log.txt, with
+# all output as it comes; the terminal shows it too. A step that takes too long ends with all that it has started.
 #
 # Needs torch >= 2.11 for CUDA, triton, pytest with pytest-timeout, hypothesis and pyyaml; DGCOPT_PYTHON chooses another
 # Python than python3. DEVICE=cpu tries the benchmarks where there is no device, at small sizes. Exit code 1 if anything
@@ -14,7 +15,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-folder=runs/gpu
+folder=${DGCOPT_GPU_FOLDER:-runs/gpu}
 [ "${1:-}" = -o ] && folder=$2 && shift 2
 parts=" $* "
 case "$parts" in
@@ -26,20 +27,38 @@ python=${DGCOPT_PYTHON:-python3}
 mkdir -p "$folder"
 : >"$folder/log.txt"
 echo "## $(date -u +%F): $*" >>"$folder/gpu.md"
+trap 'end $$.' EXIT
+trap 'exit 130' INT TERM
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
 failed=0
 
+# end TOKEN: kill whatever has this in its environment, such as ranks, which launchers start in sessions of their own
+end() {
+    local environment
+    for environment in /proc/[0-9]*/environ; do
+        if grep -qsa "DGCOPT_GPU_STEP=$1" "$environment"; then kill -KILL "$(basename "${environment%/*}")" 2>/dev/null; fi
+    done
+}
+
 # run NAME SECONDS COMMAND...: what came of it goes to gpu.md, and the table that a benchmark prints
 run() {
-    local name=$1 limit=$2 start=$SECONDS code=0 output
+    local name=$1 limit=$2 start=$SECONDS code=0 token=$$.$RANDOM.$SECONDS output
     shift 2
-    output=$(timeout "$limit" "$@" 2>&1) || code=$?
-    printf '== %s\n%s\n' "$name" "$output" >>"$folder/log.txt"
+    output=$(mktemp)
+    printf '== %s\n' "$name" | tee -a "$folder/log.txt"
+    # to a file, which nobody has to close: what a step leaves behind would keep a pipe open, and hold up all others
+    DGCOPT_GPU_STEP=$token timeout --kill-after=5 "$limit" "$@" >"$output" 2>&1 <&0 &
+    local step=$!
+    tail -n +1 -s 0.2 -f --pid=$step "$output" | tee -a "$folder/log.txt"
+    wait $step || code=$?
+    end "$token"
     [ "$code" = 0 ] || failed=1
     {
         printf '\n### %s: exit %s, %d s\n\n' "$name" "$code" $((SECONDS - start))
-        if [ "$1" = "$python" ] && [[ ${2:-} == scripts/* ]]; then cat <<<"$output"; else tail -n 1 <<<"$output"; fi
-    } | tee -a "$folder/gpu.md"
+        if [ "$1" = "$python" ] && [[ ${2:-} == scripts/* ]]; then cat "$output"; else tail -n 1 "$output"; fi
+    } >>"$folder/gpu.md"
+    printf '== %s: exit %s, %d s\n' "$name" "$code" $((SECONDS - start))
+    rm -f "$output"
 }
 
 # step NAME SECONDS COMMAND...: `run`, if it was asked for
@@ -83,8 +102,12 @@ step kernels 220 "${tests[@]}" "${many[@]}" tests/unit/kernels tests/unit/coding
 step compressors 120 "${tests[@]}" "${many[@]}" "${unit[@]}"
 step ranks 100 "${tests[@]}" tests/distributed
 if command -v compute-sanitizer >/dev/null; then
+    case "$parts" in *" memcheck "* | *" racecheck "*) run warm-up 120 "${every[@]}" ;; esac  # Triton's cache
+    # every tensor has memory of its own then, so that what lies beyond it is nobody else's
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     step memcheck 60 compute-sanitizer --tool memcheck --error-exitcode 9 "${every[@]}"
     step racecheck 40 compute-sanitizer --tool racecheck --error-exitcode 9 "${every[@]}" select accumulate round_trits
+    unset PYTORCH_NO_CUDA_MEMORY_CACHING
 fi
 step operations 90 "$python" scripts/bench_operations.py --device "$device" --numel "$n" --rounds $rounds \
     --json "$folder/operations.json"

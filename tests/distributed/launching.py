@@ -68,6 +68,12 @@ def launcher(wire: str, size: int) -> list[str]:
     return ["horovodrun", *controller, "-np", str(size), sys.executable]
 
 
+def python_path(theirs: str) -> str:
+    """Where ranks find modules: first dgcopt and the tests, then what the user has set."""
+    ours = [str(ROOT), str(HERE), str(ROOT / "tests" / "unit"), str(LEAN)]
+    return os.pathsep.join([*ours, *([theirs] if theirs else [])])
+
+
 @dataclass
 class Outcome:
     """What came of a launch: exit code (None if it had to be killed), and what the ranks printed and recorded."""
@@ -113,7 +119,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="dgcopt-test-") as folder:
         ours = {
             "PATH": os.pathsep.join([BIN, os.environ.get("PATH", "")]),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(ROOT / "tests" / "unit"), str(LEAN)]),
+            "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",

@@ -18,10 +18,10 @@ from torch.optim import SGD, Adam
 from worlds import Ranks, bucket_of, flat_gradient, small_model
 
 import dgcopt
-from dgcopt.coding import SparseCode
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from dgcopt.comm.torch import TorchComm
 from dgcopt.compressors.selection import Selection
+from dgcopt.gradients import departures
 from dgcopt.gradients.arrivals import Arrivals
 from dgcopt.kernels.torch import block_maxima
 from dgcopt.testing import check_compressor
@@ -63,7 +63,7 @@ def test_training_equals_the_cpu(compressor):
 
 @pytest.mark.parametrize(("compressor", "given"), SETTINGS, ids=[repr(c)[:80] for c, _ in SETTINGS])
 def test_it_keeps_what_every_compressor_must(compressor, given):
-    assert not check_compressor(compressor, sizes=(1, 3), device="cuda", **given).failures
+    assert not check_compressor(compressor, sizes=(1, 3), device=DEVICE.type, **given).failures
 
 
 # -- what the host waits for -------------------------------------------------------------------------------------------
@@ -72,12 +72,16 @@ COMPRESSORS = [
     dgcopt.NoCompression(),
     dgcopt.BF16(),
     dgcopt.DGC(0.05, overlap=True),
+    dgcopt.DGC.compact(0.05, warmup=None, overlap=True),
     dgcopt.TopK(0.05),
     dgcopt.RandomK(0.05),
+    dgcopt.QSGD(),
+    dgcopt.SignSGD(),
+    dgcopt.EFSignSGD(),
     dgcopt.PowerSGD(start_step=0),
 ]
-MAY_WAIT = ((Arrivals, "find_infinite"), (SparseCode, "decode_rows"))
-"""The vote's read; and whoever is sent coordinates looks at them before they are used."""
+MAY_WAIT = ((Arrivals, "find_infinite"), (departures, "read_checks"))
+"""The vote's read, and that of all checks of what has arrived; test_waits.py counts them without a device."""
 
 
 def float_model() -> nn.Module:

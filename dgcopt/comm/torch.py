@@ -90,7 +90,7 @@ class _Work(Handle):
 
     def wait(self, seconds: float) -> None:
         """Wait for the library, once: waiting for one of Gloo's receives again fails."""
-        on_cpu = self.collective.tensor.device.type == "cpu"
+        on_cpu = self.output.is_cpu
         while self.works:
             work = self.works.pop()
             try:
@@ -169,6 +169,7 @@ class TorchComm(Comm):
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
         self._lanes: list[dist.ProcessGroup | None] = [self._world]
         self._turn = 0
+        self._backend: str | None = None
         self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
         if apart is not None:
             self._groups.update(apart)
@@ -179,11 +180,27 @@ class TorchComm(Comm):
                 f"dgcopt.init().among(ranks), called on all ranks, which torch needs to make a second group of them"
             )
         self._find_nodes()
+        self._find_shared_devices()
         self._make_groups()
+
+    def _find_shared_devices(self) -> None:
+        """Choose Gloo for CUDA tensors if two ranks have one GPU, which NCCL refuses at its first collective."""
+        if self._gpu_only or not torch.cuda.is_available():
+            return
+        name = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).encode()[:64]
+        mine = torch.frombuffer(bytearray(name.ljust(64)), dtype=torch.uint8)
+        rows = [bytes(row.tolist()) for row in self.run(AllGather(mine, label="names of devices"))]
+        if len({*rows}) < self.size:
+            self._backend = "cpu:gloo,cuda:gloo"
+            log.warning(
+                "dgcopt: rank %d: %d ranks share %d GPU(s), which NCCL refuses: CUDA tensors travel by Gloo, through "
+                "the host. Start one rank per GPU for NCCL",
+                *(self.rank, self.size, len({*rows})),
+            )
 
     def _make_groups(self) -> None:
         """Make a process group of all ranks and every sub-group; every rank has to take part in making each."""
-        if self._world is None:
+        if self._world is None or self._backend is not None:
             self._groups[self.ranks()] = self._new_group(self.ranks())
             self._lanes = [self._groups[self.ranks()]]
         self._groups.update(self._new_groups_apart(self.ranks()))
@@ -214,7 +231,7 @@ class TorchComm(Comm):
 
     def _new_group(self, members: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
         everywhere = [self._global(rank) for rank in members]
-        return dist.new_group(everywhere, timeout=timedelta(seconds=self.deadline), backend=backend)
+        return dist.new_group(everywhere, timeout=timedelta(seconds=self.deadline), backend=backend or self._backend)
 
     def _new_groups_apart(self, members: tuple[int, ...]) -> dict[Channel, dist.ProcessGroup]:
         return {"control": self._new_group(members, "gloo"), "agreement": self._new_group(members, "gloo")}
@@ -242,7 +259,7 @@ class TorchComm(Comm):
 
     def supports(self, collective: Collective) -> bool:
         tensor = collective.tensor
-        if isinstance(collective, ReduceScatter) and (tensor.is_cpu or "cuda:gloo" in _backends(self._world)):
+        if isinstance(collective, ReduceScatter) and (tensor.is_cpu or self._is_gloo(self._groups[self.ranks()])):
             return False
         return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in _REDUCED
 
@@ -252,6 +269,8 @@ class TorchComm(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
+        if not tensor.is_cpu and self._is_gloo(lanes[0]):
+            tensor = tensor.cpu()  # Gloo has few collectives of CUDA tensors, and copies them too
         if tensor.dtype not in _MOVED and not isinstance(collective, AllReduce | ReduceScatter):
             tensor = tensor.view(-1).view(torch.uint8)
         group = lanes[0]
@@ -271,7 +290,7 @@ class TorchComm(Comm):
             ]
         elif isinstance(collective, AllGather):
             output = tensor.new_empty(size, *tensor.shape)
-            if tensor.device.type == "cpu":
+            if tensor.is_cpu:
                 columns = output.view(size, -1).tensor_split(len(lanes), dim=1)
                 pieces = tensor.view(-1).tensor_split(len(lanes))
                 works = [
@@ -289,8 +308,6 @@ class TorchComm(Comm):
         elif isinstance(collective, Broadcast):
             works = [dist.broadcast(tensor, self._global(ranks[collective.root]), group=group, async_op=True)]
         elif isinstance(collective, SendRecv):
-            if tensor.is_cuda and "cuda:gloo" in _backends(group):
-                tensor = tensor.cpu()  # Gloo would read the device's memory as the host's
             peers = []
             if collective.source is not None:
                 output = torch.empty_like(tensor)
@@ -303,6 +320,10 @@ class TorchComm(Comm):
         else:
             raise CommError(f"torch.distributed does not have {collective.describe()}")
         return _Work(collective, [work for work in works if work is not None], output, divide_by, tells_all)
+
+    def _is_gloo(self, group: dist.ProcessGroup | None) -> bool:
+        """True if CUDA tensors travel over a group by Gloo."""
+        return "cuda:gloo" in _backends(group)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self._world, rank) if self._world is not None else rank

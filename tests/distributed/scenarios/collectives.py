@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Sequence
 from typing import TypeAlias
+from unittest import mock
 
 import pytest
 import torch
@@ -227,10 +229,29 @@ def ranks_start_with_different_settings(comm: Comm) -> None:
             check_alike(joining, checksums, streams)
 
 
+def ranks_share_a_device(comm: Comm) -> None:
+    """NCCL would refuse it at the first bucket: CUDA tensors go by Gloo, unless each rank has a device of its own."""
+    if comm.wire != "torch":
+        return
+    from dgcopt.comm.torch import TorchComm
+
+    for device, by_gloo in (("GPU-1", True), (f"GPU-{comm.rank}", False)):
+        properties = types.SimpleNamespace(uuid=device)
+        pretended = {"is_available": True, "current_device": 0, "get_device_properties": properties}
+        with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=of) for name, of in pretended.items()}):
+            made = TorchComm(deadline=comm.deadline)
+        assert vars(made)["_backend"] == ("cpu:gloo,cuda:gloo" if by_gloo else None)
+        if by_gloo:
+            assert torch.distributed.get_backend_config(vars(made)["_groups"][made.ranks()]) == "cpu:gloo,cuda:gloo"
+        mine = torch.tensor([float(comm.rank)])
+        assert made.run(AllGather(mine)).flatten().tolist() == list(range(comm.size))
+
+
 SCENARIOS = {
     f"collectives: {function.__name__}": function
     for function in (
         *(real_machines, even_machines, uneven_machines, odd_shapes, many_in_flight, several_connections),
         ranks_start_with_different_settings,
+        ranks_share_a_device,
     )
 }

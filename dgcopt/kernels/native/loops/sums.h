@@ -98,6 +98,13 @@ INLINE TARGET float FN(put)(float before, float value, const int how) {
         case 2: call(2) break;                                                                                         \
     }
 
+/* The first block behind b of another tensor; there is one. */
+INLINE TARGET int64_t FN(next_tensor)(const int64_t *place, int64_t b) {
+    int64_t here = place[b];
+    while (place[b] == here) b++;
+    return b;
+}
+
 /* Of each row of numbers; of four side by side, as every sum waits for the one before it. */
 TARGET void FN(tensor_sums)(const float *numbers, int64_t rows, const int64_t *place, int64_t blocks, int64_t tensors,
                             float *sums) {
@@ -114,7 +121,8 @@ TARGET void FN(tensor_sums)(const float *numbers, int64_t rows, const int64_t *p
             while (b < blocks && place[b] == here) {
                 int64_t stop = b + STRETCH < blocks ? b + STRETCH : blocks;
                 four stretch = {0};
-                for (; b < stop && place[b] == here; b++) stretch += (four){of[0][b], of[1][b], of[2][b], of[3][b]};
+                if (place[stop - 1] != here) stop = FN(next_tensor)(place, b); /* so that no addition asks */
+                for (; b < stop; b++) stretch += (four){of[0][b], of[1][b], of[2][b], of[3][b]};
                 sum += stretch;
             }
             for (int i = 0; i < 4; i++) to[i][here] = sum[i];
@@ -147,7 +155,8 @@ TARGET void FN(tensor_norms)(const float *maxima, const double *squares, const i
         while (b < blocks && place[b] == here) {
             int64_t stop = b + STRETCH < blocks ? b + STRETCH : blocks;
             double stretch = 0;
-            for (; b < stop && place[b] == here; b++) {
+            if (place[stop - 1] != here) stop = FN(next_tensor)(place, b);
+            for (; b < stop; b++) {
                 top = maxima[b] > top ? maxima[b] : top;
                 stretch += squares[b];
             }

@@ -100,7 +100,7 @@ print("came to the end of {name}", flush=True)
 
 
 @pytest.mark.parametrize(
-    ("wire", "without", "count"), [("torch", "horovod.torch", 5), ("horovod-gloo", "DistributedDataParallel", 6)]
+    ("wire", "without", "count"), [("torch", "horovod.torch", 6), ("horovod-gloo", "DistributedDataParallel", 7)]
 )
 def test_blocks_of_the_migration_guide(wire: str, without: str, count: int, tmp_path: Path) -> None:
     if missing(wire):

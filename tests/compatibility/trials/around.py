@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -25,6 +26,51 @@ def sgd(model: nn.Module) -> Optimizer:
 
 def adam(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Projected(Optimizer):
+    """Makes gradients orthogonal to their weights before the step of the optimizer inside, as OrthoGrad does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.grad.sub_(param, alpha=float((param * param.grad).sum() / (param * param).sum()))
+        self.inner.step()
+
+
+@trial(
+    AROUND,
+    "a wrapper that changes gradients or weights in its step (OrthoGrad, TRAC, Magma)",
+    note="the optimizer inside is wrapped; `inner.synchronize()` before `outer.step()`, within "
+    "`inner.skip_synchronize()`. Without it the wrapper reads each rank's own gradients, and ranks may come apart",
+)
+def wrapper_outside() -> None:
+    ends = []
+    for comms in (None, ALONE):
+        ranks = Replicas(sgd, comms=comms)
+        outside = [Projected(optimizer) for optimizer in ranks.optimizers]
+        for step in range(STEPS):
+            ranks.backward(step)
+            for optimizer in ranks.optimizers if comms is None else ():
+                optimizer.synchronize()
+            for outer, inner in zip(outside, ranks.optimizers, strict=True):
+                with inner.skip_synchronize() if comms is None else contextlib.nullcontext():
+                    outer.step()
+        ranks.assert_equal()
+        ends.append(ranks.weights)
+    assert_close(*ends, "gradients were changed outside")
+
+
+@trial(AROUND, "a wrapper without torch's `Optimizer.__init__`, given to `DistributedOptimizer`")
+def wrapper_inside() -> str | None:
+    try:
+        Replicas(lambda model: Projected(sgd(model)))
+    except dgcopt.ConfigError as error:
+        return str(error)
+    return None
 
 
 @trial(AROUND, "parameter groups")

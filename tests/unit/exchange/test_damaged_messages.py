@@ -26,6 +26,7 @@ from dgcopt.comm import SimulatedComm
 from dgcopt.errors import CommError, PayloadError
 from dgcopt.exchange.agreement import compare
 from dgcopt.exchange.broadcast import _sent
+from dgcopt.exchange.group_settings import GroupSettings
 from dgcopt.exchange.link import measure_link
 
 ROOM = 2**28
@@ -202,6 +203,14 @@ def test_agreement() -> None:
 
         refused += attempt(agree, seed)
     assert refused > 300
+
+
+def test_a_learning_rate_of_one_takes_over_what_a_scheduler_made_of_another() -> None:
+    comms = dgcopt.simulated_world(2)
+    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=lr) for lr in (0.9, 1)]
+    told = [GroupSettings(o).take_over(0, comm, comm.rank == 1) for o, comm in zip(optimizers, comms, strict=True)]
+    dgcopt.simulate(told, comms)  # type: ignore[arg-type]
+    assert optimizers[1].param_groups[0]["lr"] == 0.9
 
 
 def test_the_speed_of_the_link() -> None:

@@ -6,6 +6,7 @@ __all__ = [
     "ConfigError",
     "DGCError",
     "DivergenceError",
+    "InterruptedStep",
     "MismatchError",
     "OutOfData",
     "PayloadError",
@@ -35,6 +36,10 @@ class MismatchError(DGCError, RuntimeError):
 
 class DivergenceError(DGCError, RuntimeError):
     """Replicas that should be equal are not: says which parameter, on which ranks."""
+
+
+class InterruptedStep(DGCError, RuntimeError):
+    """A step was interrupted while memory and weights took their new values: says on which rank, and to restore."""
 
 
 class OutOfData(DGCError, RuntimeError):

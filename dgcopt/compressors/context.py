@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
 from ..flat.shard import Shard, Sharding
 from ..flat.store import is_unsent
-from ..kernels import BLOCK, Mixture
+from ..kernels import BLOCK, Mixture, gather
 
 __all__ = ["SUMS", "Context", "at_least_float32"]
 
@@ -55,6 +56,8 @@ class Context:
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
+        looked_at: what has arrived and may hold NaN or Inf, see `look_at`.
+        refused: ranks whose messages hold NaN or Inf; see `refuse`.
         idle: kinds of unsent memory that the last exchange has not taken up: they are added to the gradient before this
             one, by `add_unsent`.
         prescale: what the gradient is multiplied by before the exchange, but memory is not.
@@ -85,6 +88,8 @@ class Context:
     idle: Sequence[str] = ()
     prescale: float = 1.0
     checks: Checks = field(default_factory=Checks)
+    looked_at: list[Tensor] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
     _added: dict[str, Tensor] = field(default_factory=dict)
     _next: dict[str, Tensor] = field(default_factory=dict)
@@ -92,6 +97,9 @@ class Context:
     _left: Tensor | None = None
     _later: list[Callable[[], object]] = field(default_factory=list)
     _shares: list[tuple[str, Segment, Tensor]] = field(default_factory=list)
+    _kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = field(default_factory=list)
+    _unused: set[Segment] = field(default_factory=set)
+    _before: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def divisor(self) -> int:
@@ -216,11 +224,12 @@ class Context:
             held = None  # it is in the gradient already
         wanted = at_least_float32(self.dtype) if dtype is None else dtype
         if held is None:
-            held = self.memory[kind] = torch.zeros(self.numel, dtype=wanted, device=self.device)
+            held = torch.zeros(self.numel, dtype=wanted, device=self.device)
             for segment in self.segments:
                 value = None if start is None else start(segment)
                 if value is not None:
                     segment.view(held).copy_(value)
+            self.memory[kind] = held
         elif held.dtype != wanted:  # as a checkpoint left it
             held = self.memory[kind] = held.to(wanted)
         return held
@@ -287,13 +296,30 @@ class Context:
         if sent.travels is not None:
             self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
 
-    def settle(self, used: Sequence[bool] | None = None) -> None:
-        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
+    def look_at(self, arrived: Tensor) -> None:
+        """Abort the step, on all ranks, if a tensor that has arrived on all of them holds NaN or Inf.
 
-        Unsent memory that the exchange has not taken up, as another compressor may have left it in a checkpoint, is
-        added to "residual", or is `idle` where the exchange has none. Raises PayloadError for a check that fails.
+        For what is small beside the gradient, and not part of a SparseSum, which is looked at in any case.
         """
-        read_checks([self.checks])
+        self.looked_at.append(arrived)
+
+    def refuse(self, ranks: Iterable[int]) -> None:
+        """Abort the step, as messages of `ranks` hold NaN or Inf; all ranks must do so alike."""
+        self.refused.update(ranks)
+
+    @contextmanager
+    def for_now(self, flat: Tensor, positions: Tensor) -> Iterator[Tensor]:
+        """Memory that may be changed in place at some positions: afterwards it is again what it was."""
+        before = (flat, positions, gather(flat, positions))
+        self._before.append(before)  # should something interrupt the end of it
+        try:
+            yield flat
+        finally:
+            flat.index_copy_(0, positions, before[2])
+            self._before = [other for other in self._before if other is not before]
+
+    def prepare(self, used: Sequence[bool] | None = None) -> None:
+        """Before `settle`: copy what stays as it is, the memory of parameters that no rank `used`."""
         kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
         unused = set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
@@ -303,14 +329,26 @@ class Context:
                 before = self.memory | self._added
                 kept += [(self.memory, kind, span, held[span].clone()) for kind, held in before.items()]
                 kept += [(self.shards, kind, span, held[span]) for kind, held in self.shards.items()]
+        self._kept, self._unused = kept, unused
+
+    def settle(self, used: Sequence[bool] | None = None) -> None:
+        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
+
+        Unsent memory that the exchange has not taken up, as another compressor may have left it in a checkpoint, is
+        added to "residual", or is `idle` where the exchange has none. Raises PayloadError for a check that fails, which
+        whoever commits a step has read before.
+        """
+        read_checks([self.checks])
+        if used is not None:
+            self.prepare(used)
         for kind, new in self._next.items():
             self.memory[kind], self._spare[kind] = new, self.memory[kind]
         for change in self._later:
             change()
-        for memory, kind, span, values in kept:
+        for memory, kind, span, values in self._kept:
             memory[kind][span] = values
         for kind, segment, value in self._shares:
-            if segment not in unused:
+            if segment not in self._unused:
                 self.shared.setdefault(kind, {})[segment.name] = value
         taken, added = self._taken, self._added
         self._forget()
@@ -331,6 +369,8 @@ class Context:
 
     def roll_back(self) -> None:
         """The step is void: the memory stays what it was before."""
+        for flat, positions, values in self._before:
+            flat.index_copy_(0, positions, values)
         self._spare |= self._next
         self.memory |= self._added
         self._forget()
@@ -340,6 +380,8 @@ class Context:
         self._taken, self._added = set(), {}
         self._left, self.local, self.peak = None, None, None
         self.checks.clear()
+        self._kept, self._unused, self._before = [], set(), []
+        self.looked_at, self.refused = [], set()
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
@@ -204,7 +203,7 @@ class Owner:
             for places, part in zip(arrived.split(rows), values.split(rows), strict=True):
                 sums.index_add_(0, places, part)
 
-        with _for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
+        with ctx.for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
             add_to(sums)
             places = self._largest(sums, arrived, ctx.size)
             chosen = gather(sums, places)
@@ -326,16 +325,6 @@ class Partition:
     def seconds(self, ctx: Context) -> float:
         rest = 2 * self.count * ctx.dtype.itemsize + ctx.size * rice_bytes(_room(self.count, ctx.size), ctx.numel)
         return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
-
-
-@contextmanager
-def _for_now(flat: Tensor, positions: Tensor) -> Iterator[Tensor]:
-    """A flat tensor, to be changed at some positions: afterwards it is again what it was."""
-    before = gather(flat, positions)
-    try:
-        yield flat
-    finally:
-        flat.index_copy_(0, positions, before)
 
 
 def _room(count: int, size: int) -> int:

@@ -89,10 +89,8 @@ class WholeOwner:
             sums += row.to(sums.dtype)
         message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
 
-        def keep() -> None:
-            shard.held = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
-
-        ctx.once_settled(keep)
+        left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
+        ctx.once_settled(lambda: setattr(shard, "held", left))
         gathered = yield AllGather(message[0])
         total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor

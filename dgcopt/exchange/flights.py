@@ -187,13 +187,6 @@ class Traffic:
             flight.exchange = flight.collective = flight.handle = flight.result = None
             flight.rounds.clear()
 
-    def settle(self, context: Context, used: Sequence[bool] | None = None) -> None:
-        """The step succeeded: what its exchange was to remember is, and what it has counted is telemetry."""
-        context.settle(used)
-        for name, number in context.tally.items():
-            setattr(self.telemetry, name, getattr(self.telemetry, name) + number)
-        context.tally.clear()
-
     def count_step(self, numel: int) -> None:
         """A step of so many gradient elements was made."""
         self.telemetry.steps += 1

@@ -58,6 +58,11 @@ class Runner:
         """Whether a job has begun, or waits for its turn, that has not ended."""
         return bool(self._jobs)
 
+    @property
+    def failed(self) -> bool:
+        """Whether an error is kept that `finish` will raise."""
+        return self._failure is not None
+
     def add(self, job: Job) -> None:
         """Have a job done after those that there are."""
         self._jobs.append(job)
@@ -146,7 +151,7 @@ class Runner:
         """An error within it ends all jobs; one of the wire says what was under way."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # also KeyboardInterrupt, after which a notebook goes on
             more = self._abandon()
             self.clear()
             if more and isinstance(error, CommError):

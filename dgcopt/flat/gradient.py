@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "LocalGradient",
     "SparseSum",
     "is_finite",
+    "rounded",
     "values_of",
 ]
 
@@ -64,26 +66,36 @@ class SparseSum:
 
     Holds positions in the flat gradient (int64, strictly ascending within one message) and values, which are added up
     in the order in which they were added here; for a gradient of half precision in float32, and the sum is rounded
-    once. What that rounding loses is lost, as it is where dense gradients of half precision are added up.
+    once, to a finite number if it is one. What that rounding loses is lost, as it is where dense gradients of half
+    precision are added up.
+
+    Attributes: `messages`, positions and values of each; `whole`, the same in fewer pieces, in which they came.
     """
 
     def __init__(self) -> None:
         self.messages: list[tuple[Tensor, Tensor]] = []
+        self.whole: list[tuple[Tensor, Tensor]] = []
 
     def add(self, positions: Tensor, values: Tensor) -> None:
         """Add one message."""
         self.messages.append((positions, values))
+        self.whole.append((positions, values))
 
     def add_rows(self, positions: Tensor, values: Tensor, counts: Tensor) -> None:
         """Add messages that follow one another, of `counts` coordinates each."""
         rows = counts.tolist()
         self.messages += zip(positions.split(rows), values.split(rows), strict=True)
+        self.whole.append((positions, values))
 
     def add_to(self, flat: Tensor) -> Tensor:
         """Add the sum to a flat gradient, and return that."""
-        for positions, values in self._for(flat.dtype):
-            flat.index_add_(0, positions, values.to(flat.dtype))
+        for positions, values in self.addends(flat.dtype):
+            flat.index_add_(0, positions, values)
         return flat
+
+    def addends(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Positions and values that are to be added one after the other to a flat gradient of `dtype`."""
+        return [(positions, rounded(values, dtype)) for positions, values in self._for(dtype)]
 
     def _for(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """Messages to be added to what is of `dtype`: one, with the sums of all, where that would round every sum.
@@ -105,16 +117,25 @@ class SparseSum:
             sums.index_add_(0, where, values.to(wider))
         return [(positions, torch.where(first, sums.index_select(0, number), 0))]
 
-    def add_to_parts(self, parts: Parts, factor: float) -> tuple[Tensor, Tensor]:
-        """Add `factor` times the sum to a flat gradient that lies apart.
-
-        Returns all positions, some of them twice, and what the gradient is there then.
-        """
+    def times(self, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """All positions, some of them twice, and `factor` times the values to be added there to what is of `dtype`."""
         if not self.messages:
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
-        dtype = next((part.dtype for part in parts.tensors if part is not None), torch.float32)
         positions, values = (torch.cat(column) for column in zip(*self._for(dtype), strict=True))
-        return positions, add_at(parts, positions, values if factor == 1 else values * factor)
+        return positions, _in_range(values if factor == 1 else values * factor, dtype)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in another floating dtype; those that are finite stay finite, as the largest number that there is."""
+    return _in_range(values, dtype).to(dtype)
+
+
+def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values whose rounding to `dtype` is finite where they are."""
+    limit = torch.finfo(dtype).max
+    if limit >= torch.finfo(values.dtype).max:
+        return values
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit))
 
 
 class LocalGradient:
@@ -310,59 +331,97 @@ class GradientBucket(Bucket):
 
     def hand_out(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
         """Make every parameter's gradient its part of `result` times `factor`, or None where no rank `used` it."""
+        self.prepare(result, used, factor)()
+
+    def prepare(
+        self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0
+    ) -> Callable[[], None]:
+        """Do all of `hand_out` that may fail or allocate, and change no gradient; returns what does the rest."""
         if isinstance(result, SparseSum):
             if self.in_place:
-                self._scatter(result, used, factor)
-                return
-            result = result.add_to(self.grad.zero_())
-        flat = result if factor == 1 else result * factor
-        if flat.dtype != self.segments[0].param.dtype or self.numel < LARGE * len(self.segments):
-            flat = self.grad.copy_(flat)
-        self.touched = None
-        sent = self._sent is not None and _same_memory(self._sent.tensor, flat)
-        parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
+                return self._prepare_sum(result, used, factor)
+            fill = self.filled_with(result, factor)
+            parts = self._to_send.parts
+        else:
+            flat = result if factor == 1 else result * factor
+            fill, dtype = None, self.segments[0].param.dtype
+            if flat.dtype != dtype or self.numel < LARGE * len(self.segments):
+                fill = functools.partial(self.grad.copy_, rounded(flat, dtype))
+            sent = fill is not None or (self._sent is not None and _same_memory(self._sent.tensor, flat))
+            parts = self._to_send.parts if sent else [segment.view(flat) for segment in self.segments]
         grads = self._that_fit()
+        before: list[Tensor | None] = [None] * len(self.segments)
         for place in self._large if self.is_cpu else ():
             grad = grads[place]
             if grad is not None and (used is None or used[place]):
-                self._before[place] = grad.detach()
-        for param, grad, part, is_used in zip(self._params, grads, parts, used or itertools.repeat(True), strict=False):
-            if not is_used:
-                param.grad = None
-            elif grad is not None:
-                grad.data = part
-            else:
-                param.grad = part.data  # which counts its changes by itself
+                before[place] = grad.detach()
+        flags = used or itertools.repeat(True)
+        # `data` counts its changes by itself
+        values = [
+            None if not is_used else part if grad is not None else part.data
+            for grad, part, is_used in zip(grads, parts, flags, strict=False)
+        ]
 
-    def _scatter(self, result: SparseSum, used: Sequence[bool] | None, factor: float) -> None:
-        """Write a sum over the gradients where autograd left them, so that it needs no memory of its own."""
-        left: list[Tensor | None] = []
-        for place, segment in enumerate(self.segments):
-            if used is not None and not used[place]:
-                segment.param.grad = None
-                left.append(None)
-            else:
-                left.append(self._cleared(place))
-        changes = result.add_to_parts(self.parts(left), factor)
-        grads = [segment.param.grad for segment in self.segments]
-        versions = [0 if grad is None else grad._version for grad in grads]
-        self.touched = Touched(self, *changes, grads, versions)
+        def write() -> None:
+            if fill is not None:  # which memory may have read until now
+                fill()
+            self.touched = None
+            self._before = before
+            for param, grad, value in zip(self._params, grads, values, strict=True):
+                if value is None or grad is None:
+                    param.grad = value
+                else:
+                    grad.data = value
+
+        return write
+
+    def filled_with(self, result: SparseSum, factor: float = 1.0) -> Callable[[], object]:
+        """What makes the flat gradient `factor` times a sum."""
+        flat, addends = self.grad, result.addends(self.segments[0].param.dtype)
+
+        def fill() -> None:
+            flat.zero_()
+            for positions, values in addends:
+                flat.index_add_(0, positions, values)
+            if factor != 1:
+                flat.mul_(factor)
+
+        return fill
+
+    def _prepare_sum(self, result: SparseSum, used: Sequence[bool] | None, factor: float) -> Callable[[], None]:
+        """A sum is written over the gradients where autograd left them, so that it needs no memory of its own."""
+        count = len(self.segments)
+        kept = [self._kept(place) if used is None or used[place] else (None, None, True) for place in range(count)]
+        grads = [grad for grad, _, _ in kept]
+        parts = self.parts([flat for _, flat, _ in kept])
+        positions, values = result.times(factor, self.segments[0].param.dtype)
+
+        def write() -> None:
+            for place, (segment, (grad, flat, is_new)) in enumerate(zip(self.segments, kept, strict=True)):
+                if is_new:
+                    segment.param.grad = grad
+                elif flat is not None and (self._local is None or not self._local.has_cleared(place)):
+                    flat.zero_()
+            sums = add_at(parts, positions, values)
+            versions = [0 if grad is None else grad._version for grad in grads]
+            self.touched = Touched(self, positions, sums, grads, versions)
+
+        return write
 
     def parts(self, tensors: Sequence[Tensor | None]) -> Parts:
         """Flat tensors of the parameters, as parts of one."""
         return Parts(tensors, self._starts, self._stops)
 
-    def _cleared(self, place: int) -> Tensor:
-        """The parameter's gradient, made zero where it lies, or a new one where that cannot be; flat."""
+    def _kept(self, place: int) -> tuple[Tensor | None, Tensor | None, bool]:
+        """The parameter's gradient, if a sum can be written over it, else zeros; the same flat; whether it is new."""
         segment = self.segments[place]
         param, grad = segment.param, segment.param.grad
         if grad is not None and grad.layout == torch.strided and grad.grad_fn is None and grad.dtype == param.dtype:
             flat = segment.flatten(grad)
             if flat.data_ptr() == grad.data_ptr():
-                return flat if self._local is not None and self._local.has_cleared(place) else flat.zero_()
+                return grad, flat, False
         flat = param.new_zeros(segment.numel, requires_grad=False)
-        param.grad = Segment(segment.name, param, 0).view(flat)  # in whatever order the bucket has its elements
-        return flat
+        return Segment(segment.name, param, 0).view(flat), flat, True  # in whatever order the bucket has its elements
 
     def let_go(self) -> None:
         """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""

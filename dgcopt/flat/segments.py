@@ -89,6 +89,7 @@ class PerTensor:
         stops, lengths = torch.tensor([s.stop for s in segments]), blocks * BLOCK - numels
         behind = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         self._gaps = sent(stops.repeat_interleave(lengths) + behind, device)
+        self._sizes = [s.numel for s in segments]
 
     def sum(self, flat: Tensor) -> Tensor:
         """The sum of each parameter's elements, in float32 at least; the gaps must be zero. Shape `[parameters]`."""
@@ -103,6 +104,25 @@ class PerTensor:
     def spread(self, numbers: Tensor) -> Tensor:
         """Each parameter's number at every one of its elements. Shape `[numel]`."""
         return numbers[self.of_block].repeat_interleave(BLOCK)
+
+    def outside(self, positions: Tensor) -> Tensor:
+        """Whether any position (int64) is in no parameter: beyond all, or in a gap. Looks at the positions only."""
+        if not len(positions):
+            return torch.zeros((), dtype=torch.bool)
+        first, last = positions.aminmax()
+        beyond = (first < 0) | (last >= BLOCK * len(self.of_block))
+        if not len(self._gaps):
+            return beyond
+        blocks = positions.div(BLOCK, rounding_mode="floor").clamp_(0, len(self.of_block) - 1)
+        return beyond | (positions - BLOCK * blocks >= self._room[blocks]).any()
+
+    @cached_property
+    def _room(self) -> Tensor:
+        """How many elements each block holds."""
+        room = torch.full_like(self.of_block, BLOCK)
+        last = (self.of_block.diff(append=self.of_block.new_tensor([-1])) != 0).nonzero().squeeze(1)
+        room[last] = torch.tensor([(numel - 1) % BLOCK + 1 for numel in self._sizes], device=room.device)
+        return room
 
     def clear_gaps(self, flat: Tensor) -> None:
         """Make what lies between parameters zero, in place."""

@@ -37,13 +37,15 @@ class Store:
 
     def adopt(self, bucket: Bucket) -> dict[str, Tensor]:
         """The flat tensors of a new bucket, by kind; what waits for its parameters moves in, the rest is zero."""
-        flats = self._flat[bucket] = {}
+        flats: dict[str, Tensor] = {}
         for kind, by_name in self._waiting.items():
-            held = [(segment, by_name.pop(segment.name)) for segment in bucket.segments if segment.name in by_name]
+            held = [(segment, by_name[segment.name]) for segment in bucket.segments if segment.name in by_name]
             if held:
                 flat = flats[kind] = bucket.empty().to(held[0][1].dtype)
                 for segment, tensor in held:
                     segment.view(flat).copy_(tensor)
+        self._flat[bucket] = flats  # from here on it is in both, and `release` writes the same again
+        self.forget([segment.name for segment in bucket.segments])
         return flats
 
     def shards(self, bucket: Bucket) -> dict[str, Shard]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from ..flat.buckets import build_buckets
-from ..flat.gradient import GradientBucket, LocalGradient, SparseSum
-from ..kernels import peaks
+from ..flat.gradient import GradientBucket, LocalGradient, SparseSum, rounded
+from ..kernels import add_at, peaks
 
 __all__ = ["Part", "Travelling", "gradients_of", "parts_of"]
 
@@ -70,26 +71,42 @@ class Travelling:
     grads: list[Tensor]
     tells: Tensor
 
-    def write(self, result: Tensor | SparseSum, local: LocalGradient | None, used: list[bool], scale: float) -> None:
-        """Make the gradients in DDP's memory the result times `scale`; zero for a parameter that no rank has used."""
+    def prepare(
+        self, result: Tensor | SparseSum, local: LocalGradient | None, used: Sequence[bool], scale: float
+    ) -> Callable[[], None]:
+        """Return what makes the gradients in DDP's memory the result times `scale`, and zero where no rank has `used` a
+        parameter; all that may fail or allocate is done by then.
+        """
         assert self.part is not None
         bucket = self.part.bucket
+        fill: Callable[[], object] | None = None
         if isinstance(result, SparseSum) and not self.part.takes_sums:
-            result = result.add_to(bucket.grad.zero_())
+            fill, result = bucket.filled_with(result), bucket.grad
         if isinstance(result, SparseSum):
-            for place, grad in enumerate(self.grads):
-                if local is None or not local.has_cleared(place):
-                    grad.zero_()
             flat = [segment.flatten(grad) for segment, grad in zip(bucket.segments, self.grads, strict=True)]
-            result.add_to_parts(bucket.parts(flat), scale)
+            sums = (bucket.parts(flat), *result.times(scale, bucket.segments[0].param.dtype))
+            views: list[Tensor] = []
         else:
-            for segment, grad in zip(bucket.segments, self.grads, strict=True):
-                grad.copy_(segment.view(result))
-                if scale != 1:
-                    grad.mul_(scale)
-        for grad, was_used in zip(self.grads, used, strict=True):
-            if not was_used:
-                grad.zero_()
+            flat_result = rounded(result, self.buffer.dtype)
+            sums, views = None, [segment.view(flat_result) for segment in bucket.segments]
+
+        def write() -> None:
+            if fill is not None:  # which memory may have read until now
+                fill()
+            for place, (grad, view) in enumerate(zip_longest(self.grads, views)):
+                if view is not None:
+                    grad.copy_(view)
+                    if scale != 1:
+                        grad.mul_(scale)
+                elif local is None or not local.has_cleared(place):
+                    grad.zero_()
+            if sums is not None:
+                add_at(*sums)
+            for grad, was_used in zip(self.grads, used, strict=True):
+                if not was_used:
+                    grad.zero_()
+
+        return write
 
 
 def parts_of(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..coding import read_checks
 from ..compressors import GradientExchange
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError
 from ..exchange.attendance import Attendance
+from ..exchange.commit import Arrived
 from ..exchange.flights import Flight, Traffic, exchange_of
 from ..exchange.runner import Job
-from ..flat.gradient import GradientBucket
+from ..flat.gradient import GradientBucket, SparseSum
 from .arrivals import Arrivals
 from .layout import Layout
 from .settings import Settings
@@ -220,31 +220,32 @@ class Departures:
         for context in self.layout.contexts.values():
             context.roll_back()
 
-    def settle(self, used: dict[Tensor, bool] | None) -> None:
-        """The step succeeded: what its exchanges were to remember is."""
-        start = time.perf_counter()
-        read_checks(context.checks for context in self.layout.contexts.values())
-        for bucket, context in self.layout.contexts.items():
-            self.traffic.settle(context, _flags(bucket, used))
-        self.traffic.telemetry.apply_seconds += time.perf_counter() - start
-
-    def hand_out(self, used: dict[Tensor, bool] | None) -> None:
-        """Make the gradients what the exchanges have made of them; the step is counted."""
-        start = time.perf_counter()
-        elements, factor = 0, self.settings.gradient_predivide_factor
+    def arrived(self, used: dict[Tensor, bool] | None) -> list[Arrived]:
+        """The gradients that the step's exchanges have made, to be written where this rank's own are."""
+        factor = self.settings.gradient_predivide_factor
+        arrived = []
         for flight in self.flights:
-            of, result = flight.of, flight.result
-            assert result is not None
+            of = flight.of
             if isinstance(of, Tensor):
-                assert isinstance(result, Tensor)
-                of.grad = result if factor == 1 else result * factor
-                elements += of.numel()
+                write = functools.partial(_prepare_sparse, of, factor=factor)
+                arrived.append(Arrived(flight, None, None, write, of.numel()))
                 continue
-            of.hand_out(result, _flags(of, used), factor)
-            elements += of.elements
-        self.traffic.telemetry.apply_seconds += time.perf_counter() - start
-        self.traffic.count_step(elements)
+            flags = _flags(of, used)
+            write = functools.partial(of.prepare, used=flags, factor=factor)
+            arrived.append(Arrived(flight, self.layout.contexts[of], flags, write, of.elements))
+        return arrived
+
+    def count_step(self, arrived: Sequence[Arrived]) -> None:
+        """The step was made."""
+        self.traffic.count_step(sum(one.numel for one in arrived))
         self.step += 1
+
+
+def _prepare_sparse(param: Tensor, result: Tensor | SparseSum, factor: float) -> Callable[[], None]:
+    """What makes a sparse gradient the sum that has arrived."""
+    assert isinstance(result, Tensor)
+    grad = result if factor == 1 else result * factor
+    return lambda: setattr(param, "grad", grad)
 
 
 def _flags(bucket: GradientBucket, used: dict[Tensor, bool] | None) -> list[bool] | None:

@@ -14,7 +14,8 @@ agree on rank 0's order, and buckets are laid out by it. The same happens when o
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ from ..comm import Comm, Handle
 from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
+from ..exchange.commit import (
+    Arrived,
+    NotFinite,
+    commit_gradients,
+    commit_memory,
+    inspect,
+    prepare_gradients,
+    prepare_memory,
+)
 from ..exchange.divergence import replicas
 from ..exchange.group_settings import GroupSettings
 from ..exchange.parameters import plain
@@ -68,7 +78,7 @@ class Engine:
     buckets may be launched before the step; `departures`, what has left; `layout`, which gradients travel together;
     `store`, what lasts; `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges;
     `due`, whether a step is to come even if no gradient has; `touched`, whether averaged gradients were changed before
-    the last step.
+    the last step; `moved_on`, whether another rank has moved this one to the end of its step already.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -92,7 +102,7 @@ class Engine:
         self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
         self._changes = Changes(comm.rank, settings.on_divergence)
         self.touched = Touch.UNKNOWN
-        self._moved_on = False  # whether another rank has moved this one to the end of its step already
+        self.moved_on = False
         self.runner = Runner(comm, "optimizer", self._offer, self._forget_step)
         self._arrivals = Arrivals()
         self.departures = Departures(wrapped, settings, self.attendance, self._arrivals, self.runner.traffic)
@@ -119,6 +129,11 @@ class Engine:
         """Whether gradients of a step have come in that `synchronize` has not finished."""
         return bool(self._arrivals.additions)
 
+    @property
+    def pending(self) -> bool:
+        """Whether another rank has moved this one's step on, whose end, or error, `synchronize` has to tell."""
+        return self.moved_on or self.runner.busy or self.runner.failed
+
     def added(self, param: Tensor) -> None:
         """Take note of a gradient that was added to in a pass that does not count."""
         self._arrivals.added(param)
@@ -138,7 +153,8 @@ class Engine:
             if self.runner.busy:
                 with torch.no_grad():
                     self.runner.progress()  # the end of a `join` that other ranks have left since
-            self._moved_on = False
+            self.moved_on = False
+            self.wrapped.commit.check(self.comm.rank)
             before, self._rule = self._rule, repr(self.compressor)
             # of settings that have changed on some ranks only, the vote is to tell before messages differ
             layout = departures.layout
@@ -171,7 +187,7 @@ class Engine:
         else:
             try:
                 departures.launch_full()
-            except Exception:
+            except BaseException:
                 self.abandon()
                 raise
 
@@ -207,9 +223,9 @@ class Engine:
         true afterwards, gradients are as they were and the step must not be taken. Raises what the wire raises,
         naming rank and bucket; the step is lost then.
         """
-        if not self._moved_on:
+        if not self.moved_on:
             self.runner.finish(self._drive)
-        self._moved_on = False
+        self.moved_on = False
 
     def agree_on_overflow(self) -> bool:
         """Whether gradients hold NaN or Inf on any rank, so that loss scaling can react alike; collective."""
@@ -229,11 +245,11 @@ class Engine:
         """What another rank may wait for: this step, once it is due or has gradients, or the next one without data."""
         if not self.attendance.here:
             return self.serve_step()
-        return self._move_on() if (self.in_flight or self.due) and not self._moved_on else None
+        return self._move_on() if (self.in_flight or self.due) and not self.moved_on else None
 
     def _move_on(self) -> Job:
         yield from self._drive()
-        self._moved_on = True
+        self.moved_on = True
 
     def abandon(self) -> None:
         """Forget a step that failed, so that the error is the last word about it."""
@@ -247,12 +263,14 @@ class Engine:
         departures.roll_back()
         self._end_step()
         self.layout.let_go()
+        self.wrapped.failed()
         return told
 
     @torch.no_grad()
     def _drive(self) -> Job:
         """Everything that is left of the step."""
         traffic, departures = self.runner.traffic, self.departures
+        self.wrapped.commit.check(self.comm.rank)
         self.void = False
         verdict = yield from self._take_vote()
         while not verdict.final:  # others' scalers have asked for it, and this rank, without data, has none to ask
@@ -298,11 +316,25 @@ class Engine:
                 )
         departures.launch_rest(used, together=again or not verdict.launched)
         yield from traffic.finish(departures.flights, self.compressor.in_turn)
-        departures.settle(used)
+        start = time.perf_counter()
+        arrived = departures.arrived(used)
+        not_finite = inspect(arrived)
+        if not_finite:
+            departures.roll_back()
+            self._make_void([], not_finite)
+            return
+        prepare_memory(arrived)
         if self.sends_all:
-            contexts = departures.layout.contexts
-            yield from send_held_back(departures.flights, contexts, used, self.compressor, traffic)
-        departures.hand_out(used)
+            arrived = yield from self._commit_and_flush(arrived, used)
+        else:
+            writes = prepare_gradients(arrived)
+            self.wrapped.commit.begin("memory and gradients")
+            commit_memory(arrived, self.telemetry)
+            commit_gradients(writes)
+        departures.count_step(arrived)
+        self.wrapped.averaged(False)
+        self.wrapped.commit.end()
+        self.telemetry.apply_seconds += time.perf_counter() - start
         self._end_step()
         if self.wrapped.buffers is not None:
             yield from traffic.through(self.wrapped.buffers.exchange(self.comm, self.step, self.attendance.here))
@@ -310,6 +342,19 @@ class Engine:
         if verdict.averaged_changed or (every and self.step % every == 0):
             check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)
             yield from traffic.through(check)
+
+    def _commit_and_flush(
+        self, arrived: Sequence[Arrived], used: dict[Tensor, bool] | None
+    ) -> Generator[Handle, Tensor, list[Arrived]]:
+        """Commit the last step with exchanges, to whose gradients all residuals are added; returns these gradients."""
+        departures, traffic = self.departures, self.runner.traffic
+        self.wrapped.commit.begin("memory and gradients")
+        commit_memory(arrived, self.telemetry)
+        contexts = departures.layout.contexts
+        yield from send_held_back(departures.flights, contexts, used, self.compressor, traffic)
+        arrived = departures.arrived(used)
+        commit_gradients(prepare_gradients(arrived))
+        return arrived
 
     def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
         trained, arrivals, departures = self._trained(), self._arrivals, self.departures
@@ -342,7 +387,7 @@ class Engine:
             active=self.attendance.here,
             finite=infinite is None,
             step=self.step,
-            trained=checksum([plain(self.compressor), *names]),
+            trained=checksum([plain(self.compressor), self._not_taken, *names]),
             launched=(self.turns.expected or self).departures.launched,
             stale=departures.stale,
             prepared=prepared,
@@ -364,15 +409,21 @@ class Engine:
             yield from expected.departures.take_back(verdict.launched)
             verdict.launched = 0
 
-    def _make_void(self, ranks: list[int]) -> None:
-        """End a step that nobody takes."""
+    def _make_void(self, ranks: list[int], arrived: Sequence[NotFinite] = ()) -> None:
+        """End a step that nobody takes: gradients of `ranks` are not finite, or what has `arrived`."""
         self.void, self.infinite = True, ranks
-        if ranks:
+        if ranks or arrived:
             self.telemetry.skipped += 1
-            if self.comm.rank not in ranks:  # else it has said so when it found them
-                log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
+        if ranks and self.comm.rank not in ranks:  # else it has said so when it found them
+            log.info("dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.step, ranks)
+        if arrived:
+            log.warning(
+                "dgcopt: rank %d, step %d is skipped, on all ranks: NaN or Inf arrived in %s",
+                *(self.comm.rank, self.step, ", ".join(map(str, arrived))),
+            )
         self._end_step()
         self.layout.let_go()
+        self.wrapped.averaged(True)
 
     def _end_step(self) -> None:
         self._arrivals.clear()
@@ -426,7 +477,15 @@ class Engine:
 
     def _described(self) -> list[str]:
         """What must be equal on all ranks when buckets are laid out, a line each."""
-        return self.wrapped.describe(self.settings, set(self._trained()))
+        return [self._not_taken, *self.wrapped.describe(self.settings, set(self._trained()))]
+
+    @property
+    def _not_taken(self) -> str:
+        """For the comparison of ranks: whether the optimizer has taken the steps that were exchanged."""
+        number = self.wrapped.not_taken
+        return f"steps that were exchanged and not taken: {number}" + (
+            " (optimizer.step() failed, or was left out: restore all ranks from a checkpoint)" if number else ""
+        )
 
     # -- what persists -----------------------------------------------------------------------------------------------
 

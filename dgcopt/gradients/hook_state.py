@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..checkpoint import check_owner
-from ..coding import read_checks
 from ..comm import Comm, current_comm
 from ..compressors import Compressor, Context, NoCompression, accept
 from ..compressors.own_step import updates_add_up
 from ..compressors.sparse_rows import gather_rows
-from ..errors import ConfigError
+from ..errors import ConfigError, PayloadError
 from ..exchange.agreement import compare
+from ..exchange.commit import (
+    Arrived,
+    Commit,
+    commit_gradients,
+    commit_memory,
+    inspect,
+    prepare_gradients,
+    prepare_memory,
+)
 from ..exchange.flights import Flight, Traffic, claim, context_of, exchange_of
 from ..exchange.group_settings import GroupSettings, check_may_differ
 from ..exchange.link import measure_link
@@ -38,7 +46,7 @@ from ..exchange.parameters import (
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, fingerprint, used_anywhere, vote
-from ..flat.gradient import values_of
+from ..flat.gradient import SparseSum, values_of
 from ..flat.store import Store
 from ..kernels import peaks
 from ..version import __version__
@@ -84,6 +92,7 @@ class HookState:
         self._would_send_updates = False
         self.telemetry = Telemetry()
         self._store = Store()
+        self._commit = Commit()
         self._saved: dict[str, Any] | None = None  # what was restored, until it is known to belong here
         self._given: dict[Tensor, str] | None = None
         self._names: dict[Tensor, str] = {}
@@ -130,6 +139,8 @@ class HookState:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of what this rank keeps, in plain tensors and numbers."""
+        if self._comm is not None:
+            self._commit.check(self._comm.rank)
         known = {name: list(param.shape) for param, name in self._names.items()}
         saved = self._saved or {}
         return {
@@ -145,6 +156,7 @@ class HookState:
         """Take over what `state_dict` gave, between steps. The next backward pass checks that it belongs here."""
         self._layout, self._contexts = {}, {}
         self._store.restore(state)
+        self._commit.end()
         self._saved = {key: state[key] for key in ("rank", "world_size", "shapes", "attached")}
         self.step = state["step"]
 
@@ -239,7 +251,7 @@ class HookState:
                 waits = self.compressor.whole_model or self._has_changed or not self.step
                 if self.compressor.overlaps(buffer.device) and not waits:
                     self._launch(flight)
-        except Exception:
+        except BaseException:
             self._forget()
             raise
         if is_last:
@@ -375,6 +387,7 @@ class HookState:
                 f"the restored state of ddp_hook holds {kind} of parameter {name!r}, which DDP does not train: "
                 f"build the same model, or name its parameters (named_parameters)"
             )
+        self._commit.check(self.comm.rank)
         self._saved = None
         tells = [number for flight in self._flights for number in flight.of.tells.tolist()]
         used = [peak != 0 for peak in tells]
@@ -412,12 +425,13 @@ class HookState:
                 used = yield from traffic.through(used_anywhere(used, "gradients that there are"))
             self._launch_rest(certain=verdict.complete)
             yield from traffic.finish(self._flights, self.compressor.in_turn)
-            self._hand_out(used)
-            if served is None:
+            is_made = self._commit_step(used)
+            if served is None and is_made:
                 self._expect_step()
         for buffer, flights, future in self._arrived:
             result = flights[0].result if buffer.is_sparse and not verdict.void else buffer
             future.set_result(result)  # type: ignore[arg-type]  # a tensor, as sparse gradients are gathered whole
+        self._commit.end()
         self._forget()
 
     def _take_back(self) -> Job:
@@ -432,33 +446,57 @@ class HookState:
     def _make_void(self, ranks: list[int]) -> None:
         """Gradients of `ranks` are not finite: memory stays what it was, and DDP is given NaN on every rank."""
         self.telemetry.skipped += 1
-        log.log(
-            logging.WARNING if self._scaler is None else logging.INFO,  # loss scaling brings it about
-            "dgcopt: step %d: NaN or Inf in the gradients of rank(s) %s; nothing is averaged",
-            *(self.step, ranks),
-        )
+        if ranks:
+            log.log(
+                logging.WARNING if self._scaler is None else logging.INFO,  # loss scaling brings it about
+                "dgcopt: step %d: NaN or Inf in the gradients of rank(s) %s; nothing is averaged",
+                *(self.step, ranks),
+            )
         for buffer, *_ in self._arrived:
             values_of(buffer).fill_(torch.nan)
 
-    def _hand_out(self, used: list[bool]) -> None:
-        """The step succeeded: write results into DDP's memory, and keep what was held back."""
-        start, left, elements = time.perf_counter(), iter(used), 0
-        read_checks(context.checks for context in self._contexts.values())
-        for flight in self._flights:
-            of, result = flight.of, flight.result
-            flags = [next(left) for _ in of.grads]
-            assert result is not None
-            if of.part is None:
-                assert isinstance(result, Tensor)
-                flight.result = result * self._scale
-            else:
-                local = self._contexts[of.part].local
-                self._traffic.settle(self._contexts[of.part], None if all(flags) else flags)
-                of.write(result, local, flags, self._scale)
-            elements += sum(grad.numel() for grad in of.grads)
-        self.telemetry.apply_seconds += time.perf_counter() - start
-        self._traffic.count_step(elements)
+    def _commit_step(self, used: list[bool]) -> bool:
+        """Write results into DDP's memory, and keep what was held back; False if NaN or Inf has arrived.
+
+        Raises PayloadError then, on all ranks, unless a scaler is there to skip the step.
+        """
+        start, left = time.perf_counter(), iter(used)
+        arrived = [self._arrived_by(flight, [next(left) for _ in flight.of.grads]) for flight in self._flights]
+        not_finite = inspect(arrived)
+        if not_finite:
+            named = ", ".join(map(str, not_finite))
+            if self._scaler is None:
+                raise PayloadError(
+                    f"rank {self.comm.rank}, step {self.step}: NaN or Inf arrived in {named}; no rank takes this step. "
+                    f"Look for damaged messages by dgcopt.init(checksums=True)."
+                )
+            log.warning("dgcopt: rank %d, step %d: NaN or Inf arrived in %s", self.comm.rank, self.step, named)
+            self._make_void([])
+            return False
+        prepare_memory(arrived)
+        writes = prepare_gradients(arrived)
+        self._commit.begin("memory and gradients")
+        commit_memory(arrived, self.telemetry)
+        commit_gradients(writes)
+        self._traffic.count_step(sum(one.numel for one in arrived))
         self.step += 1
+        self.telemetry.apply_seconds += time.perf_counter() - start
+        return True
+
+    def _arrived_by(self, flight: Flight[Travelling], flags: list[bool]) -> Arrived:
+        """The gradients that an exchange has made, to be written into DDP's memory."""
+        of, numel = flight.of, sum(grad.numel() for grad in flight.of.grads)
+        if of.part is None:
+
+            def prepare_rows(result: Tensor | SparseSum) -> Callable[[], None]:
+                assert isinstance(result, Tensor)
+                scaled = result * self._scale
+                return lambda: setattr(flight, "result", scaled)
+
+            return Arrived(flight, None, None, prepare_rows, numel)
+        context = self._contexts[of.part]
+        prepare = functools.partial(of.prepare, local=context.local, used=flags, scale=self._scale)
+        return Arrived(flight, context, None if all(flags) else flags, prepare, numel)
 
     def _expect_step(self) -> None:
         """Say so if gradients were exchanged before, and the optimizer has not stepped since."""

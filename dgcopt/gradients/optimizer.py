@@ -502,6 +502,7 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         return {"state": {"sent": {}}, "param_groups": groups}
     engine = steps.engine
     if engine is not None:
+        steps.check_whole()
         state = engine.state()
         state_dict[STATE_KEY] = kept_by(steps.comm.rank, steps.comm.size, **state)
         put_mark(state_dict, STATE_KEY, engine.step, state["memory"])
@@ -518,6 +519,8 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return None  # which torch refuses: what is kept stays as it is
+    steps.wrapped.commit.end()
+    steps.wrapped.not_taken = 0
     if STATE_KEY in state_dict:
         state = state_dict[STATE_KEY]
         if (state["rank"], state["world_size"]) in steps.formerly:

@@ -81,11 +81,13 @@ class Stepping:
         self.optimizer = optimizer
         self.names = names
         self.compressor = compressor
-        self.wrapped = Wrapped(optimizer, names, compressor, self.own_step, self._step_without_data)
+        told = (self._averaged, self._failed)
+        self.wrapped = Wrapped(optimizer, names, compressor, self.own_step, self._step_without_data, *told)
         self.engine: Engine | None = None
         self.mode = Mode.EXCHANGE
         self._watched: set[Tensor] = set()
         self._warned = False
+        self._uses_gradients = False  # whether the step that is under way uses exchanged gradients
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -99,8 +101,9 @@ class Stepping:
 
     def own_step(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped optimizer's own step, without any exchange or hook: `optimizer.step()` is the subclass's."""
-        before, self._own_step = self._own_step, OwnStep.BEGUN
+        before = self._own_step
         try:
+            self._own_step = OwnStep.BEGUN
             return bare_step(self.optimizer)(self.optimizer, *args, **kwargs)
         finally:
             self._own_step = before
@@ -123,13 +126,21 @@ class Stepping:
         """Average the gradients, unless they are averaged already; True if the step may then be taken."""
         if self.engine is not None and self._grads in NOT_YET:
             self.keep_up()
-        if self.engine is None or self._grads not in NOT_YET:
+        if self.engine is None or not (self._grads in NOT_YET or self.engine.pending):
             return False
         self.watch_parameters()
         self._unstepped = Unstepped()
         self.engine.synchronize()
-        self._grads = Grads.VOID if self.engine.void else Grads.AVERAGED
         return not self.engine.void
+
+    def _averaged(self, is_void: bool) -> None:
+        """Called where a step is committed or aborted, so that no exception comes between."""
+        self._grads = Grads.VOID if is_void else Grads.AVERAGED
+        self.wrapped.not_taken += not is_void
+
+    def _failed(self) -> None:
+        """Called where an exchange has failed."""
+        self._own_step = OwnStep.AHEAD
 
     @contextmanager
     def within(self, mode: Mode) -> Iterator[None]:
@@ -237,17 +248,23 @@ class Stepping:
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Average gradients, or return arguments whose closure does it."""
+        self.check_whole()
         closure = closure_of(args, kwargs)
-        if closure is None:
+        if closure is not None:
+            self._own_step = OwnStep.AHEAD
+            return with_closure(args, kwargs, functools.partial(self._averaged_closure, closure))
+        try:
             self._average_before_step()
-            return None
-        self._own_step = OwnStep.AHEAD
-        return with_closure(args, kwargs, functools.partial(self._averaged_closure, closure))
+        except BaseException:  # after which torch calls neither the step nor other hooks
+            self.end_step(failed=True)
+            raise
+        return None
 
     def _average_before_step(self) -> None:
         """Before a step without a closure."""
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP) and not self._makes_state_only():
-            if self._grads is Grads.AVERAGED and not self._warned:
+            by_hand = self.engine is not None and not self.engine.pending
+            if self._grads is Grads.AVERAGED and by_hand and not self._warned:
                 self._warned = True
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -308,12 +325,15 @@ class Stepping:
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
             touched = Touch.CHANGED if has_changed else Touch.KEPT
             self.engine.touched = touched if self.engine.attendance.here else Touch.UNKNOWN
-        is_void = grads is Grads.VOID
+        is_void, self._uses_gradients = grads is Grads.VOID, True
         takes_update = self.engine is not None and self.compressor.sends == "update"
+        if not is_void:
+            self.wrapped.commit.begin("weights")
         if is_void or takes_update:
             # for a step of its own that was bound before it was wrapped, or that has others left to do
             self._hidden.hide(self.names if is_void else self.wrapped.take_update())
             if all(param.grad is None for param in self.names):
+                self.wrapped.commit.end()
                 return True
         if isinstance(
             self.optimizer, torch.optim.SparseAdam
@@ -324,6 +344,7 @@ class Stepping:
         self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
         if bare_class(self.optimizer) is torch.optim.SGD and self.engine is not None:
             self._hidden.hide(step_touched(self.optimizer, self.engine.layout.touched()))
+        self.wrapped.commit.end()  # the optimizer's own step may fail as it may without dgcopt
         return False
 
     def step_unless_done(self, *args: Any, **kwargs: Any) -> Any:
@@ -334,8 +355,8 @@ class Stepping:
             return self.own_step(*args, **kwargs)
         except _Done as done:
             return done.loss
-        except Exception as error:  # after which torch runs no hooks
-            self.end_step()
+        except BaseException as error:  # after which torch runs no hooks
+            self.end_step(failed=True)
             if "does not require grad and does not have a grad_fn" in str(error):
                 raise ConfigError(
                     f"{type(self.optimizer).__name__}.step() differentiates gradients, as AdaHessian does after "
@@ -344,13 +365,21 @@ class Stepping:
                 ) from error
             raise
 
-    def end_step(self) -> None:
+    def check_whole(self) -> None:
+        """Raises InterruptedStep if memory, gradients and weights do not belong to the same step."""
+        if self.engine is None or not self.engine.pending:
+            self.wrapped.commit.check(self.comm.rank)
+
+    def end_step(self, failed: bool = False) -> None:
         """After a step: gradients are seen again, and nothing is kept of them."""
         self._own_step = OwnStep.AHEAD
         self._hidden.show()
         self.compressor.after_step(self.optimizer)
         if self.engine is not None:
             self.engine.layout.let_go()
+        if not failed and self._uses_gradients:
+            self.wrapped.not_taken = 0
+        self._uses_gradients = False
 
 
 class _Done(Exception):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ..compressors import Compressor
 from ..exchange.buffers import Buffers
+from ..exchange.commit import Commit
 from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
@@ -33,6 +34,11 @@ class Wrapped:
         compressor: how gradients travel.
         own_step: the optimizer's own step, without any exchange or hook.
         step_without_data: takes the step of a rank that has run out of data.
+        averaged: told that gradients are averaged; or, if given True, that no rank takes the step.
+        failed: told that an exchange has failed.
+
+    Attributes: `commit`, whether memory, gradients and weights belong to one step; `not_taken`, how many steps were
+    exchanged since the optimizer has taken one.
     """
 
     def __init__(
@@ -42,12 +48,18 @@ class Wrapped:
         compressor: Compressor,
         own_step: Callable[[], Any],
         step_without_data: Callable[[], None],
+        averaged: Callable[[bool], None],
+        failed: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self.names = names
         self.compressor = compressor
         self.own_step = own_step
         self.step_without_data = step_without_data
+        self.averaged = averaged
+        self.failed = failed
+        self.commit = Commit()
+        self.not_taken = 0
         self.buffers: Buffers | None = None  # of the model, that each step makes alike
 
     # -- what must be equal on all ranks -----------------------------------------------------------------------------
@@ -106,22 +118,25 @@ class Wrapped:
             for param, _ in held:
                 param.grad = param.grad.to_dense() if param.grad is not None else None
         decays = [(group, group["weight_decay"]) for group in self.optimizer.param_groups if _decays_apart(group)]
+        self.commit.begin("weights")
         try:
             for group, _ in decays:
                 group["weight_decay"] = 0.0
             if len(updated) < len(self.names):
                 hidden.hide(set(self.names).difference(updated))
             self.own_step()
+            for param, before in held:
+                grad = param.grad
+                if grad is None or grad.layout != torch.strided or grad.dtype != param.dtype:
+                    grad = torch.empty_like(param)
+                param.grad = torch.sub(param, before, out=grad)
         finally:
+            for param, before in held:
+                param.copy_(before)
             hidden.show()
             for group, decay in decays:
                 group["weight_decay"] = decay
-        for param, before in held:
-            grad = param.grad
-            if grad is None or grad.layout != torch.strided or grad.dtype != param.dtype:
-                grad = torch.empty_like(param)
-            param.grad = torch.sub(param, before, out=grad)
-            param.copy_(before)
+            self.commit.end()
 
     @torch.no_grad()
     def take_update(self) -> list[Tensor]:

@@ -1,0 +1,200 @@
+"""The end of a step on one rank, once for all who exchange gradients: prepare, then commit as one act, or abort.
+
+    prepare   inspect what has arrived, and do all that may fail or allocate; nothing has changed if it fails
+    commit    let memory and gradients take their new values
+    abort     roll memory back; gradients are not applied
+
+What `inspect` finds is the same on all ranks where all have received the same bytes, so that all commit or abort alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..coding import read_checks
+from ..compressors import Context
+from ..errors import InterruptedStep, PayloadError
+from ..flat.gradient import SparseSum, values_of
+from ..kernels import peaks
+from .flights import Flight
+from .telemetry import Telemetry
+
+__all__ = [
+    "Arrived",
+    "Commit",
+    "NotFinite",
+    "commit_gradients",
+    "commit_memory",
+    "inspect",
+    "interrupted",
+    "prepare_gradients",
+    "prepare_memory",
+]
+
+Write = Callable[[], None]
+"""Assigns gradients that are prepared."""
+
+
+class Commit:
+    """Tells whether memory, gradients and weights of one rank belong to the same step.
+
+    They take their new values between `begin` and `end`. Whatever interrupts that leaves them apart: `check` refuses to
+    go on then. Needs no exception handler, and so misses none.
+    """
+
+    def __init__(self) -> None:
+        self._under_way = ""
+
+    def begin(self, what: str) -> None:
+        """From here on there is no way back: `what` changes."""
+        self._under_way = what
+
+    def end(self) -> None:
+        """Everything has its new value, or that of a checkpoint."""
+        self._under_way = ""
+
+    def check(self, rank: int) -> None:
+        """Raises InterruptedStep if the last step was interrupted between `begin` and `end`."""
+        if self._under_way:
+            raise interrupted(rank, self._under_way)
+
+
+def interrupted(rank: int, what: str) -> InterruptedStep:
+    """The error of a rank whose last step has changed some of `what`."""
+    return InterruptedStep(
+        f"rank {rank}: an exception interrupted the last step while {what} took their new values, so that this rank is "
+        f"between two steps. Restore all ranks from a checkpoint (load_state_dict, or dgcopt.checkpoint.load)."
+    )
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One exchange that has ended: the gradient that its step is to use.
+
+    Attributes:
+        flight: the exchange.
+        context: its memory; None if it has none.
+        used: which of its parameters any rank has used; None if all.
+        prepare: makes of the result what assigns it to the gradients.
+        numel: elements of the gradient.
+    """
+
+    flight: Flight[Any]
+    context: Context | None
+    used: Sequence[bool] | None
+    prepare: Callable[[Tensor | SparseSum], Write]
+    numel: int
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """NaN or Inf has arrived in the exchange called `label`; from `ranks`, none if that is not known."""
+
+    label: str
+    ranks: Sequence[int]
+
+    def __str__(self) -> str:
+        return self.label + (f" from rank(s) {', '.join(map(str, self.ranks))}" if self.ranks else "")
+
+
+def inspect(arrived: Sequence[Arrived]) -> list[NotFinite]:
+    """Return the exchanges that have brought NaN or Inf, at a cost in proportion to the messages.
+
+    Looks at sums of a few coordinates, and at what exchanges have asked for by `Context.look_at`. A dense sum that an
+    allreduce has made is not looked at, as that would take one more pass; `dgcopt.init(checksums=True)` verifies it.
+
+    Raises PayloadError for a check of a message that fails, and for a position that is in no parameter.
+    """
+    read_checks(one.context.checks for one in arrived if one.context is not None)
+    for one in arrived:
+        if isinstance(one.flight.result, SparseSum) and one.context is not None:
+            _check_positions(one.flight.result, one.context, one.flight.label)
+    looked = [_looked_at(one) for one in arrived]
+    if _are_finite(tensor for found in looked for tensor in found) and not any(map(_refused, arrived)):
+        return []
+    return [
+        NotFinite(one.flight.label, _senders(one))
+        for one, found in zip(arrived, looked, strict=True)
+        if _refused(one) or not _are_finite(found)
+    ]
+
+
+def prepare_memory(arrived: Sequence[Arrived]) -> None:
+    """Do all that may fail or allocate before memory takes its new values."""
+    for one in arrived:
+        if one.context is not None:
+            one.context.prepare(one.used)
+
+
+def prepare_gradients(arrived: Sequence[Arrived]) -> list[Write]:
+    """Do all that may fail or allocate before gradients take their new values; returns what assigns them."""
+    writes = []
+    for one in arrived:
+        assert one.flight.result is not None
+        writes.append(one.prepare(one.flight.result))
+    return writes
+
+
+def commit_memory(arrived: Sequence[Arrived], telemetry: Telemetry) -> None:
+    """Let memory take its new values, and add what exchanges have counted to telemetry."""
+    for one in arrived:
+        if one.context is not None:
+            one.context.settle()
+            for name, number in one.context.tally.items():
+                setattr(telemetry, name, getattr(telemetry, name) + number)
+            one.context.tally.clear()
+
+
+def commit_gradients(writes: Sequence[Write]) -> None:
+    """Let gradients take their new values."""
+    for write in writes:
+        write()
+
+
+def _check_positions(result: SparseSum, context: Context, label: str) -> None:
+    for place, (positions, _) in enumerate(result.messages if _outside(result.whole, context) else ()):
+        if _outside([(positions, positions)], context):
+            whose = f"the message from rank {place}" if len(result.messages) == context.size else "a message"
+            raise PayloadError(
+                f"rank {context.rank}: {whose} names a position of {label} that is in no parameter: it was damaged on "
+                f"the way, or that rank runs another model or version"
+            )
+
+
+def _outside(messages: Iterable[tuple[Tensor, Tensor]], context: Context) -> bool:
+    return any(bool(context.tensors.outside(positions)) for positions, _ in messages)
+
+
+def _looked_at(one: Arrived) -> list[Tensor]:
+    result, found = one.flight.result, [] if one.context is None else [*one.context.looked_at]
+    if isinstance(result, SparseSum):
+        found += [values for _, values in result.whole]
+    elif result is not None and result.is_sparse:
+        found.append(values_of(result))
+    return found
+
+
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return all(bool(peaks(some).isfinite().all()) for some in alike.values())
+
+
+def _refused(one: Arrived) -> bool:
+    return one.context is not None and bool(one.context.refused)
+
+
+def _senders(one: Arrived) -> list[int]:
+    """The ranks whose messages hold NaN or Inf, where each message is of one rank."""
+    result, context = one.flight.result, one.context
+    if context is None:
+        return []
+    if context.refused or not isinstance(result, SparseSum) or len(result.messages) != context.size:
+        return sorted(context.refused)
+    return [rank for rank, (_, values) in enumerate(result.messages) if not _are_finite([values])]

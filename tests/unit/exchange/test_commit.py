@@ -1,0 +1,222 @@
+"""A step happens entirely or not at all on a rank, wherever it is interrupted."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from worlds import Ranks, same, small_model
+
+import dgcopt
+from dgcopt.compressors import Compressor
+from dgcopt.gradients.optimizer import synchronised
+
+PACKAGE = str(Path(dgcopt.__file__).parent)
+Place = tuple[str, int, int]
+"""A line that is executed: its file, its number, and whether for the first time, the second, ... in a step."""
+
+SETTINGS: dict[str, tuple[Compressor, dict[str, Any]]] = {
+    "one pass": (dgcopt.DGC.compact(0.1, warmup=None), {}),
+    "while backward runs": (dgcopt.DGC(0.1, overlap=True), {"bucket_mb": 1e-3, "first_bucket_mb": 1e-3}),
+    "owners": (dgcopt.TopK(0.1, values="int8", reduce="owner"), {}),
+    "owners of vectors": (dgcopt.DGC.compact(0.1, warmup=None, reduce="owner", overlap=True), {}),
+    "dense": (dgcopt.NoCompression(), {}),
+    "updates": (dgcopt.TopK(0.1, source="update"), {}),
+}
+
+
+OFFSETS = {name: number for number, name in enumerate(SETTINGS)}
+EVERY = int(os.environ.get("DGCOPT_TEST_LINES", 41))
+"""Of the lines that a step executes every so many are tried, other ones in each setting; 1 tries all."""
+
+
+def make(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def trained(name: str) -> Ranks:
+    """Two ranks after two steps, and a third one's gradients set to zero."""
+    compressor, settings = SETTINGS[name]
+    ranks = Ranks(2, make, functools.partial(small_model, torch.float32), compression=compressor, **settings)
+    ranks.step(0)
+    ranks.step(1)
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    return ranks
+
+
+def third(ranks: Ranks) -> list[BaseException]:
+    """A step, in which each rank goes on by itself where another one has failed; returns the errors."""
+    try:
+        ranks.backward(2)
+    except BaseException as error:
+        return [error]
+    errors: list[BaseException] = []
+    for again in (False, True):
+        for optimizer in ranks.optimizers:
+            # on this wire another rank may have exchanged a step, which is then to be finished
+            if not again or synchronised(optimizer).engine.moved_on:
+                try:
+                    optimizer.step()
+                except BaseException as error:
+                    errors.append(error)
+    return errors
+
+
+def kept(ranks: Ranks, rank: int) -> dict[str, Any]:
+    """What a rank has of each parameter, and the number of its steps, by name."""
+    engine = synchronised(ranks.optimizers[rank]).engine
+    memory = engine.store.memory()
+    state: dict[str, Any] = {"step": engine.step}
+    for name, param in ranks.models[rank].named_parameters():
+        held = {kind: by_name[name] for kind, by_name in memory.items() if name in by_name and by_name[name].any()}
+        state[name] = (param.detach().clone(), held)
+    return state
+
+
+@contextmanager
+def traced(see: Callable[[Place], object]) -> Iterator[None]:
+    """Within it, `see` is called before each line of dgcopt that is executed."""
+    counts: dict[tuple[str, int], int] = {}
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            counts[line] = counts.get(line, 0) + 1
+            see((*line, counts[line]))
+        return local
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        return local if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def places(name: str) -> list[Place]:
+    """Where a step of both ranks can be interrupted: each line, when it is executed first and last."""
+    seen: dict[tuple[str, int], int] = {}
+    ranks = trained(name)
+    with traced(lambda place: seen.__setitem__(place[:2], place[2])):
+        third(ranks)
+    return sorted({(*line, count) for line, last in seen.items() for count in (1, last)})
+
+
+def held_back(name: str) -> list[dict[str, Any]]:
+    """What ranks have after a step whose messages could not leave: memory may have taken the gradients in."""
+    ranks = trained(name)
+    for optimizer in ranks.optimizers:
+        synchronised(optimizer).engine.hold()  # until all ranks have agreed on the step
+    for comm in ranks.comms:
+        comm.wait = refusing(comm.wait)  # type: ignore[method-assign]
+    third(ranks)
+    return [kept(ranks, rank) for rank in range(2)]
+
+
+def refusing(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def refuse(handle: Any) -> Any:
+        if " round " in handle.collective.label:
+            raise dgcopt.CommError("refused")
+        return wait(handle)
+
+    return refuse
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_that_is_interrupted_has_happened_or_not_and_the_next_one_works_or_says_why_not(name: str) -> None:
+    """By an exception before any line of the package. Where the gradient is taken into memory before it is sent, it may
+    wait there instead."""
+    ranks = trained(name)
+    before = [kept(ranks, rank) for rank in range(2)]
+    third(ranks)
+    after, waiting = [kept(ranks, rank) for rank in range(2)], held_back(name)
+    every = places(name)[OFFSETS[name] :: EVERY]
+    assert len(every) > 20
+    wrong = []
+    for number, place in enumerate(every):
+        error = (MemoryError, KeyboardInterrupt, RuntimeError)[number % 3]("injected")
+
+        def see(here: Place, place: Place = place, error: BaseException = error) -> None:
+            if here == place:
+                raise error
+
+        ranks = trained(name)
+        with traced(see):
+            raised = third(ranks)
+        if not raised:
+            wrong.append((place, "no error"))
+        wrong += [(place, repr(e)) for e in raised if e is not error and not isinstance(e, dgcopt.DGCError)]
+        states = [kept(ranks, rank) for rank in range(2)]
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        refusals = third(ranks)
+        if any(refusal is error for refusal in refusals):  # kept for the other rank, which had been moved on
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            refusals = third(ranks)
+        wrong += [(place, f"then {e!r}") for e in refusals if not isinstance(e, dgcopt.DGCError)]
+        said = any("restore all ranks from a checkpoint" in str(refusal).lower() for refusal in refusals)
+        for rank, state in enumerate(states):
+            has = [is_one_of(state[key], before[rank][key], waiting[rank][key]) for key in state]
+            if not (all(has) or same(state, after[rank]) or said):
+                wrong.append((place, f"rank {rank} is between two steps: {refusals}"))
+        if not refusals and not all(same(*pair) for pair in zip(ranks.weights(0), ranks.weights(1), strict=True)):
+            wrong.append((place, "replicas differ"))
+    text = "\n".join(f"{Path(file).name}:{line} ({count}): {what}" for (file, line, count), what in wrong)
+    assert not wrong, f"{len(wrong)} of {len(every)}\n{text}"
+
+
+def is_one_of(what: Any, *others: Any) -> bool:
+    return any(same(what, other) for other in others)
+
+
+def in_flight(comm: dgcopt.Comm, change: Callable[[Tensor], None]) -> None:
+    """Let `change` have every message of compressed gradients that a rank sends from now on."""
+    start = comm.start
+
+    def changed(collective: Any) -> Any:
+        if " round " in collective.label and collective.tensor.dtype == torch.uint8:
+            change(collective.tensor)
+        return start(collective)
+
+    comm.start = changed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("compressor", [dgcopt.TopK(0.1), dgcopt.DGC(0.1), dgcopt.DGC(0.1, overlap=True)])
+def test_a_position_between_two_parameters_is_refused_on_all_ranks_before_anything_has_changed(compressor) -> None:
+    """Segments lie on 64-element boundaries: what is behind the last one is within the bucket, and in no parameter."""
+
+    def name_the_gap(message: Tensor) -> None:
+        count = len(message) // 8
+        message[: 4 * count].view(torch.int32)[count - 1] = (
+            synchronised(ranks.optimizers[0]).engine.layout.buckets[-1].numel - 1
+        )
+
+    ranks = Ranks(2, make, functools.partial(small_model, torch.float32), compression=compressor)
+    ranks.step(0)
+    before = [kept(ranks, rank) for rank in range(2)]
+    start = ranks.comms[1].start
+    in_flight(ranks.comms[1], name_the_gap)
+    errors = third(ranks)
+    assert [type(error) for error in errors] == [dgcopt.PayloadError] * 2, errors
+    assert all("from rank 1 names a position of bucket" in str(error) for error in errors), errors
+    ranks.comms[1].start = start  # type: ignore[method-assign]
+    waits = compressor.overlap is not True and isinstance(compressor, dgcopt.DGC)
+    for rank, state in enumerate(before):
+        now = kept(ranks, rank)
+        assert all(same(now[name][0], state[name][0]) for name in state if name != "step") and now["step"] == 1
+        assert same(now, state) != waits, "where the gradient is taken into memory before it is sent, it waits there"
+    ranks.step(1)
+    ranks.assert_replicas_equal()

@@ -222,7 +222,9 @@ def test_the_speed_of_the_link() -> None:
         Damaged(comms, seed, every=1, only="slowest rank")
         for comm in comms:
             comm.link = None
-        attempt(lambda c=comms: dgcopt.simulate([measure_link(comm, Asks()) for comm in c], c), seed)
+        attempt(
+            lambda c=comms: dgcopt.simulate([measure_link(comm, Asks(), torch.device("cpu")) for comm in c], c), seed
+        )
         for comm in comms:
             assert comm.link is None or isinstance(comm.link, Link)
 

@@ -155,7 +155,7 @@ class Trainer:
     """One rank's part in a run: what its settings describe, and how far it has come."""
 
     def __init__(self, settings: Settings, comm: Comm) -> None:
-        self.settings, self.output = settings, Path(settings.output)
+        self.settings, self.output, self.joined = settings, Path(settings.output), comm
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
@@ -203,8 +203,8 @@ class Trainer:
 
     @property
     def comm(self) -> Comm:
-        """The workers that there are now."""
-        return self.exchange.comm
+        """The workers that there are now; under Horovod Elastic those of the newest round."""
+        return dgcopt.init() if self.joined.elastic else self.joined
 
     @property
     def position(self) -> float:

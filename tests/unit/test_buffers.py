@@ -30,7 +30,7 @@ def test_what_it_cannot_do_is_said_at_once() -> None:
         dgcopt.sync_buffers(net, optimizer, every=0)
     with pytest.raises(dgcopt.ConfigError, match="the model whose buffers are meant, not a OrderedDict"):
         dgcopt.sync_buffers(net.state_dict(), optimizer)  # type: ignore[arg-type]
-    with pytest.raises(dgcopt.ConfigError, match="DistributedOptimizer, or an averaging algorithm, returned"):
+    with pytest.raises(dgcopt.ConfigError, match="an optimizer from DistributedOptimizer or an averaging algorithm"):
         dgcopt.sync_buffers(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 

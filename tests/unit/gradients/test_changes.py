@@ -437,7 +437,7 @@ class Parts(dgcopt.Compressor):
 
 FIRST_ATTEMPTS = {
     Several: r"AllGather takes one tensor, not topk. Yield one collective per tensor",
-    Tensors: r"exchange\(\) must yield collectives, such as dgcopt.collectives.AllReduce\(tensor\).* has yielded Tensor",
+    Tensors: r"exchange\(\) must yield collectives, such as dgcopt.collectives.AllReduce.* has yielded Tensor",
     Calls: r"exchange\(\) must be a generator.* has returned AllReduce",
     Plain: r"exchange\(\) must be a generator.* has returned Tensor.*yield from \(\)",
     Kinds: r"has yielded type",

@@ -7,6 +7,7 @@ import functools
 import logging
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class HookState:
     def _start(self) -> None:
         self._would_send_updates = False
         self.telemetry = Telemetry()
+        self._lock = threading.RLock()
         self._store = Store()
         self._commit = Commit()
         self._saved: dict[str, Any] | None = None  # what was restored, until it is known to belong here
@@ -220,6 +222,10 @@ class HookState:
     @torch.no_grad()
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """Take one of DDP's buckets; the call for the last one finishes the step. Its averaged gradients come later."""
+        with self._lock:  # autograd runs a thread for each device
+            return self._exchange(bucket)
+
+    def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         if self._saved is not None and self._saved.get("rank") is not None:

@@ -178,6 +178,13 @@ class Stepping:
 
     def gradient_arrived(self, param: Tensor) -> None:
         """`param.grad` was added to; called by autograd, or by who makes gradients without it."""
+        if self.engine is None:
+            self._take_in(param)
+            return
+        with self.engine.turns.lock:
+            self._take_in(param)
+
+    def _take_in(self, param: Tensor) -> None:
         engine = self.engine
         is_first = engine is None or not engine.in_flight
         if is_first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,9 +20,13 @@ class Turns(Generic[Stepper]):
     When a bucket is full, and so leaves during backward, depends on the gradients that a rank has, and wires match
     collectives by their order. So of several optimizers only one sends before its step: the one that came next the
     last time. If another one comes, what the expected one has sent is called off first, on all ranks alike.
+
+    Attributes: `lock`, held while a gradient is taken in. Autograd runs a thread for each device, and threads may call
+    backward at once. The thread that holds it may take it again: simulated ranks move each other on.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._expected: weakref.ref[Stepper] | None = None
         self._last: weakref.ref[Stepper] | None = None
         self._after: WeakKeyDictionary[Stepper, weakref.ref[Stepper]] = WeakKeyDictionary()

@@ -6,9 +6,11 @@ import os
 import socket
 import sys
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from operator import index
+from types import MethodType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -109,7 +111,7 @@ class Comm(ABC):
         self.rank = rank
         self.size = size
         self.deadline = deadline
-        self._users: list[Callable[[], None]] = []
+        self._users: list[weakref.ref[Callable[[], None]]] = []
         self._leaving: list[Callable[[], None]] = []
         everyone = tuple(range(size))
         self._ranks: dict[Group, tuple[int, ...]] = {
@@ -359,9 +361,10 @@ class Comm(ABC):
     def attend(self, progress: Callable[[], None]) -> int:
         """Register a user of this wire and return its number, by which all ranks know it.
 
-        `progress` moves its exchanges on while another rank waits; only the simulated wire calls it.
+        `progress` moves its exchanges on while another rank waits; only the simulated wire calls it. The wire does not
+        keep it alive.
         """
-        self._users.append(progress)
+        self._users.append(weakref.WeakMethod(progress) if isinstance(progress, MethodType) else weakref.ref(progress))
         return len(self._users) - 1
 
     def abort(self, code: int = 1) -> NoReturn:

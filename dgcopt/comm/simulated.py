@@ -12,6 +12,7 @@ all ranks before the first of them steps, because that one sends the gradients o
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -117,7 +118,7 @@ class _World:
         self.meetings: dict[tuple[Channel, int], _Meeting] = {}
         self.turn: dict[tuple[Channel, int], int] = {}
         self.started = 0
-        self.users: list[list[Callable[[], None]]] = [[] for _ in node_of]
+        self.users: list[list[weakref.ref[Callable[[], None]]]] = [[] for _ in node_of]
         self.subsets: dict[tuple[int, ...], list[SimulatedComm]] = {}
 
     def start(self, rank: int, channel: Channel, ranks: tuple[int, ...], collective: Collective) -> _Seat:
@@ -181,8 +182,9 @@ class SimulatedComm(Comm):
         """Move the exchanges of these ranks on, those of one user or of all; returns whether any got further."""
         before = self._world.started
         for rank in ranks:
-            for number, progress in enumerate(self._world.users[rank]):
-                if user is None or number == user:
+            for number, reference in enumerate(self._world.users[rank]):
+                progress = reference() if user is None or number == user else None
+                if progress is not None:
                     progress()
         return self._world.started > before
 

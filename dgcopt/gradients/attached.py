@@ -58,6 +58,7 @@ class AttachedOptimizer:
             optimizer.register_step_post_hook(self._after_step),
             self._watch,
         ]
+        weakref.finalize(self, self._watch.remove).atexit = False
         _OF.setdefault(optimizer, WeakSet()).add(self)
 
     def detach(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -174,7 +175,20 @@ class Stepping:
         for param in self.names:
             if param.requires_grad and param not in self._watched:
                 self._watched.add(param)
-                param.register_post_accumulate_grad_hook(self.gradient_arrived)
+                handle = param.register_post_accumulate_grad_hook(self._tell)
+                weakref.finalize(self, handle.remove).atexit = False
+
+    @functools.cached_property
+    def _tell(self) -> Callable[[Tensor], None]:
+        """Calls `gradient_arrived`. Parameters keep it in C++, where gc does not see that it leads back here."""
+        reference = weakref.ref(self)
+
+        def tell(param: Tensor) -> None:
+            steps = reference()
+            if steps is not None:
+                steps.gradient_arrived(param)
+
+        return tell
 
     def gradient_arrived(self, param: Tensor) -> None:
         """`param.grad` was added to; called by autograd, or by who makes gradients without it."""

@@ -1,0 +1,58 @@
+"""What was wrapped is freed when it is dropped, though its wire and its parameters live on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import dgcopt
+
+
+def make_models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    models = [nn.Linear(64, 64) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    return models
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # gc looks at all that torch has deprecated
+def test_six_optimizers_one_after_another_on_the_same_models_leave_nothing() -> None:
+    comms, models = dgcopt.simulated_world(2), make_models()
+    dropped, alive = [], []
+    for _ in range(6):
+        optimizers = [
+            dgcopt.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+                model.named_parameters(),
+                dgcopt.DGC(0.1),
+                comm=comm,
+            )
+            for model, comm in zip(models, comms, strict=True)
+        ]
+        for model in models:
+            model(torch.ones(2, 64)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        dropped += [weakref.ref(optimizer) for optimizer in optimizers]
+        del optimizers, optimizer
+        gc.collect()
+        alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    assert not any(reference() for reference in dropped)
+    assert alive == alive[:1] * 6, "tensors that are alive"
+    assert not any(param._post_accumulate_grad_hooks for model in models for param in model.parameters())
+
+
+def test_averaging_and_hooks_of_ddp_are_freed() -> None:
+    comm, model = dgcopt.simulated_world(2)[0], make_models()[0]
+    optimizer = dgcopt.LocalSGD(4).attach(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), comm)
+    state, hook = dgcopt.ddp_hook(dgcopt.DGC(0.1), comm=comm)
+    assert state.comm is comm and state._runner is not None
+    dropped = [weakref.ref(optimizer.averaging), weakref.ref(state)]
+    del optimizer, state, hook
+    gc.collect()
+    assert not any(reference() for reference in dropped)

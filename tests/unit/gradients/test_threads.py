@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
+from dgcopt.gradients.engine import Engine
 from dgcopt.gradients.optimizer import synchronised
 
 WIDTH, DEPTH = 8, 40
@@ -115,3 +117,18 @@ def test_gradients_from_two_threads_make_the_same_steps_as_from_one(how: str) ->
     expected = train(how, one_by_one)
     for _ in range(3):
         assert all(map(torch.equal, train(how, at_once), expected))
+
+
+def test_one_thread_at_a_time_takes_gradients_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, inside, most = Engine.arrived, [0], [0]
+
+    def slowly(engine: Engine, param: Tensor) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(1e-3)  # another thread comes meanwhile, if it can
+        arrived(engine, param)
+        inside[0] -= 1
+
+    monkeypatch.setattr(Engine, "arrived", slowly)
+    train("two devices", at_once)
+    assert most == [1]

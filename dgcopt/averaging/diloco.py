@@ -282,11 +282,13 @@ class OuterSync(Sync):
     def _take_over(self, fragment: int) -> None:
         """Write anchors to weights."""
         followed = [(param, anchor) for param, anchor in self.members(fragment) if self._may_differ(param)]
+        self.round.commit.begin("anchors and weights")
         alpha = self.rule.alpha
         for param, anchor in followed:
             param.copy_(anchor if alpha == 0 else torch.lerp(anchor, param.to(anchor), alpha))
         self.sending, self._outgoing = None, {}
         self.round.replica.mark_synced([param for param, _ in followed] if alpha == 0 else [])
+        self.round.commit.end()
 
     def _may_differ(self, param: Tensor) -> bool:
         """Return True if ranks train the parameter, or have trained it since it was equal on all."""

@@ -27,6 +27,7 @@ from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.attendance import Attendance
 from ..exchange.buffers import Buffers
+from ..exchange.commit import Commit
 from ..exchange.divergence import replicas
 from ..exchange.flights import Flight
 from ..exchange.held import check_names, held, hold
@@ -73,6 +74,7 @@ class Rounds:
         joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
         buffers: the model's buffers that rounds synchronise; see `dgcopt.sync_buffers`.
         runner: the jobs that wait for other ranks.
+        commit: the marker of a round that is being written back.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Rounds:
         self.sync = sync(self)
         self.step = 0
         self.buffers: Buffers | None = None
+        self.commit = Commit()
         comm = current_comm(comm)
         if not rule.warmup_steps and comm.size > 1 and self._wire_of_gradients() is comm:
             raise ConfigError(
@@ -290,6 +293,7 @@ class Rounds:
 
     def finish_round(self) -> None:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
+        self.commit.check(self.comm.rank)
         self.runner.finish(None if self.replica.started else self._begin)
         self.sync.apply()
 
@@ -405,6 +409,7 @@ class Rounds:
         self.runner.clear()
         self.sync.abort()
         self._add_new_parameters()
+        self.commit.end()
         self.replica.restore(state)
         self.step, self._missed = state["step"], state["under_way"]
         self._follow_warm_up()

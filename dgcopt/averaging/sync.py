@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Handle
+from ..exchange.commit import Commit
 from ..exchange.flights import Flight
 from ..exchange.runner import Job, Runner, on_their_way
 from ..flat.buckets import Bucket
@@ -33,6 +34,7 @@ class Round(Protocol):
         replica: their weights and memory.
         runner: the jobs that wait for other ranks.
         joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
+        commit: the marker of a round that is being written back.
     """
 
     rule: Rule
@@ -41,6 +43,7 @@ class Round(Protocol):
     replica: Replica
     runner: Runner
     joining: bool
+    commit: Commit
 
     @property
     def local_step(self) -> int:
@@ -169,10 +172,12 @@ class WeightSync(Sync):
     def apply(self) -> None:
         if not self._flights:
             return
+        self.round.commit.begin("memory and weights")
         for flight in self._flights:
             assert isinstance(flight.result, Tensor)
             self._buckets[flight.of].settle()
             flight.of.write(flight.result)
+        self.round.commit.end()
         self._flights = []
         rule, step = self.round.rule, self.round.local_step
         self.round.replica.mark_synced(self.round.names if rule.identical(step) else (), rule.reaches_all(step))

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -22,10 +23,18 @@ from ..flat.shard import Shard, Sharding
 from ..flat.store import is_unsent
 from ..kernels import BLOCK, Mixture, gather
 
-__all__ = ["SUMS", "Context", "at_least_float32"]
+__all__ = ["SUMS", "Absorbed", "Context", "at_least_float32"]
 
 SUMS = "residual of the owner"
 """The memory of owners: what they have been sent and have not forwarded."""
+
+
+class Absorbed(Enum):
+    """Progress of an update of memory in place, which a rollback cannot undo."""
+
+    NO = "memory is that of the last commit"
+    PARTLY = "some of memory contains this step's gradient"
+    WHOLLY = "all of memory contains this step's gradient"
 
 
 @dataclass(eq=False)
@@ -53,6 +62,7 @@ class Context:
             `count`.
         mixture: what the gradient becomes before it travels, and the result is to be taken out of again; only for
             compressors that do both themselves (`Compressor.mixes`).
+        absorbed: whether memory in place contains this step's gradient already; see `absorbing`.
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
@@ -84,6 +94,7 @@ class Context:
     mixture: Mixture | None = None
     tally: Counter[str] = field(default_factory=Counter)
     certain: bool = False
+    absorbed: Absorbed = Absorbed.NO
     peak: Tensor | None = None
     idle: Sequence[str] = ()
     prescale: float = 1.0
@@ -331,6 +342,16 @@ class Context:
                 kept += [(self.shards, kind, span, held[span]) for kind, held in self.shards.items()]
         self._kept, self._unused = kept, unused
 
+    @contextmanager
+    def absorbing(self) -> Iterator[None]:
+        """Context for adding the gradient to memory in place, allowed once all ranks have voted (`certain`).
+
+        If the step is aborted later, memory keeps the gradient for the next step, and `param.grad` is cleared.
+        """
+        self.absorbed = Absorbed.PARTLY
+        yield
+        self.absorbed = Absorbed.WHOLLY
+
     def settle(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
 
@@ -379,6 +400,7 @@ class Context:
         self._next, self._later, self._shares = {}, [], []
         self._taken, self._added = set(), {}
         self._left, self.local, self.peak = None, None, None
+        self.absorbed = Absorbed.NO
         self.checks.clear()
         self._kept, self._unused, self._before = [], set(), []
         self.looked_at, self.refused = [], set()

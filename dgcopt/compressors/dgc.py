@@ -170,7 +170,8 @@ class DGC(ScheduledRatio):
         selection = self.selection(ctx)
         new: Tensor | None = None  # the next v, if already written
         if ctx.certain:
-            new, maxima = v, memory.accumulate(local, v, u, runs)
+            with ctx.absorbing():
+                new, maxima = v, memory.accumulate(local, v, u, runs)
         elif ctx.local is not None:  # no flat gradient, so memory for a second v
             new = ctx.advance("residual", dtype=dtype)[1]
             maxima = memory.look(local, v, u, runs, new)

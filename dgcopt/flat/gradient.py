@@ -423,6 +423,13 @@ class GradientBucket(Bucket):
         flat = param.new_zeros(segment.numel, requires_grad=False)
         return Segment(segment.name, param, 0).view(flat), flat, True  # in whatever order the bucket has its elements
 
+    @torch.no_grad()
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for segment in self.segments:
+            if segment.param.grad is not None:
+                segment.param.grad.zero_()
+
     def let_go(self) -> None:
         """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""
         self._local = self.touched = None

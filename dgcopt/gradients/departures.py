@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compressors import GradientExchange
+from ..compressors.context import Absorbed
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError
 from ..exchange.attendance import Attendance
@@ -182,6 +183,7 @@ class Departures:
                     )
             self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
         self.wrapped.make_update(self.settings.sparse_as_dense)
+        self.wrapped.commit.begin("the optimizer's state")
 
     def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
         """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
@@ -216,8 +218,12 @@ class Departures:
         self.clear(self.outdated)
 
     def roll_back(self) -> None:
-        """The step is void, or failed: all memory stays what it was before."""
-        for context in self.layout.contexts.values():
+        """Return memory to the last commit; gradients that it has absorbed already are cleared, as they stay in it."""
+        for bucket, context in self.layout.contexts.items():
+            if context.absorbed is Absorbed.WHOLLY:
+                bucket.clear_gradients()
+            elif context.absorbed is Absorbed.PARTLY:
+                self.wrapped.commit.begin("memory")
             context.roll_back()
 
     def arrived(self, used: dict[Tensor, bool] | None) -> list[Arrived]:

@@ -412,6 +412,7 @@ class Engine:
     def _make_void(self, ranks: list[int], arrived: Sequence[NotFinite] = ()) -> None:
         """End a step that nobody takes: gradients of `ranks` are not finite, or what has `arrived`."""
         self.void, self.infinite = True, ranks
+        self.wrapped.commit.end()
         if ranks or arrived:
             self.telemetry.skipped += 1
         if ranks and self.comm.rank not in ranks:  # else it has said so when it found them

@@ -19,7 +19,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -238,22 +238,31 @@ class Trainer:
                 f"shared out anew, weights become their mean, lr and the rest of the epoch follow"
             )
 
-    def train_step(self) -> float:
-        """One step of the optimizer, at the lr that is returned."""
+    @contextlib.contextmanager
+    def lr_of_step(self) -> Iterator[float]:
+        """Context in which the optimizer has the lr of this step, which it gives: scaled to the workers, warmed up."""
         warm = min(1.0, self.position / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
         # Schedulers and checkpoints see the lr of one worker, which holds for any number of them.
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * (1 + (self.lr_scale - 1) * warm)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        yield float(self.optimizer.param_groups[0]["lr"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+    def train_step(self) -> float:
+        """One step of the optimizer, at the lr that is returned."""
+        with self.lr_of_step() as lr:
+            self.optimizer.step()
+        self.count_step()
+        return lr
+
+    def count_step(self) -> None:
+        """After a step: clear gradients, and move the schedule and the position on."""
+        self.optimizer.zero_grad()
         if self.scheduler and self.settings.scheduler_interval == "step":
             self.scheduler.step()
         self.state.step, self.state.seen = self.state.step + 1, self.state.seen + self.samples_per_step
-        return lr
 
     def train_epoch(self, record: Record | None) -> None:
         """Train for what is left of the epoch."""

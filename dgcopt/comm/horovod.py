@@ -287,7 +287,7 @@ def broadcasting_root() -> int | None:
     """
     theirs = sys.modules.get("horovod.torch.functions")
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "dgcopt.")):
         frame = frame.f_back
     if theirs is None or frame.f_code is not theirs.broadcast_optimizer_state.__code__:
         return None

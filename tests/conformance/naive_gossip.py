@@ -37,9 +37,10 @@ class Replicas:
 
     def step(self, lr, active=None):
         """Of all ranks, or of those that have data."""
-        for rank, optimizer in enumerate(self.optimizers):
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
+        for rank, optimizer in enumerate(self.optimizers):
             if active is None or rank in active:
                 optimizer.step()
 

@@ -69,6 +69,7 @@ class Ranks:
             loss_of(step, rank, mine).backward()
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr
+        for optimizer in self.optimizers:
             optimizer.step()
         return [naive.copies(mine) for mine in self.params]
 

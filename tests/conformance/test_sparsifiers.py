@@ -397,7 +397,7 @@ def test_decoupled_weight_decay_is_applied_whole_and_never_waits():
     ("make", "reason"),
     [
         (lambda: dgcopt.RandomK(0.0), "ratio"),
-        (lambda: dgcopt.RandomK(unbiased=True), "unbiased=True scales up"),
+        (lambda: dgcopt.RandomK(unbiased=True), "unbiased=True scales values up"),
         (lambda: dgcopt.Threshold(0.0), "threshold must be a positive number"),
         (lambda: dgcopt.Threshold(at_most=1.5), "at_most"),
         (lambda: dgcopt.ChunkedTopK(chunk=100), "multiple of 64"),

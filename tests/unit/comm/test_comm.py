@@ -14,6 +14,7 @@ from dgcopt.comm import launch
 from dgcopt.comm.launch import _detect, slurm_meeting_place
 from dgcopt.comm.local import LocalComm
 from dgcopt.errors import CommError, ConfigError, MismatchError, TimeoutExceeded
+from dgcopt.gradients.optimizer import synchronised
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,9 @@ def test_alone_on_purpose(joins):
     """On the wire "local", in a shell of an allocation, and on a comm that is given."""
     many = dict.fromkeys(LAUNCHERS, "3")
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
-    assert joins("local", **many).wire == dgcopt.DistributedOptimizer(optimizer, comm=LocalComm()).comm.wire == "local"
+    assert joins("local", **many).wire == "local"
+    steps = synchronised(dgcopt.DistributedOptimizer(optimizer, comm=LocalComm()))
+    assert steps is not None and steps.comm.wire == "local"
     dgcopt.shutdown()
     assert joins(None, DGCOPT_WIRE="local", **many).wire == "local"
     dgcopt.shutdown()

@@ -87,7 +87,7 @@ def test_what_is_not_plain_is_refused_by_its_place(value: Any, words: str) -> No
 def test_pickles_only_where_that_is_said() -> None:
     data = encode([Point(1, 2), torch.ones(2)], pickle=True)
     assert same(decode(data, pickle=True)[0], Point(1, 2))
-    with pytest.raises(PayloadError, match="without pickle=True"):
+    with pytest.raises(PayloadError, match="set pickle=True to read it"):
         decode(data)
 
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -287,8 +288,12 @@ def broadcasting_root() -> int | None:
     """
     theirs = sys.modules.get("horovod.torch.functions")
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "dgcopt.")):
+    while frame.f_back is not None and (_is_torchs(frame) or frame.f_code.co_name == "state_dict"):
         frame = frame.f_back
     if theirs is None or frame.f_code is not theirs.broadcast_optimizer_state.__code__:
         return None
     return int(frame.f_locals["root_rank"])
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")

@@ -121,7 +121,7 @@ def decode_rice(messages: Tensor, count: int, numel: int, ranks: Sequence[int]) 
     counts = counts.cpu()
     if bool((counts == count).all()):
         return rows.view(-1), counts
-    return torch.cat([row[:number] for row, number in zip(rows, counts.tolist(), strict=True)]), counts
+    return rows[_counted(rows, counts)], counts
 
 
 def read_rows(
@@ -164,5 +164,11 @@ def _in_rows(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     if len(set(lengths)) <= 1:
         rows = indices.view(len(lengths), -1) if len(lengths) else indices.new_zeros(0, 0)
     else:
-        rows = torch.nn.utils.rnn.pad_sequence(indices.split(lengths), batch_first=True)
+        rows = indices.new_zeros(len(lengths), max(lengths))
+        rows.masked_scatter_(_counted(rows, counts), indices)
     return rows, sent(counts, indices.device)
+
+
+def _counted(rows: Tensor, counts: Tensor) -> Tensor:
+    """Return which elements of rows are among the first `counts` of their row: bool, of the shape of `rows`."""
+    return torch.arange(rows.shape[1], device=rows.device) < sent(counts, rows.device).unsqueeze(1)

@@ -56,8 +56,8 @@ class Compressor:
     An averaged update is added to the parameters directly, and nothing overlaps with backward. "auto" is "update" for
     Adam and torch's other elementwise optimizers (Adadelta, Adagrad, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
     SparseAdam), since Adam's moments degrade with mostly missing coordinates. Turn off the first moment then,
-    betas=(0.0, b2): the residual acts as momentum (docs/compressors.md). If a wire fails, the step is lost, but the
-    optimizer's state and the residual already contain its gradient.
+    betas=(0.0, b2): the residual acts as momentum (docs/compressors.md). If a wire fails, the
+    optimizer's state already contains the lost step, so the next one raises InterruptedStep: restore a checkpoint.
 
     "auto" is "gradient" for SGD, where the two differ by a factor of lr, and for all other optimizers, whose updates
     may not be additive. Set "update" for a user-defined optimizer if only its `step()` changes weights, uses only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from where import HOROVOD, only
 
-from dgcopt import Comm, CommError, ConfigError, MismatchError, TimeoutExceeded
+from dgcopt import Comm, ConfigError, MismatchError, TimeoutExceeded
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv
 from dgcopt.comm import LocalComm
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checks import check_fraction
 from ..coding import decode_rice, encode_rice, one_row, rice_bytes, what_fits
-from ..collectives import AllReduce, Broadcast
+from ..collectives import Broadcast
 from ..flat.gradient import SparseSum
 from ..kernels import add_and_maxima, gather, subtract_at
 from .base import GradientExchange, Source
@@ -71,12 +71,13 @@ class CLTK(ScheduledRatio):
         choice = yield Broadcast(choice, root=leader)
         indices, _ = decode_rice(choice.unsqueeze(0), count, ctx.numel, [leader])
 
-        sent = v.new_zeros(count, dtype=ctx.dtype)
-        sent[: len(indices)] = gather(v, indices)
-        subtract_at(v, indices, sent[: len(indices)].to(v.dtype))
+        values = v.new_zeros(count)
+        values[: len(indices)] = gather(v, indices)
+        summing, sent = ctx.all_reduce(values)
+        subtract_at(v, indices, sent[: len(indices)])
         ctx.keep_residual(v if self.beta == 1 else e.lerp(v, self.beta))
         total = SparseSum()
-        total.add(indices, (yield AllReduce(sent, op=ctx.op))[: len(indices)])
+        total.add(indices, (yield summing)[: len(indices)])
         return total
 
     def _choose(self, v: Tensor, maxima: Tensor, ctx: Context) -> Tensor:

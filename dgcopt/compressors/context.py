@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..coding import Checks, Sent, read_checks
-from ..collectives import Link
+from ..collectives import AllReduce, Link
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.segments import PerTensor, Segment
@@ -144,6 +144,21 @@ class Context:
         if isinstance(result, Tensor):
             return result.to(self.dtype)
         return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
+
+    def all_reduce(self, values: Tensor) -> tuple[AllReduce, Tensor]:
+        """Return the allreduce of `values` in the parameters' dtype as `op` says, and the part of them that it adds up.
+
+        In half precision wires may add up before they divide: so each rank divides first, and values are clamped such
+        that no sum of finite ones overflows. The residual keeps the rest. The part is in the dtype of `values`, and may
+        share memory with the message, which the allreduce overwrites.
+        """
+        if at_least_float32(self.dtype) == self.dtype:
+            message = values.to(self.dtype)
+            return AllReduce(message, op=self.op), message.to(values.dtype)
+        wide = values.to(at_least_float32(self.dtype)) / self.divisor
+        limit = largest_addend(self.dtype, self.size)
+        message = torch.where(wide.isinf(), wide, wide.clamp(-limit, limit)).to(self.dtype)
+        return AllReduce(message, op="sum"), (message.to(wide.dtype) * self.divisor).to(values.dtype)
 
     def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
         """Error feedback: `grad` plus `decay` times what has not been sent; `grad` stays.
@@ -404,6 +419,15 @@ class Context:
         self.checks.clear()
         self._kept, self._unused, self._before = [], set(), []
         self.looked_at, self.refused = [], set()
+
+
+def largest_addend(dtype: torch.dtype, size: int) -> float:
+    """Return the largest number of `dtype` of which `size` add up to a finite sum, however partial sums are rounded."""
+    most = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
+    addend = (most / size).to(dtype)
+    if addend.double() * size > most:
+        addend = addend.nextafter(torch.zeros_like(addend))
+    return float(addend)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

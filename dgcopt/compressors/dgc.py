@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..coding import SparseCode
-from ..collectives import AllReduce
 from ..flat.gradient import LocalGradient
 from ..kernels import BLOCK, clear_at, gather, subtract_at
 from .base import GradientExchange, Source
@@ -149,9 +148,12 @@ class DGC(ScheduledRatio):
             self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments])
         memory, runs = self._memory, self._memory.runs(ctx.segments)
         if ctx.kind == "vector" and self.vectors == "dense":
+            grad = grad.to(at_least_float32(grad.dtype))
             memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, runs)
             ctx.add_unsent(grad)  # after the momentum, which v already contains
-            return (yield AllReduce(grad, op=ctx.op))
+            result = yield ctx.all_reduce(grad)[0]
+            ctx.look_at(result)
+            return result
 
         ratio = self.ratio_at(ctx.step)
         local = LocalGradient(grad) if ctx.local is None else ctx.local
@@ -163,8 +165,10 @@ class DGC(ScheduledRatio):
             ctx.peak = everything.abs().amax() if self.clip is None else None  # clipping removes Inf
             ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
             if ratio == 1:
-                ctx.once_settled(lambda: v.sub_(v.to(ctx.dtype)))
-                return (yield AllReduce(everything.to(ctx.dtype), op=ctx.op))
+                ctx.once_settled(lambda: v.sub_(ctx.all_reduce(v)[1]))
+                result = yield ctx.all_reduce(everything)[0]
+                ctx.look_at(result)
+                return result
             return (yield from whole_sum(self.reduce, self.vectors, ctx).exchange(everything, ctx))
 
         selection = self.selection(ctx)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives import AllReduce
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
 from ..kernels import draw_from_spans, gather, subtract_at
 from .base import GradientExchange, Source
-from .context import Context
+from .context import Context, at_least_float32
 from .schedule import ScheduledRatio, Warmup
 from .selection import count_of
 from .sparse import check_decay
@@ -70,14 +69,15 @@ class RandomK(ScheduledRatio):
         v = ctx.add_residual(grad, self.decay) if self.error_feedback else grad
         starts, lengths = self._spans(ctx)
         positions = draw_from_spans(starts, lengths, ctx.key(self.seed, own=False))
-        sent = gather(v, positions).to(ctx.dtype)
-        if self.error_feedback:
-            subtract_at(v, positions, sent.to(v.dtype))
-            ctx.keep_residual(v)
+        values = gather(v, positions)
         if self.unbiased:
-            sent *= lengths
+            values = values.to(at_least_float32(ctx.dtype)) * lengths
+        summing, sent = ctx.all_reduce(values)
+        if self.error_feedback:
+            subtract_at(v, positions, sent)
+            ctx.keep_residual(v)
         total = SparseSum()
-        total.add(positions, (yield AllReduce(sent, op=ctx.op)))
+        total.add(positions, (yield summing))
         return total
 
     def _spans(self, ctx: Context) -> tuple[Tensor, Tensor]:

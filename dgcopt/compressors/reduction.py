@@ -312,11 +312,11 @@ class Partition:
         positions = sharding.positions(places, turns.to(places.device)).sort().values
         if len(positions) and int(positions[-1]) >= ctx.numel:
             raise PayloadError(f"a rank has chosen position {int(positions[-1])} in a bucket of {ctx.numel}")
-        sent = choice.at(positions).to(ctx.dtype)
-        choice.forget(positions, sent.to(choice.values.dtype), None)
+        summing, sent = ctx.all_reduce(choice.at(positions))
+        choice.forget(positions, sent.to(choice.values.dtype, copy=True), None)  # which may be later
         total = SparseSum()
         if len(positions):
-            total.add(positions, (yield AllReduce(sent.clone(), op=ctx.op)))
+            total.add(positions, (yield summing))
         return total
 
     def nbytes(self, ctx: Context) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..coding import read_checks
+from ..coding import Checks, read_checks
 from ..compressors import Context
-from ..errors import InterruptedStep, PayloadError
+from ..errors import InterruptedStep
 from ..flat.gradient import SparseSum, values_of
 from ..kernels import peaks
 from .flights import Flight
@@ -110,12 +110,16 @@ def inspect(arrived: Sequence[Arrived]) -> list[NotFinite]:
 
     Raises PayloadError for a check of a message that fails, and for a position that is in no parameter.
     """
-    read_checks(one.context.checks for one in arrived if one.context is not None)
+    checks, finite = Checks(), list[int]()
     for one in arrived:
         if isinstance(one.flight.result, SparseSum) and one.context is not None:
-            _check_positions(one.flight.result, one.context, one.flight.label)
+            _check_positions(one.flight.result, one.context, one.flight.label, checks)
     looked = [_looked_at(one) for one in arrived]
-    if _are_finite(tensor for found in looked for tensor in found) and not any(map(_refused, arrived)):
+    for right in _finite_flags(tensor for found in looked for tensor in found):
+        checks.when_read(right, finite.append)
+    # all at once, as each read waits for the device
+    read_checks([*(one.context.checks for one in arrived if one.context is not None), checks])
+    if all(finite) and not any(map(_refused, arrived)):
         return []
     return [
         NotFinite(one.flight.label, _senders(one))
@@ -156,18 +160,18 @@ def commit_gradients(writes: Sequence[Write]) -> None:
         write()
 
 
-def _check_positions(result: SparseSum, context: Context, label: str) -> None:
-    for place, (positions, _) in enumerate(result.messages if _outside(result.whole, context) else ()):
-        if _outside([(positions, positions)], context):
-            whose = f"the message from rank {place}" if len(result.messages) == context.size else "a message"
-            raise PayloadError(
-                f"rank {context.rank}: {whose} names a position of {label} that is in no parameter: it was damaged on "
-                f"the way, or that rank runs another model or version"
-            )
+def _check_positions(result: SparseSum, context: Context, label: str, checks: Checks) -> None:
+    def problem() -> str:
+        outside = [bool(context.tensors.outside(positions)) for positions, _ in result.messages]
+        whose = f"the message from rank {outside.index(True)}" if len(outside) == context.size else "a message"
+        return (
+            f"rank {context.rank}: {whose} names a position of {label} that is in no parameter: it was damaged on "
+            f"the way, or that rank runs another model or version"
+        )
 
-
-def _outside(messages: Iterable[tuple[Tensor, Tensor]], context: Context) -> bool:
-    return any(bool(context.tensors.outside(positions)) for positions, _ in messages)
+    for positions, _ in result.whole:
+        if len(positions):
+            checks.expect(~context.tensors.outside(positions), problem)
 
 
 def _looked_at(one: Arrived) -> list[Tensor]:
@@ -180,10 +184,15 @@ def _looked_at(one: Arrived) -> list[Tensor]:
 
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(map(bool, _finite_flags(tensors)))
+
+
+def _finite_flags(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return whether all tensors of one device and dtype are finite, yet to be read, for each of these."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return all(bool(peaks(some).isfinite().all()) for some in alike.values())
+    return [peaks(some).isfinite().all() for some in alike.values()]
 
 
 def _refused(one: Arrived) -> bool:

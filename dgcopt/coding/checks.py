@@ -18,6 +18,11 @@ class Checks:
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, Callable[[int], object]]] = []
 
+    @property
+    def are_pending(self) -> bool:
+        """True if any number is yet to be read."""
+        return bool(self._pending)
+
     def when_read(self, number: Tensor, use: Callable[[int], object]) -> None:
         """Call `use` with a number, of no dimension, once it is read."""
         self._pending.append((number, use))

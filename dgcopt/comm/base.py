@@ -290,6 +290,13 @@ class Comm(ABC):
         except (RuntimeError, ValueError) as error:
             raise self._failed(handle.collective, error) from error
 
+    def finish_on_device(self, deadline: float | None = None) -> None:  # noqa: B027  # most wires have nothing to do
+        """Wait for collectives that a device still runs after `wait`; call it before the host reads from the device.
+
+        `deadline` in seconds from now, this comm's own by default. Raises TimeoutExceeded past it, CommError if a
+        collective failed. Returns at once on wires whose `wait` blocks the host.
+        """
+
     def sent(self, collective: Collective) -> int:
         """Bytes that this rank puts on the wire for a collective: by the bandwidth-optimal algorithm, or by one that
         the wire is known to take.

@@ -169,6 +169,8 @@ class TorchComm(Comm):
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
         self._lanes: list[dist.ProcessGroup | None] = [self._world]
         self._turn = 0
+        self._on_device: list[tuple[dist.Work, Collective]] = []
+        self._connected: set[Channel] = set()
         self._backend: str | None = None
         self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
         if apart is not None:
@@ -314,12 +316,23 @@ class TorchComm(Comm):
                 peers.append(dist.P2POp(dist.irecv, output, self._global(ranks[collective.source]), group))
             if collective.to is not None:
                 peers.append(dist.P2POp(dist.isend, tensor, self._global(ranks[collective.to]), group))
-            works = list(dist.batch_isend_irecv(peers)) if peers else []
+            works = self._connect(collective, tensor, group)
+            works += dist.batch_isend_irecv(peers) if peers else []
         elif isinstance(collective, Barrier):
             works = [dist.barrier(group=group, async_op=True)]
         else:
             raise CommError(f"torch.distributed does not have {collective.describe()}")
         return _Work(collective, [work for work in works if work is not None], output, divide_by, tells_all)
+
+    def _connect(
+        self, collective: Collective, tensor: Tensor, group: dist.ProcessGroup | None
+    ) -> list[dist.Work | None]:
+        """Launch one tiny allreduce in a new NCCL group, as its first sends and receives need all of its ranks."""
+        channel = self._channel(collective.group)
+        if tensor.is_cpu or channel in self._connected or "nccl" not in _backends(group):
+            return []
+        self._connected.add(channel)
+        return [dist.all_reduce(tensor.new_zeros(1), group=group, async_op=True)]
 
     def _is_gloo(self, group: dist.ProcessGroup | None) -> bool:
         """True if CUDA tensors travel over a group by Gloo."""
@@ -334,12 +347,34 @@ class TorchComm(Comm):
             return super().wait(handle, deadline)
         limit = self.deadline if deadline is None else deadline
         try:
+            if not handle.output.is_cpu:
+                self._on_device = [
+                    *(one for one in self._on_device if not _has_succeeded(one[0])),
+                    *((work, handle.collective) for work in handle.works),
+                ]
             handle.wait(limit)
             return handle.result()
         except RuntimeError as error:
             if "timed out" in str(error).lower() or "timeout" in str(error).lower():
                 raise self._late(handle.collective, limit) from error
             raise self._failed(handle.collective, error) from error
+
+    def finish_on_device(self, deadline: float | None = None) -> None:
+        """As `Comm.finish_on_device`: poll NCCL's works, so that the deadline passes here and not in a read."""
+        if not self._on_device:
+            return
+        limit = self.deadline if deadline is None else deadline
+        works, self._on_device = self._on_device, []
+        start, pause = time.monotonic(), 20e-6
+        for work, collective in works:
+            while not work.is_completed():
+                if time.monotonic() - start > limit:
+                    raise self._late(collective, limit)
+                time.sleep(pause)
+                pause = min(2 * pause, 1e-3)
+            error = work.exception()
+            if error is not None:
+                raise self._failed(collective, error)
 
     def _waiting(self, words: str) -> dict[int, str] | None:
         """By the store where the ranks met. A thread asks it, because its machine may be the one that is lost."""
@@ -395,6 +430,11 @@ class TorchComm(Comm):
         if self._owner:
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
+
+
+def _has_succeeded(work: dist.Work) -> bool:
+    """True if a device has completed a work without an exception."""
+    return work.is_completed() and work.exception() is None
 
 
 def _tells_all(collective: Collective, size: int) -> bool:

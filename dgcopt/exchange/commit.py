@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..coding import Checks, read_checks
+from ..comm import Comm
 from ..compressors import Context
 from ..errors import InterruptedStep
 from ..flat.gradient import SparseSum, values_of
@@ -102,7 +103,7 @@ class NotFinite:
         return self.label + (f" from rank(s) {', '.join(map(str, self.ranks))}" if self.ranks else "")
 
 
-def inspect(arrived: Sequence[Arrived]) -> list[NotFinite]:
+def inspect(arrived: Sequence[Arrived], comm: Comm) -> list[NotFinite]:
     """Return the exchanges that have brought NaN or Inf, at a cost in proportion to the messages.
 
     Looks at sums of a few coordinates, and at what exchanges have asked for by `Context.look_at`. A dense sum that an
@@ -117,6 +118,8 @@ def inspect(arrived: Sequence[Arrived]) -> list[NotFinite]:
     looked = [_looked_at(one) for one in arrived]
     for right in _finite_flags(tensor for found in looked for tensor in found):
         checks.when_read(right, finite.append)
+    if any(map(_is_read, arrived)):
+        comm.finish_on_device()
     # all at once, as each read waits for the device
     read_checks([*(one.context.checks for one in arrived if one.context is not None), checks])
     if all(finite) and not any(map(_refused, arrived)):
@@ -172,6 +175,11 @@ def _check_positions(result: SparseSum, context: Context, label: str, checks: Ch
     for positions, _ in result.whole:
         if len(positions):
             checks.expect(~context.tensors.outside(positions), problem)
+
+
+def _is_read(one: Arrived) -> bool:
+    """True if numbers of an exchange are read from the device."""
+    return bool(_looked_at(one)) or (one.context is not None and one.context.checks.are_pending)
 
 
 def _looked_at(one: Arrived) -> list[Tensor]:

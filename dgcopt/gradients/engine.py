@@ -318,7 +318,7 @@ class Engine:
         yield from traffic.finish(departures.flights, self.compressor.in_turn)
         start = time.perf_counter()
         arrived = departures.arrived(used)
-        not_finite = inspect(arrived)
+        not_finite = inspect(arrived, self.comm)
         if not_finite:
             departures.roll_back()
             self._make_void([], not_finite)
@@ -376,6 +376,7 @@ class Engine:
             arrivals.put_back(changed)
             departures.fill_rest()
             changed = []
+        self.comm.finish_on_device()
         infinite = arrivals.find_infinite(trained, grads, changed) if self.attendance.here else None
         if infinite is not None:
             log.log(

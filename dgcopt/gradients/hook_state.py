@@ -395,6 +395,7 @@ class HookState:
             )
         self._commit.check(self.comm.rank)
         self._saved = None
+        self.comm.finish_on_device()
         tells = [number for flight in self._flights for number in flight.of.tells.tolist()]
         used = [peak != 0 for peak in tells]
         order = [f"compression: {plain(self.compressor)}", *(name for names in self._layout for name in names)]
@@ -468,7 +469,7 @@ class HookState:
         """
         start, left = time.perf_counter(), iter(used)
         arrived = [self._arrived_by(flight, [next(left) for _ in flight.of.grads]) for flight in self._flights]
-        not_finite = inspect(arrived)
+        not_finite = inspect(arrived, self.comm)
         if not_finite:
             named = ", ".join(map(str, not_finite))
             if self._scaler is None:

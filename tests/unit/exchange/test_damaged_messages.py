@@ -28,6 +28,7 @@ from dgcopt.exchange.agreement import compare
 from dgcopt.exchange.broadcast import _sent
 from dgcopt.exchange.group_settings import GroupSettings
 from dgcopt.exchange.link import measure_link
+from dgcopt.kernels import BLOCK
 
 ROOM = 2**28
 """Bytes that a damaged message may cost."""
@@ -251,7 +252,7 @@ def test_the_collectives_of_hvd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trits(packed: Tensor, count: int) -> Tensor:
     out = torch.zeros(count)
-    put_trits(packed, count, torch.ones(1), torch.zeros(count, dtype=torch.int64), out, "set", 5)
+    put_trits(packed, count, torch.ones(1), torch.zeros(-(-count // BLOCK), dtype=torch.int64), out, "set", 5)
     return out
 
 

@@ -7,7 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -180,49 +180,47 @@ class Stepping:
 
     @functools.cached_property
     def _tell(self) -> Callable[[Tensor], None]:
-        """Calls `gradient_arrived`. Parameters keep it in C++, where gc does not see that it leads back here."""
+        """The hook of each parameter: one function, as every call costs time for each gradient.
+
+        Parameters keep it in C++, where gc does not see that it leads back here, so it holds a weak reference.
+        """
         reference = weakref.ref(self)
 
         def tell(param: Tensor) -> None:
             steps = reference()
-            if steps is not None:
-                steps.gradient_arrived(param)
+            if steps is None:
+                return
+            with steps.engine.turns.lock if steps.engine is not None else nullcontext():
+                engine = steps.engine
+                is_first = engine is None or not engine.in_flight
+                if is_first:
+                    steps.keep_up()
+                    engine = steps.engine
+                if engine is None:  # the only rank that is left after `rejoin`
+                    return
+                if steps._grads not in NOT_YET:
+                    steps._grads = Grads.OWN if steps._grads is Grads.VOID else Grads.MIXED
+                if steps.mode in SENDS_NOTHING:
+                    engine.added(param)
+                    return
+                if is_first and getattr(steps.optimizer, "_join_config", None) is not None:
+                    torch.distributed.algorithms.Join.notify_join_context(steps.optimizer)  # type: ignore[arg-type]
+                if steps._unstepped.moved(param):
+                    log.warning(
+                        "dgcopt: rank %d: weights changed after the last backward passes, but this %s's step() was not "
+                        "called: no gradient is averaged, and ranks train apart. If it moves weights by other methods, "
+                        "as SAM does by first_step() and second_step(), wrap the optimizer inside it "
+                        "(sam.base_optimizer = dgcopt.DistributedOptimizer(sam.base_optimizer, ...)), or call "
+                        "optimizer.synchronize() before each of these methods",
+                        *(steps.comm.rank, type(steps.optimizer).__name__),
+                    )
+                engine.arrived(param)
 
         return tell
 
     def gradient_arrived(self, param: Tensor) -> None:
         """`param.grad` was added to; called by autograd, or by who makes gradients without it."""
-        if self.engine is None:
-            self._take_in(param)
-            return
-        with self.engine.turns.lock:
-            self._take_in(param)
-
-    def _take_in(self, param: Tensor) -> None:
-        engine = self.engine
-        is_first = engine is None or not engine.in_flight
-        if is_first:
-            self.keep_up()
-            engine = self.engine
-        if engine is None:  # the only rank that is left after `rejoin`
-            return
-        if self._grads not in NOT_YET:
-            self._grads = Grads.OWN if self._grads is Grads.VOID else Grads.MIXED
-        if self.mode in SENDS_NOTHING:
-            engine.added(param)
-            return
-        if is_first and getattr(self.optimizer, "_join_config", None) is not None:
-            torch.distributed.algorithms.Join.notify_join_context(self.optimizer)  # type: ignore[arg-type]
-        if self._unstepped.moved(param):
-            log.warning(
-                "dgcopt: rank %d: weights changed after the last backward passes, but this %s's step() was not called: "
-                "no gradient is averaged, and ranks train apart. If it moves weights by other methods, as SAM does by "
-                "first_step() and second_step(), wrap the optimizer inside it "
-                "(sam.base_optimizer = dgcopt.DistributedOptimizer(sam.base_optimizer, ...)), or call "
-                "optimizer.synchronize() before each of these methods",
-                *(self.comm.rank, type(self.optimizer).__name__),
-            )
-        engine.arrived(param)
+        self._tell(param)
 
     def _step_without_data(self) -> None:
         """The step of a rank that has run out of data, after the others' gradients were averaged without it.

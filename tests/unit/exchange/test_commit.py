@@ -220,3 +220,29 @@ def test_a_position_between_two_parameters_is_refused_on_all_ranks_before_anythi
         assert same(now, state) != waits, "where the gradient is taken into memory before it is sent, it waits there"
     ranks.step(1)
     ranks.assert_replicas_equal()
+
+
+def refused_step(compressor: dgcopt.Compressor, make: Callable[..., torch.optim.Optimizer]) -> Ranks:
+    """Two ranks whose third step has failed on the wire, after the vote."""
+    ranks = Ranks(2, make, functools.partial(small_model, torch.float32), compression=compressor)
+    ranks.step(0)
+    ranks.step(1)
+    for optimizer in ranks.optimizers:
+        optimizer.zero_grad()
+    for comm in ranks.comms:
+        comm.wait = refusing(comm.wait)  # type: ignore[method-assign]
+    assert third(ranks)
+    return ranks
+
+
+def test_a_gradient_that_memory_has_absorbed_counts_once() -> None:
+    ranks = refused_step(dgcopt.DGC(0.1), make)
+    for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+        assert optimizer.residual_norm() > 0
+        assert all(param.grad is None or not param.grad.any() for param in model.parameters() if param.dim() > 1)
+
+
+def test_a_failed_step_that_has_moved_the_optimizers_state_is_told_at_the_next_one() -> None:
+    ranks = refused_step(dgcopt.TopK(0.1), functools.partial(torch.optim.Adam, lr=0.01))
+    errors = third(ranks)
+    assert errors and all(isinstance(error, dgcopt.InterruptedStep) for error in errors), errors

@@ -21,15 +21,23 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from . import averaging, compressors, kernels, launcher
-from .averaging import Averaging
+from . import (
+    Averaging,
+    Compressor,
+    ConfigError,
+    Context,
+    __version__,
+    averaging,
+    compressors,
+    kernels,
+    launcher,
+    simulate,
+    simulated_world,
+)
 from .collectives import Collective, watched
-from .comm import simulate, simulated_world
-from .compressors import Compressor, Context, Encoded, HorovodCompression, ScheduledRatio, Sparse, Wrapper
-from .errors import ConfigError
+from .compressors import Encoded, HorovodCompression, ScheduledRatio, Sparse, Wrapper
 from .flat.buckets import build_buckets
 from .flat.gradient import GradientBucket
-from .version import __version__
 
 SHAPE = (1000, 1000)
 RANKS = 2

@@ -1,18 +1,23 @@
-"""Modules of dgcopt keep to what other modules show of themselves; prints file:line: what, for all that does not.
+"""Checks the boundaries between modules of dgcopt, and counts its rooms and the arrows between them.
 
 1. No module uses an underscore name of another: by import, as an attribute of anything but `self` or `cls` unless the
    file defines that name itself, or by `getattr`.
-2. Only the wires and what drives them know that ranks may be simulated.
+2. Only the wires and the runner know that ranks may be simulated.
+3. Neither modules nor rooms import each other in a circle, imports inside functions and for type checking included. A
+   room is a module or package directly in dgcopt; an arrow is one room that imports from another.
 
-    python scripts/check_rooms.py          # exit code 1 if there is anything to print
+    python scripts/check_rooms.py          # prints `file:line: fault` for each, and exits with code 1 if there is one
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 ROOT = Path(__file__).parents[1]
 
@@ -97,13 +102,49 @@ def faults(tree: ast.AST, may_simulate: bool) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"names {name}: only the wires and the runner know of simulated ranks"
 
 
+def imports() -> dict[str, set[str]]:
+    """Return the modules of dgcopt that each of its modules imports."""
+    graph = grimp.build_graph("dgcopt", cache_dir=None)
+    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+
+
+def drawing(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return the rooms that each room imports from; the package itself is a room too."""
+    rooms: dict[str, set[str]] = {}
+    for module, imported in imports.items():
+        room = room_of(module)
+        rooms.setdefault(room, set()).update({room_of(other) for other in imported} - {room})
+    return rooms
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return the members of a circle, the first one repeated at the end; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found[::-1]  # graphlib names each before the one that imports it
+    return []
+
+
 def main() -> int:
     found = 0
     for path in sorted((ROOT / "dgcopt").rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
-        for line, what in sorted(faults(ast.parse(path.read_text()), place.startswith(MAY_SIMULATE))):
-            print(f"{place}:{line}: {what}")
+        for line, fault in sorted(faults(ast.parse(path.read_text()), place.startswith(MAY_SIMULATE))):
+            print(f"{place}:{line}: {fault}")
             found += 1
+    modules = imports()
+    rooms = drawing(modules)
+    for graph in (rooms, modules):
+        if members := circle(graph):
+            print(f"imports in a circle: {' -> '.join(members)}")
+            found += 1
+    print(f"{len(rooms)} rooms, {sum(map(len, rooms.values()))} arrows")
     return int(found > 0)
 
 

@@ -17,7 +17,6 @@ from ..exchange.parameters import check_trainable, describe, number, unique_name
 from ..exchange.runner import Job
 from ..flat.buckets import Bucket, build_buckets
 from ..flat.store import Store
-from ..version import __version__
 from .rule import Rule
 from .weights import Weights
 
@@ -61,7 +60,7 @@ class Replica:
 
     def describe(self) -> list[str]:
         """Return the settings that must be equal on all ranks, one line each."""
-        return describe(self.optimizer, self.names, {"averaging": self.rule}, __version__)
+        return describe(self.optimizer, self.names, {"averaging": self.rule})
 
     def not_finite(self, step: int, ranks: list[int]) -> DivergenceError:
         """Return the error for NaN or Inf in the weights of `ranks` after a local step."""

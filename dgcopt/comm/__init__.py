@@ -1,9 +1,8 @@
 """The wires: one interface (`Comm`), carried out by torch.distributed, Horovod, MPI, one process, or a simulator."""
 
-from .base import DEADLINE, Comm, Finished, Handle, lowered
+from .base import DEADLINE, Comm, Finished, Handle, LocalComm, lowered
 from .horovod import broadcasting_root, horovod_torch
 from .launch import current_comm, init, shutdown, wire_in_use
-from .local import LocalComm
 from .simulated import SimulatedComm, simulate, simulated_world
 
 __all__ = [

@@ -34,7 +34,7 @@ from ..collectives import (
 from ..errors import CommError, ConfigError, DGCError, MismatchError, TimeoutExceeded
 from .checksum import checked
 
-__all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "RankSet", "lowered"]
+__all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "RankSet", "lowered"]
 
 DEADLINE = 300.0
 """Seconds that a rank waits for a collective before it gives up, unless told otherwise."""
@@ -194,8 +194,6 @@ class Comm(ABC):
         whole numbers, repeated or out of range, MismatchError if ranks ask for different ones, CommError if the library
         refuses the group.
         """
-        from .local import LocalComm
-
         given: Any = ranks
         if isinstance(given, str):
             if given not in self._partitions:
@@ -460,6 +458,21 @@ class Comm(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} rank {self.rank} of {self.size}, node {self.node} of {self.nodes}>"
+
+
+class LocalComm(Comm):
+    """The wire of a single process: every collective is its own result."""
+
+    wire = "local"
+
+    def __init__(self, deadline: float = DEADLINE) -> None:
+        super().__init__(0, 1, deadline)
+
+    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        raise AssertionError("a single rank starts nothing")  # Comm.start answers groups of one by itself
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm:
+        raise AssertionError("a single rank has no two members")
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -13,8 +13,7 @@ import torch
 from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather
 from ..errors import ConfigError, MismatchError
-from .base import DEADLINE, Comm
-from .local import LocalComm
+from .base import DEADLINE, Comm, LocalComm
 
 __all__ = ["check_alike", "current_comm", "init", "shutdown", "wire_in_use"]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from ..version import __version__
 
 __all__ = [
     "check_optimizer",
@@ -193,13 +194,12 @@ def describe(
     optimizer: Optimizer,
     names: dict[Tensor, str],
     settings: dict[str, Any],
-    version: str,
     trained: Collection[Tensor] | None = None,
 ) -> list[str]:
     """Everything that must be equal on all ranks, a line each. `trained` are those that require a gradient if None."""
     trained = {param for param in names if param.requires_grad} if trained is None else trained
     return [
-        f"versions: dgcopt {version}, torch {torch.__version__}",
+        f"versions: dgcopt {__version__}, torch {torch.__version__}",
         f"optimizer: {type(optimizer).__name__}",
         *(f"{name}: {plain(value)}" for name, value in settings.items()),
         f"number of parameters: {len(names)}",

@@ -50,7 +50,6 @@ from ..exchange.vote import Ballot, checksum, fingerprint, used_anywhere, vote
 from ..flat.gradient import SparseSum, values_of
 from ..flat.store import Store
 from ..kernels import peaks
-from ..version import __version__
 from .attached import AttachedOptimizer, parameters_of
 from .ddp_bucket import Part, Travelling, gradients_of, parts_of
 from .ddp_module import module_with, uncounted_parameters
@@ -305,7 +304,6 @@ class HookState:
             optimizer,  # type: ignore[arg-type]  # of which only the class is told
             by_name,
             {"compression": self.compressor, "scaler": self._scaler is not None},
-            __version__,
         )
         lines += self._groups.describe() if self._groups is not None else []
         self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))

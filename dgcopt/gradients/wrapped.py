@@ -16,7 +16,6 @@ from ..exchange.commit import Commit
 from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
-from ..version import __version__
 from .ddp_module import all_modules
 from .settings import Settings
 
@@ -70,7 +69,7 @@ class Wrapped:
         `trained` are the parameters that travel: those that require a gradient if None.
         """
         told = {"compression": self.compressor, **vars(settings)}
-        return describe(self.optimizer, self.names, told, __version__, trained)
+        return describe(self.optimizer, self.names, told, trained)
 
     def describe_start(self, warn: bool) -> list[str]:
         """What must be equal beyond that before the first step, a line each; afterwards it stays so."""

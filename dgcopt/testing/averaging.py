@@ -13,11 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from ..averaging import AsyncAverage, Averaging
+from .. import AsyncAverage, Averaging, ConfigError, join, simulated_world
 from ..checkpoint import reshare
-from ..comm import simulated_world
-from ..errors import ConfigError
-from ..uneven import join
 from .report import Report, checked
 
 __all__ = ["check_averaging"]

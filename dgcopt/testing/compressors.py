@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from .. import Compressor, Context, DistributedOptimizer, SparseSum, simulate, simulated_world
 from ..collectives import Collective, watched
-from ..comm import simulate, simulated_world
-from ..compressors import Compressor, Context, GradientExchange, accept
+from ..compressors import GradientExchange, accept
 from ..exchange.flights import context_of
 from ..flat.buckets import build_buckets
-from ..flat.gradient import GradientBucket, SparseSum
+from ..flat.gradient import GradientBucket
 from ..flat.store import Memory, Store, is_unsent
-from ..gradients.optimizer import DistributedOptimizer
 from .report import Report, checked
 
 __all__ = ["check_compressor"]

@@ -26,7 +26,7 @@ from worlds import Ranks, same, together
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, checkpoint
 from dgcopt.checkpoint import STATE_KEY, reshare
-from dgcopt.comm.local import LocalComm
+from dgcopt.comm import LocalComm
 
 
 @pytest.fixture

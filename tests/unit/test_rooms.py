@@ -1,8 +1,9 @@
-"""scripts/check_rooms.py finds uses of what other modules keep to themselves, and only those."""
+"""scripts/check_rooms.py finds uses of other modules' private names and circles of imports, and only those."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import runpy
 from pathlib import Path
 
@@ -52,3 +53,34 @@ def test_it_leaves(code: str) -> None:
 
 def test_wires_may_name_simulated_ranks() -> None:
     assert found("comm.nudge()", may_simulate=True) == []
+
+
+def test_a_circle_is_named_in_the_order_of_its_imports() -> None:
+    graph = {"flat": {"kernels"}, "kernels": {"coding"}, "coding": {"flat"}, "comm": {"flat"}}
+    found = check["circle"](graph)
+    assert len(found) == 4 and found[0] == found[-1]
+    assert all(imported in graph[module] for module, imported in itertools.pairwise(found))
+    assert check["circle"](graph | {"coding": set()}) == []
+
+
+def test_an_arrow_is_counted_once_for_two_rooms() -> None:
+    imports = {
+        "dgcopt": {"dgcopt.comm"},
+        "dgcopt.comm": {"dgcopt.comm.base"},
+        "dgcopt.comm.base": {"dgcopt.errors", "dgcopt.collectives"},
+        "dgcopt.comm.torch": {"dgcopt.errors"},
+        "dgcopt.errors": set(),
+        "dgcopt.collectives": {"dgcopt.errors"},
+    }
+    assert check["drawing"](imports) == {
+        "dgcopt": {"dgcopt.comm"},
+        "dgcopt.comm": {"dgcopt.errors", "dgcopt.collectives"},
+        "dgcopt.errors": set(),
+        "dgcopt.collectives": {"dgcopt.errors"},
+    }
+
+
+def test_imports_within_functions_and_for_types_are_seen() -> None:
+    imports = check["imports"]()
+    assert "dgcopt.comm.torch" in imports["dgcopt.comm.launch"]  # inside a function
+    assert "dgcopt.data" not in imports["dgcopt"]  # imported by name, when asked for

@@ -10,7 +10,7 @@ from worlds import single, small_batch, small_model
 
 import dgcopt
 from dgcopt.averaging.asynchronous import AsyncAverage
-from dgcopt.comm.local import LocalComm
+from dgcopt.comm import LocalComm
 from dgcopt.errors import ConfigError
 
 

@@ -10,9 +10,8 @@ from worlds import Ranks
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv, reduce_rows
-from dgcopt.comm import launch
+from dgcopt.comm import LocalComm, launch
 from dgcopt.comm.launch import _detect, slurm_meeting_place
-from dgcopt.comm.local import LocalComm
 from dgcopt.errors import CommError, ConfigError, MismatchError, TimeoutExceeded
 from dgcopt.gradients.optimizer import synchronised
 

@@ -7,7 +7,7 @@ import torch
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Broadcast
-from dgcopt.comm.local import LocalComm
+from dgcopt.comm import LocalComm
 from dgcopt.errors import ConfigError
 
 

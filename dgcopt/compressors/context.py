@@ -67,6 +67,7 @@ class Context:
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
         looked_at: what has arrived and may hold NaN or Inf, see `look_at`.
+        by_sender: messages as they are decoded, each a row per rank, to name the senders of NaN or Inf.
         refused: ranks whose messages hold NaN or Inf; see `refuse`.
         idle: kinds of unsent memory that the last exchange has not taken up: they are added to the gradient before this
             one, by `add_unsent`.
@@ -100,6 +101,7 @@ class Context:
     prescale: float = 1.0
     checks: Checks = field(default_factory=Checks)
     looked_at: list[Tensor] = field(default_factory=list)
+    by_sender: list[Tensor] = field(default_factory=list)
     refused: set[int] = field(default_factory=set)
     _taken: set[str] = field(default_factory=set)
     _added: dict[str, Tensor] = field(default_factory=dict)
@@ -322,12 +324,15 @@ class Context:
         if sent.travels is not None:
             self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
 
-    def look_at(self, arrived: Tensor) -> None:
+    def look_at(self, arrived: Tensor, by_sender: Tensor | None = None) -> None:
         """Abort the step, on all ranks, if a tensor that has arrived on all of them holds NaN or Inf.
 
-        For what is small beside the gradient, and not part of a SparseSum, which is looked at in any case.
+        For what is small beside the gradient, and not part of a SparseSum, which is looked at in any case. If the error
+        is to name the senders, `by_sender` is what it was made of, with a row per rank.
         """
         self.looked_at.append(arrived)
+        if by_sender is not None:
+            self.by_sender.append(by_sender)
 
     def refuse(self, ranks: Iterable[int]) -> None:
         """Abort the step, as messages of `ranks` hold NaN or Inf; all ranks must do so alike."""
@@ -418,7 +423,7 @@ class Context:
         self.absorbed = Absorbed.NO
         self.checks.clear()
         self._kept, self._unused, self._before = [], set(), []
-        self.looked_at, self.refused = [], set()
+        self.looked_at, self.by_sender, self.refused = [], [], set()
 
 
 def largest_addend(dtype: torch.dtype, size: int) -> float:

@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
             # P is the mean over ranks here, the sum in torch
             bases = [orthogonal(f, self.epsilon / ctx.size if side == "Q" else self.epsilon) for f in factors]
             factors = [torch.bmm(m if side == "P" else m.mT, basis) for m, basis in zip(matrices, bases, strict=True)]
-            arrived = yield from mean_of([*vectors, *factors])
+            arrived = yield from mean_of([*vectors, *factors], ctx)
             means += arrived[: len(vectors)]
             factors, vectors = arrived[len(vectors) :], []
 
@@ -256,9 +256,10 @@ class _Square(_Stack):
             start += len(part)
 
 
-def mean_of(tensors: list[Tensor]) -> Generator[Collective, Tensor, list[Tensor]]:
+def mean_of(tensors: list[Tensor], ctx: Context) -> Generator[Collective, Tensor, list[Tensor]]:
     """Return the mean over ranks of several tensors, in one message."""
     flat = yield AllReduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op="average")
+    ctx.look_at(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

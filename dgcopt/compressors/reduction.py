@@ -19,6 +19,7 @@ from ..flat.shard import Sharding
 from ..kernels import Groups, block_maxima, by_owner, gather, of_owners, select, subtract_at
 from .base import GradientExchange
 from .context import SUMS, Context, at_least_float32
+from .refusal import Refusal, find_damaged, heed_refusals
 
 __all__ = [
     "Choice",
@@ -194,7 +195,7 @@ class Owner:
         messages = self._encode(choice, ctx)
         held = self._held(ctx)
         received = yield AllToAll(messages)
-        arrived, values, counts = code.decode_rows(received, self._capacity(ctx.size), length, range(ctx.size))
+        arrived, values, counts, refusal = self._read(received, length, ctx)
         values = values.to(held.dtype)
         # in rank order: a device other than a CPU adds what one call brings in any order
         rows = [len(arrived)] if held.is_cpu else counts.tolist()
@@ -205,15 +206,22 @@ class Owner:
 
         with ctx.for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
             add_to(sums)
-            places = self._largest(sums, arrived, ctx.size)
+            if refusal is None and not gather(sums, arrived).isfinite().all():
+                refusal = Refusal(_not_finite(values, counts, ctx.rank), readable=True)
+            places = self._largest(sums, arrived, ctx.size) if refusal is None else arrived[:0]
             chosen = gather(sums, places)
         if math.isinf(self.keep):
-            count = int((yield AllReduce(torch.tensor([len(places)], device=held.device), op="max")))
-            if not len(places) <= count <= length:
+            # 1 at least, as a message of none has no room for a refusal
+            count = int((yield AllReduce(torch.tensor([max(1, len(places))], device=held.device), op="max")))
+            if not 1 <= count <= length:
                 raise PayloadError(f"an owner says that it forwards {count} sums of the {length} that it has")
+            if count < len(places):
+                refusal, places, chosen = Refusal(ctx.rank, readable=False), places[:0], chosen[:0]
         else:
             count = self._forwarded(ctx.size, length)
         message, sent, arriving = code.encode(places, chosen, length, count)
+        if refusal is not None:
+            refusal.replace(message)
 
         def keep() -> None:
             if self.decay != 1:
@@ -224,6 +232,17 @@ class Owner:
         if self.decay:
             ctx.once_settled(keep)
         return (yield from self._forward(message, count, ctx))
+
+    def _read(self, received: Tensor, length: int, ctx: Context) -> tuple[Tensor, Tensor, Tensor, Refusal | None]:
+        """Decode the messages to this owner: places, values, how many of each rank, and a refusal if one is damaged."""
+        capacity = self._capacity(ctx.size)
+        try:
+            return *self._code.decode_rows(received, capacity, length, range(ctx.size)), None
+        except PayloadError:
+            sender = find_damaged(received, lambda row, rank: self._code.decode(row, capacity, length, rank), ctx)
+            nothing = torch.zeros_like(received)  # a message of zeros holds no coordinates
+            decoded = self._code.decode_rows(nothing, capacity, length, range(ctx.size))
+            return *decoded, Refusal(sender, readable=False)
 
     def _held(self, ctx: Context) -> Tensor:
         """What this rank has been sent in earlier steps and has not forwarded."""
@@ -242,7 +261,7 @@ class Owner:
 
     def _forward(self, message: Tensor, count: int, ctx: Context) -> GradientExchange:
         """What all owners forward, on all ranks."""
-        gathered = yield AllGather(message)
+        gathered = heed_refusals((yield AllGather(message)), ctx)
         places, sums, counts = self._code.decode_rows(gathered, count, _sharding(ctx).length, range(ctx.size))
         total = SparseSum()
         positions = of_owners(places, counts, ctx.size)
@@ -325,6 +344,12 @@ class Partition:
     def seconds(self, ctx: Context) -> float:
         rest = 2 * self.count * ctx.dtype.itemsize + ctx.size * rice_bytes(_room(self.count, ctx.size), ctx.numel)
         return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
+
+
+def _not_finite(values: Tensor, counts: Tensor, owner: int) -> int:
+    """Return the first rank whose values hold NaN or Inf; the owner, if only its sums do."""
+    parts = [bool(part.isfinite().all()) for part in values.split(counts.tolist())]
+    return next((rank for rank, finite in enumerate(parts) if not finite), owner)
 
 
 def _room(count: int, size: int) -> int:

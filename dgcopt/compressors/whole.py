@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding import decode_dense_rows, dense_bytes, encode_dense_rows
+from ..coding import decode_dense, decode_dense_rows, dense_bytes, encode_dense_rows
 from ..collectives import AllGather, AllToAll
+from ..errors import PayloadError
 from ..flat.shard import Chunks
 from .base import GradientExchange
 from .context import SUMS, Context, at_least_float32
 from .reduction import Reduce, faster
+from .refusal import Refusal, find_damaged, heed_refusals
 
 __all__ = ["WholeGather", "WholeOwner", "whole_sum"]
 
@@ -45,8 +47,10 @@ class WholeGather:
         _forget(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])
         total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=ctx.device)
-        for row in decode_dense_rows(messages, ctx.numel, self.kind, range(ctx.size), ctx.checks):
+        rows = decode_dense_rows(messages, ctx.numel, self.kind, range(ctx.size), ctx.checks)
+        for row in rows:
             total += row.to(total.dtype) / ctx.divisor
+        ctx.look_at(total, rows)
         return total
 
     def nbytes(self, ctx: Context) -> int:
@@ -85,15 +89,29 @@ class WholeOwner:
         received = yield AllToAll(messages)
 
         sums = shard.held.clone()
-        for row in decode_dense_rows(received, chunks.length, self.kind, range(ctx.size), ctx.checks):
+        rows, refusal = self._read(received, chunks.length, ctx)
+        for row in rows:
             sums += row.to(sums.dtype)
+        if refusal is None and not sums.isfinite().all():
+            refusal = Refusal(_not_finite(rows, ctx.rank), readable=True)
         message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
+        if refusal is not None:
+            refusal.replace(message[0])
 
         left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
         ctx.once_settled(lambda: setattr(shard, "held", left))
-        gathered = yield AllGather(message[0])
+        gathered = heed_refusals((yield AllGather(message[0])), ctx)
         total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
+        ctx.look_at(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
+
+    def _read(self, received: Tensor, length: int, ctx: Context) -> tuple[Tensor, Refusal | None]:
+        """Decode the messages to this owner, and return a refusal if one of them is damaged."""
+        try:
+            return decode_dense_rows(received, length, self.kind, range(ctx.size)), None
+        except PayloadError:
+            sender = find_damaged(received, lambda row, rank: decode_dense(row, length, self.kind, rank), ctx)
+            return torch.zeros(ctx.size, length, device=received.device), Refusal(sender, readable=False)
 
     def nbytes(self, ctx: Context) -> int:
         """See `WholeGather.nbytes`."""
@@ -111,6 +129,11 @@ def _forget(arriving: Tensor, ctx: Context) -> None:
     """Once the step has succeeded, what arrives waits no more, and nothing of what codes make of gaps does."""
     v = ctx.memory["residual"]
     ctx.once_settled(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
+
+
+def _not_finite(rows: Tensor, owner: int) -> int:
+    """Return the first rank whose message holds NaN or Inf; the owner, if only its sums do."""
+    return next((rank for rank, row in enumerate(rows) if not row.isfinite().all()), owner)
 
 
 def _is_of_parameters(chunks: Chunks, ctx: Context) -> Tensor:

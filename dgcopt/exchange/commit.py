@@ -212,6 +212,8 @@ def _senders(one: Arrived) -> list[int]:
     result, context = one.flight.result, one.context
     if context is None:
         return []
-    if context.refused or not isinstance(result, SparseSum) or len(result.messages) != context.size:
-        return sorted(context.refused)
-    return [rank for rank, (_, values) in enumerate(result.messages) if not _are_finite([values])]
+    messages: list[Iterable[Tensor]] = [*context.by_sender]
+    if isinstance(result, SparseSum) and len(result.messages) == context.size:
+        messages.append(values for _, values in result.messages)
+    found = {rank for rows in messages for rank, row in enumerate(rows) if not _are_finite([row])}
+    return sorted(context.refused | found)

@@ -1,0 +1,86 @@
+"""How an owner of coordinates makes all ranks abort the step when a message to it is damaged.
+
+Only the owner has received that message. Its part of the gather that follows is then a refusal: 8 bytes of ones, with
+which no valid message begins, and 2 that say whose message is damaged and how. This adds no collective and no byte.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import PayloadError
+from .context import Context
+
+__all__ = ["Refusal", "find_damaged", "heed_refusals"]
+
+log = logging.getLogger("dgcopt")
+
+_MARK = [-1] * 4  # as a number of any dtype or a scale NaN, as a count of coordinates negative
+_NBYTES = 2 * len(_MARK) + 2
+_RANKS = 2**14
+"""Number of ranks that a refusal can name."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A damaged message that an owner has received.
+
+    Attributes:
+        sender: the rank that has sent it; the owner where that is not known.
+        readable: True if it could be decoded, to NaN or Inf.
+    """
+
+    sender: int
+    readable: bool
+
+    def replace(self, message: Tensor) -> None:
+        """Overwrite the owner's message to all ranks."""
+        words = torch.tensor([*_MARK, 2 * (self.sender % _RANKS) + self.readable], dtype=torch.int16)
+        refusal = words.view(torch.uint8)[: len(message)].to(message.device)  # one without a sender, in a tiny bucket
+        message[: len(refusal)] = refusal
+
+
+def find_damaged(messages: Tensor, decode: Callable[[Tensor, int], object], ctx: Context) -> int:
+    """Return the first rank whose message `decode` refuses with PayloadError, and log why."""
+    for rank, message in enumerate(messages):
+        try:
+            decode(message, rank)
+        except PayloadError as error:
+            log.warning("dgcopt: rank %d: in bucket %d, %s", ctx.rank, ctx.index, error)
+            return rank
+    return ctx.rank
+
+
+def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
+    """Abort the step, on all ranks, if a row of owners' messages is a refusal; return the messages, refusals as zeros.
+
+    Ends it as a step in which NaN or Inf has arrived or, where a message cannot be decoded, with PayloadError.
+    """
+    width = min(_NBYTES, messages.shape[1] // 2 * 2)
+    words = messages[:, :width].contiguous().cpu().view(torch.int16).tolist()
+    refusing = [owner for owner, row in enumerate(words) if row[: len(_MARK)] == _MARK]
+    if refusing:
+        messages = messages.clone()  # on a simulated wire other ranks read the same tensor
+    for owner in refusing:
+        messages[owner] = 0  # valid in every code
+        sender, readable = divmod((*words[owner], -1)[len(_MARK)], 2)
+        is_known = 0 <= sender < ctx.size  # NaN in the owner's own message begins alike
+        if readable or not is_known:
+            ctx.refuse([sender if is_known else owner])
+        else:
+            ctx.checks.expect(torch.tensor(False), partial(_describe, ctx.rank, owner, sender))
+    return messages
+
+
+def _describe(rank: int, owner: int, sender: int) -> str:
+    whose = "a message" if sender == owner else f"a message from rank {sender}"
+    return (
+        f"rank {rank}: rank {owner} has refused {whose}: it was damaged on the way, or that rank runs another model or "
+        f"version"
+    )

@@ -1,7 +1,7 @@
 """Collectives as values, which algorithms yield and wires carry out.
 
 A compressor never calls a communication library. It yields a collective and receives the result, so the same generator
-runs over every wire, and every byte is counted in one place (`dgcopt.exchange.flights`).
+runs over every wire, and every byte is counted in one place (`dgcopt.exchange.scheduler`).
 """
 
 from __future__ import annotations

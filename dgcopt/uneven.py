@@ -82,10 +82,10 @@ def join(
         for part in serving:
             if isinstance(part, Rounds):
                 part.join()
-            part.attendance.begin(divide_by == "active", throws)
+            part.participation.begin(divide_by == "active", throws)
         yield
         for part in serving:
-            part.attendance.here = False
+            part.participation.here = False
         serve([part.runner for part in serving])
 
 

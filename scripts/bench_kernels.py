@@ -77,8 +77,8 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "select": [(Selection, "largest"), (Selection, "largest_of")],
     "encode": [(SparseCode, "send"), (whole, "encode_dense_rows")],
     "decode": [(SparseCode, "receive"), (whole, "decode_dense_rows")],
-    "settle": [(dgcopt.Context, "settle")],
-    "hand out": [(GradientBucket, "hand_out")],
+    "commit": [(dgcopt.Context, "commit")],
+    "write back": [(GradientBucket, "write_back")],
 }
 WARMUP = 3
 LOOP = """
@@ -190,8 +190,8 @@ class Dgcopt:
             results.append(result)
         for bucket, context, result in zip(self.buckets, self.contexts, results, strict=True):
             context.step += 1
-            context.settle()
-            bucket.hand_out(result)
+            context.commit()
+            bucket.write_back(result)
 
     def _exchange(self, bucket: Any, context: Any) -> Any:
         context.certain = not self.early
@@ -347,7 +347,7 @@ class OneRank:
             self.compressor.prepare(grads, self.contexts)
         for grad, context in zip(grads, self.contexts, strict=True):
             self._finish(self.compressor.exchange(grad, context))
-            context.settle()
+            context.commit()
             context.step += 1
         return time.thread_time() - start
 

@@ -90,7 +90,7 @@ class OneOfMany:
                 seconds += time.thread_time() - start
                 self.bytes += collective.sent(self.size)
                 result = self.answer(collective)
-            context.settle()
+            context.commit()
         return seconds
 
     def answer(self, collective: Collective) -> Tensor:

@@ -184,12 +184,12 @@ def table(records: list[dict[str, Any]]) -> str:
 
 PARTS = {
     "hook": ["gradients.stepping:Stepping.gradient_arrived"],
-    "fill": ["gradients.arrivals:Arrivals.fill"],
+    "fill": ["gradients.tracker:GradientTracker.fill"],
     "vote": ["gradients.engine:Engine._take_vote"],
-    "launch": ["gradients.departures:Departures.launch_rest", "gradients.departures:Departures.launch_full"],
-    "finish": ["exchange.flights:Traffic.finish"],
-    "settle": ["gradients.departures:Departures.settle"],
-    "write-back": ["gradients.departures:Departures.hand_out"],
+    "launch": ["gradients.outgoing:OutgoingBuckets.launch_rest", "gradients.outgoing:OutgoingBuckets.launch_full"],
+    "finish": ["exchange.scheduler:CollectiveScheduler.finish"],
+    "commit": ["exchange.commit:commit_memory"],
+    "write-back": ["exchange.commit:commit_gradients"],
     "between exchange and step": ["gradients.stepping:Stepping._use_gradients"],
     "after step": ["gradients.stepping:Stepping._end_step"],
     "zero_grad": ["gradients.stepping:Stepping.zero_grad"],

@@ -20,8 +20,8 @@ from ..collectives import AllGather, Collective, Exchange
 from ..comm import Comm, Handle
 from ..errors import CommError, ConfigError, DGCError
 from ..exchange.agreement import compare
-from ..exchange.flights import Flight, Traffic
 from ..exchange.runner import Job
+from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.telemetry import Telemetry
 from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
@@ -166,7 +166,7 @@ class AsyncRounds(Rounds):
     @property
     def telemetry(self) -> Telemetry:
         """See `Rounds`; includes the thread's bytes, but not its waiting time, which delays no step."""
-        ours, theirs = super().telemetry, self.background.traffic.telemetry
+        ours, theirs = super().telemetry, self.background.scheduler.telemetry
         return replace(
             ours,
             payload_bytes=ours.payload_bytes + theirs.payload_bytes,
@@ -217,7 +217,7 @@ class Background:
     The thread never writes weights. It copies them between two steps and leaves the difference between the mean of all
     copies and its own copy, which the training thread adds before the next step.
 
-    Attributes: `buckets`, the exchanged buckets; `traffic`, the thread's collectives.
+    Attributes: `buckets`, the exchanged buckets; `scheduler`, the thread's collectives.
     """
 
     def __init__(self, rounds: AsyncRounds, comm: Comm) -> None:
@@ -231,7 +231,7 @@ class Background:
             raise ConfigError(
                 f"AsyncAverage needs a second group of the same {comm.size} ranks for its thread: {error}"
             ) from error
-        self.traffic = Traffic(self._wire, Telemetry(), "averaging")
+        self.scheduler = CollectiveScheduler(self._wire, Telemetry(), "averaging")
         self.buckets: dict[Bucket, Weights] = {}
         self._thread: threading.Thread | None = None
         self._turn = threading.Condition()  # guards copying and changing the weights
@@ -346,7 +346,7 @@ class Background:
         with suppress(StopIteration):
             while True:
                 handle = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
-                result = self.traffic.wait(_Watched(handle, self._wire, self._given_up))
+                result = self.scheduler.wait(_Watched(handle, self._wire, self._given_up))
 
     @torch.no_grad()
     def _exchanges(self, buckets: dict[Bucket, Weights]) -> Job:
@@ -354,18 +354,18 @@ class Background:
         while True:
             self._asked.wait(self._rule.interval)
             copies = {bucket: self._copy(bucket) for bucket in buckets}
-            if (yield from self.traffic.through(self._agree(copies.values()))):
+            if (yield from self.scheduler.through(self._agree(copies.values()))):
                 return
-            flights = [Flight(bucket.label, bucket) for bucket in buckets]
-            for flight in flights:
-                self.traffic.launch(flight, self._rule.exchange(copies[flight.of].clone(), buckets[flight.of]))
-            yield from self.traffic.finish(flights, self._rule.in_turn)
+            exchanges = [PendingExchange(bucket.label, bucket) for bucket in buckets]
+            for pending in exchanges:
+                self.scheduler.launch(pending, self._rule.exchange(copies[pending.of].clone(), buckets[pending.of]))
+            yield from self.scheduler.finish(exchanges, self._rule.in_turn)
             with self._turn:
-                for flight in flights:
-                    assert isinstance(flight.result, Tensor)
-                    change = flight.result.sub_(copies[flight.of])
-                    before = self._pending.get(flight.of)
-                    self._pending[flight.of] = change if before is None else change.add_(before)
+                for pending in exchanges:
+                    assert isinstance(pending.result, Tensor)
+                    change = pending.result.sub_(copies[pending.of])
+                    before = self._pending.get(pending.of)
+                    self._pending[pending.of] = change if before is None else change.add_(before)
 
     def _copy(self, bucket: Bucket) -> Tensor:
         """Return a copy of a bucket's weights between two steps, pending results included."""

@@ -145,7 +145,7 @@ class LowPrecisionDecentralized(Averaging):
         w = ctx.hold("own")
         x = x.to(w.dtype)
         new = yield from between_machines(x, ctx, self._ring) if self.hierarchical else self._ring(x, ctx)
-        ctx.once_settled(lambda: w.copy_(new))  # on all ranks of a machine, since any may be its first after a restart
+        ctx.on_commit(lambda: w.copy_(new))  # on all ranks of a machine, since any may be its first after a restart
         return new
 
     def _ring(self, x: Tensor, ctx: Weights) -> Exchange:
@@ -162,8 +162,8 @@ class LowPrecisionDecentralized(Averaging):
             return out_of_chunks(code.decode(message.unsqueeze(0), [rank % ctx.size]), one)
 
         left_moved, right_moved = back(of_left, ctx.rank - 1), back(of_right, ctx.rank + 1)
-        ctx.once_settled(lambda: left.add_(left_moved))
-        ctx.once_settled(lambda: right.add_(right_moved))
+        ctx.on_commit(lambda: left.add_(left_moved))
+        ctx.on_commit(lambda: right.add_(right_moved))
         return w + back(q, ctx.rank)
 
 

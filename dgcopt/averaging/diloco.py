@@ -295,7 +295,7 @@ class OuterSync(Sync):
         return param.requires_grad or param in self.round.replica.unsynced
 
     def abort(self) -> str:
-        self.round.replica.roll_back()
+        self.round.replica.rollback()
         for outer in self.outers:
             outer.zero_grad()
         self.sending, self._outgoing = None, {}

@@ -146,7 +146,7 @@ class SPARTA(Averaging):
         farthest = drift.argsort(descending=True, stable=True)[: count_of(fraction, len(drift))]
         chosen = (farthest.unsqueeze(1) * PATCH + torch.arange(PATCH, device=x.device)).view(-1)
         chosen = chosen[chosen < ctx.numel]
-        ctx.once_settled(lambda: anchor.index_copy_(0, chosen, x[chosen].to(anchor.dtype)))  # averaged by then
+        ctx.on_commit(lambda: anchor.index_copy_(0, chosen, x[chosen].to(anchor.dtype)))  # averaged by then
         return chosen
 
 

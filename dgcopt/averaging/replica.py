@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from ..collectives import AllReduce
 from ..comm import Comm
 from ..errors import DivergenceError
-from ..exchange.flights import Traffic, context_of
 from ..exchange.parameters import check_trainable, describe, number, unique_names
 from ..exchange.runner import Job
+from ..exchange.scheduler import CollectiveScheduler, context_of
 from ..flat.buckets import Bucket, build_buckets
 from ..flat.store import Store
 from .rule import Rule
@@ -140,10 +140,10 @@ class Replica:
         self.steps_since_sync = 0 if reached_all else max(1, self.steps_since_sync)  # some ranks lack it
         self.unsynced.difference_update(params)
 
-    def roll_back(self) -> None:
+    def rollback(self) -> None:
         """Roll memory back after a failed exchange."""
         for ctx in self._buckets.values():
-            ctx.roll_back()
+            ctx.rollback()
 
     # -- what persists -----------------------------------------------------------------------------------------------
 
@@ -190,12 +190,12 @@ class Replica:
         return self._comm.size / abs(self.saved_by)
 
     @torch.no_grad()
-    def merge(self, traffic: Traffic) -> Job:
+    def merge(self, scheduler: CollectiveScheduler) -> Job:
         """Set weights and memory to the means over the ranks that saved the loaded state."""
         for bucket, ctx in self._buckets.items():
             for kind, flat in sorted(ctx.memory.items()):
                 if self.rule.merges(kind):
-                    ctx.memory[kind] = yield traffic.start(AllReduce(flat * self._share), f"{kind} of {bucket.label}")
+                    ctx.memory[kind] = yield scheduler.start(AllReduce(flat * self._share), f"{kind} of {bucket.label}")
             if "weights" in ctx.memory:
                 bucket.write(ctx.memory.pop("weights"))
         self.store.drop("weights")  # of frozen parameters, which are equal

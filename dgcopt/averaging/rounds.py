@@ -25,14 +25,14 @@ from ..comm import Comm, Handle, broadcasting_root, current_comm
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
-from ..exchange.attendance import Attendance
 from ..exchange.buffers import Buffers
 from ..exchange.commit import Commit
 from ..exchange.divergence import replicas
-from ..exchange.flights import Flight
 from ..exchange.held import check_names, held, hold
 from ..exchange.parameters import given_names
+from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
+from ..exchange.scheduler import PendingExchange
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, vote
 from ..flat.buckets import Bucket
@@ -70,7 +70,7 @@ class Rounds:
         names: all parameters and their names.
         replica: their weights and memory.
         sync: this rank's part in a round.
-        attendance: whether this rank has data, and how many ranks have; used while `joining`.
+        participation: whether this rank has data, and how many ranks have; used while `joining`.
         joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
         buffers: the model's buffers that rounds synchronise; see `dgcopt.sync_buffers`.
         runner: the jobs that wait for other ranks.
@@ -139,7 +139,7 @@ class Rounds:
         self.comm = comm
         self.runner = Runner(comm, "averaging", self._offer, self.sync.abort)
         self.replica.join(comm)
-        self.attendance = Attendance(comm.size)
+        self.participation = Participation(comm.size)
         self.joining = False
         self._missed = False  # True if a round was in flight in the loaded state, to be launched again
         if comm.waits_at_start:
@@ -155,7 +155,7 @@ class Rounds:
     @property
     def telemetry(self) -> Telemetry:
         """Bytes and seconds over all local steps, the warm-up included."""
-        own = self.runner.traffic.telemetry
+        own = self.runner.scheduler.telemetry
         return own.with_those_of(outer.telemetry for outer in self.outers) if self.outers else own
 
     def residual_norm(self) -> float:
@@ -196,12 +196,12 @@ class Rounds:
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, 0)
         for bucket in self.buckets():
-            bucket.write((yield self.runner.traffic.start(AllReduce(bucket.read()), f"mean of {bucket.label}")))
+            bucket.write((yield self.runner.scheduler.start(AllReduce(bucket.read()), f"mean of {bucket.label}")))
         self.replica.mark_synced(self.names)
 
     def _share_buffers(self, buffers: Buffers, step: int) -> Job:
         has_moved = self.replica.steps_since_sync > 0 or not self.joining
-        yield from self.runner.traffic.through(buffers.exchange(self.comm, step, has_moved))
+        yield from self.runner.scheduler.through(buffers.exchange(self.comm, step, has_moved))
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Rounds:
         if self.local_step > 0:
             trained = self.replica.trained
             self.replica.unsynced.update(trained)
-            self.runner.traffic.count_step(sum(param.numel() for param in trained))
+            self.runner.scheduler.count_step(sum(param.numel() for param in trained))
             self.sync.stepped()
             if self.rule.due(self.local_step):
                 if self.buffers is not None:
@@ -289,7 +289,7 @@ class Rounds:
                 steps.mode = Mode.LOCAL if is_local else Mode.EXCHANGE
             if steps.engine is not None:
                 steps.engine.sends_all = self.local_step == -1  # the last exchange, which flushes the residuals
-                self.runner.traffic.telemetry = steps.engine.telemetry  # one account for both
+                self.runner.scheduler.telemetry = steps.engine.telemetry  # one account for both
 
     def finish_round(self) -> None:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
@@ -299,26 +299,28 @@ class Rounds:
 
     # -- jobs that wait for other ranks ----------------------------------------------------------------------------
 
-    def vote(self, finite: bool, moved: bool, flights: Sequence[Flight[Any]] = ()) -> Generator[Handle, Tensor, bool]:
+    def vote(
+        self, finite: bool, moved: bool, exchanges: Sequence[PendingExchange[Any]] = ()
+    ) -> Generator[Handle, Tensor, bool]:
         """Vote on a round; return True if some rank has something to contribute.
 
         Args:
             finite: True if this rank's weights are finite.
             moved: True if this rank has made a local step that no round has spread to all ranks.
-            flights: pending exchanges that this rank has launched already.
+            exchanges: pending exchanges that this rank has launched already.
 
         Raises on all ranks: DivergenceError if some rank's weights are not finite; MismatchError if ranks are at
         different steps or train different parameters; OutOfData if some have no data and that is an error.
         """
         trained = checksum(self.names[param] for param in self.replica.trained)
-        ballot = Ballot(moved, finite, self.local_step, trained, len(flights), here=self.attendance.here)
-        verdict = yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote"))
+        ballot = Ballot(moved, finite, self.local_step, trained, len(exchanges), here=self.participation.here)
+        verdict = yield from self.runner.scheduler.through(vote(ballot, self.comm.size, "vote"))
         if verdict.void or not verdict.alike:
-            yield from self.runner.traffic.call_off(flights)
+            yield from self.runner.scheduler.cancel(exchanges)
             if verdict.void:
                 raise self.replica.not_finite(self.local_step, verdict.void)
             raise MismatchError("ranks train different parameters. Set requires_grad alike on every rank.")
-        there = self.attendance
+        there = self.participation
         there.check(verdict.absent)
         there.ranks = verdict.active_ranks
         counts = moved or not (there.divides and there.ranks)
@@ -329,7 +331,7 @@ class Rounds:
         """Return a job that other ranks may wait for: the comparison before the first step, or a round without data."""
         if not self.replica.started:
             return self._begin()
-        return self._round_without_data() if self.joining and not self.attendance.here else None
+        return self._round_without_data() if self.joining and not self.participation.here else None
 
     def _round_without_data(self) -> Job:
         """Take part in the next round of the ranks that still have data, or learn that none has."""
@@ -345,25 +347,25 @@ class Rounds:
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, self.local_step)
         yield from self.sync.run()
-        if not self.attendance.ranks:  # every rank has all progress, and all are at the same step
+        if not self.participation.ranks:  # every rank has all progress, and all are at the same step
             self.step, self.joining = before, False
-            self.attendance.all_here()
+            self.participation.all_here()
             self.replica.set_weight(1.0)
 
     @torch.no_grad()
     def _begin(self) -> Job:
         """Compare settings and weights over ranks, then let the rule see the weights from which training starts."""
         self._add_new_parameters()
-        replica, traffic = self.replica, self.runner.traffic
+        replica, scheduler = self.replica, self.runner.scheduler
         source = f"of {abs(replica.saved_by)} ranks" if replica.saved_by else "none loaded"
         lines = [*replica.describe(), f"state: {source}{', not merged' if replica.saved_by < 0 else ''}"]
-        yield from traffic.through(compare(lines, self.comm.rank, "parameters and settings", LOADED_BY_ALL))
+        yield from scheduler.through(compare(lines, self.comm.rank, "parameters and settings", LOADED_BY_ALL))
         buckets = self.buckets()
         if not replica.saved_by:
             named = {name: [param] for param, name in self.names.items()}
-            yield from traffic.through(replicas(named, self.comm, None, "raise"))
+            yield from scheduler.through(replicas(named, self.comm, None, "raise"))
         elif replica.needs_merge:
-            yield from replica.merge(traffic)
+            yield from replica.merge(scheduler)
             self._missed = False
         replica.saved_by = 0
         for bucket, ctx in buckets.items():
@@ -382,7 +384,7 @@ class Rounds:
         if self.local_step >= 0:
             ctx.step = self.local_step
             self.rule.start(bucket.read(), ctx)
-            ctx.settle()
+            ctx.commit()
             self.sync.start(bucket)
 
     # -- what persists -----------------------------------------------------------------------------------------------
@@ -426,14 +428,14 @@ class Rounds:
         All ranks of `comm` must call it. The DistributedOptimizer of a warm-up rejoins too.
         """
         self.sync.abort()
-        state, telemetry = self.state(), self.runner.traffic.telemetry
+        state, telemetry = self.state(), self.runner.scheduler.telemetry
         state["memory"]["weights"] = self.replica.weights()
         comes_along = self._wire_of_gradients() is self.comm
         self._join_wire(current_comm(comm))
         state["saved_by"] = -self.comm.size  # each rank brings its own weights
         if comes_along:
             cast(Distributed, self.optimizer).rejoin(self.comm)
-        self.runner.traffic.telemetry = telemetry
+        self.runner.scheduler.telemetry = telemetry
         self.restore(state)
         self.sync.join()
 

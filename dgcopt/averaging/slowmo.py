@@ -167,7 +167,7 @@ class SlowMo(Averaging):
         anchor = anchor - self.slow_lr * (self.momentum * lr * u + moved)
         if lr > 0:
             u = self.momentum * u + moved / lr
-        ctx.once_settled(lambda: self._keep(anchor, u, ctx))
+        ctx.on_commit(lambda: self._keep(anchor, u, ctx))
         x = anchor.to(ctx.dtype, copy=True)
         return (yield AllGather(x)).view(-1)[: ctx.numel] if self.sharded else x
 

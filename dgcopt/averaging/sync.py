@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..comm import Comm, Handle
 from ..exchange.commit import Commit
-from ..exchange.flights import Flight
 from ..exchange.runner import Job, Runner, on_their_way
+from ..exchange.scheduler import PendingExchange
 from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
 from .replica import Replica
@@ -56,7 +56,9 @@ class Round(Protocol):
     def buckets(self) -> dict[Bucket, Weights]:
         """Return the current layout of the exchanged weights."""
 
-    def vote(self, finite: bool, moved: bool, flights: Sequence[Flight[Any]] = ()) -> Generator[Handle, Tensor, bool]:
+    def vote(
+        self, finite: bool, moved: bool, exchanges: Sequence[PendingExchange[Any]] = ()
+    ) -> Generator[Handle, Tensor, bool]:
         """Vote on the round; return True if some rank has something to contribute."""
 
 
@@ -125,7 +127,7 @@ class WeightSync(Sync):
 
     def __init__(self, round: Round) -> None:
         super().__init__(round)
-        self._flights: list[Flight[Bucket]] = []
+        self._exchanges: list[PendingExchange[Bucket]] = []
         self._copies: dict[Bucket, Tensor] = {}
         self._buckets: dict[Bucket, Weights] = {}
         self._finite = True
@@ -139,9 +141,9 @@ class WeightSync(Sync):
         for bucket, x in self._copies.items():
             ctx = self._buckets[bucket]
             ctx.step = round.local_step
-            flight = Flight(bucket.label, bucket)
-            self._flights.append(flight)
-            round.runner.traffic.launch(flight, round.rule.exchange(x, ctx))
+            pending = PendingExchange(bucket.label, bucket)
+            self._exchanges.append(pending)
+            round.runner.scheduler.launch(pending, round.rule.exchange(x, ctx))
         self._copies = {}
 
     def _copy_weights(self) -> None:
@@ -157,41 +159,41 @@ class WeightSync(Sync):
     def run(self) -> Job:
         round = self.round
         if round.rule.meets or round.joining:
-            if not self._flights:
+            if not self._exchanges:
                 self._copy_weights()
-            if not (yield from round.vote(self._finite, round.replica.steps_since_sync > 0, self._flights)):
+            if not (yield from round.vote(self._finite, round.replica.steps_since_sync > 0, self._exchanges)):
                 self._copies = {}
                 return
-        if not self._flights:
+        if not self._exchanges:
             self.launch()
-        yield from round.runner.traffic.finish(self._flights, round.rule.in_turn)
+        yield from round.runner.scheduler.finish(self._exchanges, round.rule.in_turn)
         if not round.overlaps:
             self.apply()
 
     @torch.no_grad()
     def apply(self) -> None:
-        if not self._flights:
+        if not self._exchanges:
             return
         self.round.commit.begin("memory and weights")
-        for flight in self._flights:
-            assert isinstance(flight.result, Tensor)
-            self._buckets[flight.of].settle()
-            flight.of.write(flight.result)
+        for pending in self._exchanges:
+            assert isinstance(pending.result, Tensor)
+            self._buckets[pending.of].commit()
+            pending.of.write(pending.result)
         self.round.commit.end()
-        self._flights = []
+        self._exchanges = []
         rule, step = self.round.rule, self.round.local_step
         self.round.replica.mark_synced(self.round.names if rule.identical(step) else (), rule.reaches_all(step))
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._flights)
+        return bool(self._exchanges)
 
     def relaunch(self) -> None:
         self.launch()
         self.round.runner.add(self.run())
 
     def abort(self) -> str:
-        told = on_their_way(self._flights)
-        self.round.replica.roll_back()
-        self._flights, self._copies = [], {}
+        told = on_their_way(self._exchanges)
+        self.round.replica.rollback()
+        self._exchanges, self._copies = [], {}
         return told

@@ -23,7 +23,7 @@ from .powersgd import PowerSGD
 from .qadam import QAdam
 from .qsgd import QSGD
 from .randomk import RandomK
-from .reduction import Owner, Partition
+from .reduction import OwnerReduction, PartitionReduction
 from .schedule import ScheduledRatio
 from .sign import EFSignSGD, SignSGD, Signum
 from .sparse import Sparse
@@ -55,8 +55,8 @@ __all__ = [
     "Noop",
     "OneBit",
     "OneBitAdam",
-    "Owner",
-    "Partition",
+    "OwnerReduction",
+    "PartitionReduction",
     "PerParameter",
     "PowerSGD",
     "QAdam",

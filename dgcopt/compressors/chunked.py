@@ -40,9 +40,9 @@ class ChunkedTopK(ScheduledRatio, Sparse):
         decay: factor of the residual per step; 1 loses nothing.
         error_feedback: False drops unsent coordinates.
         reduce, keep: "gather" sends every rank's selection to all ranks. "owner" keeps bytes flat in the world size,
-            for many ranks and slow links: see `dgcopt.compressors.Owner`. "auto" chooses the faster of the two per
-            bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to select for all:
-            see `dgcopt.compressors.Partition`.
+            for many ranks and slow links: see `dgcopt.compressors.OwnerReduction`. "auto" chooses the faster of the two
+            per bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to select for
+            all: see `dgcopt.compressors.PartitionReduction`.
         source: send gradients or updates: see `Compressor.source`.
         warmup: ratios of the first steps or epochs; None starts at `ratio`.
 

@@ -194,7 +194,7 @@ class Context:
             self._next["residual"], self._left = self._spare.pop("residual"), None
         else:
             residual, self._left = self.hold("residual"), left
-            self.once_settled(lambda: residual.copy_(left) if left is self._left else None)
+            self.on_commit(lambda: residual.copy_(left) if left is self._left else None)
 
     def key(self, seed: int, own: bool = True) -> int:
         """64 bits, from which `dgcopt.kernels.draws` makes random numbers: of this step, bucket and, if `own`, rank."""
@@ -241,7 +241,7 @@ class Context:
         start: Callable[[Segment], Tensor | None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The memory as it is, to be read now, and to be changed in place only by what runs `once_settled`.
+        """The memory as it is, to be read now, and to be changed in place only by what runs `on_commit`.
 
         `start` gives what a parameter's memory begins with, where that is not zero. `dtype` None is the parameters',
         but float32 where that is of half precision.
@@ -274,10 +274,10 @@ class Context:
             self.shards[kind] = Shard(sharding, self.rank, held)
         elif kind not in self.shards:
             self.shards[kind] = Shard.taken_from(self.hold(kind), sharding, self.rank)
-            self.hand_back(kind)
+            self.merge_into_residual(kind)
         return self.shards[kind]
 
-    def hand_back(self, kind: str) -> None:
+    def merge_into_residual(self, kind: str) -> None:
         """Add memory called `kind`, whole or this rank's share, to "residual", which there has to be, and forget it.
 
         "residual" as it is, and as it will be: so it does not matter whether the step succeeds.
@@ -297,7 +297,7 @@ class Context:
             held = self._added[kind] = self.memory[kind]
             grad.add_(held, alpha=weight)
             self._taken.add(kind)
-            self.once_settled(held.zero_)
+            self.on_commit(held.zero_)
 
     def take_unsent(self) -> Tensor | None:
         """All unsent memory, which waits no more; None if there is none. Between exchanges."""
@@ -306,17 +306,17 @@ class Context:
         self.idle = ()
         return torch.stack([each.to(at_least_float32(self.dtype)) for each in held]).sum(0) if held else None
 
-    def let_wait(self) -> None:
+    def keep_unsent(self) -> None:
         """What is unsent is for a later exchange to take up."""
         self._taken.update(filter(is_unsent, (*self.memory, *self.shards)))
 
-    def once_settled(self, change: Callable[[], object]) -> None:
+    def on_commit(self, change: Callable[[], object]) -> None:
         """Run `change` when the step has succeeded, which changes memory in place."""
         self._later.append(change)
 
     def count(self, **numbers: int) -> None:
         """Add numbers to the tally when the step has succeeded."""
-        self.once_settled(lambda: self.tally.update(numbers))
+        self.on_commit(lambda: self.tally.update(numbers))
 
     def count_sent(self, sent: Sent) -> None:
         """Add the coordinates of a message to the tally, and how many of them are left out."""
@@ -350,7 +350,7 @@ class Context:
             self._before = [other for other in self._before if other is not before]
 
     def prepare(self, used: Sequence[bool] | None = None) -> None:
-        """Before `settle`: copy what stays as it is, the memory of parameters that no rank `used`."""
+        """Before `commit`: copy what stays as it is, the memory of parameters that no rank `used`."""
         kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
         unused = set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
@@ -372,7 +372,7 @@ class Context:
         yield
         self.absorbed = Absorbed.WHOLLY
 
-    def settle(self, used: Sequence[bool] | None = None) -> None:
+    def commit(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
 
         Unsent memory that the exchange has not taken up, as another compressor may have left it in a checkpoint, is
@@ -400,7 +400,7 @@ class Context:
         idle = [kind for kind in (*self.memory, *self.shards) if is_unsent(kind) and kind not in taken]
         for kind in idle:
             if "residual" in taken:
-                self.hand_back(kind)
+                self.merge_into_residual(kind)
             elif kind in self.shards:
                 self.memory[kind] = self.shards.pop(kind).whole()
         for kind in (*idle, *added):
@@ -408,7 +408,7 @@ class Context:
                 del self.memory[kind]
         self.idle = [kind for kind in idle if kind in self.memory]
 
-    def roll_back(self) -> None:
+    def rollback(self) -> None:
         """The step is void: the memory stays what it was before."""
         for flat, positions, values in self._before:
             flat.index_copy_(0, positions, values)

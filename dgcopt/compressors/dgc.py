@@ -55,10 +55,10 @@ class DGC(ScheduledRatio):
         residual: "full" keeps v and u in the parameters' precision, float32 at least; "bf16" halves the memory and
             loses increments below 0.4% of the accumulated value.
         reduce, keep: "gather" sends every rank's selection to all ranks, as in the paper. "owner" keeps bytes flat in
-            the world size, for many ranks and slow links: see `dgcopt.compressors.Owner`. "auto" chooses the faster of
-            the two per bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to
-            select for all: see `dgcopt.compressors.Partition`. Except with "gather", owners also sum vectors in few
-            bits, each a part of them.
+            the world size, for many ranks and slow links: see `dgcopt.compressors.OwnerReduction`. "auto" chooses the
+            faster of the two per bucket from the wire's measured latency and bandwidth. "partition" lets ranks take
+            turns to select for all: see `dgcopt.compressors.PartitionReduction`. Except with "gather", owners also sum
+            vectors in few bits, each a part of them.
         overlap: launch buckets during backward. False waits for the step, and then makes one pass over memory instead
             of a preview pass and an update pass: less CPU time, and messages this small take little time to send. If
             the wire fails then, the step's gradient stays in v. "auto" is False for parameters on a CPU, True on other
@@ -163,9 +163,9 @@ class DGC(ScheduledRatio):
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.ahead(local, v, u, runs).view(-1)
             ctx.peak = everything.abs().amax() if self.clip is None else None  # clipping removes Inf
-            ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
+            ctx.on_commit(lambda: memory.accumulate(local, v, u, runs))
             if ratio == 1:
-                ctx.once_settled(lambda: v.sub_(ctx.all_reduce(v)[1]))
+                ctx.on_commit(lambda: v.sub_(ctx.all_reduce(v)[1]))
                 result = yield ctx.all_reduce(everything)[0]
                 ctx.look_at(result)
                 return result
@@ -179,10 +179,10 @@ class DGC(ScheduledRatio):
         elif ctx.local is not None:  # no flat gradient, so memory for a second v
             new = ctx.advance("residual", dtype=dtype)[1]
             maxima = memory.look(local, v, u, runs, new)
-            ctx.once_settled(lambda: memory.move_on(local, u, runs))
+            ctx.on_commit(lambda: memory.move_on(local, u, runs))
         else:
             maxima = memory.look(local, v, u, runs)
-            ctx.once_settled(lambda: memory.accumulate(local, v, u, runs))
+            ctx.on_commit(lambda: memory.accumulate(local, v, u, runs))
         if new is not None:
             indices = selection.largest(new, maxima)
             values = gather(new, indices)
@@ -199,9 +199,9 @@ class DGC(ScheduledRatio):
             return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
 
         def forget(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
-            ctx.once_settled(lambda: subtract_at(v if new is None else new, sent, arriving))
+            ctx.on_commit(lambda: subtract_at(v if new is None else new, sent, arriving))
             if u is not None and self.momentum_masking:
-                ctx.once_settled(lambda: _mask(u, sent, travels))
+                ctx.on_commit(lambda: _mask(u, sent, travels))
 
         choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, forget)
         return (yield from self.reduction(selection.count, ctx).exchange(choice, ctx))

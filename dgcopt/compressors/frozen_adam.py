@@ -95,7 +95,7 @@ class FrozenAdam(Wrapper):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
-            ctx.let_wait()  # it consists of momentum, and waits for momentum to be sent again
+            ctx.keep_unsent()  # it consists of momentum, and waits for momentum to be sent again
             return (yield AllReduce(grad, op=ctx.op))
         momenta = self._momenta(ctx)
         if self.inner.mixes and len(momenta) == 1:

@@ -22,10 +22,10 @@ from .context import SUMS, Context, at_least_float32
 from .refusal import Refusal, find_damaged, heed_refusals
 
 __all__ = [
+    "AllGatherReduction",
     "Choice",
-    "Gather",
-    "Owner",
-    "Partition",
+    "OwnerReduction",
+    "PartitionReduction",
     "Reduce",
     "Reduction",
     "check_reduce",
@@ -89,10 +89,13 @@ class Reduction(Protocol):
 def reduction(
     way: Reduce, code: SparseCode, count: int, ctx: Context, keep: float = 1.0, decay: float = 1.0
 ) -> Reduction:
-    """What a setting means for `count` coordinates of each rank, at most; the others are `Owner`'s."""
+    """What a setting means for `count` coordinates of each rank, at most; the others are `OwnerReduction`'s."""
     if way == "partition":
-        return Partition(count)
-    ways: dict[str, Reduction] = {"gather": Gather(code, count), "owner": Owner(code, count, keep, decay)}
+        return PartitionReduction(count)
+    ways: dict[str, Reduction] = {
+        "gather": AllGatherReduction(code, count),
+        "owner": OwnerReduction(code, count, keep, decay),
+    }
     return faster(ways, ctx) if way == "auto" else ways[way]
 
 
@@ -133,7 +136,7 @@ def check_reduce(way: Reduce, keep: float) -> None:
 
 
 @dataclass(frozen=True)
-class Gather:
+class AllGatherReduction:
     """Everyone's message to everyone, by one allgather: what a rank receives and decodes grows with their number."""
 
     code: SparseCode
@@ -154,7 +157,7 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Owner:
+class OwnerReduction:
     """Each coordinate has an owner, which adds up what ranks send of it, and forwards only the largest sums.
 
         s = decay * s + what ranks have sent me, in rank order
@@ -230,7 +233,7 @@ class Owner:
             subtract_at(held, sent, arriving)
 
         if self.decay:
-            ctx.once_settled(keep)
+            ctx.on_commit(keep)
         return (yield from self._forward(message, count, ctx))
 
     def _read(self, received: Tensor, length: int, ctx: Context) -> tuple[Tensor, Tensor, Tensor, Refusal | None]:
@@ -297,7 +300,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Partition:
+class PartitionReduction:
     """Each rank's choice counts only where it is the rank's turn to choose, and all ranks send what they have there.
 
     (a) of its choice a rank keeps what lies in its share, which is another one in every step; (b) these positions,

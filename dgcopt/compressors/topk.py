@@ -33,9 +33,9 @@ class TopK(ScheduledRatio, Sparse):
         decay: factor of the residual per step; below 1 old gradients fade instead of arriving late.
         error_feedback: False drops unsent coordinates.
         reduce, keep: "gather" sends every rank's selection to all ranks. "owner" keeps bytes flat in the world size,
-            for many ranks and slow links: see `dgcopt.compressors.Owner`. "auto" chooses the faster of the two per
-            bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to select for all:
-            see `dgcopt.compressors.Partition`.
+            for many ranks and slow links: see `dgcopt.compressors.OwnerReduction`. "auto" chooses the faster of the two
+            per bucket from the wire's measured latency and bandwidth. "partition" lets ranks take turns to select for
+            all: see `dgcopt.compressors.PartitionReduction`.
         granularity: apply the ratio to each "tensor" or to a whole "bucket".
         source: send gradients or updates: see `Compressor.source`.
         warmup: ratios of the first steps or epochs; None starts at `ratio`.

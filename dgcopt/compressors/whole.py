@@ -99,7 +99,7 @@ class WholeOwner:
             refusal.replace(message[0])
 
         left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
-        ctx.once_settled(lambda: setattr(shard, "held", left))
+        ctx.on_commit(lambda: setattr(shard, "held", left))
         gathered = heed_refusals((yield AllGather(message[0])), ctx)
         total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
         ctx.look_at(total, total)
@@ -128,7 +128,7 @@ class WholeOwner:
 def _forget(arriving: Tensor, ctx: Context) -> None:
     """Once the step has succeeded, what arrives waits no more, and nothing of what codes make of gaps does."""
     v = ctx.memory["residual"]
-    ctx.once_settled(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
+    ctx.on_commit(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
 
 
 def _not_finite(rows: Tensor, owner: int) -> int:

@@ -22,7 +22,7 @@ from ..compressors import Context
 from ..errors import InterruptedStep
 from ..flat.gradient import SparseSum, values_of
 from ..kernels import peaks
-from .flights import Flight
+from .scheduler import PendingExchange
 from .telemetry import Telemetry
 
 __all__ = [
@@ -78,14 +78,14 @@ class Arrived:
     """One exchange that has ended: the gradient that its step is to use.
 
     Attributes:
-        flight: the exchange.
+        pending: the exchange.
         context: its memory; None if it has none.
         used: which of its parameters any rank has used; None if all.
         prepare: makes of the result what assigns it to the gradients.
         numel: elements of the gradient.
     """
 
-    flight: Flight[Any]
+    pending: PendingExchange[Any]
     context: Context | None
     used: Sequence[bool] | None
     prepare: Callable[[Tensor | SparseSum], Write]
@@ -113,8 +113,8 @@ def inspect(arrived: Sequence[Arrived], comm: Comm) -> list[NotFinite]:
     """
     checks, finite = Checks(), list[int]()
     for one in arrived:
-        if isinstance(one.flight.result, SparseSum) and one.context is not None:
-            _check_positions(one.flight.result, one.context, one.flight.label, checks)
+        if isinstance(one.pending.result, SparseSum) and one.context is not None:
+            _check_positions(one.pending.result, one.context, one.pending.label, checks)
     looked = [_looked_at(one) for one in arrived]
     for right in _finite_flags(tensor for found in looked for tensor in found):
         checks.when_read(right, finite.append)
@@ -125,7 +125,7 @@ def inspect(arrived: Sequence[Arrived], comm: Comm) -> list[NotFinite]:
     if all(finite) and not any(map(_refused, arrived)):
         return []
     return [
-        NotFinite(one.flight.label, _senders(one))
+        NotFinite(one.pending.label, _senders(one))
         for one, found in zip(arrived, looked, strict=True)
         if _refused(one) or not _are_finite(found)
     ]
@@ -142,8 +142,8 @@ def prepare_gradients(arrived: Sequence[Arrived]) -> list[Write]:
     """Do all that may fail or allocate before gradients take their new values; returns what assigns them."""
     writes = []
     for one in arrived:
-        assert one.flight.result is not None
-        writes.append(one.prepare(one.flight.result))
+        assert one.pending.result is not None
+        writes.append(one.prepare(one.pending.result))
     return writes
 
 
@@ -151,7 +151,7 @@ def commit_memory(arrived: Sequence[Arrived], telemetry: Telemetry) -> None:
     """Let memory take its new values, and add what exchanges have counted to telemetry."""
     for one in arrived:
         if one.context is not None:
-            one.context.settle()
+            one.context.commit()
             for name, number in one.context.tally.items():
                 setattr(telemetry, name, getattr(telemetry, name) + number)
             one.context.tally.clear()
@@ -183,7 +183,7 @@ def _is_read(one: Arrived) -> bool:
 
 
 def _looked_at(one: Arrived) -> list[Tensor]:
-    result, found = one.flight.result, [] if one.context is None else [*one.context.looked_at]
+    result, found = one.pending.result, [] if one.context is None else [*one.context.looked_at]
     if isinstance(result, SparseSum):
         found += [values for _, values in result.whole]
     elif result is not None and result.is_sparse:
@@ -209,7 +209,7 @@ def _refused(one: Arrived) -> bool:
 
 def _senders(one: Arrived) -> list[int]:
     """The ranks whose messages hold NaN or Inf, where each message is of one rank."""
-    result, context = one.flight.result, one.context
+    result, context = one.pending.result, one.context
     if context is None:
         return []
     messages: list[Iterable[Tensor]] = [*context.by_sender]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives import Barrier
 from ..comm import Comm, Handle
 from ..errors import CommError
-from .flights import Flight, Traffic
+from .scheduler import CollectiveScheduler, PendingExchange
 from .telemetry import Telemetry
 
 __all__ = ["Job", "Runner", "on_their_way", "serve"]
@@ -41,12 +41,12 @@ class Runner:
             to do yet. Also asked for the jobs of a rank that has run out of data, until there are none (`serve`).
         abandon: forgets a job that failed; returns what an error of the wire should say beside its own words.
 
-    Attributes: `traffic`, through which its collectives leave.
+    Attributes: `scheduler`, through which its collectives leave.
     """
 
     def __init__(self, comm: Comm, user: str, offer: Callable[[], Job | None], abandon: Callable[[], str]) -> None:
         self.comm = comm
-        self.traffic = Traffic(comm, Telemetry(), user, self.progress)
+        self.scheduler = CollectiveScheduler(comm, Telemetry(), user, self.progress)
         self._offer = offer
         self._abandon = abandon
         self._jobs: deque[Job] = deque()
@@ -75,7 +75,7 @@ class Runner:
 
     def ask(self, question: Generator[Handle, Tensor, Answer]) -> Answer | None:
         """What comes of a question that all ranks ask now; None where they take turns and cannot."""
-        return None if self.comm.takes_turns else self.traffic.drive(question)
+        return None if self.comm.takes_turns else self.scheduler.drive(question)
 
     def finish(self, job: Callable[[], Job] | None = None) -> None:
         """Do all jobs, or if there are none make one and do that. Raises what they raise, after `abandon`."""
@@ -84,7 +84,7 @@ class Runner:
             self.add(job())
         with self._failing():
             while self._jobs:
-                self._step(None if self._awaited is None else self.traffic.wait(self._awaited))
+                self._step(None if self._awaited is None else self.scheduler.wait(self._awaited))
 
     def go(self) -> None:
         """As `finish`; but where ranks take turns no more than is possible with the ranks that have come so far."""
@@ -93,7 +93,7 @@ class Runner:
             return
         try:
             self.progress()
-            self.comm.nudge(self.traffic.number)
+            self.comm.nudge(self.scheduler.number)
         finally:
             self._raise_failure()
 
@@ -135,7 +135,7 @@ class Runner:
     def together(self, label: str) -> Job:
         """Wait until all ranks have come to this place, where none may wait for another one's turn later on."""
         if self.comm.takes_turns:
-            yield self.traffic.start(Barrier(), label)
+            yield self.scheduler.start(Barrier(), label)
 
     def _step(self, result: Tensor | None) -> None:
         """Run the first job to where it waits next, or to its end."""
@@ -176,9 +176,9 @@ def serve(runners: Iterable[Runner]) -> None:
         waiting = [runner for runner in waiting if runner.serve()]
 
 
-def on_their_way(flights: Sequence[Flight[Any]], not_sent: Sequence[str] = ()) -> str:
+def on_their_way(exchanges: Sequence[PendingExchange[Any]], not_sent: Sequence[str] = ()) -> str:
     """For an error: what was sent and is not finished, and what was still to be sent."""
-    sent = [flight.label for flight in flights if flight.handle is not None]
+    sent = [pending.label for pending in exchanges if pending.handle is not None]
     return "".join(
         f" {what}: {', '.join(labels[:4])}{f' and {len(labels) - 4} more' if len(labels) > 4 else ''}."
         for what, labels in (("On their way", sent), ("Not sent yet", not_sent))

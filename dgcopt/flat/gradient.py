@@ -256,7 +256,7 @@ class GradientBucket(Bucket):
     def keep_clear(self, grads: Sequence[Tensor | None]) -> None:
         """Before a step's first gradient is copied: send the other flat gradient if `grads` live in this one.
 
-        They do after `hand_out(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites what is sent,
+        They do after `write_back(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites what is sent,
         and what the user's code accumulated must outlive an exchange that has to be repeated.
         """
         sent = self._to_send
@@ -329,14 +329,14 @@ class GradientBucket(Bucket):
         self._local = LocalGradient(self.parts(flat), scale)
         return self._local
 
-    def hand_out(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
+    def write_back(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
         """Make every parameter's gradient its part of `result` times `factor`, or None where no rank `used` it."""
         self.prepare(result, used, factor)()
 
     def prepare(
         self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0
     ) -> Callable[[], None]:
-        """Do all of `hand_out` that may fail or allocate, and change no gradient; returns what does the rest."""
+        """Do all of `write_back` that may fail or allocate, and change no gradient; returns what does the rest."""
         if isinstance(result, SparseSum):
             if self.in_place:
                 return self._prepare_sum(result, used, factor)
@@ -430,7 +430,7 @@ class GradientBucket(Bucket):
             if segment.param.grad is not None:
                 segment.param.grad.zero_()
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""
         self._local = self.touched = None
 

@@ -2,8 +2,8 @@
 
 DDP calls the hook once per bucket, in one order on all ranks, while backward runs. Each call takes the bucket's
 gradients and starts their exchange up to its first collective. The call for the last bucket finishes the step: a vote
-(`dgcopt.exchange.vote`), then all exchanges in bucket order (`dgcopt.exchange.flights`), then the results in DDP's own
-memory.
+(`dgcopt.exchange.vote`), then all exchanges in bucket order (`dgcopt.exchange.scheduler`), then the results in DDP's
+own memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence

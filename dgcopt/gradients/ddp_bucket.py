@@ -13,7 +13,7 @@ from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, LocalGradient, SparseSum, rounded
 from ..kernels import add_at, peaks
 
-__all__ = ["Part", "Travelling", "gradients_of", "parts_of"]
+__all__ = ["Part", "PartGradients", "gradients_of", "parts_of"]
 
 
 def gradients_of(params: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(eq=False)
-class Travelling:
+class PartGradients:
     """Gradients of one exchange, in DDP's `buffer`, and `tells`, one number of each. No `part` if they are sparse."""
 
     part: Part | None

@@ -5,7 +5,7 @@ launched, and run to their first collective while backward goes on. Before any r
 vote (`dgcopt.exchange.vote`). If some rank's gradients are not finite, what was sent is taken back, all memory stays
 what it was, and nobody takes the step. If some rank's gradients have changed since they were sent (one more backward
 pass, clipping, unscaling), it is taken back and sent anew. Otherwise all exchanges are finished, in bucket order
-(`dgcopt.exchange.flights`).
+(`dgcopt.exchange.exchanges`).
 
 The first step sends nothing early. Its gradients say in which order they become ready and which are sparse; the ranks
 agree on rank 0's order, and buckets are laid out by it. The same happens when other parameters are trained.
@@ -24,7 +24,6 @@ from torch import Tensor
 from ..comm import Comm, Handle
 from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
-from ..exchange.attendance import Attendance
 from ..exchange.commit import (
     Arrived,
     NotFinite,
@@ -37,16 +36,17 @@ from ..exchange.commit import (
 from ..exchange.divergence import replicas
 from ..exchange.group_settings import GroupSettings
 from ..exchange.parameters import plain
+from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint, used_anywhere, vote
 from ..flat.store import Store
-from .arrivals import Arrivals, EarlyLaunch
 from .changes import Changes
-from .departures import Departures
-from .held_back import send_held_back
+from .flush import flush_residuals
 from .layout import Layout, bucket_sizes, lay_out
+from .outgoing import OutgoingBuckets
 from .settings import Settings
+from .tracker import EarlyLaunch, GradientTracker
 from .turns import Turns, turns_over
 from .wrapped import Wrapped
 
@@ -74,11 +74,11 @@ class Engine:
         settings: how gradients are exchanged.
 
     Attributes: `step`, how many were made; `void`, whether the step that was synchronised last must not be taken, on
-    any rank; `infinite`, the ranks whose gradients were not finite then; `attendance`, who has data; `early`, whether
-    buckets may be launched before the step; `departures`, what has left; `layout`, which gradients travel together;
-    `store`, what lasts; `sends_all`, whether the next step leaves nothing held back, as the last one with exchanges;
-    `due`, whether a step is to come even if no gradient has; `touched`, whether averaged gradients were changed before
-    the last step; `moved_on`, whether another rank has moved this one to the end of its step already.
+    any rank; `infinite`, the ranks whose gradients were not finite then; `participation`, who has data; `early`,
+    whether buckets may be launched before the step; `outgoing`, what has left; `layout`, which gradients travel
+    together; `store`, what lasts; `sends_all`, True for the final exchange, which flushes the residuals; `due`, True if
+    a step is expected although no gradient arrived; `touched`, whether averaged gradients were changed before the last
+    step; `moved_on`, whether another rank has moved this one to the end of its step already.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -91,7 +91,7 @@ class Engine:
         self.infinite: list[int] = []
         self.sends_all = False
         self.due = False
-        self.attendance = Attendance(comm.size)
+        self.participation = Participation(comm.size)
         self.early = EarlyLaunch()
         self.turns: Turns[Engine] = turns_over(comm)
         self.store = Store()
@@ -104,30 +104,30 @@ class Engine:
         self.touched = Touch.UNKNOWN
         self.moved_on = False
         self.runner = Runner(comm, "optimizer", self._offer, self._forget_step)
-        self._arrivals = Arrivals()
-        self.departures = Departures(wrapped, settings, self.attendance, self._arrivals, self.runner.traffic)
+        self._tracker = GradientTracker()
+        self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self._tracker, self.runner.scheduler)
 
     @property
     def step(self) -> int:
         """How many steps were made."""
-        return self.departures.step
+        return self.outgoing.step
 
     @property
     def layout(self) -> Layout:
         """Which gradients travel together."""
-        return self.departures.layout
+        return self.outgoing.layout
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
     @property
     def telemetry(self) -> Telemetry:
         """Bytes and seconds so far."""
-        return self.runner.traffic.telemetry
+        return self.runner.scheduler.telemetry
 
     @property
     def in_flight(self) -> bool:
         """Whether gradients of a step have come in that `synchronize` has not finished."""
-        return bool(self._arrivals.additions)
+        return bool(self._tracker.additions)
 
     @property
     def pending(self) -> bool:
@@ -136,7 +136,7 @@ class Engine:
 
     def added(self, param: Tensor) -> None:
         """Take note of a gradient that was added to in a pass that does not count."""
-        self._arrivals.added(param)
+        self._tracker.added(param)
         found = self.layout.place.get(param)
         if found is not None:
             bucket, place = found
@@ -147,9 +147,9 @@ class Engine:
 
         Raises RuntimeError if it is one pass more than the user said there would be.
         """
-        arrivals, departures = self._arrivals, self.departures
+        tracker, outgoing = self._tracker, self.outgoing
         announced = self.settings.backward_passes_per_step
-        if not arrivals.additions:
+        if not tracker.additions:
             if self.runner.busy:
                 with torch.no_grad():
                     self.runner.progress()  # the end of a `join` that other ranks have left since
@@ -157,53 +157,53 @@ class Engine:
             self.wrapped.commit.check(self.comm.rank)
             before, self._rule = self._rule, repr(self.compressor)
             # of settings that have changed on some ranks only, the vote is to tell before messages differ
-            layout = departures.layout
+            layout = outgoing.layout
             fits = not layout.leaves_early or layout.fits(self._trained(), self._sparse)
-            departures.outdated = before != self._rule or not fits
-        is_last = arrivals.arrived(param, announced)
-        if announced > 1 and arrivals.passes[param] > announced:
+            outgoing.outdated = before != self._rule or not fits
+        is_last = tracker.arrived(param, announced)
+        if announced > 1 and tracker.passes[param] > announced:
             raise RuntimeError(
                 f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed "
-                f"{arrivals.passes[param]} times before step(), but backward_passes_per_step is {announced}. Raise it "
+                f"{tracker.passes[param]} times before step(), but backward_passes_per_step is {announced}. Raise it "
                 f"(set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
                 f"every {announced} passes."
             )
-        found = departures.layout.place.get(param)
+        found = outgoing.layout.place.get(param)
         if found is None:
             return
         bucket, place = found
         bucket.release(place)
-        if departures.outdated or departures.stale or not self.attendance.here:
+        if outgoing.outdated or outgoing.stale or not self.participation.here:
             return
-        if bucket.index < departures.launched:
-            departures.stale = True
+        if bucket.index < outgoing.launched:
+            outgoing.stale = True
             return
         if not is_last or not bucket.leaves_early:
             return
-        if not arrivals.completed(bucket, place) or not self._may_leave_early:
+        if not tracker.completed(bucket, place) or not self._may_leave_early:
             return
-        if not arrivals.has_all_of(bucket):
-            departures.fill_waiting(bucket)
+        if not tracker.has_all_of(bucket):
+            outgoing.fill_waiting(bucket)
         else:
             try:
-                departures.launch_full()
+                outgoing.launch_full()
             except BaseException:
                 self.abandon()
                 raise
 
     def discard(self) -> None:
         """Forget this step's gradients, which the user has set to zero; what was sent is taken back at the next."""
-        if self.departures.launched:
-            self.departures.stale = True
+        if self.outgoing.launched:
+            self.outgoing.stale = True
             self.early.was_mistaken(self.step)
-        self._arrivals.forget()
-        self.layout.let_go()
+        self._tracker.forget()
+        self.layout.release_gradients()
 
     def hold(self) -> None:
         """From now on launch nothing before the step, because until then gradients are scaled."""
         self.early.possible = False
-        if self.departures.launched:
-            self.departures.stale = True  # scaling them back does not count as a change
+        if self.outgoing.launched:
+            self.outgoing.stale = True  # scaling them back does not count as a change
 
     @property
     def _may_leave_early(self) -> bool:
@@ -211,7 +211,7 @@ class Engine:
 
     def _trained(self) -> list[Tensor]:
         """The parameters that travel: also one that was frozen after backward, whose gradient the step will use."""
-        own = self._arrivals.has_added_to
+        own = self._tracker.has_added_to
         return [p for p in self.names if p.numel() and (p.requires_grad or (own(p) and p.grad is not None))]
 
     # -- at the end of the step --------------------------------------------------------------------------------------
@@ -234,16 +234,16 @@ class Engine:
 
     def serve_step(self) -> Job:
         """Take part in a step of the ranks that still have data; or learn that there are none."""
-        self.attendance.here = False
+        self.participation.here = False
         yield from self._drive()
-        if self.attendance.ranks:
+        if self.participation.ranks:
             self.wrapped.step_without_data()
         else:
-            self.attendance.all_here()
+            self.participation.all_here()
 
     def _offer(self) -> Job | None:
         """What another rank may wait for: this step, once it is due or has gradients, or the next one without data."""
-        if not self.attendance.here:
+        if not self.participation.here:
             return self.serve_step()
         return self._move_on() if (self.in_flight or self.due) and not self.moved_on else None
 
@@ -257,55 +257,55 @@ class Engine:
         self._forget_step()
 
     def _forget_step(self) -> str:
-        departures = self.departures
-        not_sent = self.layout.buckets[departures.launched :]
-        told = on_their_way(departures.flights, [bucket.label for bucket in not_sent])
-        departures.roll_back()
+        outgoing = self.outgoing
+        not_sent = self.layout.buckets[outgoing.launched :]
+        told = on_their_way(outgoing.exchanges, [bucket.label for bucket in not_sent])
+        outgoing.rollback()
         self._end_step()
-        self.layout.let_go()
+        self.layout.release_gradients()
         self.wrapped.failed()
         return told
 
     @torch.no_grad()
     def _drive(self) -> Job:
         """Everything that is left of the step."""
-        traffic, departures = self.runner.traffic, self.departures
+        scheduler, outgoing = self.runner.scheduler, self.outgoing
         self.wrapped.commit.check(self.comm.rank)
         self.void = False
         verdict = yield from self._take_vote()
         while not verdict.final:  # others' scalers have asked for it, and this rank, without data, has none to ask
             if verdict.void:
-                self._make_void(verdict.void)
+                self._abort(verdict.void)
                 return
             verdict = yield from self._take_vote()
         yield from self._take_turn(verdict)
         if not verdict.alike:
-            yield from traffic.through(compare(self._described(), self.comm.rank, "parameters", CHANGED))
-        before, self.attendance.ranks = self.attendance.ranks, verdict.active_ranks
+            yield from scheduler.through(compare(self._described(), self.comm.rank, "parameters", CHANGED))
+        before, self.participation.ranks = self.participation.ranks, verdict.active_ranks
         is_same = verdict.prepared and verdict.same_settings and verdict.active_ranks == before
         again = verdict.stale or not is_same or bool(verdict.averaged_changed)
         if again or verdict.void or not verdict.active_ranks:
-            yield from departures.take_back(verdict.launched, bool(verdict.void))
-        self.attendance.check(verdict.absent)
+            yield from outgoing.cancel(verdict.launched, bool(verdict.void))
+        self.participation.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
-            self._make_void(verdict.void)
+            self._abort(verdict.void)
             return
         first = min({*range(self.comm.size)} - {*verdict.absent})
         if verdict.absent:  # whose schedulers stand still
-            yield from traffic.through(self._groups.take_over(first, self.comm, not self.attendance.here))
+            yield from scheduler.through(self._groups.take_over(first, self.comm, not self.participation.here))
         if not verdict.prepared:
             yield from self._lay_out()
         if not verdict.same_settings:
-            yield from traffic.through(self._groups.agree(first, self.comm, self.settings.on_divergence))
+            yield from scheduler.through(self._groups.agree(first, self.comm, self.settings.on_divergence))
         self.touched = Touch.UNKNOWN
         self._changes.check(verdict, self.step)
         trained, used = self.layout.trained, None
         if not verdict.complete:
-            there = [self.attendance.here and param.grad is not None for param in trained]
+            there = [self.participation.here and param.grad is not None for param in trained]
             if not verdict.used_alike:
-                there = yield from traffic.through(used_anywhere(there, "gradients that there are"))
+                there = yield from scheduler.through(used_anywhere(there, "gradients that there are"))
             used = dict(zip(trained, there, strict=True))
-            if not any(there) and self.attendance.here and not self._warned:
+            if not any(there) and self.participation.here and not self._warned:
                 self._warned = True
                 log.warning(
                     "dgcopt: rank %d, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
@@ -314,14 +314,14 @@ class Engine:
                     "loaded with assign=True",
                     *(self.comm.rank, self.step, type(self.wrapped.optimizer).__name__),
                 )
-        departures.launch_rest(used, together=again or not verdict.launched)
-        yield from traffic.finish(departures.flights, self.compressor.in_turn)
+        outgoing.launch_rest(used, together=again or not verdict.launched)
+        yield from scheduler.finish(outgoing.exchanges, self.compressor.in_turn)
         start = time.perf_counter()
-        arrived = departures.arrived(used)
+        arrived = outgoing.arrived(used)
         not_finite = inspect(arrived, self.comm)
         if not_finite:
-            departures.roll_back()
-            self._make_void([], not_finite)
+            outgoing.rollback()
+            self._abort([], not_finite)
             return
         prepare_memory(arrived)
         if self.sends_all:
@@ -331,53 +331,53 @@ class Engine:
             self.wrapped.commit.begin("memory and gradients")
             commit_memory(arrived, self.telemetry)
             commit_gradients(writes)
-        departures.count_step(arrived)
+        outgoing.count_step(arrived)
         self.wrapped.averaged(False)
         self.wrapped.commit.end()
         self.telemetry.apply_seconds += time.perf_counter() - start
         self._end_step()
         if self.wrapped.buffers is not None:
-            yield from traffic.through(self.wrapped.buffers.exchange(self.comm, self.step, self.attendance.here))
+            yield from scheduler.through(self.wrapped.buffers.exchange(self.comm, self.step, self.participation.here))
         every = self.settings.check_replicas_every
         if verdict.averaged_changed or (every and self.step % every == 0):
             check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)
-            yield from traffic.through(check)
+            yield from scheduler.through(check)
 
     def _commit_and_flush(
         self, arrived: Sequence[Arrived], used: dict[Tensor, bool] | None
     ) -> Generator[Handle, Tensor, list[Arrived]]:
         """Commit the last step with exchanges, to whose gradients all residuals are added; returns these gradients."""
-        departures, traffic = self.departures, self.runner.traffic
+        outgoing, scheduler = self.outgoing, self.runner.scheduler
         self.wrapped.commit.begin("memory and gradients")
         commit_memory(arrived, self.telemetry)
-        contexts = departures.layout.contexts
-        yield from send_held_back(departures.flights, contexts, used, self.compressor, traffic)
-        arrived = departures.arrived(used)
+        contexts = outgoing.layout.contexts
+        yield from flush_residuals(outgoing.exchanges, contexts, used, self.compressor, scheduler)
+        arrived = outgoing.arrived(used)
         commit_gradients(prepare_gradients(arrived))
         return arrived
 
     def _take_vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
-        trained, arrivals, departures = self._trained(), self._arrivals, self.departures
-        layout = departures.layout
+        trained, tracker, outgoing = self._trained(), self._tracker, self.outgoing
+        layout = outgoing.layout
         grads = [param.grad for param in trained]
         if not self.settings.sparse_as_dense:
             self._sparse |= {p for p, grad in zip(trained, grads, strict=True) if grad is not None and grad.is_sparse}
-        changed = arrivals.changed()
-        if final and any(bucket.index < departures.launched for bucket in changed):
-            if not departures.stale:  # not by one more backward pass, which is expected from now on
+        changed = tracker.changed()
+        if final and any(bucket.index < outgoing.launched for bucket in changed):
+            if not outgoing.stale:  # not by one more backward pass, which is expected from now on
                 self.early.was_mistaken(self.step)
-            departures.stale = True
+            outgoing.stale = True
         used = [grad is not None for grad in grads]
         prepared = layout.fits(trained, self._sparse)
         names = layout.names if prepared else [self.names[param] for param in trained]
         if not prepared:
             layout.check_sizes()
-        elif final and not departures.stale and self.compressor.sends == "gradient":
-            arrivals.put_back(changed)
-            departures.fill_rest()
+        elif final and not outgoing.stale and self.compressor.sends == "gradient":
+            tracker.put_back(changed)
+            outgoing.fill_rest()
             changed = []
         self.comm.finish_on_device()
-        infinite = arrivals.find_infinite(trained, grads, changed) if self.attendance.here else None
+        infinite = tracker.find_infinite(trained, grads, changed) if self.participation.here else None
         if infinite is not None:
             log.log(
                 logging.WARNING if self.early.possible else logging.INFO,  # loss scaling expects it
@@ -385,32 +385,32 @@ class Engine:
                 *(self.comm.rank, self.step, self.names[infinite]),
             )
         ballot = Ballot(
-            active=self.attendance.here,
+            active=self.participation.here,
             finite=infinite is None,
             step=self.step,
             trained=checksum([plain(self.compressor), self._not_taken, *names]),
-            launched=(self.turns.expected or self).departures.launched,
-            stale=departures.stale,
+            launched=(self.turns.expected or self).outgoing.launched,
+            stale=outgoing.stale,
             prepared=prepared,
             complete=all(used),
             final=final,
-            here=self.attendance.here,
+            here=self.participation.here,
             settings=self._groups.checksum(),
-            own=arrivals.touch,
+            own=tracker.touch,
             averaged=self.touched,
             used=fingerprint(used),
         )
-        return (yield from self.runner.traffic.through(vote(ballot, self.comm.size, "vote")))
+        return (yield from self.runner.scheduler.through(vote(ballot, self.comm.size, "vote")))
 
     def _take_turn(self, verdict: Verdict) -> Job:
         """Begin this step for all optimizers of the wire: another one that was expected takes back what it has sent."""
         expected = self.turns.expected
         self.turns.came(self)
         if expected is not None and expected is not self and verdict.launched:
-            yield from expected.departures.take_back(verdict.launched)
+            yield from expected.outgoing.cancel(verdict.launched)
             verdict.launched = 0
 
-    def _make_void(self, ranks: list[int], arrived: Sequence[NotFinite] = ()) -> None:
+    def _abort(self, ranks: list[int], arrived: Sequence[NotFinite] = ()) -> None:
         """End a step that nobody takes: gradients of `ranks` are not finite, or what has `arrived`."""
         self.void, self.infinite = True, ranks
         self.wrapped.commit.end()
@@ -424,18 +424,18 @@ class Engine:
                 *(self.comm.rank, self.step, ", ".join(map(str, arrived))),
             )
         self._end_step()
-        self.layout.let_go()
+        self.layout.release_gradients()
         self.wrapped.averaged(True)
 
     def _end_step(self) -> None:
-        self._arrivals.clear()
-        self.departures.clear()
+        self._tracker.clear()
+        self.outgoing.clear()
         self.due = False
 
     def end(self) -> None:
         """No exchange comes any more, between steps: momentum that the compressor has taken over goes back."""
         self.store.release()
-        self.departures.layout = Layout(order=self.layout.order)
+        self.outgoing.layout = Layout(order=self.layout.order)
         momenta = self.store.memory().get("momentum", {})
         self.compressor.give_back({param: momenta[name] for param, name in self.names.items() if name in momenta})
         self.store.drop("momentum")
@@ -447,34 +447,34 @@ class Engine:
 
         What was kept for parameters in buckets of before waits for the new ones.
         """
-        traffic, settings = self.runner.traffic, self.settings
+        scheduler, settings = self.runner.scheduler, self.settings
         trained = self._trained()
         named = [(self.names[param], param) for param in trained]
         wanted = () if self.layout.buckets or self.layout.sparse else self.layout.order  # which was restored
         if {*wanted} != {name for name, _ in named}:  # other parameters are trained since: as if it never stopped
             wanted = ()
         self.store.release()
-        self.departures.layout = Layout(order=wanted)
+        self.outgoing.layout = Layout(order=wanted)
         sizes = bucket_sizes(settings, self.compressor, named)
         lines = [*self._described(), "buckets: {:g} MB, the first {:g}".format(*sizes)]
         if self._begun:
-            yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
+            yield from scheduler.through(compare(lines, self.comm.rank, "parameters"))
         else:  # before the first step over this wire: do all ranks start alike?
             start = self._groups.describe() + self.wrapped.describe_start(warn=self.comm.rank == 0)
             if settings.on_divergence == "warn":
-                yield from traffic.through(compare(lines, self.comm.rank, "parameters"))
+                yield from scheduler.through(compare(lines, self.comm.rank, "parameters"))
                 try:
-                    yield from traffic.through(compare(start, self.comm.rank, "what ranks start from", REMEDY))
+                    yield from scheduler.through(compare(start, self.comm.rank, "what ranks start from", REMEDY))
                 except MismatchError as error:
                     log.warning('dgcopt: %s Training goes on, as on_divergence="warn" asks', error)
             else:
-                yield from traffic.through(compare(lines + start, self.comm.rank, "what ranks start from", REMEDY))
+                yield from scheduler.through(compare(lines + start, self.comm.rank, "what ranks start from", REMEDY))
             weights = {name: [param] for param, name in self.names.items()}
-            yield from traffic.through(replicas(weights, self.comm, 0, settings.on_divergence))
+            yield from scheduler.through(replicas(weights, self.comm, 0, settings.on_divergence))
             self._begun = True
-        wanted = wanted or [self.names[param] for param in self._arrivals.additions]
+        wanted = wanted or [self.names[param] for param in self._tracker.additions]
         laid_out = lay_out(named, wanted, self._sparse, self.compressor, settings, self.comm, self.store)
-        self.departures.layout = yield from traffic.through(laid_out)
+        self.outgoing.layout = yield from scheduler.through(laid_out)
         self._sparse |= {param for _, param in self.layout.sparse}
 
     def _described(self) -> list[str]:
@@ -503,9 +503,9 @@ class Engine:
         """
         if self.comm.elastic:
             self.abandon()  # the step that failed, on all ranks
-        if self.departures.launched or self.runner.busy:
+        if self.outgoing.launched or self.runner.busy:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         self.runner.clear()
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})
-        self._arrivals.clear()
-        self.departures.layout, self.departures.step = Layout(order=state["order"]), state["step"]
+        self._tracker.clear()
+        self.outgoing.layout, self.outgoing.step = Layout(order=state["order"]), state["step"]

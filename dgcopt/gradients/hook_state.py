@@ -34,7 +34,6 @@ from ..exchange.commit import (
     prepare_gradients,
     prepare_memory,
 )
-from ..exchange.flights import Flight, Traffic, claim, context_of, exchange_of
 from ..exchange.group_settings import GroupSettings, check_may_differ
 from ..exchange.link import measure_link
 from ..exchange.parameters import (
@@ -45,13 +44,14 @@ from ..exchange.parameters import (
     unique_names,
 )
 from ..exchange.runner import Job, Runner, on_their_way
+from ..exchange.scheduler import CollectiveScheduler, PendingExchange, claim, context_of, exchange_of
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, fingerprint, used_anywhere, vote
 from ..flat.gradient import SparseSum, values_of
 from ..flat.store import Store
 from ..kernels import peaks
 from .attached import AttachedOptimizer, parameters_of
-from .ddp_bucket import Part, Travelling, gradients_of, parts_of
+from .ddp_bucket import Part, PartGradients, gradients_of, parts_of
 from .ddp_module import module_with, uncounted_parameters
 from .stepping import stepping_of
 
@@ -109,8 +109,8 @@ class HookState:
         self._has_changed = False  # since then: if on some ranks only, the vote is to tell before messages differ
         self._layout: dict[tuple[str, ...], list[Part]] = {}
         self._contexts: dict[Part, Context] = {}
-        self._flights: list[Flight[Travelling]] = []
-        self._arrived: list[tuple[Tensor, list[Flight[Travelling]], Future[Tensor]]] = []
+        self._exchanges: list[PendingExchange[PartGradients]] = []
+        self._arrived: list[tuple[Tensor, list[PendingExchange[PartGradients]], Future[Tensor]]] = []
         self._uncounted: set[Tensor] = set()
         """What is yet to come of a backward pass in which DDP does not say which bucket is the last."""
 
@@ -129,12 +129,12 @@ class HookState:
                 f"among {self._comm.size}: give ddp_hook the same ranks, comm=dgcopt.init().among([...])"
             )
         runner = Runner(self._comm, "ddp_hook", lambda: None, self._forget)
-        runner.traffic.telemetry = self.telemetry
+        runner.scheduler.telemetry = self.telemetry
         return runner
 
     @property
-    def _traffic(self) -> Traffic:
-        return self._runner.traffic
+    def _scheduler(self) -> CollectiveScheduler:
+        return self._runner.scheduler
 
     # -- what persists -----------------------------------------------------------------------------------------------
 
@@ -249,13 +249,13 @@ class HookState:
             if self._uncounted:
                 self._uncounted.difference_update(params)
                 is_last = not self._uncounted
-            flights = self._flights_of(bucket)
-            self._arrived.append((buffer, flights, future))
-            for flight in flights:
-                self._flights.append(flight)
+            exchanges = self._exchanges_of(bucket)
+            self._arrived.append((buffer, exchanges, future))
+            for pending in exchanges:
+                self._exchanges.append(pending)
                 waits = self.compressor.whole_model or self._has_changed or not self.step
                 if self.compressor.overlaps(buffer.device) and not waits:
-                    self._launch(flight)
+                    self._launch(pending)
         except BaseException:
             self._forget()
             raise
@@ -263,7 +263,7 @@ class HookState:
             self._runner.finish(self._finish)
         return future
 
-    def _flights_of(self, bucket: GradBucket) -> list[Flight[Travelling]]:
+    def _exchanges_of(self, bucket: GradBucket) -> list[PendingExchange[PartGradients]]:
         """The exchanges of one DDP bucket, whose gradients are ready."""
         params, buffer = bucket.parameters(), bucket.buffer()
         for param in params:
@@ -274,12 +274,14 @@ class HookState:
             self._layout[names] = self._lay_out(bucket, names)
         if buffer.is_sparse:
             tells = peaks([values_of(buffer)])
-            return [Flight(f"sparse gradient {names[0]}", Travelling(None, buffer, [buffer], tells))]
-        grads, flights = gradients_of(params, buffer), []
+            return [PendingExchange(f"sparse gradient {names[0]}", PartGradients(None, buffer, [buffer], tells))]
+        grads, exchanges = gradients_of(params, buffer), []
         for part in self._layout[names]:
             mine = [grads[place] for place in part.places]
-            flights.append(Flight(part.bucket.label, Travelling(part, buffer, mine, part.fill(mine, self._factor))))
-        return flights
+            exchanges.append(
+                PendingExchange(part.bucket.label, PartGradients(part, buffer, mine, part.fill(mine, self._factor)))
+            )
+        return exchanges
 
     # -- which gradients travel together -----------------------------------------------------------------------------
 
@@ -306,8 +308,8 @@ class HookState:
             {"compression": self.compressor, "scaler": self._scaler is not None},
         )
         lines += self._groups.describe() if self._groups is not None else []
-        self._traffic.drive(self._traffic.through(compare(lines, comm.rank, "settings of ddp_hook")))
-        self._traffic.drive(self._traffic.through(measure_link(comm, self.compressor, bucket.buffer().device)))
+        self._scheduler.drive(self._scheduler.through(compare(lines, comm.rank, "settings of ddp_hook")))
+        self._scheduler.drive(self._scheduler.through(measure_link(comm, self.compressor, bucket.buffer().device)))
         for others in [key for key in self._layout if not set(key).isdisjoint(names)]:  # as DDP had them before
             for part in self._layout.pop(others):
                 self._store.release([part.bucket])
@@ -319,7 +321,7 @@ class HookState:
         def stays(kind: Any) -> bool:
             return not self.compressor.whole_model and self.compressor.in_place(kind)
 
-        first = len(self._flights)
+        first = len(self._exchanges)
         grads = gradients_of(bucket.parameters(), bucket.buffer())
         parts = parts_of(by_name, grads, self.compressor.kind, stays, first)
         claim(self._store, [part.bucket for part in parts], self.compressor, comm.rank)
@@ -359,25 +361,25 @@ class HookState:
         """What DDP's gradients are multiplied by before they are exchanged, where the exchange divides by all."""
         return self._share / self._scale
 
-    def _launch(self, flight: Flight[Travelling], certain: bool = False, together: bool = False) -> None:
-        part = flight.of.part
+    def _launch(self, pending: PendingExchange[PartGradients], certain: bool = False, together: bool = False) -> None:
+        part = pending.of.part
         if part is None:
-            self._traffic.launch(flight, gather_rows(flight.of.buffer * self._factor, self.comm.size))
+            self._scheduler.launch(pending, gather_rows(pending.of.buffer * self._factor, self.comm.size))
             return
         context = self._contexts[part]
-        context.step, context.certain, context.index = self.step, certain, self._flights.index(flight)
+        context.step, context.certain, context.index = self.step, certain, self._exchanges.index(pending)
         if part.bucket.in_place:
-            context.local = part.local(flight.of.grads, self._factor)
-        self._traffic.launch(flight, exchange_of(part.bucket, self.compressor, context, together))
+            context.local = part.local(pending.of.grads, self._factor)
+        self._scheduler.launch(pending, exchange_of(part.bucket, self.compressor, context, together))
 
     def _launch_rest(self, certain: bool) -> None:
-        waiting = [flight for flight in self._flights if flight.exchange is None]
+        waiting = [pending for pending in self._exchanges if pending.exchange is None]
         if self.compressor.whole_model and waiting:
-            parts = [flight.of.part for flight in waiting if flight.of.part is not None]
+            parts = [pending.of.part for pending in waiting if pending.of.part is not None]
             self.compressor.prepare([part.bucket.grad for part in parts], [self._contexts[part] for part in parts])
-        together = len(waiting) == len(self._flights)
-        for flight in waiting:
-            self._launch(flight, certain, together)
+        together = len(waiting) == len(self._exchanges)
+        for pending in waiting:
+            self._launch(pending, certain, together)
 
     # -- at the end of the step --------------------------------------------------------------------------------------
 
@@ -394,7 +396,7 @@ class HookState:
         self._commit.check(self.comm.rank)
         self._saved = None
         self.comm.finish_on_device()
-        tells = [number for flight in self._flights for number in flight.of.tells.tolist()]
+        tells = [number for pending in self._exchanges for number in pending.of.tells.tolist()]
         used = [peak != 0 for peak in tells]
         order = [f"compression: {plain(self.compressor)}", *(name for names in self._layout for name in names)]
         served = _served_without_data()
@@ -403,52 +405,52 @@ class HookState:
             finite=all(map(math.isfinite, tells)),
             step=self.step,
             trained=checksum(order),
-            launched=len(self._flights),
+            launched=len(self._exchanges),
             complete=all(used),
             by_active=served is not None and not served._divide_by_initial_world_size,
             settings=self._groups.checksum() if self._groups is not None else 0,
             used=fingerprint(used),
         )
-        traffic = self._traffic
-        verdict = yield from traffic.through(vote(ballot, self.comm.size, "vote"))
+        scheduler = self._scheduler
+        verdict = yield from scheduler.through(vote(ballot, self.comm.size, "vote"))
         if not verdict.alike:
-            yield from traffic.through(compare(order, self.comm.rank, "settings and buckets of DDP"))
+            yield from scheduler.through(compare(order, self.comm.rank, "settings and buckets of DDP"))
         if verdict.void:
-            yield from traffic.call_off(self._flights)
-            self._make_void(verdict.void)
+            yield from scheduler.cancel(self._exchanges)
+            self._abort(verdict.void)
         else:
             if not verdict.same_settings and self._groups is not None:
-                yield from traffic.call_off(self._flights)
-                yield from traffic.through(self._groups.agree(0, self.comm, "raise"))
+                yield from scheduler.cancel(self._exchanges)
+                yield from scheduler.through(self._groups.agree(0, self.comm, "raise"))
             share = self.comm.size / verdict.active_ranks if verdict.by_active else 1.0
             if share != self._share:
                 self._share = share
-                yield from self._take_back()
+                yield from self._cancel()
             if verdict.complete:
                 used = [True] * len(used)
             elif not verdict.used_alike:
-                used = yield from traffic.through(used_anywhere(used, "gradients that there are"))
+                used = yield from scheduler.through(used_anywhere(used, "gradients that there are"))
             self._launch_rest(certain=verdict.complete)
-            yield from traffic.finish(self._flights, self.compressor.in_turn)
+            yield from scheduler.finish(self._exchanges, self.compressor.in_turn)
             is_made = self._commit_step(used)
             if served is None and is_made:
                 self._expect_step()
-        for buffer, flights, future in self._arrived:
-            result = flights[0].result if buffer.is_sparse and not verdict.void else buffer
+        for buffer, exchanges, future in self._arrived:
+            result = exchanges[0].result if buffer.is_sparse and not verdict.void else buffer
             future.set_result(result)  # type: ignore[arg-type]  # a tensor, as sparse gradients are gathered whole
         self._commit.end()
         self._forget()
 
-    def _take_back(self) -> Job:
+    def _cancel(self) -> Job:
         """Undo what was launched before it was known by how many ranks averages divide; all ranks do."""
-        self.telemetry.repeated += any(flight.exchange is not None for flight in self._flights)
-        yield from self._traffic.call_off(self._flights)
-        for flight in self._flights:
-            if flight.of.part is not None:
-                self._contexts[flight.of.part].roll_back()
-                flight.of.part.fill(flight.of.grads, self._factor)
+        self.telemetry.repeated += any(pending.exchange is not None for pending in self._exchanges)
+        yield from self._scheduler.cancel(self._exchanges)
+        for pending in self._exchanges:
+            if pending.of.part is not None:
+                self._contexts[pending.of.part].rollback()
+                pending.of.part.fill(pending.of.grads, self._factor)
 
-    def _make_void(self, ranks: list[int]) -> None:
+    def _abort(self, ranks: list[int]) -> None:
         """Gradients of `ranks` are not finite: memory stays what it was, and DDP is given NaN on every rank."""
         self.telemetry.skipped += 1
         if ranks:
@@ -466,7 +468,7 @@ class HookState:
         Raises PayloadError then, on all ranks, unless a scaler is there to skip the step.
         """
         start, left = time.perf_counter(), iter(used)
-        arrived = [self._arrived_by(flight, [next(left) for _ in flight.of.grads]) for flight in self._flights]
+        arrived = [self._arrived_by(pending, [next(left) for _ in pending.of.grads]) for pending in self._exchanges]
         not_finite = inspect(arrived, self.comm)
         if not_finite:
             named = ", ".join(map(str, not_finite))
@@ -476,32 +478,32 @@ class HookState:
                     f"Look for damaged messages by dgcopt.init(checksums=True)."
                 )
             log.warning("dgcopt: rank %d, step %d: NaN or Inf arrived in %s", self.comm.rank, self.step, named)
-            self._make_void([])
+            self._abort([])
             return False
         prepare_memory(arrived)
         writes = prepare_gradients(arrived)
         self._commit.begin("memory and gradients")
         commit_memory(arrived, self.telemetry)
         commit_gradients(writes)
-        self._traffic.count_step(sum(one.numel for one in arrived))
+        self._scheduler.count_step(sum(one.numel for one in arrived))
         self.step += 1
         self.telemetry.apply_seconds += time.perf_counter() - start
         return True
 
-    def _arrived_by(self, flight: Flight[Travelling], flags: list[bool]) -> Arrived:
+    def _arrived_by(self, pending: PendingExchange[PartGradients], flags: list[bool]) -> Arrived:
         """The gradients that an exchange has made, to be written into DDP's memory."""
-        of, numel = flight.of, sum(grad.numel() for grad in flight.of.grads)
+        of, numel = pending.of, sum(grad.numel() for grad in pending.of.grads)
         if of.part is None:
 
             def prepare_rows(result: Tensor | SparseSum) -> Callable[[], None]:
                 assert isinstance(result, Tensor)
                 scaled = result * self._scale
-                return lambda: setattr(flight, "result", scaled)
+                return lambda: setattr(pending, "result", scaled)
 
-            return Arrived(flight, None, None, prepare_rows, numel)
+            return Arrived(pending, None, None, prepare_rows, numel)
         context = self._contexts[of.part]
         prepare = functools.partial(of.prepare, local=context.local, used=flags, scale=self._scale)
-        return Arrived(flight, context, None if all(flags) else flags, prepare, numel)
+        return Arrived(pending, context, None if all(flags) else flags, prepare, numel)
 
     def _expect_step(self) -> None:
         """Say so if gradients were exchanged before, and the optimizer has not stepped since."""
@@ -522,10 +524,10 @@ class HookState:
 
     def _forget(self) -> str:
         """The step is over, or failed: what it has not settled is rolled back."""
-        told = on_their_way(self._flights)
+        told = on_their_way(self._exchanges)
         for context in self._contexts.values():
-            context.roll_back()
-        self._flights, self._arrived = [], []
+            context.rollback()
+        self._exchanges, self._arrived = [], []
         return told
 
 

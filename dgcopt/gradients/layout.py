@@ -15,8 +15,8 @@ from ..comm import Comm
 from ..compressors import Compressor, Context
 from ..errors import CommError
 from ..exchange.agreement import DAMAGED
-from ..exchange.flights import claim, context_of
 from ..exchange.link import measure_link
+from ..exchange.scheduler import claim, context_of
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket, Touched
 from ..flat.store import Store
@@ -72,10 +72,10 @@ class Layout:
             if bucket.touched is not None:
                 yield bucket.touched
 
-    def let_go(self) -> None:
+    def release_gradients(self) -> None:
         """The optimizer has stepped, or will not: keep no gradients alive beyond what the user does."""
         for bucket in self.buckets:
-            bucket.let_go()
+            bucket.release_gradients()
 
 
 def _forms(params: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int]]:

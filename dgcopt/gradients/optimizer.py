@@ -217,7 +217,7 @@ class Synchronised(Stepping):
         if before is not None:
             self.restore(before.state())
             if self.engine is not None:
-                self.engine.runner.traffic.telemetry = before.telemetry
+                self.engine.runner.scheduler.telemetry = before.telemetry
 
     def keep_up(self) -> None:
         """Rejoin if the ranks that this optimizer was of are no more, as `hvd.elastic.run` has started Horovod anew.

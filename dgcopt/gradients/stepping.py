@@ -320,7 +320,7 @@ class Stepping:
         loss = closure()
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP):
             self._average()
-            if self.engine is not None and self.engine.attendance.ranks < self.comm.size:
+            if self.engine is not None and self.engine.participation.ranks < self.comm.size:
                 raise ConfigError("step(closure) does not work while ranks have run out of data: step() does")
             if isinstance(loss, Tensor | float | int):
                 value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
@@ -343,7 +343,7 @@ class Stepping:
         if self.engine is not None and grads in (Grads.AVERAGED, Grads.FINAL):
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
             touched = Touch.CHANGED if has_changed else Touch.KEPT
-            self.engine.touched = touched if self.engine.attendance.here else Touch.UNKNOWN
+            self.engine.touched = touched if self.engine.participation.here else Touch.UNKNOWN
         is_void, self._uses_gradients = grads is Grads.VOID, True
         takes_update = self.engine is not None and self.compressor.sends == "update"
         if not is_void:
@@ -395,7 +395,7 @@ class Stepping:
         self._hidden.show()
         self.compressor.after_step(self.optimizer)
         if self.engine is not None:
-            self.engine.layout.let_go()
+            self.engine.layout.release_gradients()
         if not failed and self._uses_gradients:
             self.wrapped.not_taken = 0
         self._uses_gradients = False

@@ -13,7 +13,7 @@ class JoinHook:
     def __init__(self, engine: Engine | None, divide_by_all: bool) -> None:
         self.engine = engine
         if engine is not None:
-            engine.attendance.begin(not divide_by_all)
+            engine.participation.begin(not divide_by_all)
 
     def main_hook(self) -> None:
         """Take part in a step of the ranks that have data."""
@@ -24,4 +24,4 @@ class JoinHook:
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have run out of data."""
         if self.engine is not None:
-            self.engine.attendance.all_here()
+            self.engine.participation.all_here()

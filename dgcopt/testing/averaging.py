@@ -105,7 +105,7 @@ class _Ranks:
                 group.update({name: 0.0 for name in ("lr", "weight_decay") if name in group})
         self.train(steps)
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """Finish exchanges in flight."""
         for optimizer in self.optimizers:
             optimizer.averaging.finish_round()
@@ -150,7 +150,7 @@ def _finite(case: _Case) -> None:
     for dtype in DTYPES:
         ranks = _Ranks(case, dtype)
         ranks.train(2 * _first_exchange(case.rule) + 1)
-        ranks.settle()
+        ranks.commit()
         if not ranks.weights().isfinite().all():
             raise AssertionError(f"weights of {dtype} are not finite after an exchange")
 
@@ -159,7 +159,7 @@ def _at_rest(case: _Case) -> None:
     ranks = _Ranks(case)
     before = ranks.weights()
     ranks.rest(2 * _first_exchange(case.rule) + 1)
-    ranks.settle()
+    ranks.commit()
     gap = float((ranks.weights() - before).abs().max())
     if not gap < 1e-9:
         raise AssertionError(f"weights that all ranks have alike, and no step has changed, were moved by {gap:g}")
@@ -178,7 +178,7 @@ def _together(case: _Case) -> str | None:
     if not due:
         raise AssertionError(f"no exchange is due in the {QUIET * WITHIN} steps after step {local}")
     ranks.rest(due[-1] - local)
-    ranks.settle()
+    ranks.commit()
     if not ranks.apart() <= before / 2:
         raise AssertionError(f"ranks were {before:.3g} apart, and are {ranks.apart():.3g} after {len(due)} exchanges")
     return None
@@ -216,7 +216,7 @@ def _resume(case: _Case) -> None:
         resumed.load(straight.states(), straight.steps)
         for ranks in (straight, resumed):
             ranks.train(2 * _first_exchange(case.rule))
-            ranks.settle()
+            ranks.commit()
         if not torch.equal(straight.weights(), resumed.weights()):
             raise AssertionError(f"saved {more} step(s) after an exchange and loaded, it continues differently")
 

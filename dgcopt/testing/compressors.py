@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 from .. import Compressor, Context, DistributedOptimizer, SparseSum, simulate, simulated_world
 from ..collectives import Collective, watched
 from ..compressors import GradientExchange, accept
-from ..exchange.flights import context_of
+from ..exchange.scheduler import context_of
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket
 from ..flat.store import Memory, Store, is_unsent
@@ -104,7 +104,7 @@ class _Ranks:
             for buckets, comm, store in zip(self.buckets, self.comms, self.stores, strict=True)
         ]
 
-    def exchange(self, grads: Gradients, settle: bool = True) -> Gradients:
+    def exchange(self, grads: Gradients, commit: bool = True) -> Gradients:
         """Return the results of one step, of every rank, on the CPU."""
         results: Gradients = [[torch.empty(0)] * len(SHAPES) for _ in range(self.size)]
         self.sent = [0] * self.size
@@ -127,16 +127,16 @@ class _Ranks:
                     raise AssertionError(f"returned shape {tuple(flat.shape)} for a gradient of {(bucket.numel,)}")
                 for segment in bucket.segments:
                     results[rank][int(segment.name[1:])] = segment.view(flat).to("cpu", self.dtype, copy=True)
-                if settle:
-                    self.contexts[rank][place].settle()
+                if commit:
+                    self.contexts[rank][place].commit()
                 else:
-                    self.contexts[rank][place].roll_back()
+                    self.contexts[rank][place].rollback()
                 bucket.grad.fill_(torch.nan)  # the caller's memory again after the exchange
-        self.step += settle
+        self.step += commit
         for rank in range(1, self.size):
             for shape, ours, first in zip(SHAPES, results[rank], results[0], strict=True):
                 # a NaN on all ranks is reported by the check for NaN
-                if settle and not bool(((ours == first) | (ours.isnan() & first.isnan())).all()):
+                if commit and not bool(((ours == first) | (ours.isnan() & first.isnan())).all()):
                     raise AssertionError(f"rank {rank} got another result than rank 0 for a parameter of shape {shape}")
         return results
 
@@ -216,11 +216,11 @@ def _void(case: _Case) -> None:
     plain, interrupted = (_Ranks(case) for _ in range(2))
     for seed in range(3):
         bad = _gradients(case.size, 100 + seed)
-        interrupted.exchange(bad, settle=False)
+        interrupted.exchange(bad, commit=False)
         # whole-model compressors run only after all ranks have voted that gradients are finite
         for value in () if case.compressor.whole_model else (torch.nan, torch.inf):
             bad[-1][0][0, 0] = value
-            interrupted.exchange(bad, settle=False)
+            interrupted.exchange(bad, commit=False)
         grads = _gradients(case.size, seed)
         if not _same(plain.exchange(grads), interrupted.exchange(grads)):
             raise AssertionError("after an aborted step the next one has another result")

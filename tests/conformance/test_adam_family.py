@@ -308,7 +308,7 @@ def test_one_bit_reduce_is_its_rule(size: int) -> None:
         exchanges = [OneBitReduce().exchange(g, c) for g, c in zip(flat, contexts, strict=True)]
         results: list[Tensor] = dgcopt.simulate(exchanges, dgcopt.simulated_world(size))
         for context in contexts:
-            context.settle()
+            context.commit()
         for place, expected in enumerate(naive_one_bit_reduce(grads, errors, server, cuts)):
             segment = buckets[0].segments[place]
             for result in results:
@@ -354,7 +354,7 @@ def test_what_a_server_holds_of_parts_that_it_no_longer_serves_is_sent_with_its_
         exchanges = [OneBitReduce().exchange(torch.zeros(128), context) for context in contexts]
         mean, _ = dgcopt.simulate(exchanges, dgcopt.simulated_world(2))
         for context in contexts:
-            context.settle() if succeeds else context.roll_back()
+            context.commit() if succeeds else context.rollback()
         total += mean if succeeds else 0
         assert not contexts[0].memory["residual of the server"][64:].any()
         left = sum(held for context in contexts for held in context.memory.values())

@@ -133,7 +133,7 @@ def test_one_worker(nesterov):
         bucket.fill([0], [gradients_of([param.detach()], 0, step)[0]])
         context.step = step
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
-        context.settle()
+        context.commit()
         with torch.no_grad():
             param -= 0.1 * bucket.segments[0].view(update.add_to(torch.zeros_like(bucket.grad)))
     theirs, _ = naive_dgc(

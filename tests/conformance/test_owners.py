@@ -21,7 +21,7 @@ from dgcopt.coding import SparseCode
 from dgcopt.collectives import AllGather, AllToAll, Collective, Link, watched
 from dgcopt.compressors import Context
 from dgcopt.compressors.context import SUMS
-from dgcopt.compressors.reduction import Owner, reduction
+from dgcopt.compressors.reduction import OwnerReduction, reduction
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket, SparseSum
 from dgcopt.flat.shard import Chunks, Shard, Sharding
@@ -91,10 +91,10 @@ class Ranks:
         assert all(torch.equal(flat, flats[0]) for flat in flats), "ranks apply other bits"
         if void:
             for context in self.contexts:
-                context.roll_back()
+                context.rollback()
             return flats[0]
         for context in self.contexts:
-            context.settle(used)
+            context.commit(used)
         self.step += 1
         for segment, there in zip(self.buckets[0].segments, used or [True] * len(self.shapes), strict=True):
             span = slice(segment.start, segment.stop)
@@ -514,7 +514,7 @@ def test_auto_takes_to_owners_as_ranks_and_latency_have_it() -> None:
     def chosen(size: int, latency: float, bandwidth: float) -> bool:
         ranks = Ranks(dgcopt.TopK(), size, [(numel,)])
         context = replace(ranks.contexts[0], link=Link(latency, bandwidth))
-        return isinstance(reduction("auto", code, 1000, context), Owner)
+        return isinstance(reduction("auto", code, 1000, context), OwnerReduction)
 
     assert [chosen(size, 1e-4, 12.5e6) for size in (2, 4, 16, 64, 256)] == [False, False, True, True, True]
     assert [chosen(16, 1e-4, bandwidth) for bandwidth in (1e6, 12.5e6, 1e9, 1e11)] == [True, True, False, False]

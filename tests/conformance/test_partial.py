@@ -269,7 +269,7 @@ class World:
         flats = [x.clone() for x in weights]
         results = dgcopt.simulate([self.rule.exchange(x, c) for x, c in zip(flats, self.contexts, strict=True)])
         for ctx in self.contexts:
-            ctx.settle()
+            ctx.commit()
         return results
 
     def random(self) -> list[Tensor]:
@@ -378,9 +378,9 @@ def test_an_exchange_that_fails_leaves_the_anchor() -> None:
     world.x = [x.clone().add_(1) for x in patches.x]
     dgcopt.simulate([world.rule.exchange(x, ctx) for x, ctx in zip(world.x, world.contexts, strict=True)])
     for ctx in world.contexts:
-        ctx.roll_back()
+        ctx.rollback()
         assert torch.equal(ctx.memory["anchor"], patches.start)
-        ctx.settle()
+        ctx.commit()
         assert torch.equal(ctx.memory["anchor"], patches.start)
 
 

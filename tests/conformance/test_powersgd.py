@@ -89,7 +89,7 @@ class World:
             exchanges.append(self.compressor.exchange(bucket.grad, context))
         results = dgcopt.simulate(exchanges, self.comms)
         for context in self.contexts:
-            context.settle()
+            context.commit()
             context.step += 1
         assert all(torch.equal(s.view(results[0]), s.view(r)) for r in results for s in self.buckets[0].segments)
         return [segment.view(results[0]) for segment in self.buckets[0].segments]

@@ -52,7 +52,7 @@ class World:
         exchanges = [self.compressor.exchange(self.flat(g), ctx) for g, ctx in zip(grads, self.contexts, strict=True)]
         results = dgcopt.simulate(exchanges)
         for ctx, result in zip(self.contexts, results, strict=True):
-            ctx.settle()
+            ctx.commit()
             ctx.step += 1
             assert torch.equal(self.flat(self.parts(result)), self.flat(self.parts(results[0])))
         return self.parts(results[0])
@@ -368,7 +368,7 @@ class TestDamage:
         message[:4].view(torch.float32)[0] = value
         compressor.decode(message, ctx, 1)
         with pytest.raises(PayloadError, match="rank 1"):
-            ctx.settle()
+            ctx.commit()
 
     @pytest.mark.parametrize(
         ("compressor", "place"), [(dgcopt.TernGrad(), -1), (dgcopt.QSGD(5), -1), (dgcopt.Natural(), 0)], ids=repr
@@ -379,7 +379,7 @@ class TestDamage:
         message[place] = 255
         compressor.decode(message, ctx, 1)
         with pytest.raises(PayloadError, match="rank 1"):
-            ctx.settle()
+            ctx.commit()
 
     @pytest.mark.parametrize("ends", [(math.nan, 1.0), (0.0, math.inf), (2.0, 1.0), (0.0, 3e38)])
     def test_a_range_that_cannot_be(self, ends: tuple[float, float]) -> None:
@@ -399,7 +399,7 @@ class TestDamage:
         with pytest.raises(StopIteration):
             exchange.send(torch.stack((torch.zeros(part), torch.full((part,), 250))).to(torch.uint8))
         with pytest.raises(PayloadError, match="rank 1"):
-            world.contexts[0].settle()
+            world.contexts[0].commit()
 
 
 class TestExtremes:

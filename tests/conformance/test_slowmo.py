@@ -217,7 +217,7 @@ class Busy(LocalSGD):
     def exchange(self, x: Tensor, ctx: Weights):
         x = yield from super().exchange(x, ctx)
         ctx.remember("seen", x).copy_(x)
-        ctx.once_settled(lambda: ctx.scratch["total"].add_(x))
+        ctx.on_commit(lambda: ctx.scratch["total"].add_(x))
         return x
 
     def saved(self, ctx: Weights) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ class Ranks:
         flats = []
         for result, (_, bucket, context) in zip(results, self.exchanges, strict=True):
             flats.append(result.add_to(bucket.empty()) if isinstance(result, SparseSum) else result)
-            context.settle()
+            context.commit()
         assert all(torch.equal(flat, flats[0]) for flat in flats)
         self.step += 1
         return results[0], [segment.view(flats[0]).clone() for segment in self.exchanges[0][1].segments]

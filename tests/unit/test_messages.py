@@ -279,7 +279,7 @@ def test_overflow_in_the_hook_is_a_warning_unless_there_is_a_scaler(caplog: pyte
     caplog.set_level(logging.INFO, "dgcopt")
     for scaler, level in ((None, logging.WARNING), (torch.amp.GradScaler("cpu"), logging.INFO)):
         state, _ = dgcopt.ddp_hook(scaler=scaler)
-        state._make_void([1])
+        state._abort([1])
         assert [record.levelno for record in caplog.records] == [level]
         caplog.clear()
 

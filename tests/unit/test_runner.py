@@ -11,8 +11,8 @@ from torch import Tensor
 
 import dgcopt
 from dgcopt.collectives import AllReduce
-from dgcopt.exchange.flights import Flight, context_of, exchange_of
 from dgcopt.exchange.runner import Job, Runner, on_their_way
+from dgcopt.exchange.scheduler import PendingExchange, context_of, exchange_of
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.flat.store import Store
@@ -42,22 +42,22 @@ class EveryK:
             self.runner.go()
 
     def exchange(self) -> Job:
-        self.flights = [Flight(bucket.label, bucket) for bucket in self.buckets]
+        self.exchanges = [PendingExchange(bucket.label, bucket) for bucket in self.buckets]
         launches = []
-        for flight in self.flights:
-            flight.of.grad.copy_(flight.of.read())
-            launches.append((flight, exchange_of(flight.of, self.compressor, self.contexts[flight.of])))
+        for pending in self.exchanges:
+            pending.of.grad.copy_(pending.of.read())
+            launches.append((pending, exchange_of(pending.of, self.compressor, self.contexts[pending.of])))
         for some in [launches] if self.together else [[launch] for launch in launches]:
-            self.runner.traffic.launch_together(some)
-        yield from self.runner.traffic.finish(self.flights, self.compressor.in_turn)
-        for flight in self.flights:
-            self.contexts[flight.of].settle()
-            flight.of.write(self.contexts[flight.of].dense(flight.result))
+            self.runner.scheduler.launch_together(some)
+        yield from self.runner.scheduler.finish(self.exchanges, self.compressor.in_turn)
+        for pending in self.exchanges:
+            self.contexts[pending.of].commit()
+            pending.of.write(self.contexts[pending.of].dense(pending.result))
 
     def forget(self) -> str:
         for context in self.contexts.values():
-            context.roll_back()
-        return on_their_way(self.flights)
+            context.rollback()
+        return on_their_way(self.exchanges)
 
 
 def world(size: int, compressor: dgcopt.Compressor, every: int = 2) -> tuple[list[list[Tensor]], list[EveryK]]:
@@ -75,7 +75,7 @@ def test_the_fourth_caller_exchanges_every_k_calls() -> None:
         caller()
     for mine in tensors:
         assert torch.equal(mine[0], torch.full((5, 3), 1.0)) and torch.equal(mine[1], torch.arange(70.0))
-    assert callers[0].runner.traffic.telemetry.sent_bytes > 0
+    assert callers[0].runner.scheduler.telemetry.sent_bytes > 0
 
 
 def test_what_it_holds_back_is_kept_by_name_and_goes_on_in_another() -> None:
@@ -111,16 +111,16 @@ def test_small_messages_that_are_launched_together_travel_together(compressor, a
         tensors, callers = world(3, copy.deepcopy(compressor), every=1)
         for caller in callers:
             caller.together, caller.comm.checksums = at_once, checksums
-        traffic = callers[0].runner.traffic
+        scheduler = callers[0].runner.scheduler
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dgcopt.exchange.flights.ENOUGH", enough)
-            start = Mock(side_effect=traffic.start)
-            patch.setattr(traffic, "start", start)
+            patch.setattr("dgcopt.exchange.scheduler.ENOUGH", enough)
+            start = Mock(side_effect=scheduler.start)
+            patch.setattr(scheduler, "start", start)
             for _ in range(3):
                 for caller in callers:
                     caller()
         held = [caller.store.memory() for caller in callers]
-        results[enough, at_once] = tensors, held, traffic.telemetry.payload_bytes, start.call_count
+        results[enough, at_once] = tensors, held, scheduler.telemetry.payload_bytes, start.call_count
     (one, memory, nbytes, _), *others = results.values()
     for tensors, held, same_bytes, _ in others:
         torch.testing.assert_close(tensors, one, rtol=0, atol=0)
@@ -160,7 +160,7 @@ def test_jobs_are_done_one_after_another_and_a_failure_ends_them_all() -> None:
     runner = Runner(comm, "test", lambda: None, lambda: " Nothing was sent.")
 
     def job(name: str) -> Job:
-        yield runner.traffic.start(AllReduce(torch.zeros(1)), name)
+        yield runner.scheduler.start(AllReduce(torch.zeros(1)), name)
         if name == "second":
             raise dgcopt.CommError("gone.")
         done.append(name)

@@ -55,7 +55,7 @@ def test_a_step_waits_twice_and_backward_never(compressor):
     arrives = not isinstance(compressor, dgcopt.NoCompression)
     assert len(waits.found) == (1 + arrives) * len(ranks.models), "\n".join(waits.found)
     places = {found.split(" at ")[1].split(":")[0] for found in waits.found}
-    assert places <= {"gradients/arrivals.py", "coding/checks.py"}
+    assert places <= {"gradients/tracker.py", "coding/checks.py"}
 
 
 def test_what_would_wait_is_counted():

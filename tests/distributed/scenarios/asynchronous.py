@@ -279,10 +279,12 @@ def bytes_are_counted(comm: Comm) -> None:
     mine.rounds.resume()
     mine.until(lambda: mine.count >= 3)
     mine.rounds.abort()
-    told, waited = mine.rounds.telemetry, mine.rounds.background.traffic.telemetry.wait_seconds
+    told, waited = mine.rounds.telemetry, mine.rounds.background.scheduler.telemetry.wait_seconds
     assert told.payload_bytes - before == mine.count * 4 * 64 * 8 + mine.count + 1
     assert told.sent_bytes > 0 and told.steps == mine.rounds.step
-    assert waited > 0 and told.wait_seconds == mine.rounds.runner.traffic.telemetry.wait_seconds, "no step waits for it"
+    assert waited > 0 and told.wait_seconds == mine.rounds.runner.scheduler.telemetry.wait_seconds, (
+        "no step waits for it"
+    )
 
 
 @scenario
@@ -463,7 +465,7 @@ def a_thread_that_fails(comm: Comm) -> None:
     class Failing(Counted):
         def exchange(self, x: Tensor, ctx: dgcopt.averaging.Weights) -> Exchange:
             if self._count == 2:
-                mine.rounds.background.traffic.comm.deadline = 0.5  # so long do the others wait in vain
+                mine.rounds.background.scheduler.comm.deadline = 0.5  # so long do the others wait in vain
                 if ctx.rank == ctx.size - 1:
                     raise ZeroDivisionError("the thread had enough")
             return (yield from super().exchange(x, ctx))

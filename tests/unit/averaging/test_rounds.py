@@ -700,9 +700,9 @@ def test_after_a_failure_all_ranks_load_and_go_on():
 def test_a_round_that_failed_leaves_nothing_for_the_next_one_to_settle(rule: Averaging):
     averaging = World(2, rule).train(range(1)).optimizers[0].averaging
     (ctx,), changes = averaging.buckets().values(), []
-    ctx.once_settled(lambda: changes.append("memory"))
+    ctx.on_commit(lambda: changes.append("memory"))
     averaging.sync.abort()
-    ctx.settle()
+    ctx.commit()
     assert not changes
 
 
@@ -943,7 +943,7 @@ def test_a_warm_up_goes_on_among_the_ranks_that_are_left(rule: Averaging):
     for optimizer in world.optimizers:
         assert (
             optimizer.averaging.telemetry.steps == 4
-            and optimizer.telemetry is optimizer.averaging.runner.traffic.telemetry
+            and optimizer.telemetry is optimizer.averaging.runner.scheduler.telemetry
         )
     world.train((4, 5))
     assert_close(world.weights(0), world.weights(1), 0)
@@ -993,7 +993,7 @@ class Fetch(Sync):
     def run(self) -> Iterator[Any]:
         for bucket in self.round.buckets():
             bucket.write(
-                (yield self.round.runner.traffic.start(Broadcast(bucket.read()), f"weights of {bucket.label}"))
+                (yield self.round.runner.scheduler.start(Broadcast(bucket.read()), f"weights of {bucket.label}"))
             )
         self.round.replica.mark_synced(self.round.names)
 

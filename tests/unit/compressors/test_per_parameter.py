@@ -20,7 +20,7 @@ import dgcopt
 from dgcopt import kernels
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError
-from dgcopt.gradients import arrivals
+from dgcopt.gradients import tracker
 from dgcopt.gradients.optimizer import synchronised
 
 SHAPES = {"conv.weight": (70, 9), "conv.bias": (70,), "fc.weight": (50, 33), "fc.bias": (33,), "norm.weight": (65,)}
@@ -590,9 +590,9 @@ def test_maxima_of_an_exchange_spare_the_vote_a_pass(monkeypatch: pytest.MonkeyP
     world = World(2, momentum, dgcopt.PerParameter({"*": dgcopt.DGC(0.1, overlap=True)}))
     world.train(2)
     read: list[int] = []
-    monkeypatch.setattr(arrivals, "peaks", lambda grads: read.append(len(grads)) or kernels.peaks(grads))
+    monkeypatch.setattr(tracker, "peaks", lambda grads: read.append(len(grads)) or kernels.peaks(grads))
     world.train(1)
     assert not read
-    monkeypatch.setattr(arrivals.Arrivals, "bounded", lambda *args: None)
+    monkeypatch.setattr(tracker.GradientTracker, "bounded", lambda *args: None)
     world.train(1)
     assert read, "without maxima the vote reads gradients"

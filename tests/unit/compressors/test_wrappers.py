@@ -51,7 +51,7 @@ class World:
         ]
         results = []
         for ctx, result in zip(self.contexts, simulate(exchanges, self.comms), strict=True):
-            ctx.settle()
+            ctx.commit()
             ctx.step += 1
             dense = result.add_to(self.buckets[0].empty()) if isinstance(result, SparseSum) else result
             results.append(self.whole(dense))

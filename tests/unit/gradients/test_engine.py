@@ -372,7 +372,7 @@ def test_rounding_error_goes_back_into_the_residual():
         compressor = dgcopt.DGC(0.1, values=values)
         context = context_of(bucket, 0, 1)
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
-        context.settle()
+        context.commit()
         update = update.add_to(torch.zeros_like(bucket.grad))
         torch.testing.assert_close(update + context.memory["residual"], grad, rtol=0, atol=0)
         assert torch.isfinite(update).all()

@@ -452,7 +452,7 @@ def test_on_a_cpu_dgc_sends_early_only_if_it_is_told_to(overlap: bool | str, ear
     ranks.step(0)
     ranks.backward(1)
     engines = [synchronised(optimizer).engine for optimizer in ranks.optimizers]
-    assert [bool(engine.departures.launched) for engine in engines] == [early, early]
+    assert [bool(engine.outgoing.launched) for engine in engines] == [early, early]
     assert compressor.overlaps(torch.device("cuda")) == (overlap is not False)
 
 
@@ -473,7 +473,7 @@ def test_with_overlap_memory_and_gradients_stay_as_they_are_until_the_step_has_s
             for kind, (held, values) in before.items():
                 assert context.memory[kind] is held and torch.equal(held, values), kind
             assert torch.equal(param.grad, grad)
-            context.settle() if succeeds else context.roll_back()
+            context.commit() if succeeds else context.rollback()
             assert bool(param.grad.any()) != succeeds  # nobody else has to clear it
         return context.memory
 
@@ -492,7 +492,7 @@ def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:
     for _ in range(3):
         context.certain = True
         next(compressor.exchange(grad.clone().resize_(bucket.numel), context))
-        context.roll_back()
+        context.rollback()
     torch.testing.assert_close(context.memory["residual"][:4000], 3 * grad)
 
 

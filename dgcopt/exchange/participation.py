@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ..errors import OutOfData
 
-__all__ = ["Attendance"]
+__all__ = ["Participation"]
 
 
-class Attendance:
+class Participation:
     """What one rank of `size` knows of who has data.
 
     Attributes: `here`, whether this rank has; `ranks`, how many have; `divides`, whether averages divide by these, else

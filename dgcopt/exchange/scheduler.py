@@ -29,7 +29,7 @@ from ..flat.store import Store
 from .agreement import announced
 from .telemetry import Telemetry
 
-__all__ = ["Flight", "Traffic", "claim", "context_of", "exchange_of"]
+__all__ = ["CollectiveScheduler", "PendingExchange", "claim", "context_of", "exchange_of"]
 
 log = logging.getLogger("dgcopt")
 
@@ -43,11 +43,11 @@ UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimiz
 
 
 @dataclass(eq=False)
-class Flight(Generic[Of]):
+class PendingExchange(Generic[Of]):
     """One exchange, `of` a bucket or what else its caller calls it: the collective that it waits for, or its result.
 
     `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
-    labels must be the same on all that do. Flights whose messages travel as one have the same `handle`.
+    labels must be the same on all that do. Exchanges whose messages travel as one have the same `handle`.
     """
 
     label: str
@@ -59,11 +59,11 @@ class Flight(Generic[Of]):
     result: Tensor | SparseSum | None = field(default=None, init=False)
 
 
-Ready: TypeAlias = tuple[Flight[Any], Collective]
+Ready: TypeAlias = tuple[PendingExchange[Any], Collective]
 """An exchange, and its next collective that is yet to be started."""
 
 
-class Traffic:
+class CollectiveScheduler:
     """What one user of a wire sends and awaits.
 
     Args:
@@ -118,74 +118,74 @@ class Traffic:
 
         return carried(lowered(exchange, self.comm), carry)
 
-    def launch(self, flight: Flight[Any], exchange: GradientExchange) -> None:
+    def launch(self, pending: PendingExchange[Any], exchange: GradientExchange) -> None:
         """Run an exchange to its first collective, and start that."""
-        self.launch_together([(flight, exchange)])
+        self.launch_together([(pending, exchange)])
 
-    def launch_together(self, launches: Iterable[tuple[Flight[Any], GradientExchange]]) -> None:
+    def launch_together(self, launches: Iterable[tuple[PendingExchange[Any], GradientExchange]]) -> None:
         """Launch several exchanges, the same ones on all ranks, whose small messages travel together."""
         ready: list[Ready] = []
-        for flight, exchange in launches:
-            flight.exchange = lowered(exchange, self.comm)
-            ready += self._run(flight, None)
+        for pending, exchange in launches:
+            pending.exchange = lowered(exchange, self.comm)
+            ready += self._run(pending, None)
             if sum(collective.nbytes for _, collective in ready) >= ENOUGH:
                 self._start_all(ready)
                 ready = []
         self._start_all(ready)
 
     @torch.no_grad()
-    def _run(self, flight: Flight[Any], result: Tensor | None) -> list[Ready]:
+    def _run(self, pending: PendingExchange[Any], result: Tensor | None) -> list[Ready]:
         """Run an exchange to its next collective, which is returned, yet to be started; or to its end."""
-        assert flight.exchange is not None
+        assert pending.exchange is not None
         ready: list[Ready] = []
         start = time.perf_counter()
         try:
-            ready.append((flight, flight.exchange.send(result)))  # type: ignore[arg-type]  # None starts a generator
+            ready.append((pending, pending.exchange.send(result)))  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
-            flight.result = stop.value
-        flight.handle = None
+            pending.result = stop.value
+        pending.handle = None
         elapsed = time.perf_counter() - start
-        if ready and not flight.rounds:
+        if ready and not pending.rounds:
             self.telemetry.compress_seconds += elapsed
         else:
             self.telemetry.apply_seconds += elapsed
         return ready
 
     def _start_all(self, ready: list[Ready]) -> None:
-        """Start the collectives of several flights, one for those that can be joined."""
+        """Start the collectives of several exchanges, one for those that can be joined."""
         while ready:
             like = ready[0][1]
             together = [each for each in ready if each[1] is like or is_joinable(like, each[1])]
             ready = [each for each in ready if each not in together]
             one = like if len(together) == 1 else joined([collective for _, collective in together])
-            rounds = [f"{flight.label} round {flight.rounds[one.group]}" for flight, _ in together]
+            rounds = [f"{pending.label} round {pending.rounds[one.group]}" for pending, _ in together]
             handle = self.start(one, " and ".join(rounds))
-            for flight, collective in together:
+            for pending, collective in together:
                 collective.label, collective.user = one.label, one.user
-                flight.collective, flight.handle = collective, handle
-                flight.rounds[one.group] += 1
+                pending.collective, pending.handle = collective, handle
+                pending.rounds[one.group] += 1
 
-    def finish(self, flights: Sequence[Flight[Any]], in_turn: bool) -> Generator[Handle, Tensor, None]:
-        """Take launched flights to their end: round by round, or each as a whole, `in_turn`."""
-        while handles := _awaited(flights):
+    def finish(self, exchanges: Sequence[PendingExchange[Any]], in_turn: bool) -> Generator[Handle, Tensor, None]:
+        """Take launched exchanges to their end: round by round, or each as a whole, `in_turn`."""
+        while handles := _awaited(exchanges):
             for handle in handles[:1] if in_turn else handles:
                 result = yield handle
-                arrived = [flight for flight in flights if flight.handle is handle]
-                collectives = [flight.collective for flight in arrived if flight.collective is not None]
+                arrived = [pending for pending in exchanges if pending.handle is handle]
+                collectives = [pending.collective for pending in arrived if pending.collective is not None]
                 results = [result] if len(arrived) == 1 else parted(result, collectives)
-                runs = [self._run(flight, part) for flight, part in zip(arrived, results, strict=True)]
+                runs = [self._run(pending, part) for pending, part in zip(arrived, results, strict=True)]
                 self._start_all([ready for run in runs for ready in run])
 
-    def call_off(self, flights: Sequence[Flight[Any]]) -> Generator[Handle, Tensor, None]:
+    def cancel(self, exchanges: Sequence[PendingExchange[Any]]) -> Generator[Handle, Tensor, None]:
         """Wait for collectives that were started, the same ones on all ranks, and discard their results: afterwards
-        flights are as they were before they were launched."""
-        for handle in _awaited(flights):  # noqa: UP028  # a list cannot be sent results
+        exchanges are as they were before they were launched."""
+        for handle in _awaited(exchanges):  # noqa: UP028  # a list cannot be sent results
             yield handle
-        for flight in flights:
-            if flight.exchange is not None:
-                flight.exchange.close()
-            flight.exchange = flight.collective = flight.handle = flight.result = None
-            flight.rounds.clear()
+        for pending in exchanges:
+            if pending.exchange is not None:
+                pending.exchange.close()
+            pending.exchange = pending.collective = pending.handle = pending.result = None
+            pending.rounds.clear()
 
     def count_step(self, numel: int) -> None:
         """A step of so many gradient elements was made."""
@@ -209,9 +209,9 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
         )
 
 
-def _awaited(flights: Sequence[Flight[Any]]) -> list[Handle]:
-    """What flights wait for, in their order; once where several wait for the same."""
-    return [*dict.fromkeys(flight.handle for flight in flights if flight.handle is not None)]
+def _awaited(exchanges: Sequence[PendingExchange[Any]]) -> list[Handle]:
+    """What exchanges wait for, in their order; once where several wait for the same."""
+    return [*dict.fromkeys(pending.handle for pending in exchanges if pending.handle is not None)]
 
 
 def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store) -> Context:

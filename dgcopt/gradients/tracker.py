@@ -23,7 +23,7 @@ from ..exchange.vote import Touch
 from ..flat.gradient import GradientBucket, is_finite, values_of
 from ..kernels import peaks
 
-__all__ = ["Arrivals", "EarlyLaunch"]
+__all__ = ["EarlyLaunch", "GradientTracker"]
 
 ENOUGH = 2**18
 """Elements that wait to be copied on a CPU: few enough to be in its cache, so many that a call costs little beside.
@@ -89,7 +89,7 @@ class _Filling:
             self.peaks.append(peaks)
 
 
-class Arrivals:
+class GradientTracker:
     """What has come in since the last step.
 
     Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;

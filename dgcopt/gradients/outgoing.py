@@ -13,50 +13,55 @@ from ..compressors import GradientExchange
 from ..compressors.context import Absorbed
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError
-from ..exchange.attendance import Attendance
 from ..exchange.commit import Arrived
-from ..exchange.flights import Flight, Traffic, exchange_of
+from ..exchange.participation import Participation
 from ..exchange.runner import Job
+from ..exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ..flat.gradient import GradientBucket, SparseSum
-from .arrivals import Arrivals
 from .layout import Layout
 from .settings import Settings
+from .tracker import GradientTracker
 from .wrapped import Wrapped
 
-__all__ = ["Departures"]
+__all__ = ["OutgoingBuckets"]
 
 
-class Departures:
+class OutgoingBuckets:
     """What has left since the last step, and what is to leave in it.
 
     Args:
         wrapped: the optimizer and its parameters.
         settings: how gradients are exchanged.
-        attendance: who has data.
-        arrivals: the gradients that have come in.
-        traffic: through which collectives leave.
+        participation: who has data.
+        tracker: the gradients that have come in.
+        scheduler: starts collectives.
 
-    Attributes: `layout`, which gradients travel together; `step`, how many were made; `flights`, exchanges that were
+    Attributes: `layout`, which gradients travel together; `step`, how many were made; `exchanges`, exchanges that were
     launched; `launched`, of how many buckets; `outdated`, whether buckets were laid out for other parameters or other
     settings; `stale`, whether gradients have changed since they left.
     """
 
     def __init__(
-        self, wrapped: Wrapped, settings: Settings, attendance: Attendance, arrivals: Arrivals, traffic: Traffic
+        self,
+        wrapped: Wrapped,
+        settings: Settings,
+        participation: Participation,
+        tracker: GradientTracker,
+        scheduler: CollectiveScheduler,
     ) -> None:
         self.wrapped = wrapped
         self.compressor = wrapped.compressor
         self.settings = settings
-        self.attendance = attendance
-        self.arrivals = arrivals
-        self.traffic = traffic
+        self.participation = participation
+        self.tracker = tracker
+        self.scheduler = scheduler
         self.layout = Layout()
         self.step = 0
         self.clear()
 
     def clear(self, outdated: bool = False) -> None:
         """Nothing has left."""
-        self.flights: list[Flight[GradientBucket | Tensor]] = []
+        self.exchanges: list[PendingExchange[GradientBucket | Tensor]] = []
         self.launched = 0
         self.outdated = outdated
         self.stale = False
@@ -65,14 +70,14 @@ class Departures:
 
     def fill_waiting(self, bucket: GradientBucket) -> None:
         """Copy what waits for a bucket into it."""
-        self.arrivals.fill_waiting(bucket, self._scale_taken(bucket))
+        self.tracker.fill_waiting(bucket, self._scale_taken(bucket))
 
     def fill(self, bucket: GradientBucket) -> None:
         """Copy what is not in a bucket yet into it; zeros on a rank without data."""
         if bucket.in_place:
             return
-        if self.attendance.here:
-            self.arrivals.fill(bucket, self._scale_taken(bucket))
+        if self.participation.here:
+            self.tracker.fill(bucket, self._scale_taken(bucket))
         else:
             bucket.grad.zero_()
 
@@ -86,7 +91,7 @@ class Departures:
     def launch_full(self) -> None:
         """Launch the next buckets as long as all their gradients are there; all ranks have yet to agree on the step."""
         for bucket in self.layout.buckets[self.launched :]:
-            if not self.arrivals.has_all_of(bucket):
+            if not self.tracker.has_all_of(bucket):
                 break
             self.fill(bucket)
             self._launch(bucket)
@@ -96,19 +101,19 @@ class Departures:
 
         `together` says whether that is all of it, on all ranks.
         """
-        if self.compressor.sends == "update" and self.attendance.here:
+        if self.compressor.sends == "update" and self.participation.here:
             self._make_update()
         rest = self.layout.buckets[self.launched :]
         self.fill_rest()
         if self._prepares_gradients:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
         certain = used is None  # else some memory is to stay as it is
-        exchanges = (self._exchange(bucket, certain, together) for bucket in rest)
+        launches = (self._exchange(bucket, certain, together) for bucket in rest)
         if self.compressor.in_turn or self.layout.leaves_early:
-            for flight, exchange in exchanges:
-                self.traffic.launch(flight, exchange)
+            for pending, exchange in launches:
+                self.scheduler.launch(pending, exchange)
         else:  # all ranks launch the same ones now
-            self.traffic.launch_together(exchanges)
+            self.scheduler.launch_together(launches)
         for name, param in self.layout.sparse:
             if used is not None and not used[param]:
                 param.grad = None
@@ -117,45 +122,45 @@ class Departures:
 
     def _launch(self, bucket: GradientBucket) -> None:
         if bucket.in_place:
-            self.arrivals.read(bucket)
-        self.traffic.launch(*self._exchange(bucket, certain=False))
+            self.tracker.read(bucket)
+        self.scheduler.launch(*self._exchange(bucket, certain=False))
         context = self.layout.contexts[bucket]
         if context.peak is not None:
-            self.arrivals.bounded(bucket, context.peak)
+            self.tracker.bounded(bucket, context.peak)
 
     def _exchange(
         self, bucket: GradientBucket, certain: bool, together: bool = False
-    ) -> tuple[Flight[Any], GradientExchange]:
+    ) -> tuple[PendingExchange[Any], GradientExchange]:
         """The exchange of a bucket that is about to be launched."""
         self.launched += 1
         context = self.layout.contexts[bucket]
         context.step, context.certain = self.step, certain
         if bucket.in_place:
-            context.local = bucket.local(self.attendance.here, self._scale(bucket))
+            context.local = bucket.local(self.participation.here, self._scale(bucket))
         elif self._scale(bucket) != self._scale_taken(bucket):
             bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
-        flight = Flight[GradientBucket | Tensor](bucket.label, bucket)
-        self.flights.append(flight)
-        return flight, exchange_of(bucket, self.compressor, context, together)
+        pending = PendingExchange[GradientBucket | Tensor](bucket.label, bucket)
+        self.exchanges.append(pending)
+        return pending, exchange_of(bucket, self.compressor, context, together)
 
     def _launch_rows(self, name: str, param: Tensor) -> None:
         """Launch a sparse gradient, which travels alone."""
-        grad = param.grad if self.attendance.here else None
+        grad = param.grad if self.participation.here else None
         if grad is None:
             grad = torch.zeros_like(param).to_sparse(1)
         elif not grad.is_sparse:
             grad = grad.to_sparse(1)
-        flight = Flight[GradientBucket | Tensor](f"sparse gradient {name}", param)
-        self.flights.append(flight)
-        divisor = self.traffic.comm.size if self.settings.op == "average" else 1
-        self.traffic.launch(flight, gather_rows(grad * self._weight, divisor))
+        pending = PendingExchange[GradientBucket | Tensor](f"sparse gradient {name}", param)
+        self.exchanges.append(pending)
+        divisor = self.scheduler.comm.size if self.settings.op == "average" else 1
+        self.scheduler.launch(pending, gather_rows(grad * self._weight, divisor))
 
     # -- what an exchange sees ---------------------------------------------------------------------------------------
 
     @property
     def _weight(self) -> float:
         """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
-        share = self.attendance.share if self.settings.op == "average" else 1.0
+        share = self.participation.share if self.settings.op == "average" else 1.0
         return share / self.settings.gradient_predivide_factor
 
     def _scale(self, bucket: GradientBucket) -> float:
@@ -178,7 +183,7 @@ class Departures:
             for param, grad in graded:
                 if grad.is_sparse:
                     raise ConfigError(
-                        f"rank {self.traffic.comm.rank}: {self.compressor!r} clips gradients before updates are made "
+                        f"rank {self.scheduler.comm.rank}: {self.compressor!r} clips gradients before updates are made "
                         f"of them, and that of {self.wrapped.names[param]!r} is sparse: leave the clip away"
                     )
             self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
@@ -194,14 +199,14 @@ class Departures:
 
     # -- what becomes of it ------------------------------------------------------------------------------------------
 
-    def take_back(self, launched: int, is_void: bool = False) -> Job:
+    def cancel(self, launched: int, is_void: bool = False) -> Job:
         """Start what some rank has `launched` already, wait for the end of all of it, and undo what it meant.
 
         It is to be sent anew, unless the step `is_void`.
         """
         if launched > len(self.layout.buckets):
             raise MismatchError(
-                f"rank {self.traffic.comm.rank} lost its buckets while other ranks have sent theirs: load state or "
+                f"rank {self.scheduler.comm.rank} lost its buckets while other ranks have sent theirs: load state or "
                 f"change parameters on all ranks alike, between steps"
             )
         while self.launched < launched:
@@ -210,40 +215,40 @@ class Departures:
                 bucket.keep_clear(bucket.grads())
                 bucket.grad.zero_()
             self._launch(bucket)
-        yield from self.traffic.call_off(self.flights)
-        if self.flights and not is_void:
-            self.traffic.telemetry.repeated += 1
-        self.roll_back()
-        self.arrivals.put_back()
+        yield from self.scheduler.cancel(self.exchanges)
+        if self.exchanges and not is_void:
+            self.scheduler.telemetry.repeated += 1
+        self.rollback()
+        self.tracker.put_back()
         self.clear(self.outdated)
 
-    def roll_back(self) -> None:
+    def rollback(self) -> None:
         """Return memory to the last commit; gradients that it has absorbed already are cleared, as they stay in it."""
         for bucket, context in self.layout.contexts.items():
             if context.absorbed is Absorbed.WHOLLY:
                 bucket.clear_gradients()
             elif context.absorbed is Absorbed.PARTLY:
                 self.wrapped.commit.begin("memory")
-            context.roll_back()
+            context.rollback()
 
     def arrived(self, used: dict[Tensor, bool] | None) -> list[Arrived]:
         """The gradients that the step's exchanges have made, to be written where this rank's own are."""
         factor = self.settings.gradient_predivide_factor
         arrived = []
-        for flight in self.flights:
-            of = flight.of
+        for pending in self.exchanges:
+            of = pending.of
             if isinstance(of, Tensor):
                 write = functools.partial(_prepare_sparse, of, factor=factor)
-                arrived.append(Arrived(flight, None, None, write, of.numel()))
+                arrived.append(Arrived(pending, None, None, write, of.numel()))
                 continue
             flags = _flags(of, used)
             write = functools.partial(of.prepare, used=flags, factor=factor)
-            arrived.append(Arrived(flight, self.layout.contexts[of], flags, write, of.elements))
+            arrived.append(Arrived(pending, self.layout.contexts[of], flags, write, of.elements))
         return arrived
 
     def count_step(self, arrived: Sequence[Arrived]) -> None:
         """The step was made."""
-        self.traffic.count_step(sum(one.numel for one in arrived))
+        self.scheduler.count_step(sum(one.numel for one in arrived))
         self.step += 1
 
 

@@ -8,47 +8,47 @@ from torch import Tensor
 
 from ..collectives import AllReduce
 from ..compressors import Compressor, Context
-from ..exchange.flights import Flight, Traffic
 from ..exchange.runner import Job
+from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.vote import used_anywhere
 from ..flat.gradient import GradientBucket
 
-__all__ = ["send_held_back"]
+__all__ = ["flush_residuals"]
 
 
-def send_held_back(
-    flights: Sequence[Flight[GradientBucket | Tensor]],
+def flush_residuals(
+    exchanges: Sequence[PendingExchange[GradientBucket | Tensor]],
     contexts: dict[GradientBucket, Context],
     used: dict[Tensor, bool] | None,
     compressor: Compressor,
-    traffic: Traffic,
+    scheduler: CollectiveScheduler,
 ) -> Job:
-    """Send what is held back even after the step's exchanges, whole: the results of `flights` are more by that.
+    """Send what is held back even after the step's exchanges, whole: the results of `exchanges` are more by that.
 
     Args:
-        flights: exchanges that are finished and settled, whose results were not handed out yet.
+        exchanges: finished exchanges whose memory is committed and whose results are not written back.
         contexts: what is held back, by bucket; nothing is afterwards.
         used: which parameters some rank has a gradient of, all if None; those of which something has come, too, then.
         compressor: says what is added to a gradient of what was held back.
-        traffic: through which it leaves.
+        scheduler: starts its collectives.
     """
     rests = {bucket: context.take_unsent() for bucket, context in contexts.items()}
     here = [rest is not None and bool(s.view(rest).any()) for bucket, rest in rests.items() for s in bucket.segments]
-    there = iter((yield from traffic.through(used_anywhere(here, "what is held back"))))
-    for flight in flights:
-        if isinstance(flight.of, Tensor):
+    there = iter((yield from scheduler.through(used_anywhere(here, "what is held back"))))
+    for pending in exchanges:
+        if isinstance(pending.of, Tensor):
             continue
-        bucket, context, rest = flight.of, contexts[flight.of], rests[flight.of]
+        bucket, context, rest = pending.of, contexts[pending.of], rests[pending.of]
         held = [next(there) for _ in bucket.segments]
         if not any(held):
             continue
         mine = bucket.empty() if rest is None else compressor.as_gradient(rest, context).to(context.dtype)
-        label = f"what was held back of {flight.label}"
-        mean = yield traffic.start(AllReduce(mine * context.prescale, op=context.op), label)
-        assert flight.result is not None
-        result = context.dense(flight.result)
+        label = f"what was held back of {pending.label}"
+        mean = yield scheduler.start(AllReduce(mine * context.prescale, op=context.op), label)
+        assert pending.result is not None
+        result = context.dense(pending.result)
         for segment, is_held in zip(bucket.segments, held, strict=True):
             if used is not None and not used[segment.param]:
                 result[segment.start : segment.stop] = 0
                 used[segment.param] = is_held
-        flight.result = result.add_(mean)
+        pending.result = result.add_(mean)

@@ -74,10 +74,10 @@ def test_messages_that_leave_after_the_vote_travel_together(overlap: bool, expec
     """Those of vectors and of matrices, to owners and from them; apart where each leaves once it is ready."""
     compressor = dgcopt.DGC.compact(0.1, warmup=None, reduce="owner", overlap=overlap)
     ranks = Ranks(2, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), compression=compressor)
-    traffic = synchronised(ranks.optimizers[0]).engine.runner.traffic
+    scheduler = synchronised(ranks.optimizers[0]).engine.runner.scheduler
     started: list[str] = []
-    start = traffic.start
-    traffic.start = lambda collective, label: started.append(label) or start(collective, label)  # type: ignore
+    start = scheduler.start
+    scheduler.start = lambda collective, label: started.append(label) or start(collective, label)  # type: ignore
     for seed in range(3):
         started.clear()
         ranks.step(seed)

@@ -10,7 +10,9 @@ __all__ = [
     "MismatchError",
     "OutOfData",
     "PayloadError",
+    "QuorumLost",
     "TimeoutExceeded",
+    "VotedOut",
 ]
 
 
@@ -28,6 +30,14 @@ class CommError(DGCError, RuntimeError):
 
 class TimeoutExceeded(CommError):
     """A collective did not finish within its deadline: says which rank waited for what, and for how long."""
+
+
+class QuorumLost(CommError):
+    """Too few ranks are left to go on: says how many there are and how many it takes."""
+
+
+class VotedOut(CommError):
+    """The other ranks have gone on without this one: says since when, and how it rejoins."""
 
 
 class MismatchError(DGCError, RuntimeError):

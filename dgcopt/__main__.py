@@ -6,6 +6,7 @@ dgcopt averaging            every algorithm that averages weights now and then, 
 dgcopt averaging SlowMo     one of them in full
 dgcopt env                  what is installed and in use here, for a report of a problem
 dgcopt run -np 4 train.py     start a script on several ranks, by torchrun, horovodrun, mpirun or srun
+dgcopt probe                latency and bandwidth of every collective between the ranks that a launcher has started
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 
 from . import (
     Averaging,
+    CommError,
     Compressor,
     ConfigError,
     Context,
@@ -38,6 +40,7 @@ from .collectives import Collective, watched
 from .compressors import Encoded, HorovodCompression, ScheduledRatio, Sparse, Wrapper
 from .flat.buckets import build_buckets
 from .flat.gradient import GradientBucket
+from .tuning import commands as tuning
 
 SHAPE = (1000, 1000)
 RANKS = 2
@@ -159,11 +162,15 @@ def main() -> int:
     launcher.add_arguments(
         commands.add_parser("run", help="start a script on several ranks, here or on other machines")
     )
+    tuning.add_commands(commands)
     arguments = parser.parse_args()
     try:
-        status = launcher.launch(arguments) if arguments.command == "run" else answer(arguments)
+        if arguments.command in tuning.COMMANDS:
+            status = tuning.run(arguments)
+        else:
+            status = launcher.launch(arguments) if arguments.command == "run" else answer(arguments)
         sys.stdout.flush()
-    except ConfigError as error:
+    except (ConfigError, CommError) as error:
         print(f"dgcopt {arguments.command}: {error}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # whoever reads has enough, as `head` has

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import dgcopt
 from dgcopt import DGC, Comm
+from dgcopt.tuning.probe import probe
 
 FROZEN = {"torch": 15}
 """Seconds after which a frozen rank is ended: torchrun waits for it, the other launchers do not."""
@@ -53,6 +54,14 @@ def raises_while_weights_are_averaged(comm: Comm) -> None:
         time.sleep(0.01)
         if step == 20 and is_last(comm):
             raise ZeroDivisionError("the last rank had enough")
+
+
+def probes_alone(comm: Comm) -> None:
+    """As with `if rank == 0:` around the measurement of a link."""
+    if is_last(comm):
+        time.sleep(60)
+    else:
+        probe(comm, deadline=3)
 
 
 def takes_another_path(comm: Comm) -> None:

@@ -49,6 +49,12 @@ def test_exception(wire: str) -> None:
     assert "TimeoutExceeded" not in outcome.output, f"other ranks waited for the deadline:\n{outcome.tail}"
 
 
+def test_a_probe_on_some_ranks_only() -> None:
+    """An error of its own deadline, which names the rank that does not take part."""
+    outcome = fail("torch", "probes_alone", limit=30, deadline=40)
+    assert_says(outcome, r"TimeoutExceeded: rank 0 waited 3 s for .*start of dgcopt probe.*rank\(s\) 1")
+
+
 @pytest.mark.parametrize("wire", ["torch", "mpi"])
 def test_another_path(wire: str) -> None:
     """Each says what it waits for, where its messages could be taken for one another: Horovod goes by names."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import types
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from unittest import mock
 
 import pytest
@@ -30,6 +30,8 @@ from dgcopt.collectives import (
 from dgcopt.comm.base import lowered
 from dgcopt.comm.horovod import horovod_torch
 from dgcopt.comm.launch import check_alike
+from dgcopt.tuning.probe import probe
+from dgcopt.tuning.wire import KINDS
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16,
@@ -247,11 +249,25 @@ def ranks_share_a_device(comm: Comm) -> None:
         assert made.run(AllGather(mine)).flatten().tolist() == list(range(comm.size))
 
 
+def measured_link(comm: Comm) -> dict[str, Any]:
+    """Every kind of collective has a fit with time in it, the same on all ranks."""
+    found = probe(comm, seconds=0.3)
+    assert {kind for kind, group in found.fits if group == "world"} == {*KINDS}
+    for one in found.fits.values():
+        assert one.size == comm.size_of("world") and len(one.sizes) >= 2
+        assert one.alpha + one.beta > 0
+    mine = torch.tensor([second for one in found.fits.values() for second in one.seconds], dtype=torch.float64)
+    rows = comm.run(AllGather(mine, label="measured seconds"))
+    assert all(row.equal(mine) for row in rows)
+    return {}
+
+
 SCENARIOS = {
     f"collectives: {function.__name__}": function
     for function in (
         *(real_machines, even_machines, uneven_machines, odd_shapes, many_in_flight, several_connections),
         ranks_start_with_different_settings,
         ranks_share_a_device,
+        measured_link,
     )
 }

@@ -1,0 +1,1 @@
+"""Which exchange is fastest here: measure the link, predict the step, choose."""

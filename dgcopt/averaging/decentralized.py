@@ -72,6 +72,9 @@ class Decentralized(Averaging):
     def in_turn(self) -> bool:  # type: ignore[override]
         return self.hierarchical
 
+    def arrives_alike(self, step: int) -> bool:
+        return self.meets and not self.hierarchical
+
     def due(self, step: int) -> bool:
         return step % self.every == 0
 

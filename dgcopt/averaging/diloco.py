@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,6 +28,8 @@ from .base import Averaging
 from .sync import Round, Sync
 
 __all__ = ["DiLoCo", "Outer", "OuterSync", "SparseLoCo"]
+
+log = logging.getLogger("dgcopt")
 
 Outer: TypeAlias = Callable[[Iterable[Tensor]], Optimizer]
 """A factory of optimizers: a class of torch.optim with its settings, by functools.partial."""
@@ -200,6 +203,8 @@ class OuterSync(Sync):
             else:
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
+            if (engine := _steps_of(outer).engine) is not None:
+                engine.looks_at_sums = True  # outer steps are rare, and NaN would stay in the anchors
 
     def set_steps_per_epoch(self, steps: int) -> None:
         super().set_steps_per_epoch(steps)
@@ -273,22 +278,35 @@ class OuterSync(Sync):
             engine.due = True  # even if the whole fragment is frozen
         yield from round.runner.together("outer step")
         outer.step()
+        round.commit.begin("anchors and weights")  # anchors have theirs
         if engine is not None and engine.void:
-            raise round.replica.not_finite(round.local_step, engine.infinite)
+            round.commit.end()
+            if engine.infinite:
+                raise round.replica.not_finite(round.local_step, engine.infinite)
+            self._skip()
+            return
         outer.zero_grad()
         self._take_over(fragment)
+        round.commit.end()
+
+    def _skip(self) -> None:
+        """Go on without an outer step, of which the engine has said that NaN or Inf arrived; nothing has changed."""
+        log.warning(
+            "dgcopt: rank %d: the outer step after local step %d is skipped, on all ranks; the next one includes its "
+            "progress",
+            *(self.round.comm.rank, self.round.local_step),
+        )
+        self.abort()
 
     @torch.no_grad()
     def _take_over(self, fragment: int) -> None:
         """Write anchors to weights."""
         followed = [(param, anchor) for param, anchor in self.members(fragment) if self._may_differ(param)]
-        self.round.commit.begin("anchors and weights")
         alpha = self.rule.alpha
         for param, anchor in followed:
             param.copy_(anchor if alpha == 0 else torch.lerp(anchor, param.to(anchor), alpha))
         self.sending, self._outgoing = None, {}
         self.round.replica.mark_synced([param for param, _ in followed] if alpha == 0 else [])
-        self.round.commit.end()
 
     def _may_differ(self, param: Tensor) -> bool:
         """Return True if ranks train the parameter, or have trained it since it was equal on all."""

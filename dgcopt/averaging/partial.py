@@ -99,6 +99,9 @@ class SPARTA(Averaging):
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
+    def arrives_alike(self, step: int) -> bool:
+        return True
+
     def start(self, x: Tensor, ctx: Weights) -> None:
         if self.choose == "drift" and ctx.kind:
             ctx.hold("anchor", lambda segment: segment.view(x))

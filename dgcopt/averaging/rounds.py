@@ -327,6 +327,12 @@ class Rounds:
         self.replica.set_weight(there.share if counts else 0.0)
         return there.ranks > 0
 
+    def vote_on_arrival(self, finite: bool) -> Generator[Handle, Tensor, list[int]]:
+        """Return the ranks to which a round has brought NaN or Inf, the same list on all ranks."""
+        ballot = Ballot(True, finite, self.local_step, 0, 0)
+        verdict = yield from self.runner.scheduler.through(vote(ballot, self.comm.size, "vote on arrival"))
+        return verdict.void
+
     def _offer(self) -> Job | None:
         """Return a job that other ranks may wait for: the comparison before the first step, or a round without data."""
         if not self.replica.started:

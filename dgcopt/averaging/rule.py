@@ -73,6 +73,13 @@ class Rule:
         """Return True if all ranks hold the same weights after the round that follows step `step`."""
         return False
 
+    def arrives_alike(self, step: int) -> bool:
+        """Return True if all ranks receive the same numbers in the round that follows step `step`.
+
+        All of them then notice NaN or Inf. Otherwise they vote once more, before the round changes anything.
+        """
+        return self.identical(step)
+
     def reaches_all(self, step: int) -> bool:
         """Return True if the round that follows step `step` spreads each rank's progress to all other ranks.
 

@@ -121,6 +121,9 @@ class SlowMo(Averaging):
             return self.exact
         return self.base.due(step) and self.base.identical(step)
 
+    def arrives_alike(self, step: int) -> bool:
+        return self.identical(step) or self.base.arrives_alike(step)
+
     def reaches_all(self, step: int) -> bool:
         return self.identical(step) if self._is_on and self.exact else self.base.reaches_all(step)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm, Handle
+from ..errors import PayloadError
 from ..exchange.commit import Commit
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.scheduler import PendingExchange
@@ -22,6 +24,8 @@ from .rule import Rule
 from .weights import Weights
 
 __all__ = ["Round", "Sync", "WeightSync"]
+
+log = logging.getLogger("dgcopt")
 
 
 class Round(Protocol):
@@ -60,6 +64,9 @@ class Round(Protocol):
         self, finite: bool, moved: bool, exchanges: Sequence[PendingExchange[Any]] = ()
     ) -> Generator[Handle, Tensor, bool]:
         """Vote on the round; return True if some rank has something to contribute."""
+
+    def vote_on_arrival(self, finite: bool) -> Generator[Handle, Tensor, list[int]]:
+        """Return the ranks to which the round has brought NaN or Inf."""
 
 
 class Sync:
@@ -167,8 +174,35 @@ class WeightSync(Sync):
         if not self._exchanges:
             self.launch()
         yield from round.runner.scheduler.finish(self._exchanges, round.rule.in_turn)
-        if not round.overlaps:
+        if not (yield from self._has_arrived_whole()):
+            self.abort()
+            round.runner.scheduler.telemetry.skipped += 1
+        elif not round.overlaps:
             self.apply()
+
+    def _has_arrived_whole(self) -> Generator[Handle, Tensor, bool]:
+        """Return False, on all ranks, if NaN or Inf has arrived on any: the weights that were sent were finite.
+
+        Raises PayloadError where only this rank knows it, and does not meet the others.
+        """
+        round, step = self.round, self.round.local_step
+        damaged = [pending.label for pending in self._exchanges if not _is_finite(pending)]
+        where = f" in {', '.join(damaged)}" if damaged else ""
+        if not round.rule.arrives_alike(step):
+            if round.rule.meets or round.joining:
+                ranks = yield from round.vote_on_arrival(not damaged)
+                where += f" on rank(s) {ranks}" if ranks else ""
+            elif damaged:
+                raise PayloadError(
+                    f"rank {round.comm.rank}: NaN or Inf arrived{where} in the round after local step {step}. This "
+                    f"rank's weights are unchanged; its peers may have applied the round. Resume from a checkpoint."
+                )
+        if where:
+            log.warning(
+                "dgcopt: rank %d: the round after local step %d is skipped, on all ranks: NaN or Inf arrived%s",
+                *(round.comm.rank, step, where),
+            )
+        return not where
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -197,3 +231,8 @@ class WeightSync(Sync):
         self.round.replica.rollback()
         self._exchanges, self._copies = [], {}
         return told
+
+
+def _is_finite(pending: PendingExchange[Bucket]) -> bool:
+    assert isinstance(pending.result, Tensor)
+    return is_finite(pending.result)

@@ -49,7 +49,8 @@ class DGC(ScheduledRatio):
             momentum does not carry an old gradient on.
         clip: local gradient clipping, or None.
         vectors: code of tensors of at most one dimension (biases, norms), in buckets of their own: "dense", by
-            allreduce; a code of `values` for all elements, rounding errors kept in v; or "sparse" like other tensors.
+            allreduce, which in half precision cuts what exceeds the dtype's range and does not keep it; a code of
+            `values` for all elements, rounding errors kept in v; or "sparse" like other tensors.
         granularity: apply the ratio to each "tensor", as in the paper, or to a whole "bucket", so that tensors with
             larger gradients send more.
         residual: "full" keeps v and u in the parameters' precision, float32 at least; "bf16" halves the memory and

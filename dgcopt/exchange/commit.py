@@ -103,11 +103,12 @@ class NotFinite:
         return self.label + (f" from rank(s) {', '.join(map(str, self.ranks))}" if self.ranks else "")
 
 
-def inspect(arrived: Sequence[Arrived], comm: Comm) -> list[NotFinite]:
+def inspect(arrived: Sequence[Arrived], comm: Comm, sums: bool = False) -> list[NotFinite]:
     """Return the exchanges that have brought NaN or Inf, at a cost in proportion to the messages.
 
     Looks at sums of a few coordinates, and at what exchanges have asked for by `Context.look_at`. A dense sum that an
-    allreduce has made is not looked at, as that would take one more pass; `dgcopt.init(checksums=True)` verifies it.
+    allreduce has made is looked at only where `sums`, as that takes one more pass; `dgcopt.init(checksums=True)`
+    verifies it elsewhere.
 
     Raises PayloadError for a check of a message that fails, and for a position that is in no parameter.
     """
@@ -115,10 +116,11 @@ def inspect(arrived: Sequence[Arrived], comm: Comm) -> list[NotFinite]:
     for one in arrived:
         if isinstance(one.pending.result, SparseSum) and one.context is not None:
             _check_positions(one.pending.result, one.context, one.pending.label, checks)
-    looked = [_looked_at(one) for one in arrived]
+    looked = [_looked_at(one, sums) for one in arrived]
     for right in _finite_flags(tensor for found in looked for tensor in found):
         checks.when_read(right, finite.append)
-    if any(map(_is_read, arrived)):
+    pending = any(one.context is not None and one.context.checks.are_pending for one in arrived)
+    if pending or any(looked):
         comm.finish_on_device()
     # all at once, as each read waits for the device
     read_checks([*(one.context.checks for one in arrived if one.context is not None), checks])
@@ -177,16 +179,11 @@ def _check_positions(result: SparseSum, context: Context, label: str, checks: Ch
             checks.expect(~context.tensors.outside(positions), problem)
 
 
-def _is_read(one: Arrived) -> bool:
-    """True if numbers of an exchange are read from the device."""
-    return bool(_looked_at(one)) or (one.context is not None and one.context.checks.are_pending)
-
-
-def _looked_at(one: Arrived) -> list[Tensor]:
+def _looked_at(one: Arrived, sums: bool) -> list[Tensor]:
     result, found = one.pending.result, [] if one.context is None else [*one.context.looked_at]
     if isinstance(result, SparseSum):
         found += [values for _, values in result.whole]
-    elif result is not None and result.is_sparse:
+    elif result is not None and (sums or result.is_sparse):
         found.append(values_of(result))
     return found
 

@@ -14,7 +14,7 @@ class Telemetry:
 
     Attributes:
         steps: exchanges of the whole model.
-        skipped: steps that no rank took, because some rank's gradients were not finite.
+        skipped: steps and rounds that no rank took, because some rank's gradients, or what arrived, were not finite.
         repeated: exchanges made again, because gradients changed after they had been sent.
         payload_bytes: bytes of this rank's messages.
         sent_bytes: bytes that this rank put on the wire, by the algorithm that the wire has for each collective, see

@@ -78,7 +78,8 @@ class Engine:
     whether buckets may be launched before the step; `outgoing`, what has left; `layout`, which gradients travel
     together; `store`, what lasts; `sends_all`, True for the final exchange, which flushes the residuals; `due`, True if
     a step is expected although no gradient arrived; `touched`, whether averaged gradients were changed before the last
-    step; `moved_on`, whether another rank has moved this one to the end of its step already.
+    step; `moved_on`, whether another rank has moved this one to the end of its step already; `looks_at_sums`, True if
+    dense sums that arrive are looked at, too.
     """
 
     def __init__(self, wrapped: Wrapped, comm: Comm, settings: Settings) -> None:
@@ -99,6 +100,7 @@ class Engine:
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings, as they were at the last step
         self._warned = False
+        self.looks_at_sums = False
         self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
         self._changes = Changes(comm.rank, settings.on_divergence)
         self.touched = Touch.UNKNOWN
@@ -318,7 +320,7 @@ class Engine:
         yield from scheduler.finish(outgoing.exchanges, self.compressor.in_turn)
         start = time.perf_counter()
         arrived = outgoing.arrived(used)
-        not_finite = inspect(arrived, self.comm)
+        not_finite = inspect(arrived, self.comm, self.looks_at_sums)
         if not_finite:
             outgoing.rollback()
             self._abort([], not_finite)

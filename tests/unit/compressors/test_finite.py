@@ -123,6 +123,29 @@ def test_what_was_clamped_is_in_the_residual(name: str, op: Any) -> None:
             assert torch.allclose(total, torch.full_like(total, given), rtol=1e-3), (number, key)
 
 
+def test_what_exceeds_the_range_of_a_dense_vector_is_cut_and_not_kept() -> None:
+    """Of DGC's momentum in half precision: there is no residual of what an allreduce carries whole."""
+    model = functools.partial(small_model, torch.float16)
+    ranks = Ranks(SIZE, lambda p: torch.optim.SGD(p, lr=2.0**-20, momentum=0.9), model, compression=dgcopt.DGC(0.1))
+    momentum = 0.0
+    for gradient in (6e4, 6e4, -6e4):
+        set_gradients(ranks, gradient)
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        momentum = 0.9 * momentum + gradient
+        applied = min(momentum, SIZE * largest_addend(torch.float16, SIZE))
+        for rank, optimizer in enumerate(ranks.optimizers):
+            residual = synchronised(optimizer).engine.store.memory().get("residual", {})
+            vectors = {name: param for name, param in ranks.models[rank].named_parameters() if param.dim() == 1}
+            assert not vectors.keys() & residual.keys()
+            for vector in vectors.values():
+                assert vector.grad is not None
+                torch.testing.assert_close(
+                    vector.grad.float(), torch.full(vector.shape, applied), rtol=1e-3, atol=0, msg=f"{applied}"
+                )
+    assert momentum == pytest.approx(42600), "the last one would be cut, had the second one's excess been kept"
+
+
 Damage = Callable[[Tensor], None]
 
 

@@ -57,9 +57,13 @@ class MinMaxUInt8:
 
     def decode(self, messages: Tensor, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
         """Decode messages from `ranks` into float32 `[chunks, length]`. Raises what `parts` does."""
-        chunks = torch.empty(len(ranks), self.length, device=messages.device)
-        for ends, codes, values in zip(*self.parts(messages, ranks, checks), chunks, strict=True):
-            put_minmax(codes, ends, values, "set")
+        return self.decode_parts(*self.parts(messages, ranks, checks))
+
+    def decode_parts(self, ends: Tensor, codes: Tensor) -> Tensor:
+        """Decode `parts` into float32 `[chunks, length]`."""
+        chunks = torch.empty(codes.shape, device=codes.device)
+        for low_and_high, fields, values in zip(ends, codes, chunks, strict=True):
+            put_minmax(fields, low_and_high, values, "set")
         return chunks
 
     def parts(self, messages: Tensor, ranks: Sequence[int], checks: Checks | None = None) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from ..collectives import AllGather, AllToAll
 from ..kernels import Put, mix, put_minmax
 from .base import Compressor, GradientExchange
 from .context import Context, at_least_float32
+from .refusal import decode_or_refuse, heed_refusals
 
 __all__ = ["ByteGrad"]
 
@@ -62,17 +63,19 @@ class ByteGrad(Compressor):
             put_chunks(*code.parts(messages, [ctx.rank] * ctx.size, ctx.checks), v, "subtract", ctx)
 
         arrived = yield AllToAll(messages)
-        ends, codes = code.parts(arrived, ranks, ctx.checks)
+        (ends, codes), refusal = decode_or_refuse(arrived, code.parts, ctx)
         message = code.encode_mean(ends, codes, ctx.divisor)
         if self.error_feedback:
-            mean = functools.reduce(torch.add, code.decode(arrived, ranks, ctx.checks)).div_(ctx.divisor)
+            mean = functools.reduce(torch.add, code.decode_parts(ends, codes)).div_(ctx.divisor)
             error = mean.sub_(code.decode(message, [ctx.rank], ctx.checks)[0]).mul_(ctx.divisor)
             for chunk, place, span in pieces(ctx):
                 if chunk == ctx.rank:
                     v[span] += error[place : place + span.stop - span.start]
             ctx.keep_residual(v)
 
-        means = yield AllGather(message[0])
+        if refusal is not None:
+            refusal.replace(message[0])
+        means = heed_refusals((yield AllGather(message[0])), ctx)
         put_chunks(*code.parts(means, ranks, ctx.checks), result, "set", ctx)
         return result
 

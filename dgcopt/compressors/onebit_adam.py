@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..coding import Checks, read_checks
 from ..coding.bits import packed_bytes
 from ..coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ..collectives import AllGather, AllToAll
@@ -14,6 +16,7 @@ from ..kernels import BLOCK, LARGEST, put_signs, split_sum, split_sum_of_signs, 
 from .base import Compressor, GradientExchange
 from .context import Context
 from .frozen_adam import FrozenAdam
+from .refusal import decode_or_refuse, heed_refusals
 
 __all__ = ["OneBitAdam", "OneBitReduce"]
 
@@ -69,17 +72,21 @@ class OneBitReduce(Compressor):
         arrived = yield AllToAll(torch.cat((head, signs.view(ctx.size, -1)), 1))
 
         u = left[own]
-        magnitudes, theirs = zip(*(decode(message, ctx, rank) for rank, message in enumerate(arrived)), strict=True)
+        decoded, refusal = decode_or_refuse(arrived, lambda rows, ranks: decode_rows(rows, ctx, ranks), ctx)
+        magnitudes, theirs = zip(*decoded, strict=True)
         signs, sums = split_sum_of_signs(held[own], theirs, torch.stack(magnitudes), owned.place, owned.lengths, u)
         scales = mean_magnitudes(sums, owned.place, owned.numels * ctx.divisor)
         put_signs(signs, scales * ctx.divisor, scales * ctx.divisor, owned.place, u, "subtract")
         u[owned.gaps] = 0
         signs = filled_up(signs, packed_bytes(chunk_length(ctx), 1))
 
-        means = yield AllGather(encode_scaled(scales, signs))
+        message = encode_scaled(scales, signs)
+        if refusal is not None:
+            refusal.replace(message)
+        means = heed_refusals((yield AllGather(message)), ctx)
         for rank, message in enumerate(means):
             part = part_of(ctx, rank)
-            scales, signs = decode(message, ctx, rank)
+            scales, signs = decode(message, ctx, rank, ctx.checks)
             gradient = ctx.mixture and ctx.mixture.within(part.start, part.stop).inverse
             by_tensor = (scales, scales, place[part.start // BLOCK : part.stop // BLOCK])
             put_signs(signs, *by_tensor, result[part], "set", gradient)
@@ -142,6 +149,14 @@ def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:
     return ((above + below) / numels).clamp_(max=LARGEST)
 
 
-def decode(message: Tensor, ctx: Context, rank: int) -> tuple[Tensor, Tensor]:
+def decode(message: Tensor, ctx: Context, rank: int, checks: Checks) -> tuple[Tensor, Tensor]:
     """Return the scale of each tensor and the signs of one part."""
-    return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank, ctx.checks)
+    return decode_scaled(message, len(ctx.segments), packed_bytes(chunk_length(ctx), 1), rank, checks)
+
+
+def decode_rows(messages: Tensor, ctx: Context, ranks: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """`decode` the messages of several ranks, and read their checks at once."""
+    checks = Checks()
+    decoded = [decode(message, ctx, rank, checks) for message, rank in zip(messages, ranks, strict=True)]
+    read_checks([checks])
+    return decoded

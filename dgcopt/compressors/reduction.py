@@ -19,7 +19,7 @@ from ..flat.shard import Sharding
 from ..kernels import Groups, block_maxima, by_owner, gather, of_owners, select, subtract_at
 from .base import GradientExchange
 from .context import SUMS, Context, at_least_float32
-from .refusal import Refusal, find_damaged, heed_refusals
+from .refusal import Refusal, decode_or_refuse, heed_refusals
 
 __all__ = [
     "AllGatherReduction",
@@ -198,7 +198,10 @@ class OwnerReduction:
         messages = self._encode(choice, ctx)
         held = self._held(ctx)
         received = yield AllToAll(messages)
-        arrived, values, counts, refusal = self._read(received, length, ctx)
+        capacity = self._capacity(ctx.size)
+        (arrived, values, counts), refusal = decode_or_refuse(
+            received, lambda rows, ranks: code.decode_rows(rows, capacity, length, ranks), ctx
+        )
         values = values.to(held.dtype)
         # in rank order: a device other than a CPU adds what one call brings in any order
         rows = [len(arrived)] if held.is_cpu else counts.tolist()
@@ -235,17 +238,6 @@ class OwnerReduction:
         if self.decay:
             ctx.on_commit(keep)
         return (yield from self._forward(message, count, ctx))
-
-    def _read(self, received: Tensor, length: int, ctx: Context) -> tuple[Tensor, Tensor, Tensor, Refusal | None]:
-        """Decode the messages to this owner: places, values, how many of each rank, and a refusal if one is damaged."""
-        capacity = self._capacity(ctx.size)
-        try:
-            return *self._code.decode_rows(received, capacity, length, range(ctx.size)), None
-        except PayloadError:
-            sender = find_damaged(received, lambda row, rank: self._code.decode(row, capacity, length, rank), ctx)
-            nothing = torch.zeros_like(received)  # a message of zeros holds no coordinates
-            decoded = self._code.decode_rows(nothing, capacity, length, range(ctx.size))
-            return *decoded, Refusal(sender, readable=False)
 
     def _held(self, ctx: Context) -> Tensor:
         """What this rank has been sent in earlier steps and has not forwarded."""

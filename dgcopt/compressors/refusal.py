@@ -7,9 +7,10 @@ which no valid message begins, and 2 that say whose message is damaged and how. 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..errors import PayloadError
 from .context import Context
 
-__all__ = ["Refusal", "find_damaged", "heed_refusals"]
+__all__ = ["Refusal", "decode_or_refuse", "heed_refusals"]
 
 log = logging.getLogger("dgcopt")
 
@@ -46,6 +47,23 @@ class Refusal:
         message[: len(refusal)] = refusal
 
 
+Decoded = TypeVar("Decoded")
+
+
+def decode_or_refuse(
+    messages: Tensor, decode: Callable[[Tensor, Sequence[int]], Decoded], ctx: Context
+) -> tuple[Decoded, Refusal | None]:
+    """Return what `decode` makes of the messages `[ranks, nbytes]` to this owner; if it refuses one, of zeros.
+
+    `decode` takes messages and the ranks that have sent them, and raises PayloadError. Zeros must be valid.
+    """
+    try:
+        return decode(messages, range(ctx.size)), None
+    except PayloadError:
+        sender = find_damaged(messages, lambda message, rank: decode(message.unsqueeze(0), [rank]), ctx)
+        return decode(torch.zeros_like(messages), range(ctx.size)), Refusal(sender, readable=False)
+
+
 def find_damaged(messages: Tensor, decode: Callable[[Tensor, int], object], ctx: Context) -> int:
     """Return the first rank whose message `decode` refuses with PayloadError, and log why."""
     for rank, message in enumerate(messages):
@@ -63,7 +81,7 @@ def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
     Ends it as a step in which NaN or Inf has arrived or, where a message cannot be decoded, with PayloadError.
     """
     width = min(_NBYTES, messages.shape[1] // 2 * 2)
-    words = messages[:, :width].contiguous().cpu().view(torch.int16).tolist()
+    words = messages[:, :width].clone(memory_format=torch.contiguous_format).cpu().view(torch.int16).tolist()
     refusing = [owner for owner, row in enumerate(words) if row[: len(_MARK)] == _MARK]
     if refusing:
         messages = messages.clone()  # on a simulated wire other ranks read the same tensor

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..coding import decode_dense, decode_dense_rows, dense_bytes, encode_dense_rows
+from ..coding import decode_dense_rows, dense_bytes, encode_dense_rows
 from ..collectives import AllGather, AllToAll
-from ..errors import PayloadError
 from ..flat.shard import Chunks
 from .base import GradientExchange
 from .context import SUMS, Context, at_least_float32
 from .reduction import Reduce, faster
-from .refusal import Refusal, find_damaged, heed_refusals
+from .refusal import Refusal, decode_or_refuse, heed_refusals
 
 __all__ = ["WholeGather", "WholeOwner", "whole_sum"]
 
@@ -89,7 +88,9 @@ class WholeOwner:
         received = yield AllToAll(messages)
 
         sums = shard.held.clone()
-        rows, refusal = self._read(received, chunks.length, ctx)
+        rows, refusal = decode_or_refuse(
+            received, lambda rows, ranks: decode_dense_rows(rows, chunks.length, self.kind, ranks), ctx
+        )
         for row in rows:
             sums += row.to(sums.dtype)
         if refusal is None and not sums.isfinite().all():
@@ -104,14 +105,6 @@ class WholeOwner:
         total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
         ctx.look_at(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
-
-    def _read(self, received: Tensor, length: int, ctx: Context) -> tuple[Tensor, Refusal | None]:
-        """Decode the messages to this owner, and return a refusal if one of them is damaged."""
-        try:
-            return decode_dense_rows(received, length, self.kind, range(ctx.size)), None
-        except PayloadError:
-            sender = find_damaged(received, lambda row, rank: decode_dense(row, length, self.kind, rank), ctx)
-            return torch.zeros(ctx.size, length, device=received.device), Refusal(sender, readable=False)
 
     def nbytes(self, ctx: Context) -> int:
         """See `WholeGather.nbytes`."""

@@ -18,6 +18,7 @@ import dgcopt
 from dgcopt.collectives import AllReduce, AllToAll, Broadcast
 from dgcopt.compressors import Compressor
 from dgcopt.compressors.context import largest_addend
+from dgcopt.compressors.onebit_adam import OneBitReduce
 from dgcopt.gradients.optimizer import synchronised
 
 SIZE = 4
@@ -216,6 +217,9 @@ STRUCK: dict[str, Compressor] = {
     "TopK owner int8": dgcopt.TopK(0.1, values="int8", reduce="owner"),
     "TopK owner keep all": dgcopt.TopK(0.1, reduce="owner", keep=math.inf),
     "TopK owner decay": dgcopt.TopK(0.1, reduce="owner", decay=0.5),
+    "ByteGrad": dgcopt.ByteGrad(),
+    "ByteGrad error feedback": dgcopt.ByteGrad(error_feedback=True),
+    "1-bit": OneBitReduce(),
     "PowerSGD": dgcopt.PowerSGD(start_step=0),
     "PowerSGD rank 2": dgcopt.PowerSGD(2, start_step=0, min_compression_rate=1),
 }

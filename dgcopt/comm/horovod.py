@@ -22,6 +22,11 @@ __all__ = ["HorovodComm", "broadcasting_root", "horovod_torch"]
 _REDUCED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 _GLOO_TIMEOUT = 30
 """Seconds after which Horovod has Gloo give up, unless told otherwise."""
+_LATER = 5
+"""Seconds between dgcopt's deadline, whose error names the missing rank, and Gloo's, whose error does not.
+
+Gloo counts from the moment at which a rank stands still, dgcopt from that at which another rank waits for it.
+"""
 _MOVED = (*_REDUCED, torch.uint8, torch.int8)
 
 
@@ -102,8 +107,9 @@ class HorovodComm(Comm):
         hvd = self._hvd = horovod_torch()
         if not hvd.is_initialized():
             os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-            if not _is_elastic() or deadline < _GLOO_TIMEOUT:  # so that a lost worker is noticed soon
-                os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(max(1, int(deadline))))
+            patience = int(deadline) + _LATER
+            if not _is_elastic() or patience < _GLOO_TIMEOUT:  # so that a lost worker is noticed soon
+                os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(patience))
             try:
                 hvd.init()
             except Exception as error:  # Horovod raises whatever its controller did

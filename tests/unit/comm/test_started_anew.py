@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import types
 
 import pytest
@@ -14,6 +15,7 @@ import dgcopt
 from dgcopt import ConfigError, LocalSGD
 from dgcopt.collectives import AllReduce
 from dgcopt.comm import SimulatedComm
+from dgcopt.comm.horovod import HorovodComm
 from dgcopt.gradients.optimizer import synchronised
 
 
@@ -114,3 +116,18 @@ def test_a_comm_of_horovods_former_life_sends_nothing(anew, monkeypatch):
         comm.start(AllReduce(torch.ones(1)))
     hvd.is_initialized = lambda: False
     assert not comm.is_void(), "there is nothing that could be joined"
+
+
+@pytest.mark.parametrize(("elastic", "seconds"), [({}, "65"), ({"HOROVOD_ELASTIC": "1"}, None)])
+def test_gloos_own_deadline_under_horovod_is_later_than_dgcopts(elastic, seconds, monkeypatch: pytest.MonkeyPatch):
+    """As it counts from the moment at which a rank stands still, and its error names no rank."""
+
+    def init():
+        raise RuntimeError("no launcher")
+
+    horovod = types.SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setattr("dgcopt.comm.horovod.horovod_torch", lambda: horovod)
+    monkeypatch.setattr(os, "environ", dict(elastic))
+    with pytest.raises(dgcopt.CommError, match="could not start: no launcher"):
+        HorovodComm(deadline=60)
+    assert os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == seconds

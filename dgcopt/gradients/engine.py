@@ -291,6 +291,8 @@ class Engine:
         self.participation.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
             self._abort(verdict.void)
+            if verdict.void and self.settings.check_replicas_every:  # weights of one rank may be why
+                yield from self._check_replicas()
             return
         first = min({*range(self.comm.size)} - {*verdict.absent})
         if verdict.absent:  # whose schedulers stand still
@@ -342,8 +344,11 @@ class Engine:
             yield from scheduler.through(self.wrapped.buffers.exchange(self.comm, self.step, self.participation.here))
         every = self.settings.check_replicas_every
         if verdict.averaged_changed or (every and self.step % every == 0):
-            check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)
-            yield from scheduler.through(check)
+            yield from self._check_replicas()
+
+    def _check_replicas(self) -> Job:
+        check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)
+        yield from self.runner.scheduler.through(check)
 
     def _commit_and_flush(
         self, arrived: Sequence[Arrived], used: dict[Tensor, bool] | None

@@ -150,6 +150,23 @@ def test_sparse_state_is_compared_and_mended_too():
     torch.testing.assert_close(one.to_dense(), two.to_dense(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("on_divergence", ["raise", "resync"])
+def test_weights_of_one_rank_that_make_every_step_void_are_noticed(on_divergence) -> None:
+    """Its gradients hold NaN, so that all ranks skip the step, and would skip all later ones without a word."""
+    ranks = Ranks(2, sgd, compression=DGC(0.1), check_replicas_every=1, on_divergence=on_divergence)
+    ranks.step(0)
+    with torch.no_grad():
+        ranks.models[1][2].bias[0] = torch.nan
+    if on_divergence == "raise":
+        with pytest.raises(DivergenceError, match=r"parameter '2\.bias' is not the same on rank"):
+            ranks.step(1)
+        return
+    ranks.step(1)
+    ranks.step(2)
+    ranks.assert_replicas_equal()
+    assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
+
+
 def test_only_the_ranks_of_a_process_set_are_compared():
     model = [small_model() for _ in range(3)]
     optimizers = [

@@ -37,6 +37,13 @@ class Absorbed(Enum):
     WHOLLY = "all of memory contains this step's gradient"
 
 
+@dataclass
+class _Absorption:
+    """The progress of `Context.absorbing`, one for a context and for those that `dataclasses.replace` makes of it."""
+
+    progress: Absorbed = Absorbed.NO
+
+
 @dataclass(eq=False)
 class Context:
     """What an exchange may know of its place.
@@ -62,7 +69,6 @@ class Context:
             `count`.
         mixture: what the gradient becomes before it travels, and the result is to be taken out of again; only for
             compressors that do both themselves (`Compressor.mixes`).
-        absorbed: whether memory in place contains this step's gradient already; see `absorbing`.
         certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
         peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
             that is not finite.
@@ -95,7 +101,6 @@ class Context:
     mixture: Mixture | None = None
     tally: Counter[str] = field(default_factory=Counter)
     certain: bool = False
-    absorbed: Absorbed = Absorbed.NO
     peak: Tensor | None = None
     idle: Sequence[str] = ()
     prescale: float = 1.0
@@ -103,6 +108,7 @@ class Context:
     looked_at: list[Tensor] = field(default_factory=list)
     by_sender: list[Tensor] = field(default_factory=list)
     refused: set[int] = field(default_factory=set)
+    _absorption: _Absorption = field(default_factory=_Absorption)
     _taken: set[str] = field(default_factory=set)
     _added: dict[str, Tensor] = field(default_factory=dict)
     _next: dict[str, Tensor] = field(default_factory=dict)
@@ -133,6 +139,11 @@ class Context:
     def numel(self) -> int:
         """Length of the flat gradient, gaps included."""
         return -(-self.segments[-1].stop // BLOCK) * BLOCK
+
+    @property
+    def absorbed(self) -> Absorbed:
+        """Whether memory in place contains this step's gradient already; see `absorbing`."""
+        return self._absorption.progress
 
     @property
     def tensors(self) -> PerTensor:
@@ -368,9 +379,9 @@ class Context:
 
         If the step is aborted later, memory keeps the gradient for the next step, and `param.grad` is cleared.
         """
-        self.absorbed = Absorbed.PARTLY
+        self._absorption.progress = Absorbed.PARTLY
         yield
-        self.absorbed = Absorbed.WHOLLY
+        self._absorption.progress = Absorbed.WHOLLY
 
     def commit(self, used: Sequence[bool] | None = None) -> None:
         """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
@@ -420,7 +431,7 @@ class Context:
         self._next, self._later, self._shares = {}, [], []
         self._taken, self._added = set(), {}
         self._left, self.local, self.peak = None, None, None
-        self.absorbed = Absorbed.NO
+        self._absorption.progress = Absorbed.NO
         self.checks.clear()
         self._kept, self._unused, self._before = [], set(), []
         self.looked_at, self.by_sender, self.refused = [], [], set()

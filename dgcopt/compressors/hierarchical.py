@@ -76,7 +76,8 @@ class Hierarchical(Wrapper):
         mean = yield AllReduce(grad, op="average", group="node")
         if ctx.local_rank == 0:
             mean *= ctx.local_size * ctx.nodes / ctx.size  # weighted by the number of ranks
-            across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="average", local=None)
+            # memory that has absorbed the machine's mean would owe it to ranks that still have their gradients
+            across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="average", local=None, certain=False)
             mean = across.dense((yield from watched(self.inner.exchange(mean, across), send_across)))
         mean = yield Broadcast(mean, root=0, group="node")
         return mean * (ctx.size / ctx.divisor)

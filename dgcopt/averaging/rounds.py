@@ -178,9 +178,9 @@ class Rounds:
         """
         self.finish_round()
         own = {bucket: bucket.read() for bucket in self.buckets()}
-        for bucket, x in own.items():
-            bucket.write(self.comm.run(AllReduce(x.clone(), label="weights to evaluate")))
         try:
+            for bucket, x in own.items():
+                bucket.write(self.comm.run(AllReduce(x.clone(), label="weights to evaluate")))
             yield
         finally:
             for bucket, x in own.items():
@@ -478,6 +478,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     rounds: Rounds = held(optimizer).averaging
+    rounds.commit.check(rounds.comm.rank)
     state = rounds.state()
     state_dict[KEY] = {STATE_KEY: state}
     rounds.sync.save(state_dict[KEY], state)

@@ -502,7 +502,8 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         return {"state": {"sent": {}}, "param_groups": groups}
     engine = steps.engine
     if engine is not None:
-        steps.check_whole()
+        if not engine.runner.busy:
+            steps.wrapped.commit.check(steps.comm.rank)
         state = engine.state()
         state_dict[STATE_KEY] = kept_by(steps.comm.rank, steps.comm.size, **state)
         put_mark(state_dict, STATE_KEY, engine.step, state["memory"])

@@ -326,7 +326,9 @@ class Stepping:
                 value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
                 mean = self.comm.run(AllReduce(self.comm.to_wire(value), op="average", label="loss"))
                 loss = mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
-        if self._use_gradients() and self._own_step is OwnStep.BEGUN:
+        is_done = self._use_gradients()
+        self.wrapped.commit.end()  # the next evaluation exchanges again
+        if is_done and self._own_step is OwnStep.BEGUN:
             raise _Done(loss)
         self._own_step = OwnStep.RUNNING
         return loss
@@ -334,20 +336,21 @@ class Stepping:
     def _use_gradients(self) -> bool:
         """What stands between the exchange and the optimizer's own step; returns whether that is done by now.
 
-        Nothing, if there was no exchange: that step is the optimizer's own, of this rank's gradients.
+        Nothing, if there was no exchange: that step is the optimizer's own, of this rank's gradients. Otherwise, until
+        the own step has ended, an exception leaves this rank between two steps.
         """
-        grads, self._grads = self._grads, Grads.OWN
+        grads, averages = self._grads, self._averages
         if grads is Grads.OWN:
             return False
-        averages, self._averages = self._averages, None
         if self.engine is not None and grads in (Grads.AVERAGED, Grads.FINAL):
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
             touched = Touch.CHANGED if has_changed else Touch.KEPT
             self.engine.touched = touched if self.engine.participation.here else Touch.UNKNOWN
-        is_void, self._uses_gradients = grads is Grads.VOID, True
+        is_void = grads is Grads.VOID
         takes_update = self.engine is not None and self.compressor.sends == "update"
         if not is_void:
             self.wrapped.commit.begin("weights")
+        self._grads, self._averages, self._uses_gradients = Grads.OWN, None, True
         if is_void or takes_update:
             # for a step of its own that was bound before it was wrapped, or that has others left to do
             self._hidden.hide(self.names if is_void else self.wrapped.take_update())
@@ -363,7 +366,6 @@ class Stepping:
         self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
         if bare_class(self.optimizer) is torch.optim.SGD and self.engine is not None:
             self._hidden.hide(step_touched(self.optimizer, self.engine.layout.touched()))
-        self.wrapped.commit.end()  # the optimizer's own step may fail as it may without dgcopt
         return False
 
     def step_unless_done(self, *args: Any, **kwargs: Any) -> Any:
@@ -371,7 +373,7 @@ class Stepping:
         if self._own_step is OwnStep.DONE:
             return None
         try:
-            return self.own_step(*args, **kwargs)
+            result = self.own_step(*args, **kwargs)
         except _Done as done:
             return done.loss
         except BaseException as error:  # after which torch runs no hooks
@@ -383,6 +385,8 @@ class Stepping:
                     f"supported: use one that only reads gradients"
                 ) from error
             raise
+        self.wrapped.commit.end()
+        return result
 
     def check_whole(self) -> None:
         """Raises InterruptedStep if memory, gradients and weights do not belong to the same step."""
@@ -398,6 +402,7 @@ class Stepping:
             self.engine.layout.release_gradients()
         if not failed and self._uses_gradients:
             self.wrapped.not_taken = 0
+            self.wrapped.commit.end()
         self._uses_gradients = False
 
 

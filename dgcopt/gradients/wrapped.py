@@ -109,7 +109,8 @@ class Wrapped:
     def make_update(self, sparse_as_dense: bool) -> None:
         """Replace each gradient by what the optimizer would add to its parameter, if that is to travel.
 
-        But for decoupled weight decay, which is the same on all ranks and need not travel. All parameters stay.
+        But for decoupled weight decay, which is the same on all ranks and need not travel. All parameters stay; the
+        optimizer's state moves, so the caller marks the end of the commit that begins here.
         """
         updated, hidden = self.updated(), HiddenGradients()
         held = [(param, param.detach().clone()) for param in updated if param.grad is not None]
@@ -117,7 +118,7 @@ class Wrapped:
             for param, _ in held:
                 param.grad = param.grad.to_dense() if param.grad is not None else None
         decays = [(group, group["weight_decay"]) for group in self.optimizer.param_groups if _decays_apart(group)]
-        self.commit.begin("weights")
+        self.commit.begin("weights and the optimizer's state")
         try:
             for group, _ in decays:
                 group["weight_decay"] = 0.0
@@ -135,7 +136,6 @@ class Wrapped:
             hidden.show()
             for group, decay in decays:
                 group["weight_decay"] = decay
-            self.commit.end()
 
     @torch.no_grad()
     def take_update(self) -> list[Tensor]:

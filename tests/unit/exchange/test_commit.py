@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -17,7 +18,10 @@ from torch import Tensor
 from worlds import Ranks, same, small_model
 
 import dgcopt
+from dgcopt.collectives import AllGather, Broadcast, Collective
 from dgcopt.compressors import Compressor
+from dgcopt.exchange.commit import Commit
+from dgcopt.flat.buckets import Bucket
 from dgcopt.gradients.optimizer import synchronised
 
 PACKAGE = str(Path(dgcopt.__file__).parent)
@@ -125,9 +129,9 @@ def held_back(name: str) -> list[dict[str, Any]]:
     return [kept(ranks, rank) for rank in range(2)]
 
 
-def refusing(wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def refusing(wait: Callable[[Any], Any], what: type[Collective] = Collective) -> Callable[[Any], Any]:
     def refuse(handle: Any) -> Any:
-        if " round " in handle.collective.label:
+        if " round " in handle.collective.label and isinstance(handle.collective, what):
             raise dgcopt.CommError("refused")
         return wait(handle)
 
@@ -222,28 +226,118 @@ def test_a_position_between_two_parameters_is_refused_on_all_ranks_before_anythi
     ranks.assert_replicas_equal()
 
 
-def refused_step(compressor: dgcopt.Compressor, make: Callable[..., torch.optim.Optimizer]) -> Ranks:
-    """Two ranks whose third step has failed on the wire, after the vote."""
+def refused_step(
+    compressor: dgcopt.Compressor, make: Callable[..., torch.optim.Optimizer], what: type[Collective] = Collective
+) -> tuple[Ranks, list[dict[str, Any]]]:
+    """Two ranks whose third step has failed on the wire, after the vote, and what they had before it."""
     ranks = Ranks(2, make, functools.partial(small_model, torch.float32), compression=compressor)
     ranks.step(0)
     ranks.step(1)
     for optimizer in ranks.optimizers:
         optimizer.zero_grad()
+    before = [kept(ranks, rank) for rank in range(2)]
     for comm in ranks.comms:
-        comm.wait = refusing(comm.wait)  # type: ignore[method-assign]
+        comm.wait = refusing(comm.wait, what)  # type: ignore[method-assign]
     assert third(ranks)
-    return ranks
+    return ranks, before
 
 
-def test_a_gradient_that_memory_has_absorbed_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("compressor", "refused"),
+    [
+        (dgcopt.DGC(0.1), AllGather),
+        (dgcopt.PerParameter({"2.*": dgcopt.DGC(0.1, clip=dgcopt.LocalClip(1.0)), "*": dgcopt.DGC(0.1)}), AllGather),
+        (dgcopt.Hierarchical(dgcopt.DGC(0.1, vectors="sparse")), Broadcast),
+    ],
+)
+def test_a_gradient_that_memory_has_absorbed_counts_once(compressor, refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in memory, or still in `param.grad`: a machine's mean is in both, if memory of its first rank had it."""
     monkeypatch.setattr("dgcopt.flat.gradient.SMALL", 2**12)  # copied, as one that is read in place is zero anyway
-    ranks = refused_step(dgcopt.DGC(0.1), make)
-    for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
-        assert optimizer.residual_norm() > 0
-        assert all(param.grad is None or not param.grad.any() for param in model.parameters() if param.dim() > 1)
+    ranks, before = refused_step(compressor, make, refused)
+    for rank, model in enumerate(ranks.models):
+        now = kept(ranks, rank)
+        for name, param in model.named_parameters():
+            absorbed = not same(now[name], before[rank][name])
+            assert absorbed != bool(param.grad.any()), (rank, name)
+            assert absorbed == (param.dim() > 1 and not isinstance(compressor, dgcopt.Hierarchical)), (rank, name)
 
 
 def test_a_failed_step_that_has_moved_the_optimizers_state_is_told_at_the_next_one() -> None:
-    ranks = refused_step(dgcopt.TopK(0.1), functools.partial(torch.optim.Adam, lr=0.01))
+    ranks, _ = refused_step(dgcopt.TopK(0.1), functools.partial(torch.optim.Adam, lr=0.01))
     errors = third(ranks)
     assert errors and all(isinstance(error, dgcopt.InterruptedStep) for error in errors), errors
+
+
+class Failing(torch.optim.SGD):
+    """SGD whose step fails once it has moved a parameter, and its momentum."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        if self.fails:
+            raise MemoryError("injected")
+
+
+@pytest.mark.parametrize("source", ["gradient", "update"])
+def test_an_optimizer_whose_own_step_fails_is_between_two_steps(source: str) -> None:
+    """Weights have moved, or the optimizer's state: neither a step nor a checkpoint goes on from there."""
+    compressor = dgcopt.TopK(0.1, source=source)  # type: ignore[arg-type]
+    settings = {"compression": compressor}
+    ranks = Ranks(
+        2, functools.partial(Failing, lr=0.1, momentum=0.9), functools.partial(small_model, torch.float32), **settings
+    )
+    ranks.step(0)
+    saved = ranks.optimizers[0].state_dict()
+    ranks.optimizers[0].fails = True
+    errors = third(ranks)
+    assert isinstance(errors[0], MemoryError), errors
+    ranks.optimizers[0].fails = False
+    with pytest.raises(dgcopt.InterruptedStep, match=r"rank 0: .* Restore all ranks from a checkpoint"):
+        ranks.optimizers[0].state_dict()
+    with pytest.raises(dgcopt.InterruptedStep, match=r"rank 0: .* Restore all ranks from a checkpoint"):
+        ranks.backward(3)
+    ranks.optimizers[0].load_state_dict(saved)
+    assert ranks.optimizers[0].state_dict()["dgcopt"]["step"] == 1
+
+
+def test_a_step_that_fails_before_weights_move_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averaged gradients are still there."""
+    undisturbed, ranks = trained("one pass"), trained("one pass")
+    third(undisturbed)
+    begin, failed = Commit.begin, []
+
+    def failing(self: Commit, what: str) -> None:
+        if what == "weights" and not failed:
+            failed.append(what)
+            raise MemoryError("injected")
+        begin(self, what)
+
+    monkeypatch.setattr(Commit, "begin", failing)
+    errors = third(ranks)
+    assert [type(error) for error in errors] == [MemoryError] and failed
+    ranks.optimizers[0].step()
+    assert all(same(kept(ranks, rank), kept(undisturbed, rank)) for rank in range(2))
+
+
+def test_a_round_that_is_interrupted_while_weights_change_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [small_model(torch.float32) for _ in range(2)]
+    comms = dgcopt.simulated_world(2)
+    optimizers = [
+        dgcopt.LocalSGD(make(model.parameters()), every=1, named_parameters=model.named_parameters(), comm=comm)
+        for model, comm in zip(ranks, comms, strict=True)
+    ]
+    write = Bucket.write
+
+    def failing(self: Bucket, flat: Tensor) -> None:
+        write(self, flat)
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(Bucket, "write", failing)
+    for optimizer in optimizers:
+        with contextlib.suppress(MemoryError):
+            optimizer.step()
+    for optimizer in optimizers:
+        with pytest.raises(dgcopt.InterruptedStep, match="Restore all ranks from a checkpoint"):
+            optimizer.state_dict()

@@ -84,7 +84,7 @@ def inject(fault: dict[str, Any]) -> Seen:
         for actor, *states in zip(actors, before, after, strict=True):
             if actor.averages or "checksums" not in fault["guard"]:
                 continue  # a local step is done by then, or the damage was applied by all
-            if actor.state()[0] not in (states[0][0], states[1][0]):
+            if actor.weights() not in (states[0][0], states[1][0]):
                 seen.lost.append(f"{what}: rank {actor.comm.rank} raised and has other weights than before or after")
         return seen
     params = [param for actor in actors for param in actor.model.parameters()]

@@ -7,6 +7,7 @@ before or after a step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ from library import SETTINGS
 
 import dgcopt
 from faults import forked
-from faults.actors import Actor, one_step, subject_name
+from faults.actors import Absorbed, Actor, one_step, subject_name
 from faults.rules import Seen
 from faults.tracing import Lines, raises
 
@@ -119,7 +120,7 @@ def training(fault: dict[str, Any], strike: Callable[[], None], deadline: float)
         except BaseException:
             tell(states=states, place=struck.place)
             with contextlib.suppress(dgcopt.DGCError):  # a rank may refuse to save a state between two steps
-                tell(last=actor.state())
+                tell(last=actor.state(), held=actor.held())
             raise
         dgcopt.shutdown()
 
@@ -143,14 +144,31 @@ def judge(fault: dict[str, Any], reports: list[forked.Report], limit: float, mus
         wrong = [step for step, state in enumerate(states) if state != expected[step][rank]]
         if wrong:
             seen.lost.append(f"rank {rank} differs from an undisturbed training after step {wrong[0]}, {at}")
-        elif "last" in report.told and tuple(report.told["last"]) not in _near(expected, len(states), rank):
+        elif "last" in report.told and not _is_entire(fault, report, expected, len(states)):
             seen.lost.append(f"rank {rank} ended between two states {at}")
         if must_finish and (report.code != 0 or len(states) <= STEPS):
             seen.unsaid.append(f"rank {rank} did not go on although the fault was short: {report.raised}")
     return seen
 
 
-def _near(expected: list[list[Any]], made: int, rank: int) -> list[Any]:
-    """The states before and after the step that failed, and the one in between: averaged, not stepped."""
+def _is_entire(fault: dict[str, Any], report: forked.Report, expected: list[list[Any]], made: int) -> bool:
+    """True if the rank ended before or after the step that failed, or in between.
+
+    That is: averaged and not stepped, or with the gradient taken into its memory.
+    """
+    rank, last = report.rank, tuple(report.told["last"])
     before, after = expected[made - 1][rank], expected[min(made, STEPS)][rank]
-    return [before, after, (before[0], before[1], after[2])]
+    if last in (before, after, (before[0], before[1], after[2])):
+        return True
+    return last[:2] == before[:2] and _absorbed(fault["subject"], made - 1).has(rank, report.told["held"])
+
+
+@functools.cache
+def _absorbed(subject: int, steps: int) -> Absorbed:
+    def trained() -> list[Actor]:
+        actors = [Actor(comm, subject) for comm in dgcopt.simulated_world(SIZE)]
+        for step in range(steps):
+            one_step(actors, step)
+        return actors
+
+    return Absorbed(trained, steps)

@@ -43,8 +43,10 @@ Result = TypeVar("Result")
 Yielded = TypeVar("Yielded")
 
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
-Group: TypeAlias = Literal["world", "node", "across", "control", "agreement"]
+Group: TypeAlias = Literal["world", "node", "across", "replica", "control", "agreement"]
 """`world`: all ranks. `node`: the ranks of one machine. `across`: one rank of each machine, with equal local ranks.
+`replica`: the ranks that hold shards of one replica of the model, for small CPU tensors; this rank alone where
+parameters are not sharded.
 
 `control`: all ranks, for small CPU tensors, matched separately: ranks may start a vote at different places among the
 collectives of `world`. `agreement`: all ranks, for comparisons, so that a rank on another path does not mistake a vote

@@ -39,7 +39,7 @@ __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "Ra
 DEADLINE = 300.0
 """Seconds that a rank waits for a collective before it gives up, unless told otherwise."""
 
-Channel: TypeAlias = tuple[int, ...] | Literal["control", "agreement"]
+Channel: TypeAlias = tuple[int, ...] | Literal["replica", "control", "agreement"]
 """Within which collectives are matched: groups of the same ranks are one channel, but for those of small messages."""
 
 Result = TypeVar("Result")
@@ -115,8 +115,13 @@ class Comm(ABC):
         self._leaving: list[Callable[[], None]] = []
         everyone = tuple(range(size))
         self._ranks: dict[Group, tuple[int, ...]] = {
-            "world": everyone, "node": (rank,), "across": (rank,), "control": everyone, "agreement": everyone
-        }  # fmt: skip
+            "world": everyone,
+            "node": (rank,),
+            "across": (rank,),
+            "replica": (rank,),
+            "control": everyone,
+            "agreement": everyone,
+        }
         self._set_nodes([0] * size)
 
     # -- ranks and groups --------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class Comm(ABC):
 
     def _channel(self, group: Group) -> Channel:
         """The group's key in the tables of a wire."""
-        return group if group in ("control", "agreement") else self._ranks[group]
+        return group if group in ("replica", "control", "agreement") else self._ranks[group]
 
     def among(self, ranks: Iterable[int] | RankSet | Literal["node", "across"]) -> Comm:
         """A comm of some of this comm's ranks, renumbered from 0 in ascending order.
@@ -209,6 +214,26 @@ class Comm(ABC):
         comm.checksums = self.checksums
         comm.is_part = self.is_part or comm.size < self.size
         return comm
+
+    def across_replicas(self, replicas: Sequence[Sequence[int]]) -> Comm:
+        """Return a comm of the ranks that hold the same shard of the model as this one: one rank of each replica.
+
+        Args:
+            replicas: the ranks of each replica, shard by shard: all ranks of this comm, the same on all of them.
+
+        Its group "replica" is this rank's replica, in this comm's numbers. Raises ConfigError on other wires than
+        torch.distributed, and as `among` does.
+        """
+        comm: Comm = self
+        for members in zip(*replicas, strict=True):
+            made = self.among(members)
+            comm = made if self.rank in members else comm
+        self._share_replica(comm, [tuple(sorted(members)) for members in replicas])
+        return comm
+
+    def _share_replica(self, comm: Comm, replicas: Sequence[tuple[int, ...]]) -> None:
+        """Give a comm of one rank per replica its group "replica"; every rank takes part in making each."""
+        raise ConfigError(f"sharded parameters are exchanged over torch.distributed, and the wire is {self.wire}")
 
     def _asked_for(self, given: Any) -> tuple[int, ...]:
         """The ranks that `given` names, if all ranks name the same."""
@@ -387,7 +412,8 @@ class Comm(ABC):
         self._users.clear()
 
     def _late(self, collective: Collective, limit: float) -> CommError:
-        others = [r for r in self._ranks[collective.group] if r != self.rank]
+        me = self._rank_in(collective.group)
+        others = [r for r in self._ranks[collective.group] if r != me]
         words = collective.describe()
         waiting = self._waiting(words)
         here = [rank for rank in others if waiting is not None and waiting.get(rank) == words]
@@ -401,10 +427,14 @@ class Comm(ABC):
         needed = f"rank(s) {_listed(missing)}" if missing else "a network that brings it: no rank is missing"
         return self._error(
             TimeoutExceeded,
-            f"rank {self.rank} waited {limit:g} s for {words} over {self.wire}, which also needs {needed}.{more} Look "
+            f"rank {me} waited {limit:g} s for {words} over {self.wire}, which also needs {needed}.{more} Look "
             f"for a rank that died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) "
             f"gives it longer.",
         )
+
+    def _rank_in(self, group: Group) -> int:
+        """This rank's number among those of a group."""
+        return self.rank
 
     def _waiting(self, words: str) -> dict[int, str] | None:
         """Tell the other ranks that this one's deadline for `words` has passed; return what theirs has passed for.

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -26,6 +26,7 @@ from ..collectives import (
     Barrier,
     Broadcast,
     Collective,
+    Group,
     ReduceScatter,
     SendRecv,
     reduce_rows,
@@ -248,6 +249,19 @@ class TorchComm(Comm):
         if self.rank not in members:
             return None
         return TorchComm(group, apart=apart, deadline=self.deadline)
+
+    def _share_replica(self, comm: Comm, replicas: Sequence[tuple[int, ...]]) -> None:
+        assert isinstance(comm, TorchComm)
+        for members in replicas:
+            made = self._new_group(members, "gloo") if len(members) > 1 else None
+            if self.rank in members:
+                comm._join_replica(members, made)
+
+    def _join_replica(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+        self._groups["replica"], self._ranks["replica"] = group, members
+
+    def _rank_in(self, group: Group) -> int:
+        return dist.get_rank() if group == "replica" else self.rank
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ..collectives import AllReduce
 from ..errors import ConfigError
+from ..flat.local_shard import as_stepped, local
 from ..kernels import Mixture, chunks, is_dense, mix
 from .base import Compressor, GradientExchange
 from .context import Context
@@ -85,7 +86,7 @@ class FrozenAdam(Wrapper):
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         unsent, beta1s = self.inner.as_gradient(unsent, ctx), self._beta1s()
         for segment in ctx.segments:
-            unsent[segment.start : segment.stop] *= ctx.divisor / ctx.size / (1 - beta1s[segment.param])
+            unsent[segment.start : segment.stop] *= ctx.divisor / ctx.size / (1 - beta1s[as_stepped(segment.param)])
         return unsent
 
     def in_place(self, kind: object) -> bool:
@@ -118,10 +119,11 @@ class FrozenAdam(Wrapper):
         state_of, beta1s = self._attached.state, self._beta1s()
         found: dict[float, tuple[list[int], list[Tensor]]] = {}
         for segment in ctx.segments:
-            state = state_of.get(segment.param)
-            starts, momenta = found.setdefault(beta1s[segment.param], ([], []))
+            param = as_stepped(segment.param)
+            state = state_of.get(param)
+            starts, momenta = found.setdefault(beta1s[param], ([], []))
             starts.append(segment.start)
-            momenta.append(segment.flatten(state["exp_avg"] if state else torch.zeros_like(segment.param)))
+            momenta.append(segment.flatten(local(state["exp_avg"]) if state else torch.zeros_like(segment.param)))
         return [Mixture(1 - beta1, beta1, *of) for beta1, of in found.items()]
 
     def payload_bytes(self, ctx: Context) -> int | None:
@@ -141,7 +143,7 @@ class FrozenAdam(Wrapper):
         return bool(taken) and min(taken) >= self.warmup_steps
 
     def _steps(self, param: Tensor) -> int:
-        return int(self._attached.state.get(param, {}).get("step", 0))
+        return int(self._attached.state.get(as_stepped(param), {}).get("step", 0))
 
     def _beta1s(self) -> dict[Tensor, float]:
         return {param: group["betas"][0] for group in self._attached.param_groups for param in group["params"]}
@@ -170,7 +172,7 @@ class FrozenAdam(Wrapper):
         state["step"] += 1
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
         rate = lr / (1 - beta1 ** int(state["step"]))
-        for x, g, m, v in _in_chunks(param, grad, state["exp_avg"], state["exp_avg_sq"]):
+        for x, g, m, v in _in_chunks(param.detach(), grad, state["exp_avg"], state["exp_avg_sq"]):
             if decay and decoupled:
                 x.mul_(1 - lr * decay)
             elif decay:
@@ -183,6 +185,7 @@ class FrozenAdam(Wrapper):
 
 def _in_chunks(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     """Yield tensors of the same shape in parts that fit into a CPU's cache, for several operations in a row."""
+    tensors = tuple(map(local, tensors))
     first = tensors[0]
     if all(is_dense(x) and x.stride() == first.stride() for x in tensors):
         flat = [x.detach().as_strided((x.numel(),), (1,)) for x in tensors]

@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from ..checks import check_positive
 from ..errors import ConfigError
 from ..flat.gradient import LocalGradient
+from ..flat.local_shard import as_dtensor, as_stepped, local
 from ..flat.segments import Segment
 from ..kernels import BLOCK, Momentum, accumulate, ahead, decay, is_dense, look, move_on
 from .own_step import steps_as
@@ -180,8 +181,9 @@ class MomentumCorrection(ErrorFeedback):
             rule_in |= {id(param): (group, rule) for param in group["params"]}
 
         def rule_of(segment: Segment) -> Momentum:
-            group, rule = rule_in[id(segment.param)]
-            return _rule_of(group, self.optimizer.state.get(segment.param, {})) if rule.dampening else rule
+            param = as_stepped(segment.param)
+            group, rule = rule_in[id(param)]
+            return _rule_of(group, self.optimizer.state.get(param, {})) if rule.dampening else rule
 
         members = [(rule, list(run)) for rule, run in itertools.groupby(segments, rule_of)]
         return [Run(run[0].start, run[-1].stop, rule) for rule, run in members]
@@ -223,7 +225,8 @@ class MomentumCorrection(ErrorFeedback):
                 b = state["decay_momentum"] = param.detach() * weight_decay
                 param.add_(b * rule.momentum + b if rule.nesterov else b, alpha=-lr)
                 continue
-            w, flat = param.detach(), is_dense(param) and b.stride() == param.stride()
+            w, b = local(param.detach()), local(b)
+            flat = is_dense(w) and b.stride() == w.stride()
             if flat and not w.is_contiguous():
                 w, b = (x.as_strided((x.numel(),), (1,)) for x in (w, b))
             alike.setdefault((w.device, w.dtype, flat), []).append((w, b))
@@ -250,13 +253,14 @@ class MomentumCorrection(ErrorFeedback):
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Return u and the momentum of weight decay to SGD's buffer, for steps without an exchange."""
         for param, u in momenta.items():
-            state = self.optimizer.state[param]
-            u, decayed = u.to(param.dtype), state.pop("decay_momentum", None)
+            state = self.optimizer.state[as_stepped(param)]
+            u, decayed = as_dtensor(u.to(param.dtype), param), state.pop("decay_momentum", None)
             state["momentum_buffer"] = u if decayed is None else u + decayed
 
     def start(self, segment: Segment) -> Tensor | None:
         """Return SGD's momentum buffer from steps before wrapping, the initial u."""
-        return self.optimizer.state.get(segment.param, {}).get("momentum_buffer")
+        buffer = self.optimizer.state.get(as_stepped(segment.param), {}).get("momentum_buffer")
+        return None if buffer is None else local(buffer)
 
 
 def memory_for(optimizer: Optimizer) -> ErrorFeedback:

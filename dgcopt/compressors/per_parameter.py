@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..collectives import Collective, watched
 from ..errors import ConfigError
+from ..flat.local_shard import as_stepped
 from .base import Compressor, GradientExchange, Source
 from .context import Context
 from .dense import NoCompression
@@ -118,7 +119,7 @@ class PerParameter(Compressor):
         if not self._seen:
             self._check_use(list(dict.fromkeys([*seen, *others])))
         self._seen |= seen
-        self._pattern_of |= {param: seen[name] for param, name in names.items()}
+        self._pattern_of |= {as_stepped(param): seen[name] for param, name in names.items()}
         for pattern, rule in self.rules.items():
             rule.see_parameters({p: name for p, name in names.items() if seen[name] == pattern})
 
@@ -279,7 +280,7 @@ class PerParameter(Compressor):
 
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
         for pattern, rule in self.rules.items():
-            rule.give_back({param: u for param, u in momenta.items() if self._pattern_of[param] == pattern})
+            rule.give_back({param: u for param, u in momenta.items() if self._pattern_of[as_stepped(param)] == pattern})
 
     def _put_together(self, optimizer: Optimizer) -> None:
         """Restore the optimizer's groups after the step."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from ..flat.local_shard import is_sharded, local
 from ..version import __version__
 
 __all__ = [
@@ -125,6 +126,12 @@ def _in_short(given: Any) -> str:
     return f"the class {given.__name__}" if isinstance(given, type) else f"an object of type {type(given).__name__}"
 
 
+FOREIGN = (
+    " Those that were named are none of the optimizer's: are they another model's? fully_shard gives a model new "
+    "parameters: make the optimizer after fully_shard"
+)
+
+
 def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:
     """Every parameter of the optimizer with its name, in the optimizer's order. Raises ConfigError if one has none."""
     own = [
@@ -141,15 +148,15 @@ def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[
             f"named_parameters was specified, but {len(unnamed)} parameter(s) of the optimizer were not named: "
             + ", ".join(f"{place} of shape {tuple(param.shape)}" for place, param in unnamed[:5])
             + ". Pass the names of all parameters given to the optimizer, or none."
-            + (" Those that were named are none of the optimizer's: are they another model's?" * foreign)
+            + FOREIGN * foreign
         )
     return {param: given[param] for _, param in own}
 
 
-def check_trainable(names: dict[Tensor, str]) -> None:
-    """Raises ConfigError for parameters that cannot be averaged, or if none can be trained."""
+def check_trainable(names: dict[Tensor, str], may_be_sharded: bool = False) -> None:
+    """Raise ConfigError for parameters that cannot be averaged, or if none can be trained."""
     for param, name in names.items():
-        _check_whole_on_each_rank(param, name)
+        _check_whole_on_each_rank(param, name, may_be_sharded)
         if isinstance(param, nn.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name!r} is a lazy layer's and has no shape yet: run the model on one batch before the "
@@ -160,20 +167,25 @@ def check_trainable(names: dict[Tensor, str]) -> None:
                 f"parameter {name!r} has dtype {str(param.dtype).removeprefix('torch.')}: only floating-point "
                 f"gradients can be averaged. Freeze it, or do not give it to the optimizer."
             )
-        if param.numel() >= 2**31:
-            raise ConfigError(f"parameter {name!r} has {param.numel()} elements; at most 2^31 - 1 can be indexed")
+        numel = local(param.detach()).numel()
+        if numel >= 2**31:
+            raise ConfigError(f"parameter {name!r} has {numel} elements; at most 2^31 - 1 can be indexed")
     if names and not any(param.requires_grad for param in names):
         raise ConfigError("none of the optimizer's parameters requires a gradient: there is nothing to train")
 
 
-def _check_whole_on_each_rank(param: Tensor, name: str) -> None:
-    """Raises ConfigError for what torch has cut up or laid over a mesh of ranks, told by the marks that it leaves."""
-    of_mesh, of_fsdp = hasattr(param, "device_mesh"), hasattr(param, "_fsdp_flattened")
-    if of_mesh or of_fsdp:
-        kind = "a DTensor (fully_shard, tensor parallelism)" if of_mesh else "part of a FullyShardedDataParallel module"
+def _check_whole_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) -> None:
+    """Raise ConfigError for part of an FSDP1 module, and for a DTensor unless parameters `may_be_sharded`."""
+    if hasattr(param, "_fsdp_flattened"):
         raise ConfigError(
-            f"parameter {name!r} is {kind}: sharded parameters are not supported yet. Train the plain module, whole on "
-            f"every rank, with DistributedOptimizer, or in DistributedDataParallel with ddp_hook"
+            f"parameter {name!r} is part of a FullyShardedDataParallel module, which sends gradients by itself. Two "
+            f"lines migrate: mesh = init_device_mesh('cuda', (replicas, shards), mesh_dim_names=('replicate', "
+            f"'shard')), then fully_shard(model, mesh=mesh['shard']) in place of FullyShardedDataParallel(model)"
+        )
+    if is_sharded(param) and not may_be_sharded:
+        raise ConfigError(
+            f"parameter {name!r} is a DTensor (fully_shard, tensor parallelism): only DistributedOptimizer takes it: "
+            f"DistributedOptimizer(optimizer, model.named_parameters(), compressor, mesh=mesh['replicate'])"
         )
 
 

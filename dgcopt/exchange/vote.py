@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ..collectives import AllGather, AllReduce, Collective
+from ..comm import Comm
 from ..errors import MismatchError
 
-__all__ = ["Ballot", "Touch", "Verdict", "checksum", "fingerprint", "used_anywhere", "vote"]
+__all__ = ["Ballot", "Touch", "Verdict", "checksum", "fingerprint", "in_whole_replica", "used_anywhere", "vote"]
 
 _PLACE = struct.Struct("<IIIB")
 _FORMAT = struct.Struct("<BBHIII")
@@ -217,6 +218,17 @@ def _changed(touches: Sequence[Touch]) -> list[int]:
 def _signed(word: int) -> int:
     """The lowest 32 bits, as the int32 that has them."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+
+
+def in_whole_replica(is_fine: bool, comm: Comm, label: str) -> Generator[Collective, Tensor, bool]:
+    """Return True if `is_fine` on all ranks that hold shards of this rank's replica; asks nobody without shards.
+
+    A vote among the ranks of one shard then tells what every rank of every replica has found.
+    """
+    if comm.size_of("replica") == 1:
+        return is_fine
+    flag = torch.tensor([not is_fine], dtype=torch.int32)
+    return not bool((yield AllReduce(flag, op="max", group="replica", label=label)))
 
 
 def used_anywhere(used: list[bool], label: str) -> Generator[Collective, Tensor, list[bool]]:

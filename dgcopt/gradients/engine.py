@@ -39,7 +39,7 @@ from ..exchange.parameters import plain
 from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
-from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint, used_anywhere, vote
+from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint, in_whole_replica, used_anywhere, vote
 from ..flat.store import Store
 from .changes import Changes
 from .flush import flush_residuals
@@ -323,9 +323,9 @@ class Engine:
         start = time.perf_counter()
         arrived = outgoing.arrived(used)
         not_finite = inspect(arrived, self.comm, self.looks_at_sums)
-        if not_finite:
+        if not (yield from scheduler.through(in_whole_replica(not not_finite, self.comm, "results"))):
             outgoing.rollback()
-            self._abort([], not_finite)
+            self._abort([], not_finite or [NotFinite("another shard of this replica", [])])
             return
         prepare_memory(arrived)
         if self.sends_all:
@@ -391,9 +391,10 @@ class Engine:
                 "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
                 *(self.comm.rank, self.step, self.names[infinite]),
             )
+        finite = in_whole_replica(infinite is None, self.comm, "vote of shards")
         ballot = Ballot(
             active=self.participation.here,
-            finite=infinite is None,
+            finite=(yield from self.runner.scheduler.through(finite)),
             step=self.step,
             trained=checksum([plain(self.compressor), self._not_taken, *names]),
             launched=(self.turns.expected or self).outgoing.launched,

@@ -25,7 +25,9 @@ from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
+from ..flat.local_shard import LocalShard, is_sharded, local_shards
 from .engine import Engine
+from .replicas import check_shards, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .stepping import Mode, Stepping, after_step, before_step, between_hooks
 from .subclass import bare_class, become
@@ -51,6 +53,7 @@ def DistributedOptimizer(
     process_set: Any = None,
     *,
     comm: Comm | None = None,
+    mesh: Any = None,
     bucket_mb: float | None = None,
     first_bucket_mb: float | None = None,
     check_replicas_every: int = 0,
@@ -83,6 +86,9 @@ def DistributedOptimizer(
             Every rank must say the same. "node" or "across": among the ranks of this machine, or those of this local
             rank on all machines that have so many.
         comm: the wire; None is the one of `dgcopt.init()`.
+        mesh: for parameters that `fully_shard` has sharded, the dimension of the device mesh over which the model is
+            replicated, `mesh["replicate"]`: each rank's shards are exchanged within it. None derives it from the
+            parameters' own mesh.
         bucket_mb, first_bucket_mb: megabytes of gradient per bucket, and in the first one. Larger costs overlap,
             smaller costs messages, and on a GPU launches. None: 25 and 1 where exchanges start while backward runs, but
             250 and 25 for compressed gradients on a GPU; 100 each where all wait for the step, as with DGC on a CPU.
@@ -108,7 +114,8 @@ def DistributedOptimizer(
         compressor = Adasum.carrying(compressor)
     given = given_names(named_parameters)
     names = unique_names(optimizer, given)
-    check_trainable(names)
+    sharded = any(map(is_sharded, names))
+    check_trainable(names, may_be_sharded=True)
     settings = Settings(
         op,
         check_passes(backward_passes_per_step),
@@ -123,7 +130,9 @@ def DistributedOptimizer(
     )
 
     comm = current_comm(comm)
-    if process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
+    if sharded or mesh is not None:
+        comm = _among_replicas(comm, names, compressor, mesh, process_set)
+    elif process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
         comm = comm.among(process_set)
     averaging = held(optimizer).averaging
     if averaging is not None and comm.size >= averaging.comm.size:
@@ -136,6 +145,21 @@ def DistributedOptimizer(
     return optimizer
 
 
+def _among_replicas(comm: Comm, names: dict[Tensor, str], compressor: Compressor, mesh: Any, process_set: Any) -> Comm:
+    """Return the comm of this rank's shards. Raises ConfigError for settings that do not fit sharded parameters."""
+    if not any(map(is_sharded, names)):
+        raise ConfigError(
+            "mesh is for sharded parameters, and the optimizer has none: call fully_shard(module, mesh=mesh['shard']) "
+            "before the optimizer is made of model.parameters(), and wrap it then"
+        )
+    if process_set is not None and (mesh is not None or process_set != "across"):
+        raise ConfigError(
+            "sharded parameters are exchanged among the ranks that hold the same shard: give mesh=mesh['replicate'] "
+            "in place of process_set"
+        )
+    return comm_of_replicas(comm, names, compressor, mesh, process_set == "across")
+
+
 def _wrap(
     optimizer: Optimizer,
     names: dict[Tensor, str],
@@ -145,6 +169,7 @@ def _wrap(
     comm: Comm,
 ) -> None:
     """Give the optimizer its new class, and what that needs."""
+    names = local_shards(names)
     compressor.see_parameters(names, given.values())
     compressor.attach(optimizer)
     if compressor.sends == "update":
@@ -180,10 +205,18 @@ class Synchronised(Stepping):
         optimizer.register_state_dict_post_hook(_save_state)
         optimizer.register_load_state_dict_pre_hook(_load_state)
 
+    @property
+    def is_sharded(self) -> bool:
+        """True if the optimizer steps DTensors, whose local shards are exchanged."""
+        return any(isinstance(param, LocalShard) for param in self.names)
+
     def added(self, names: Sequence[str] | None) -> None:
         """Take in the parameters of a group that the optimizer was given; raises ConfigError if that cannot be."""
         added = self._named(self.optimizer.param_groups[-1]["params"], names)
-        check_trainable({**self.names, **added})
+        if self.is_sharded:
+            check_shards(added, self.comm)
+        check_trainable({**self.names, **added}, may_be_sharded=self.is_sharded)
+        added = local_shards(added)
         self.compressor.see_parameters({**self.names, **added})
         self.names.update(added)
         if self.engine is not None:
@@ -212,6 +245,11 @@ class Synchronised(Stepping):
 
         Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
         """
+        if self.is_sharded:
+            raise ConfigError(
+                "an optimizer of sharded parameters cannot rejoin, as other ranks would hold other shards: restart all "
+                "ranks from a checkpoint"
+            )
         before, self.engine = self.engine, None
         self.join(current_comm(comm))
         if before is not None:
@@ -344,7 +382,8 @@ class Distributed(Optimizer):
         """
         _part(self).fix()
         params = [param for group in self.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm: Any = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+        return norm.full_tensor() if is_sharded(norm) else norm
 
     # -- as torch's --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ..flat.gradient import Touched
+from ..flat.local_shard import as_stepped
 from ..kernels import step_at
 
 __all__ = ["step_touched"]
@@ -40,8 +41,9 @@ def step_touched(optimizer: Optimizer, touched: Iterable[Touched]) -> list[Tenso
         rates = [0.0] * count
         for place, segment in left.unchanged():
             flat = segment.flatten(segment.param)
-            if segment.param in rate and flat.data_ptr() == segment.param.data_ptr():
-                weights[place], rates[place] = flat, rate[segment.param]
+            param = as_stepped(segment.param)
+            if param in rate and flat.data_ptr() == segment.param.data_ptr():
+                weights[place], rates[place] = flat, rate[param]
                 done.append(segment.param)
         step_at(left.bucket.parts(weights), rates, left.positions, left.values)
     return done

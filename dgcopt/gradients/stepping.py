@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..exchange.held import held
 from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
+from ..flat.local_shard import LocalShard
 from .changes import Snapshot, Unstepped
 from .closure import Call, Closure, closure_of, with_closure
 from .engine import Engine
@@ -130,6 +131,9 @@ class Stepping:
         if self.engine is None or not (self._grads in NOT_YET or self.engine.pending):
             return False
         self.watch_parameters()
+        for param in self.names:
+            if isinstance(param, LocalShard):
+                param.follow()
         self._unstepped = Unstepped()
         self.engine.synchronize()
         return not self.engine.void

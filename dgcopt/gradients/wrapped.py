@@ -16,6 +16,7 @@ from ..exchange.commit import Commit
 from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
+from ..flat.local_shard import as_stepped, local
 from .ddp_module import all_modules
 from .settings import Settings
 
@@ -91,8 +92,8 @@ class Wrapped:
         """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""
         found, updated = {}, set(self.updated())
         for param, name in self.names.items():
-            state = self.optimizer.state.get(param, {}) if param not in updated else {}
-            kept = [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+            state = self.optimizer.state.get(as_stepped(param), {}) if param not in updated else {}
+            kept = [local(value) for _, value in sorted(state.items()) if isinstance(value, Tensor)]
             found[name] = [param, *kept]
         return found
 
@@ -141,7 +142,7 @@ class Wrapped:
     def take_update(self) -> list[Tensor]:
         """Add the combined updates to their parameters, in place of the optimizer's own step; returns these."""
         updated = self.updated()
-        among = set(updated)
+        among = {*map(as_stepped, updated)}
         for group in self.optimizer.param_groups:
             kept = 1 - float(group["lr"]) * float(group["weight_decay"]) if _decays_apart(group) else 1.0
             for param in group["params"]:

@@ -24,6 +24,7 @@ from . import (
     overlap,
     persistence,
     powersgd,
+    sharded,
     subsets,
 )
 
@@ -56,10 +57,16 @@ simulated ranks only."""
 IN_DDP = of(powersgd, ddp)
 """Run in torch's DistributedDataParallel; the last one breaks the wire."""
 
+IN_SHARDS = of(sharded)
+"""Run by four ranks in torch's FSDP2."""
+
+IN_SHARDS_OF_SIX: Scenarios = sharded.OF_SIX
+"""Run by six ranks in torch's FSDP2."""
+
 ON_CUDA = of(cuda)
 """Run by two ranks that share a CUDA device."""
 
-SCENARIOS: Scenarios = FOUR_RANKS | ON_ALL_WIRES | IN_DDP | ON_CUDA
+SCENARIOS: Scenarios = FOUR_RANKS | ON_ALL_WIRES | IN_DDP | IN_SHARDS | IN_SHARDS_OF_SIX | ON_CUDA
 
 
 def names_of(wire: str, size: int) -> list[str]:

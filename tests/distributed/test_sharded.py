@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from launching import HERE, Outcome, assert_ended, assert_passed, launch, missing
+from launching import HERE, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 from scenarios import IN_SHARDS, IN_SHARDS_OF_SIX
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
@@ -27,3 +27,11 @@ def test_scenario(size: int, name: str) -> None:
 @pytest.mark.parametrize("size", [4, 6])
 def test_ends(size: int) -> None:
     assert_ended(outcome_of(size))
+
+
+def test_the_example_learns() -> None:
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    outcome = launch("torch", 4, [str(ROOT / "examples" / "hsdp_digits.py")], limit=200, compiler=True)
+    (told,) = outcome.told("example")
+    assert told["accuracy"] > 0.85

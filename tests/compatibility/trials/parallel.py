@@ -233,7 +233,7 @@ def fsdp1_original(comm: Comm) -> str:
     return refusal(dgcopt.ConfigError, "shard", of=lambda: wrap(model, comm))
 
 
-@trial(PARALLEL, "FSDP2 (`fully_shard`) in `DistributedOptimizer`", real=True)
+@trial(PARALLEL, "FSDP2 (`fully_shard`) over all ranks in `DistributedOptimizer`", real=True)
 def fsdp2(comm: Comm) -> str:
     try:
         from torch.distributed.fsdp import fully_shard
@@ -244,8 +244,8 @@ def fsdp2(comm: Comm) -> str:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     model = model32()
-    fully_shard(model, mesh=mesh)
-    return refusal(dgcopt.ConfigError, "shard", of=lambda: wrap(model, comm))
+    fully_shard(model, mesh=mesh)  # over all ranks: no replica is left to exchange with
+    return refusal(dgcopt.ConfigError, "replicate group of one", of=lambda: wrap(model, comm))
 
 
 @trial(PARALLEL, "DTensor parameters (tensor parallel) in `DistributedOptimizer`", real=True)
@@ -259,7 +259,7 @@ def tensor_parallel(comm: Comm) -> str:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     model = parallelize_module(model32(), mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
-    return refusal(dgcopt.ConfigError, "DTensor", of=lambda: wrap(model, comm))
+    return refusal(dgcopt.ConfigError, "mesh", of=lambda: wrap(model, comm))
 
 
 @trial(PARALLEL, "PostLocalSGDOptimizer of torch in `DistributedOptimizer`", real=True)

@@ -1,8 +1,7 @@
-"""Parameters that torch has cut up, or laid over a mesh of ranks: refused where they are given, in one sentence."""
+"""Sharded parameters where nothing can average them: refused when they are given, in one sentence."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,18 +67,17 @@ WAYS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("make", "what"),
-    [
-        (functools.partial(fsdp1, False), "FullyShardedDataParallel module"),
-        (functools.partial(fsdp1, True), "FullyShardedDataParallel module"),
-        (fsdp2, "DTensor"),
-        (on_a_mesh, "DTensor"),
-    ],
-    ids=["FSDP1", "FSDP1 use_orig_params", "fully_shard", "replicated on a mesh"],
-)
-def test_sharded_parameters_are_refused_when_wrapping(make: Callable[[], nn.Module], what: str, way: str) -> None:
-    with pytest.raises(dgcopt.ConfigError, match=rf"parameter '.*{what}.*not supported yet.*plain module"):
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_fsdp1_is_refused_with_the_lines_that_migrate(use_orig_params: bool, way: str) -> None:
+    with pytest.raises(dgcopt.ConfigError, match=r"parameter '.*FullyShardedDataParallel module.*Two lines migrate"):
+        WAYS[way](fsdp1(use_orig_params), simulated_world(2)[0])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [fsdp2, on_a_mesh], ids=["fully_shard", "replicated on a mesh"])
+def test_tensors_on_a_mesh_are_refused_but_by_the_wrapper_over_torch(make: Callable[[], nn.Module], way: str) -> None:
+    needs = "over torch.distributed" if way == "DistributedOptimizer" else "only DistributedOptimizer takes it"
+    with pytest.raises(dgcopt.ConfigError, match=rf"parameter '.*' is a DTensor.*{needs}"):
         WAYS[way](make(), simulated_world(2)[0])
 
 

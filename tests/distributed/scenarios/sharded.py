@@ -273,7 +273,7 @@ def as_whole_parameters(replicas: int, comm: Comm) -> None:
         start = {n: joined(n, tensor)[0] for n, tensor in recorder.start.items()}
         ours = {n: param.detach().full_tensor() for n, param in recorder.named.items()}  # type: ignore[attr-defined]
         # a sum of three in half precision depends on their order, and that on the place in the bucket
-        tolerance = 1e-4 if replicas > 2 and name in ("FP16", "BF16") else TOLERANCE
+        tolerance = {"FP16": 1e-4, "BF16": 1e-3}.get(name, TOLERANCE) if replicas > 2 else TOLERANCE
         assert_close(ours, simulated(start, steps, compressor, of), tolerance, name)
 
 

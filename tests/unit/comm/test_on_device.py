@@ -122,7 +122,7 @@ def test_only_what_reads_the_device_waits_for_it():
     """A dense sum that nobody looks at costs no wait; a pending check does."""
     finished = []
     comm = SimpleNamespace(finish_on_device=lambda: finished.append(len(finished)))
-    context = SimpleNamespace(checks=Checks(), looked_at=[], refused=set())
+    context = SimpleNamespace(checks=Checks(), looked_at=[], by_sender=[], refused=set())
     one = Arrived(SimpleNamespace(result=torch.ones(4), label="bucket 0"), context, None, lambda _: None, 4)
     assert inspect([one], comm) == [] and finished == []
     context.checks.expect(torch.tensor(True), lambda: "wrong")

@@ -23,7 +23,7 @@ from ..checkpoint import STATE_KEY, check_owner, kept_by, put_mark, take_mark, u
 from ..collectives import AllReduce
 from ..comm import Comm, Handle, broadcasting_root, current_comm
 from ..compressors.own_step import check_steps_alone
-from ..errors import ConfigError, MismatchError
+from ..errors import ConfigError, MismatchError, PayloadError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.buffers import Buffers
 from ..exchange.commit import Commit
@@ -352,11 +352,19 @@ class Rounds:
         self.step += due - self.local_step
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, self.local_step)
+        skipped = self.telemetry.skipped
         yield from self.sync.run()
-        if not self.participation.ranks:  # every rank has all progress, and all are at the same step
+        was_spoiled = self.participation.ended and self.telemetry.skipped > skipped  # the next round would be too
+        if was_spoiled or not self.participation.ranks:  # every rank has all progress, and all are at the same step
             self.step, self.joining = before, False
             self.participation.all_here()
             self.replica.set_weight(1.0)
+        if was_spoiled:
+            raise PayloadError(
+                f"rank {self.comm.rank}: NaN or Inf arrived in the last round, after all ranks had run out of data, so "
+                f"their weights are not averaged. Look for damaged messages by dgcopt.init(checksums=True), and at the "
+                f"exchange of {self.rule!r}; then call optimizer.averaging.average(), or resume from a checkpoint."
+            )
 
     @torch.no_grad()
     def _begin(self) -> Job:

@@ -13,7 +13,8 @@ class Participation:
     """What one rank of `size` knows of who has data.
 
     Attributes: `here`, whether this rank has; `ranks`, how many have; `divides`, whether averages divide by these, else
-    by all; `throws`, whether it is an error that some have none while others have.
+    by all; `throws`, whether it is an error that some have none while others have; `ended`, whether no rank had any in
+    the last vote.
     """
 
     def __init__(self, size: int) -> None:
@@ -27,10 +28,11 @@ class Participation:
 
     def all_here(self) -> None:
         """All ranks have data, at first or again."""
-        self.here, self.ranks = True, self.size
+        self.here, self.ranks, self.ended = True, self.size, False
 
     def check(self, absent: Sequence[int]) -> None:
-        """Raises OutOfData, on all ranks, if some are `absent` and that is to be an error."""
+        """Take over which ranks are `absent`; raises OutOfData on all ranks if some are and that is an error."""
+        self.ended = len(absent) == self.size
         if self.throws and 0 < len(absent) < self.size:
             self.all_here()
             raise OutOfData(

@@ -151,6 +151,8 @@ def _finite(case: _Case) -> None:
         ranks = _Ranks(case, dtype)
         ranks.train(2 * _first_exchange(case.rule) + 1)
         ranks.commit()
+        if any(optimizer.averaging.telemetry.skipped for optimizer in ranks.optimizers):
+            raise AssertionError(f"results of {dtype} are not finite, so rounds were skipped")
         if not ranks.weights().isfinite().all():
             raise AssertionError(f"weights of {dtype} are not finite after an exchange")
 

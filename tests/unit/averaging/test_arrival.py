@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -115,6 +115,35 @@ def kept_before_the_round(world: World) -> list[dict[str, Any]]:
 
         rounds.after_step = noting
     return found
+
+
+@pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo", "SlowMo base"])
+def test_join_ends_when_each_round_is_skipped(name: str) -> None:
+    """Ranks that have run out of data would ask for another round for ever, as none brings what they still have."""
+    world = World(RULES[name])
+    start = world.comms[SENDER].start
+
+    def damaged(collective: Any) -> Any:
+        if " round " in collective.label:
+            collective.tensor.view(-1).view(torch.uint8).fill_(0xFF)
+        return start(collective)
+
+    message = r"had run out of data.*averaging\.average\(\)"
+    with pytest.raises(dgcopt.PayloadError, match=message), ExitStack() as ends:
+        for optimizer in world.optimizers:
+            ends.enter_context(dgcopt.join(optimizer))
+        assert not world.step(0)
+        world.comms[SENDER].start = damaged  # type: ignore[method-assign]
+    for optimizer in world.optimizers[1:]:  # the last to leave has moved all; processes of their own raise as they leave
+        with pytest.raises(dgcopt.PayloadError, match=message):
+            optimizer.averaging.finish_round()
+    assert [optimizer.averaging.telemetry.skipped for optimizer in world.optimizers] == [1] * SIZE
+    world.comms[SENDER].start = start  # type: ignore[method-assign]
+    for optimizer in world.optimizers:
+        optimizer.averaging.average()
+    world.assert_finite()
+    steps = {optimizer.averaging.step for optimizer in world.optimizers}
+    assert len(steps) == 1, steps
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -1,4 +1,4 @@
-"""The commands `dgcopt probe`, `advise` and `doctor`: their arguments, and what they print."""
+"""The command `dgcopt probe`: its arguments and its table."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def add_commands(commands: Any) -> None:
     )
     probing.add_argument("--seconds", type=float, default=8.0, help="time for all measurements (default: 8)")
     probing.add_argument("--deadline", type=float, default=60.0, help="seconds to wait for the other ranks")
-    probing.add_argument("--json", type=Path, help="file for the measurements, which advise reads")
+    probing.add_argument("--json", type=Path, help="file for the measurements (dgcopt.tuning.probe.load_probe)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what one of the commands says; return the exit status."""
+    """Run the command that was given; return the exit status."""
     return COMMANDS[arguments.command](arguments)
 
 
@@ -60,4 +60,4 @@ def probe_table(found: Fitted) -> str:
 
 
 COMMANDS = {"probe": _probe}
-"""What each command does: takes its arguments, returns the exit status."""
+"""Commands by name: each takes its arguments and returns the exit status."""

@@ -12,7 +12,7 @@ from .wire import Wire, wire_bytes
 __all__ = ["Bucket", "Method", "Parameter", "Round", "Span", "Timeline", "break_even", "fill_buckets", "timeline"]
 
 JOINED = 2**18
-"""Bytes of messages that are ready together up to which one collective carries them; see `exchange/flights.py`."""
+"""Bytes of messages that are ready together up to which one collective carries them; see `exchange/scheduler.py`."""
 VOTE = 44
 """Bytes of a rank's vote before a step."""
 MEGABYTE = 2**20

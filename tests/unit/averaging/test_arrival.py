@@ -134,7 +134,7 @@ def test_join_ends_when_each_round_is_skipped(name: str) -> None:
             ends.enter_context(dgcopt.join(optimizer))
         assert not world.step(0)
         world.comms[SENDER].start = damaged  # type: ignore[method-assign]
-    for optimizer in world.optimizers[1:]:  # the last to leave has moved all; processes of their own raise as they leave
+    for optimizer in world.optimizers[1:]:  # as simulated; processes of their own raise as they leave
         with pytest.raises(dgcopt.PayloadError, match=message):
             optimizer.averaging.finish_round()
     assert [optimizer.averaging.telemetry.skipped for optimizer in world.optimizers] == [1] * SIZE

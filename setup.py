@@ -1,9 +1,12 @@
-"""Builds the inner loops in C, if there is a compiler; everything else is in setup.cfg.
+"""Build the inner loops in C, if there is a compiler; everything else is in setup.cfg.
 
-The library has neither Python nor torch in it, so one wheel serves all their versions.
+The library has neither Python nor torch in it, so one wheel serves all their versions. Linux only: elsewhere, and where
+the build fails, the wheel is pure Python and compression runs in torch.
 """
 
 import hashlib
+import re
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -12,6 +15,9 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("dgcopt/kernels/native")
 HEADERS = sorted(NATIVE.rglob("*.h"))
+LIBRARY = "dgcopt.kernels.libdgcopt"
+OLDEST_GLIBC = 17
+"""Minor version of the glibc of manylinux2014, the oldest that pip still knows for all processors."""
 
 
 def digest() -> str:
@@ -27,25 +33,32 @@ class build_loops(build_ext):
 
 
 class any_python(bdist_wheel):
-    """py3-none-PLATFORM."""
+    """py3-none-PLATFORM, where PLATFORM is the oldest manylinux that has every symbol which the library needs."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        library = Path(self.get_finalized_command("build_ext").get_ext_fullpath(LIBRARY))
+        if not library.exists():
+            return "py3", "none", "any"
+        versions = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())]
+        platform = super().get_tag()[2]
+        if versions:  # none with another libc, such as musl
+            platform = platform.replace("linux_", f"manylinux_2_{max(OLDEST_GLIBC, *versions)}_", 1)
+        return "py3", "none", platform
 
+
+loops = Extension(
+    LIBRARY,
+    sources=[str(NATIVE / "native.c")],
+    depends=[str(path) for path in HEADERS],
+    # where sources are at hand, a library that was built from others is not used
+    define_macros=[("DGCOPT_SOURCES", f'"{digest()}"')],
+    # fused multiply-add where the source says so, and nowhere else: results must be torch's to the bit; square
+    # roots by one instruction, which nobody asks for errno
+    extra_compile_args=["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno"],
+    optional=True,
+)
 
 setup(
-    ext_modules=[
-        Extension(
-            "dgcopt.kernels.libdgcopt",
-            sources=[str(NATIVE / "native.c")],
-            depends=[str(path) for path in HEADERS],
-            # where sources are at hand, a library that was built from others is not used
-            define_macros=[("DGCOPT_SOURCES", f'"{digest()}"')],
-            # fused multiply-add where the source says so, and nowhere else: results must be torch's to the bit; square
-            # roots by one instruction, which nobody asks for errno
-            extra_compile_args=["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno"],
-            optional=True,
-        )
-    ],
+    ext_modules=[loops] if sys.platform == "linux" else [],
     cmdclass={"build_ext": build_loops, "bdist_wheel": any_python},
 )

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,7 +75,11 @@ def _library() -> tuple[ctypes.CDLL | None, str, str]:
         if not _is_of_these_sources(library):
             problem = "were built from other sources than there are now: install dgcopt again"
     except OSError:
-        problem = "were not built: install a C compiler, and dgcopt again"
+        problem = (
+            "were not built: install a C compiler, and dgcopt again"
+            if sys.platform == "linux"
+            else "are for Linux only; the bits are the same"
+        )
     if problem and choice == "native":
         raise ConfigError(f"DGCOPT_KERNELS=native, but the native kernels {problem}")
     if problem:

@@ -9,8 +9,10 @@ enum { SAMPLE = 1024, SOON = 6, PIECE = 1024, STRETCH = 1024, LARGE = 1 << 17 };
 
 #if defined(__clang__)
 #define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#define WHOLE(x) ((int32_t)__builtin_rintf(x)) /* clang has no irintf */
 #else
 #define ELEMENTWISE _Pragma("GCC ivdep")
+#define WHOLE(x) __builtin_irintf(x)
 #endif
 
 typedef float four __attribute__((vector_size(16)));

@@ -52,7 +52,7 @@ INLINE TARGET float FN(minmax_scale)(const float *ends) { return 255.0f / (ends[
 INLINE TARGET int32_t FN(codes_of_small)(const float *v, int64_t n, float scale, int32_t upper, uint8_t *codes) {
     int32_t most = 0, lower = upper - 255;
     for (int64_t i = 0; i < n; i++) {
-        int32_t size = FN(bits_of)(v[i]) & 0x7fffffff, level = __builtin_irintf(v[i] * scale);
+        int32_t size = FN(bits_of)(v[i]) & 0x7fffffff, level = WHOLE(v[i] * scale);
         most = size > most ? size : most;
         level = level < upper ? level : upper;
         codes[i] = (uint8_t)((level > lower ? level : lower) - lower);

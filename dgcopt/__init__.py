@@ -6,7 +6,6 @@ dgcopt.broadcast_parameters(model.state_dict())
 """
 
 import importlib
-import sys
 from typing import Any
 
 from . import averaging, checkpoint
@@ -54,8 +53,6 @@ from .compressors import (
     Threshold,
     TopK,
     from_ddp_hook,
-    memory,
-    schedule,
 )
 from .compressors.memory import LocalClip
 from .compressors.schedule import Warmup
@@ -76,14 +73,10 @@ from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
 from .flat.gradient import SparseSum
 from .fuse import fuse_optimizer
-from .gradients import ddp
 from .gradients.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
 from .uneven import join
 from .version import __version__
-
-# pickles of a DDP hook's state, written before these modules had their places, look for them here
-sys.modules |= {f"{__name__}.ddp": ddp, f"{__name__}.memory": memory, f"{__name__}.schedule": schedule}
 
 
 def __getattr__(name: str) -> Any:

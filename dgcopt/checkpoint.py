@@ -38,7 +38,8 @@ from .checks import check_whole
 from .collectives import AllGather, AllReduce, Broadcast, Collective
 from .comm import Comm, current_comm
 from .errors import CheckpointError, ConfigError
-from .version import __version__
+from .flat.store import Store
+from .version import FORMAT, __version__
 
 __all__ = [
     "STATE_KEY",
@@ -70,7 +71,6 @@ HOW_TO_KEEP = (
 )
 
 MANIFEST = "manifest.json"
-FORMAT = 1
 FINISHED, REPLACED, UNFINISHED = "step-", ".replaced-step-", ".unfinished-step-"
 LARGEST_STEP = 2**63 - 1
 """Ranks tell each other steps as int64."""
@@ -189,8 +189,8 @@ def kept_by(
     `order` is that of the gradients, `memory` what it has not sent, by kind and parameter name; `reshare` needs both
     numbers and the memory.
     """
-    kept = {"rank": rank, "world_size": size, "step": step, "order": list(order), "memory": memory or {}}
-    return {**kept, **more}
+    kept = {"rank": rank, "world_size": size, "step": step, "order": list(order)}
+    return {**Store().state(), **kept, "memory": memory or {}, **more}
 
 
 def check_owner(state: dict[str, Any], rank: int, size: int, what: str, why: str) -> None:
@@ -538,7 +538,10 @@ def _checksums(folder: Path, step: int) -> list[str]:
     if not isinstance(sums, list) or not sums or any(type(number) is not int for number in numbers):
         raise CheckpointError(f"{path} is damaged: it lacks format, step, world_size or sha256")
     if numbers[0] != FORMAT:
-        raise CheckpointError(f"{path} is of format {numbers[0]}, and this version of dgcopt reads format {FORMAT}")
+        raise CheckpointError(
+            f"{path} has format {numbers[0]}, written by dgcopt {fields.get('dgcopt')}; dgcopt {__version__} reads "
+            f"format {FORMAT}. Load it with the version that wrote it, or save to another directory and start anew"
+        )
     if numbers[1:] != [step, len(sums)] or any(not isinstance(digest, str) for digest in sums):
         raise CheckpointError(f"{path} is damaged: it contradicts itself, or the name of its folder")
     return sums

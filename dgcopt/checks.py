@@ -14,7 +14,6 @@ from .errors import ConfigError
 __all__ = [
     "check_flag",
     "check_fraction",
-    "check_period",
     "check_positive",
     "check_settings",
     "check_whole",
@@ -26,19 +25,6 @@ def check_whole(value: Any, name: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
     return value
-
-
-def check_period(every: Any, default: int, name: str = "every", **older: Any) -> int:
-    """Return a number of steps given by its name or by its alias, but not by both.
-
-    Raises ConfigError for both, and for anything but a whole number of at least 1.
-    """
-    ((other, value),) = older.items()
-    if every is not None and value is not None:
-        raise ConfigError(f"{other} is an alias of {name}: give one of them, not {name}={every!r}, {other}={value!r}")
-    if value is not None:
-        return check_whole(value, other, 1)
-    return check_whole(default if every is None else every, name, 1)
 
 
 def check_flag(value: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..checks import check_flag, check_period, check_whole
+from ..checks import check_flag, check_whole
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import Collective, Exchange, SendRecv
 from ..compressors.bytegrad import chunk_length, into_chunks, out_of_chunks
@@ -35,7 +35,6 @@ class Decentralized(Averaging):
         hierarchical: average inside each machine; its first rank takes part in the exchange and broadcasts the result.
             Each machine has the same weight. For several ranks per machine and slow links between machines.
         warmup_steps: number of first steps in which gradients are averaged instead.
-        interval: alias of `every`, after Bagua's communication_interval.
 
     Costs an allreduce of the weights every H steps, or with "shift_one" the weights once; with `hierarchical`, the same
     between machines plus an allreduce and a broadcast inside each. Raises ConfigError for other `peers` and an `every`
@@ -51,16 +50,14 @@ class Decentralized(Averaging):
     def __init__(
         self,
         peers: Literal["all", "shift_one"] = "all",
-        every: int | None = None,
+        every: int = 1,
         hierarchical: bool = False,
         warmup_steps: int = 0,
-        *,
-        interval: int | None = None,
     ) -> None:
         if peers not in ("all", "shift_one"):
             raise ConfigError(f'peers must be "all" or "shift_one", not {peers!r}')
         self.peers = peers
-        self.every = check_period(every, 1, interval=interval)
+        self.every = check_whole(every, "every", 1)
         self.hierarchical = check_flag(hierarchical, "hierarchical")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
@@ -109,7 +106,6 @@ class LowPrecisionDecentralized(Averaging):
         hierarchical: average inside each machine; its first rank takes part in the exchange and broadcasts the result.
             Each machine has the same weight. For several ranks per machine and slow links between machines.
         warmup_steps: number of first steps in which gradients are averaged instead.
-        interval: alias of `every`, after Bagua's communication_interval.
 
     Costs 1 byte per coordinate and 8 per bucket to each neighbour; memory of three times the weights (float32 at
     least). Checkpoints hold w; L and R are fetched in the first exchange and in the first after a restart, at 4 bytes
@@ -123,13 +119,11 @@ class LowPrecisionDecentralized(Averaging):
 
     def __init__(
         self,
-        every: int | None = None,
+        every: int = 1,
         hierarchical: bool = False,
         warmup_steps: int = 0,
-        *,
-        interval: int | None = None,
     ) -> None:
-        self.every = check_period(every, 1, interval=interval)
+        self.every = check_whole(every, "every", 1)
         self.hierarchical = check_flag(hierarchical, "hierarchical")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 

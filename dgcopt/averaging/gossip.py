@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_period, check_whole
+from ..checks import check_flag, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
@@ -36,7 +36,6 @@ class SGP(Averaging):
         hierarchical: average inside each machine; its first rank takes part in the round and broadcasts the result. The
             graph connects machines. For several ranks per machine and slow links between machines.
         warmup_steps: number of first steps in which gradients are averaged instead.
-        frequency: alias of `every`.
 
     Costs the weights once per peer and round: with one peer half of an allreduce. With `hierarchical`, the same between
     machines plus an allreduce and a broadcast inside each. An unbalanced graph keeps one more copy of the weights.
@@ -53,17 +52,15 @@ class SGP(Averaging):
         self,
         graph: Graph | None = None,
         overlap: bool = False,
-        every: int | None = None,
+        every: int = 1,
         warmup_steps: int = 0,
         hierarchical: bool = False,
-        *,
-        frequency: int | None = None,
     ) -> None:
         self.graph = Exponential() if graph is None else graph
         if not isinstance(self.graph, Graph):
             raise ConfigError(f"graph must be a Graph, such as Exponential() or Ring(), not {graph!r}")
         self.overlap = check_flag(overlap, "overlap")
-        self.every = check_period(every, 1, frequency=frequency)
+        self.every = check_whole(every, "every", 1)
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self.hierarchical = check_flag(hierarchical, "hierarchical")
         self._pushed: PushSum | None = None

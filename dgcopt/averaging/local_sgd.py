@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..checks import check_flag, check_period, check_whole
+from ..checks import check_flag, check_whole
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
 from .base import Averaging
@@ -30,7 +30,6 @@ class LocalSGD(Averaging):
             training. Early training suffers most from drift.
         overlap: run an exchange during the next forward and backward pass. The gradient is then of the weights before
             the exchange and is applied to the weights after it.
-        frequency, node_frequency: aliases of `every` and `node_every` (fairscale: localsgd_frequency).
 
     Costs an allreduce of the weights every H steps. Raises ConfigError for an H below 1, and for a `node_every` that
     does not divide it. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et al.,
@@ -40,20 +39,15 @@ class LocalSGD(Averaging):
 
     def __init__(
         self,
-        every: int | None = None,
+        every: int = 8,
         node_every: int | None = None,
         warmup_steps: int = 0,
         overlap: bool = False,
-        *,
-        frequency: int | None = None,
-        node_frequency: int | None = None,
     ) -> None:
-        self.every = check_period(every, 8, frequency=frequency)
-        self.node_every: int | None = None
-        if node_every is not None or node_frequency is not None:
-            self.node_every = check_period(node_every, 1, "node_every", node_frequency=node_frequency)
-            if self.every % self.node_every:
-                raise ConfigError(f"node_every {self.node_every} must divide every {self.every}")
+        self.every = check_whole(every, "every", 1)
+        self.node_every = None if node_every is None else check_whole(node_every, "node_every", 1)
+        if self.node_every is not None and self.every % self.node_every:
+            raise ConfigError(f"node_every {self.node_every} must divide every {self.every}")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self.overlap = check_flag(overlap, "overlap")
 

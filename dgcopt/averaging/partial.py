@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_fraction, check_period, check_whole
+from ..checks import check_flag, check_fraction, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..compressors.selection import count_of
@@ -49,7 +49,6 @@ class SPARTA(Averaging):
         overlap: run an exchange during the next forward and backward pass. The gradient is then of the weights before
             the exchange and is applied to the weights after it.
         warmup_steps: number of first steps of dense data-parallel training.
-        frequency: alias of `every`.
 
     Costs an allreduce of 4 bytes per selected float32 coordinate, and at least one coordinate or patch per bucket.
     "strided" also sends gaps between parameters in their turn. "drift" adds an allreduce of 4 bytes per patch, 0.2% of
@@ -64,17 +63,15 @@ class SPARTA(Averaging):
         self,
         fraction: float = 0.005,
         choose: Literal["random", "strided", "drift"] = "random",
-        every: int | None = None,
+        every: int = 1,
         budgets: dict[str, float] | None = None,
         seed: int = 0,
         overlap: bool = False,
         warmup_steps: int = 0,
-        *,
-        frequency: int | None = None,
     ) -> None:
         self.fraction = check_fraction(fraction, "fraction")
         self.choose = choose
-        self.every = check_period(every, 1, frequency=frequency)
+        self.every = check_whole(every, "every", 1)
         self.budgets = _check_budgets({} if budgets is None else budgets)
         self.seed = check_whole(seed, "seed", 0)
         self.overlap = check_flag(overlap, "overlap")

@@ -36,6 +36,7 @@ from ..exchange.scheduler import PendingExchange
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Ballot, checksum, vote
 from ..flat.buckets import Bucket
+from ..flat.store import check_format
 from ..gradients.engine import Engine
 from ..gradients.optimizer import Distributed, DistributedOptimizer, synchronised
 from ..gradients.stepping import Mode, in_own_step
@@ -503,6 +504,7 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | 
             rounds.resume_at(step)
         return {**state_dict, "param_groups": groups}
     state = state_dict[KEY][STATE_KEY]
+    check_format(state)
     why = (
         f"each rank has its own weights. dgcopt.checkpoint.load distributes it to any number of ranks; or delete "
         f"state_dict[{KEY!r}] to start without it."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_flag, check_period, check_positive, check_whole
+from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather, AllReduce, Collective, Exchange, ReduceScatter
 from ..comm import Comm
 from ..compressors.context import at_least_float32
@@ -56,7 +56,6 @@ class SlowMo(Averaging):
         faithful: start like fairscale, with the weights after the first local step as the anchor: each rank its own, or
             those of its shard. Not with exact=True and sharded=False, where ranks would never meet.
         warmup_steps: number of first steps of dense data-parallel training; the base must not have any.
-        frequency: alias of `every`, after fairscale's slowmo_frequency.
 
     For weights of half precision, a and u are float32. a is trained; weights are a rounded copy of it, so changes below
     a rounding step add up in a.
@@ -79,7 +78,7 @@ class SlowMo(Averaging):
 
     def __init__(
         self,
-        every: int | None = None,
+        every: int = 48,
         momentum: float = 0.5,
         slow_lr: float = 1.0,
         base: Averaging | None = None,
@@ -87,10 +86,8 @@ class SlowMo(Averaging):
         exact: bool = True,
         faithful: bool = False,
         warmup_steps: int = 0,
-        *,
-        frequency: int | None = None,
     ) -> None:
-        self.every = check_period(every, 48, frequency=frequency)
+        self.every = check_whole(every, "every", 1)
         self.momentum = momentum
         if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ConfigError(f"momentum must be at least 0 and below 1, not {momentum!r}")

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..version import FORMAT, __version__
 from .buckets import Bucket
 from .shard import Shard
 
-__all__ = ["Memory", "Store", "is_unsent"]
+__all__ = ["Memory", "Store", "check_format", "is_unsent"]
 
 Memory = dict[str, dict[str, Tensor]]
 """What algorithms keep, by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
@@ -106,14 +107,16 @@ class Store:
 
     def state(self) -> dict[str, Any]:
         """A copy of all that is kept, for a checkpoint; `restore` takes it."""
-        return {"memory": self.memory(), "shared": copied(self.shared), "made_of": dict(self.made_of)}
+        shared, made_of = copied(self.shared), dict(self.made_of)
+        return {"format": FORMAT, "memory": self.memory(), "shared": shared, "made_of": made_of}
 
     def restore(self, state: Mapping[str, Any], shapes: Mapping[str, torch.Size] | None = None) -> None:
         """Take over what `state` gave, in place of all that there is; it waits for buckets.
 
-        `shapes` are those of the parameters that there are, if that is known. Raises ConfigError for what is kept of
-        any other parameter, or of one that has another shape.
+        `shapes` are those of the parameters, if known. Raises ConfigError for a state of another format, and for memory
+        of an unknown parameter or of another shape.
         """
+        check_format(state)
         for kind, by_name in state["memory"].items():
             for name, tensor in by_name.items():
                 if shapes is None or tensor.shape == shapes.get(name):
@@ -123,8 +126,8 @@ class Store:
                     + (f"has shape {tuple(shapes[name])}" if name in shapes else "this optimizer does not have")
                 )
         self._flat, self._shards = {}, {}
-        self._waiting, self.shared = copied(state["memory"]), copied(state.get("shared", {}))
-        self.made_of = dict(state.get("made_of", {}))
+        self._waiting, self.shared = copied(state["memory"]), copied(state["shared"])
+        self.made_of = dict(state["made_of"])
 
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0.0 for algorithms that hold nothing back."""
@@ -134,6 +137,15 @@ class Store:
         parts = [tensor for kind, tensor in held if is_unsent(kind)]
         norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def check_format(state: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a state that a version of dgcopt with another layout has saved."""
+    if state.get("format") != FORMAT:
+        raise ConfigError(
+            f"this state has format {state.get('format')}; dgcopt {__version__} reads format {FORMAT}. Load it with "
+            f"the version of dgcopt that saved it, or load the weights alone and start anew."
+        )
 
 
 def is_unsent(kind: str) -> bool:

@@ -155,8 +155,8 @@ class HookState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, between steps. The next backward pass checks that it belongs here."""
-        self._layout, self._contexts = {}, {}
         self._store.restore(state)
+        self._layout, self._contexts = {}, {}
         self._commit.end()
         self._saved = {key: state[key] for key in ("rank", "world_size", "shapes", "attached")}
         self.step = state["step"]

@@ -26,6 +26,7 @@ from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
 from ..flat.local_shard import LocalShard, is_sharded, local_shards
+from ..flat.store import check_format
 from .engine import Engine
 from .replicas import check_shards, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
@@ -180,7 +181,7 @@ def _wrap(
     step = take_mark(optimizer.param_groups, STATE_KEY, comm.rank)
     steps.join(comm)
     if step:
-        steps.restore({"memory": {}, "order": [], "step": step})
+        steps.restore(kept_by(comm.rank, comm.size, step))
 
 
 class Synchronised(Stepping):
@@ -563,10 +564,11 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     steps.wrapped.not_taken = 0
     if STATE_KEY in state_dict:
         state = state_dict[STATE_KEY]
+        check_format(state)
         if (state["rank"], state["world_size"]) in steps.formerly:
             state = {**state, "rank": rank, "world_size": size}
         steps.restore(own_part(state, rank, size))
     elif step := take_mark([dict(group) for group in groups], STATE_KEY, rank):
-        steps.restore({"memory": {}, "order": [], "step": step})
+        steps.restore(kept_by(rank, size, step))
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}
     return {**kept, "param_groups": [unmarked(group) for group in groups]}

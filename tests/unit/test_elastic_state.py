@@ -132,7 +132,7 @@ def test_what_is_held_back_since_is_forgotten(tmp_path: Path, joined) -> None:
     worker = Worker(tmp_path)
     worker.state.sync()
     memory = {"residual": {name: torch.ones_like(param) for name, param in worker.model.named_parameters()}}
-    held = {"rank": 0, "world_size": 1, "step": 1, "order": [], "memory": memory}
+    held = checkpoint.kept_by(0, 1, step=1, memory=memory)
     worker.optimizer.load_state_dict(worker.optimizer.state_dict() | {STATE_KEY: held})
     worker.lose_a_worker()
     kept = worker.optimizer.state_dict().get(STATE_KEY, {"memory": {}})["memory"]

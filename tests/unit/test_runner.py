@@ -29,7 +29,7 @@ class EveryK:
         self.buckets = build_buckets(named, compressor.kind, 2**20, 2**20, None, GradientBucket)
         self.store = Store()
         self.runner = Runner(comm, "every k", lambda: None, self.forget)
-        self.restore({"memory": {}})
+        self.restore(Store().state())
 
     def restore(self, state: dict) -> None:
         self.store.restore(state, self.shapes)

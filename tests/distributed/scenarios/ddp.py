@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import pickle
-import runpy
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -533,15 +532,6 @@ def pickled_state_continues_with_the_same_bits() -> None:
         again.optimizer.load_state_dict(saved["optimizer"])
         assert torch.equal(again.run(4, first=4).weights(), there), (compressor, how)
         assert again.state.step == 8
-
-
-@scenario
-def hook_state_of_earlier_versions_continues_as_before() -> None:
-    """What was pickled before modules moved: tests/data/README.md."""
-    data = Path(__file__).parents[2] / "data"
-    make = runpy.run_path(str(data / "make.py"))
-    there = make["continued_hook"](data / f"hook/rank-{dist.get_rank()}.pt")
-    assert_close(there, torch.load(data / "hook/after.pt"), 1e-6)
 
 
 @scenario

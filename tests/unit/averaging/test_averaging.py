@@ -261,7 +261,7 @@ def test_repr_tells_settings_apart(name: str):
                 rule = kind(**{**fits, setting: value})
             except ConfigError:
                 continue  # one of two fits
-            assert f"{OLDER.get((name, setting), setting)}=" in repr(rule) or name == "SparseLoCo"
+            assert f"{setting}=" in repr(rule) or name == "SparseLoCo"
             if value != parameter.default:
                 different.add(setting)
                 assert repr(rule) != repr(kind(**fits)), f"{setting} is not seen"
@@ -297,25 +297,6 @@ def test_all_of_them_are_exported():
     assert set(averaging.__all__) == {n for n in vars(averaging) if n in averaging.__all__}, "exports what is not there"
     assert set(GRAPHS) == {"BipartiteExponential", "Exponential", "Ring", "ShiftOne"}
     assert all(issubclass(graph, Graph) for graph in (Exponential, ShiftOne))
-
-
-OLDER = {
-    **{(name, "frequency"): "every" for name in ("LocalSGD", "SlowMo", "SGP", "SPARTA")},
-    **{(name, "interval"): "every" for name in ("Decentralized", "LowPrecisionDecentralized")},
-    ("LocalSGD", "node_frequency"): "node_every",
-}
-"""What settings are called now, by the names that they had."""
-
-
-@pytest.mark.parametrize("name, older", OLDER)
-def test_older_names_of_settings_are_understood(name: str, older: str):
-    kind, now = KINDS[name], OLDER[name, older]
-    assert repr(kind(**{older: 2})) == repr(kind(**{now: 2})) != repr(kind())
-    assert f"{now}=2" in repr(kind(**{older: 2})) and f"{older}=" not in repr(kind(**{older: 2}))
-    with pytest.raises(ConfigError, match=f"{older} is an alias of {now}: give one of them, not {now}=2, {older}=2"):
-        kind(**{now: 2, older: 2})
-    with pytest.raises(ConfigError, match=f"^{older} must be a whole number of at least 1, not 0"):
-        kind(**{older: 0})
 
 
 # -- as objects ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives import Exchange, SendRecv
+from ..collectives import AllReduce, Exchange, SendRecv
 from ..errors import ConfigError
+from ..flat.gradient import rounded
+from ..kernels import peaks
 from .base import Compressor
 from .context import Context
 from .dense import NoCompression
@@ -31,8 +33,8 @@ class Adasum(Compressor):
     Args:
         dtype: float16 or bfloat16 on the wire, or None for the gradient's dtype.
 
-    Costs log2(N) rounds of one bucket each, and no overlap with backward. Raises ConfigError if the world size is
-    not a power of two.
+    Costs log2(N) rounds of one bucket each and an allreduce of 4N bytes, by which all ranks abort the step if NaN or
+    Inf has arrived on one. No overlap with backward. Raises ConfigError if the world size is not a power of two.
     """
 
     dtype: torch.dtype | None = None
@@ -55,10 +57,12 @@ class Adasum(Compressor):
         if ctx.size & (ctx.size - 1):
             raise ConfigError(f"Adasum needs a number of ranks that is a power of two, not {ctx.size}")
         distance = 1
+        damaged = torch.full((ctx.size,), torch.inf, device=grad.device)  # by sender: the distance it was noticed at
         while distance < ctx.size:
             neighbour = ctx.rank ^ distance
-            mine = grad.to(self.dtype or grad.dtype)
+            mine = rounded(grad, self.dtype or grad.dtype)
             theirs = yield SendRecv(mine, to=neighbour, source=neighbour)
+            damaged[neighbour] = torch.where(peaks([theirs])[0].isfinite(), torch.inf, distance)
             # same rounding and order on both ranks, for the same bits
             pair = (mine.to(grad.dtype), theirs.to(grad.dtype))
             a, b = pair if ctx.rank < neighbour else pair[::-1]
@@ -66,6 +70,12 @@ class Adasum(Compressor):
                 span = slice(segment.start, segment.stop)
                 grad[span] = adasum(a[span], b[span])
             distance *= 2
+        if ctx.size > 1:
+            damaged = yield AllReduce(damaged, op="min")
+            # later rounds hand NaN on: only its first senders are named
+            is_first = damaged.isfinite() & (damaged == damaged.amin())
+            marks = torch.where(is_first | damaged.isnan(), torch.nan, 0.0)
+            ctx.look_at(marks, marks.unsqueeze(1))
         return grad
 
 
@@ -75,4 +85,4 @@ def adasum(a: Tensor, b: Tensor) -> Tensor:
     dot, aa, bb = x.dot(y), x.dot(x), y.dot(y)
     left = torch.where(aa > 0, 1 - dot / (2 * aa), 1.0)
     right = torch.where(bb > 0, 1 - dot / (2 * bb), 1.0)
-    return (left * x + right * y).to(a.dtype)
+    return rounded(left * x + right * y, a.dtype)

@@ -57,7 +57,8 @@ class Compressor:
     Adam and torch's other elementwise optimizers (Adadelta, Adagrad, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
     SparseAdam), since Adam's moments degrade with mostly missing coordinates. Turn off the first moment then,
     betas=(0.0, b2): the residual acts as momentum (docs/compressors.md). If a wire fails, the
-    optimizer's state already contains the lost step, so the next one raises InterruptedStep: restore a checkpoint.
+    optimizer's state already contains the lost step, so the next one raises InterruptedStep: restore a checkpoint. A
+    step that is skipped because NaN or Inf arrived stays in that state.
 
     "auto" is "gradient" for SGD, where the two differ by a factor of lr, and for all other optimizers, whose updates
     may not be additive. Set "update" for a user-defined optimizer if only its `step()` changes weights, uses only

@@ -82,6 +82,7 @@ class CSC(ScheduledRatio):
         norms = torch.nn.functional.pad(norms_of_blocks, (0, missing)).view(chunks, -1).sum(1)
 
         norms = yield AllReduce(norms, op="sum")
+        ctx.look_at(norms)
         chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values
         whole = ctx.numel // length
         rows, last = v[: whole * length].view(whole, length), v[whole * length :]
@@ -89,11 +90,12 @@ class CSC(ScheduledRatio):
         sent = v.new_zeros(count, length)
         torch.index_select(rows, 0, chosen[:full], out=sent[:full])
         sent[full:, : len(last)] = last
-        sent = sent.to(ctx.dtype)
-        rows.index_add_(0, chosen[:full], sent[:full].to(v.dtype), alpha=-1)
-        last -= sent[full:, : len(last)].sum(0)
+        summing, added = ctx.all_reduce(sent)
+        rows.index_add_(0, chosen[:full], added[:full], alpha=-1)
+        last -= added[full:, : len(last)].sum(0)
         ctx.keep_residual(v)
-        arrived = yield AllReduce(sent, op=ctx.op)
+        arrived = yield summing
+        ctx.look_at(arrived)
         if "result" not in ctx.scratch:
             ctx.scratch["result"] = arrived.new_empty(chunks, length)
         return ctx.scratch["result"].zero_().index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]

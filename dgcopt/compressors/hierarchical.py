@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Hashable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..collectives import AllReduce, Broadcast, Collective, watched
-from ..errors import ConfigError
+from ..coding import Checks, read_checks
+from ..collectives import AllReduce, Broadcast, Collective, Exchange, watched
+from ..errors import ConfigError, PayloadError
+from ..flat.gradient import SparseSum
 from ..flat.store import is_unsent
+from ..kernels import copy_scaled, peaks
 from .base import Compressor, GradientExchange
 from .context import Context, at_least_float32
+from .refusal import REFUSED, Refusal
 from .wrapper import Wrapper
 
 __all__ = ["Hierarchical"]
+
+log = logging.getLogger("dgcopt")
 
 RANKS = "ranks per machine"
 """Shared by all ranks, per parameter name: the number of gradients that a machine's residual counts for."""
@@ -32,8 +39,11 @@ class Hierarchical(Wrapper):
     mean over ranks; in Bagua, the source of the scheme (`hierarchical=True` of its algorithms), machines have equal
     weights. A sum is the mean times the world size.
 
+    If a message between machines is damaged, the first rank broadcasts a refusal in place of the result, so that all
+    ranks of its machine abort the step with it.
+
     Costs one allreduce and one broadcast of the dense gradient inside each machine, and the cost of `inner` among the
-    machines. Later rounds of buckets run one after another.
+    machines, whose first ranks wait for their device once per bucket. Later rounds of buckets run one after another.
 
     Args:
         inner: the compressor between machines; None is NoCompression. Its memory is on the first ranks; other ranks
@@ -75,12 +85,46 @@ class Hierarchical(Wrapper):
             ctx.add_unsent(grad, ctx.idle, ranks - 1)  # the gradient contains it once already
         mean = yield AllReduce(grad, op="average", group="node")
         if ctx.local_rank == 0:
-            mean *= ctx.local_size * ctx.nodes / ctx.size  # weighted by the number of ranks
-            # memory that has absorbed the machine's mean would owe it to ranks that still have their gradients
-            across = replace(ctx, rank=ctx.node, size=ctx.nodes, op="average", local=None, certain=False)
-            mean = across.dense((yield from watched(self.inner.exchange(mean, across), send_across)))
+            mean = yield from self._between_machines(mean, ctx)
         mean = yield Broadcast(mean, root=0, group="node")
-        return mean * (ctx.size / ctx.divisor)
+        _heed_refusal(mean, ctx)
+        factor = ctx.size / ctx.divisor
+        if factor == 1:
+            ctx.look_at(peaks([mean]))
+            return mean
+        total = torch.empty_like(mean)
+        ctx.look_at(copy_scaled([mean], [total], factor))
+        return total
+
+    def _between_machines(self, mean: Tensor, ctx: Context) -> Exchange:
+        """Exchange a machine's mean with other machines; return the mean over ranks, or a refusal in its place."""
+        peak = copy_scaled([mean], [mean], ctx.local_size * ctx.nodes / ctx.size)  # weighted by the number of ranks
+        # memory that has absorbed the machine's mean would owe it to ranks that still have their gradients
+        across = replace(
+            ctx,
+            rank=ctx.node,
+            size=ctx.nodes,
+            op="average",
+            local=None,
+            certain=False,
+            checks=Checks(),
+            looked_at=[peak],
+            by_sender=[],
+            refused=set(),
+        )
+        try:
+            result = yield from watched(self.inner.exchange(mean, across), send_across)
+            if _is_finite(result, across):
+                return across.dense(result)
+            refusal = Refusal(ctx.rank, readable=True)
+        except PayloadError as error:
+            log.warning(
+                "dgcopt: rank %d: in bucket %d, between machines, which the following counts as ranks: %s",
+                *(ctx.rank, ctx.index, error),
+            )
+            refusal = Refusal(ctx.rank, readable=False)
+        refusal.replace(mean.view(torch.uint8))
+        return mean
 
     def payload_bytes(self, ctx: Context) -> int | None:
         return None  # depends on the rank: first ranks send more
@@ -112,6 +156,41 @@ def _hand_over_momentum(ctx: Context) -> Generator[Collective, Tensor, None]:
     momentum = yield AllReduce(flat, op="sum", group="node", label="momentum of other machines")
     if ctx.local_rank == 0:
         ctx.memory[MOMENTUM] = momentum
+
+
+def _is_finite(result: Tensor | SparseSum, across: Context) -> bool:
+    """Return False if messages between machines hold NaN or Inf. Raises PayloadError for one that cannot be right."""
+    looked_at = [*across.looked_at]
+    for positions, values in result.whole if isinstance(result, SparseSum) else ():
+        looked_at.append(values)
+        if len(positions):
+            across.checks.expect(
+                ~across.tensors.outside(positions),
+                lambda: (
+                    "a message names a position that is in no parameter: it was damaged on the way, or its sender "
+                    "runs another model or version"
+                ),
+            )
+    finite: list[int] = []
+    for tensor in looked_at:
+        if tensor.numel():
+            across.checks.when_read(peaks([tensor])[0].isfinite(), finite.append)
+    read_checks([across.checks])
+    return all(finite) and not across.refused
+
+
+def _heed_refusal(mean: Tensor, ctx: Context) -> None:
+    """Abort the step with PayloadError if the machine's first rank has broadcast that a message cannot be decoded."""
+    words = mean[:16].clone().view(torch.int16)[:5]
+    undecoded = (words[:4] == REFUSED).all() & (words[4] % 2 == 0)  # NaN in any case, which ends the step
+    ctx.checks.expect(
+        ~undecoded,
+        lambda: (
+            f"rank {ctx.rank}: in bucket {ctx.index}, the first rank of this machine has refused a message from "
+            f"another machine, which its log names: it was damaged on the way, or some rank runs another model or "
+            f"version"
+        ),
+    )
 
 
 def send_across(collective: Collective) -> None:

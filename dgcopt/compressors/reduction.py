@@ -220,7 +220,11 @@ class OwnerReduction:
             # 1 at least, as a message of none has no room for a refusal
             count = int((yield AllReduce(torch.tensor([max(1, len(places))], device=held.device), op="max")))
             if not 1 <= count <= length:
-                raise PayloadError(f"an owner says that it forwards {count} sums of the {length} that it has")
+                raise PayloadError(
+                    f"rank {ctx.rank}: in bucket {ctx.index}, an owner forwards {count} sums of the {length} that it "
+                    f"has: a message was damaged on the way, or some rank runs another "
+                    f"model or version"
+                )
             if count < len(places):
                 refusal, places, chosen = Refusal(ctx.rank, readable=False), places[:0], chosen[:0]
         else:
@@ -325,7 +329,10 @@ class PartitionReduction:
         turns = ((torch.arange(ctx.size) + ctx.step) % ctx.size).repeat_interleave(counts)
         positions = sharding.positions(places, turns.to(places.device)).sort().values
         if len(positions) and int(positions[-1]) >= ctx.numel:
-            raise PayloadError(f"a rank has chosen position {int(positions[-1])} in a bucket of {ctx.numel}")
+            raise PayloadError(
+                f"rank {ctx.rank}: in bucket {ctx.index}, a rank has chosen position {int(positions[-1])} of "
+                f"{ctx.numel}: its message was damaged on the way, or that rank runs another model or version"
+            )
         summing, sent = ctx.all_reduce(choice.at(positions))
         choice.forget(positions, sent.to(choice.values.dtype, copy=True), None)  # which may be later
         total = SparseSum()

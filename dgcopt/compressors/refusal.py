@@ -18,11 +18,14 @@ from torch import Tensor
 from ..errors import PayloadError
 from .context import Context
 
-__all__ = ["Refusal", "decode_or_refuse", "heed_refusals"]
+__all__ = ["REFUSED", "Refusal", "decode_or_refuse", "heed_refusals"]
 
 log = logging.getLogger("dgcopt")
 
-_MARK = [-1] * 4  # as a number of any dtype or a scale NaN, as a count of coordinates negative
+REFUSED = -1
+"""Each of the first four 16-bit words of a refusal: NaN as a number of any dtype, a negative count of coordinates."""
+
+_MARK = [REFUSED] * 4
 _NBYTES = 2 * len(_MARK) + 2
 _RANKS = 2**14
 """Number of ranks that a refusal can name."""

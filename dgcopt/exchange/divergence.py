@@ -13,11 +13,12 @@ from torch import Tensor
 from ..collectives import AllGather, Broadcast, Collective, bytes_of
 from ..comm import Comm, current_comm
 from ..errors import ConfigError, DivergenceError
+from ..flat.gradient import is_finite
 from ..kernels import hash_of
 from .agreement import compare
 from .parameters import named_tensors
 
-__all__ = ["OnDivergence", "check_on_divergence", "check_replicas", "digests", "replicas"]
+__all__ = ["OnDivergence", "check_finite", "check_on_divergence", "check_replicas", "digests", "replicas"]
 
 log = logging.getLogger("dgcopt")
 
@@ -95,6 +96,25 @@ def replicas(
             received = yield Broadcast(comm.to_wire(mine), label=f"parameter {names[place]}")
             with torch.no_grad():
                 tensor.copy_(received if tensor.layout == torch.strided else received.to_sparse(tensor.sparse_dim()))
+
+
+def check_finite(weights: Mapping[Tensor, str], rank: int, step: int, on_divergence: OnDivergence) -> None:
+    """Raise DivergenceError if weights hold NaN or Inf: no step can mend them, and each one would be skipped.
+
+    For ranks whose gradients were not finite. A warning instead, if `on_divergence` is "warn".
+    """
+    bad = [name for param, name in weights.items() if param.numel() and not is_finite(param.detach())]
+    if not bad:
+        return
+    words = (
+        f"rank {rank}, step {step}: parameter {bad[0]!r} holds NaN or Inf ({len(bad)} of {len(weights)} parameters "
+        f"do), so no further step can be taken. An earlier step brought them: lower the learning rate or clip "
+        f"gradients; dgcopt.init(checksums=True) finds damaged sums. Restore all ranks from a checkpoint"
+    )
+    if on_divergence == "warn":
+        log.warning('dgcopt: %s. Training goes on, as on_divergence="warn" asks', words)
+        return
+    raise DivergenceError(f"{words}.")
 
 
 def digests(tensors: Mapping[str, Sequence[Tensor]]) -> Tensor:

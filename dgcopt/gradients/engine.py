@@ -33,7 +33,7 @@ from ..exchange.commit import (
     prepare_gradients,
     prepare_memory,
 )
-from ..exchange.divergence import replicas
+from ..exchange.divergence import check_finite, replicas
 from ..exchange.group_settings import GroupSettings
 from ..exchange.parameters import plain
 from ..exchange.participation import Participation
@@ -278,6 +278,7 @@ class Engine:
         while not verdict.final:  # others' scalers have asked for it, and this rank, without data, has none to ask
             if verdict.void:
                 self._abort(verdict.void)
+                self._check_weights()
                 return
             verdict = yield from self._take_vote()
         yield from self._take_turn(verdict)
@@ -293,6 +294,7 @@ class Engine:
             self._abort(verdict.void)
             if verdict.void and self.settings.check_replicas_every:  # weights of one rank may be why
                 yield from self._check_replicas()
+            self._check_weights()
             return
         first = min({*range(self.comm.size)} - {*verdict.absent})
         if verdict.absent:  # whose schedulers stand still
@@ -349,6 +351,11 @@ class Engine:
     def _check_replicas(self) -> Job:
         check = replicas(self.wrapped.replicated(), self.comm, self.step, self.settings.on_divergence)
         yield from self.runner.scheduler.through(check)
+
+    def _check_weights(self) -> None:
+        """Raise DivergenceError if this rank's gradients were not finite because its weights are not."""
+        if self.comm.rank in self.infinite:
+            check_finite(self.names, self.comm.rank, self.step, self.settings.on_divergence)
 
     def _commit_and_flush(
         self, arrived: Sequence[Arrived], used: dict[Tensor, bool] | None

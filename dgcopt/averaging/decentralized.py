@@ -147,10 +147,12 @@ class LowPrecisionDecentralized(Averaging):
 
     def _ring(self, x: Tensor, ctx: Weights) -> Exchange:
         w, one = ctx.hold("own"), replace(ctx, size=1)  # in one chunk
-        if "replicas" not in ctx.scratch:
+        held = ctx.scratch.get("replicas")
+        if held is None:
             fetched = yield from with_neighbours(w, ctx)
-            ctx.scratch["replicas"] = [tensor.clone() for tensor in fetched]
-        left, right = ctx.scratch["replicas"]
+            held = [tensor.clone() for tensor in fetched]
+            ctx.on_commit(lambda: ctx.scratch.update(replicas=held))
+        left, right = held
         code = MinMaxUInt8(chunk_length(one))
         q = code.encode(into_chunks((x - w) + (left + right - 2 * w) / 3, one))[0]
         of_left, of_right = yield from with_neighbours(q, ctx)
@@ -161,7 +163,10 @@ class LowPrecisionDecentralized(Averaging):
         left_moved, right_moved = back(of_left, ctx.rank - 1), back(of_right, ctx.rank + 1)
         ctx.on_commit(lambda: left.add_(left_moved))
         ctx.on_commit(lambda: right.add_(right_moved))
-        return w + back(q, ctx.rank)
+        new = w + back(q, ctx.rank)
+        if "replicas" not in ctx.scratch:
+            new[:1] += 0 * (left.sum() + right.sum())  # NaN or Inf that was fetched, of which q shows nothing
+        return new
 
 
 def with_neighbours(tensor: Tensor, ctx: Weights) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:

@@ -294,7 +294,8 @@ class Rounds:
 
     def finish_round(self) -> None:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
-        self.commit.check(self.comm.rank)
+        if not self.runner.failed:  # else the error that was kept is the one to tell
+            self.commit.check(self.comm.rank)
         self.runner.finish(None if self.replica.started else self._begin)
         self.sync.apply()
 

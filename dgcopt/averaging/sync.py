@@ -175,7 +175,7 @@ class WeightSync(Sync):
             self.launch()
         yield from round.runner.scheduler.finish(self._exchanges, round.rule.in_turn)
         if not (yield from self._has_arrived_whole()):
-            self.abort()
+            self._roll_back()
             round.runner.scheduler.telemetry.skipped += 1
         elif not round.overlaps:
             self.apply()
@@ -228,9 +228,14 @@ class WeightSync(Sync):
 
     def abort(self) -> str:
         told = on_their_way(self._exchanges)
+        if self._exchanges and not self.round.rule.meets:  # peers may have taken what this rank has sent
+            self.round.commit.begin("the weights of its peers")
+        self._roll_back()
+        return told
+
+    def _roll_back(self) -> None:
         self.round.replica.rollback()
         self._exchanges, self._copies = [], {}
-        return told
 
 
 def _is_finite(pending: PendingExchange[Bucket]) -> bool:

@@ -16,9 +16,9 @@ from torch.optim import SGD
 from worlds import same, small_batch, small_model
 
 import dgcopt
-from dgcopt import SPARTA, Decentralized, DiLoCo, LocalSGD, SlowMo, SparseLoCo
+from dgcopt import SPARTA, Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, SlowMo, SparseLoCo
 from dgcopt.averaging import SGP, Averaging, Rounds
-from dgcopt.collectives import Broadcast
+from dgcopt.collectives import Broadcast, SendRecv
 from dgcopt.gradients.optimizer import synchronised
 
 SIZE, NODES, SENDER = 4, 2, 2
@@ -32,6 +32,7 @@ RULES: dict[str, Averaging] = {
     "SlowMo whole": SlowMo(every=2, sharded=False),
     "SlowMo base": SlowMo(every=4, base=LocalSGD(every=2)),
     "SPARTA": SPARTA(0.1, every=2),
+    "SPARTA drift": SPARTA(0.5, "drift", every=2),
     "Decentralized": Decentralized("all", every=2),
     "Decentralized hierarchical": Decentralized("all", every=2, hierarchical=True),
     "DiLoCo": DiLoCo(every=2),
@@ -192,6 +193,39 @@ def test_nan_that_a_peer_has_sent_is_an_error_of_the_rank_that_receives_it() -> 
     receiver = int(str(errors[0]).split(":")[0].removeprefix("rank "))
     assert receiver != SENDER and "NaN or Inf arrived in bucket 0" in str(errors[0])
     assert same(world.kept(receiver), before[receiver])
+    world.assert_finite()
+    for call in (world.optimizers[receiver].step, world.optimizers[receiver].state_dict):
+        with pytest.raises(
+            dgcopt.InterruptedStep, match=rf"^rank {receiver}: .* the weights of its peers .* checkpoint"
+        ):
+            call()
+
+
+def test_what_a_skipped_first_round_has_fetched_is_not_kept() -> None:
+    """Replicas of the neighbours' weights would be NaN for ever."""
+    world, number = World(LowPrecisionDecentralized(), SIZE, 1), 0
+    start = world.comms[SENDER].start
+
+    def damaged(collective: Any) -> Any:
+        nonlocal number
+        if isinstance(collective, SendRecv) and " round " in collective.label:
+            number += 1
+            if number <= 2:
+                collective.tensor.fill_(torch.nan)
+        return start(collective)
+
+    with ExitStack() as ends:
+        for optimizer in world.optimizers:
+            ends.enter_context(dgcopt.join(optimizer))
+        world.comms[SENDER].start = damaged  # type: ignore[method-assign]
+        for seed in range(4):
+            assert not world.step(seed)
+        assert number == 4 + 4 + 2 + 2 and {o.averaging.telemetry.skipped for o in world.optimizers} == {1}
+        contexts = [next(iter(optimizer.averaging.buckets().values())) for optimizer in world.optimizers]
+        for rank, ctx in enumerate(contexts):
+            left, right = ctx.scratch["replicas"]
+            assert torch.equal(left, contexts[rank - 1].memory["own"])
+            assert torch.equal(right, contexts[(rank + 1) % SIZE].memory["own"])
     world.assert_finite()
 
 

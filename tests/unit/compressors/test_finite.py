@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from worlds import Ranks, same, small_model
 
 import dgcopt
-from dgcopt.collectives import AllReduce, AllToAll, Broadcast
+from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from dgcopt.compressors import Compressor
 from dgcopt.compressors.context import largest_addend
 from dgcopt.compressors.onebit_adam import OneBitReduce
@@ -324,6 +324,9 @@ def test_a_damaged_message_between_machines_ends_the_step_on_all_their_ranks(nam
             is_noticed_later = skipped == [0, 0, 1, 1] and sent[number].group == "node"
             if not is_noticed_later:
                 assert [type(error) for error in errors] == [dgcopt.PayloadError] * SIZE or skipped == [1] * SIZE, told
+            if name == "DGC" and damage is all_bits and isinstance(sent[number], AllGather):
+                assert len(errors) == SIZE, "negative positions were skipped like NaN"
+                assert all(f"rank {rank}: " in str(error) for rank, error in enumerate(errors))
             for rank, (now, then) in enumerate(zip(kept(ranks), before, strict=True)):
                 if is_noticed_later and rank < 2:
                     continue

@@ -31,9 +31,9 @@ class Averaging(Rule):
         averaging = dgcopt.LocalSGD(every=8)  # settings, as from a config file,
         optimizer = averaging.attach(torch.optim.SGD(...))  # for a later optimizer
 
-    Both take `named_parameters` and `comm` like `DistributedOptimizer`. The optimizer gains the attribute `averaging`,
-    the `Rounds` of this rank, and its `state_dict()` contains their state. All ranks must start from the same weights
-    (`broadcast_parameters`); the first step checks it.
+    Both take `named_parameters`, also as the argument after the optimizer, and `comm` like `DistributedOptimizer`. The
+    optimizer gains the attribute `averaging`, the `Rounds` of this rank, and its `state_dict()` contains their state.
+    All ranks must start from the same weights (`broadcast_parameters`); the first step checks it.
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
@@ -41,8 +41,11 @@ class Averaging(Rule):
         if not args or not (isinstance(args[0], Optimizer | nn.Module) or hasattr(args[0], "param_groups")):
             return super().__new__(cls)
         check_optimizer(args[0])
+        optimizer, *own = args
         where = {name: settings.pop(name) for name in ("named_parameters", "comm") if name in settings}
-        return cls(*args[1:], **settings).attach(args[0], **where)
+        if own and isinstance(own[0], Iterable) and not isinstance(own[0], str):  # no setting of any rule comes first
+            where = {"named_parameters": own.pop(0), **where}
+        return cls(*own, **settings).attach(optimizer, **where)
 
     def attach(
         self,

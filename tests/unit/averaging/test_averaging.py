@@ -342,3 +342,12 @@ def test_its_state_is_saved_and_goes_on(name: str):
     for here, there in zip(model.parameters(), optimizer.param_groups[0]["params"], strict=True):
         assert torch.equal(here, there)
     assert not torch.equal(expected, torch.cat([param.detach().flatten() for param in model.parameters()]))
+
+
+def test_named_parameters_may_come_second_as_for_the_other_wrapper() -> None:
+    model = nn.Linear(3, 2)
+    one = dgcopt.LocalSGD(SGD(model.parameters(), lr=0.1), model.named_parameters(), every=3, comm=LocalComm())
+    other = dgcopt.Decentralized(SGD(model.parameters(), lr=0.1), "all", named_parameters=model.named_parameters())
+    for optimizer in (one, other):
+        assert list(optimizer.averaging.names.values()) == ["weight", "bias"]
+    assert one.averaging.rule.every == 3 and "all" in repr(other.averaging.rule)

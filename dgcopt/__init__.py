@@ -81,7 +81,7 @@ from .version import __version__
 
 def __getattr__(name: str) -> Any:
     """Modules that are imported only where they are used."""
-    if name in ("data", "elastic", "hvd", "testing"):
+    if name in ("data", "elastic", "hvd", "sharded", "testing"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -27,7 +27,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,10 @@ from .flat.store import Store
 from .version import FORMAT, __version__
 
 __all__ = [
+    "SHARD",
     "STATE_KEY",
     "check_owner",
+    "check_shard",
     "kept_by",
     "load",
     "own_part",
@@ -65,6 +67,14 @@ MARKS = {
 }
 """Numbers beside the settings in an optimizer's first parameter group, where torch keeps what it does not know, for
 each entry in its state: the step, and how many tensors were kept; and what they are."""
+
+SHARD = "shard"
+"""Where what a rank of sharded parameters keeps records which shards: "rank" of "size" within the replica, "place"."""
+
+THROUGH_TORCH = (
+    "Save dgcopt.sharded.state(optimizer) through torch.distributed.checkpoint, and load it by dgcopt.sharded.load: "
+    "any mesh can load that."
+)
 
 HOW_TO_KEEP = (
     "To keep it, save with dgcopt.checkpoint.save, which writes every rank's own, and load with dgcopt.checkpoint.load."
@@ -142,12 +152,55 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
     none. What is pending moves the parameters by lr * sum / size, so with lr proportional to the number of ranks (the
     linear scaling rule) it does what it would have done. The lr in the state is the one that was saved: scale it.
 
+    Of sharded parameters, ranks must be numbered replica by replica, as in a mesh ("replicate", "shard"), and shard
+    groups must keep their size: memory is shared out among the ranks of one shard.
+
     Nothing in `states` is changed. They are used one at a time and only where needed, so they may be read on demand.
-    Raises ConfigError for a rank that does not exist, CheckpointError for states that are not of one run.
+    Raises ConfigError for a rank that does not exist, CheckpointError for states that are not of one run, or whose
+    shards these ranks cannot hold.
     """
     before = len(states)
     if not before or not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size} ranks cannot start from the states of {before}")
+    shards = _shards_in(states[0])
+    if shards == 1:
+        return _reshared(states, rank, size)
+    if before % shards or size % shards:
+        raise CheckpointError(
+            f"the states are of parameters in {shards} shards, on {before} ranks, and {size} ranks are no multiple of "
+            f"{shards}. {THROUGH_TORCH}"
+        )
+    return _reshared(_OfOneShard(states, rank % shards, shards), rank // shards, size // shards)
+
+
+class _OfOneShard(Sequence[dict[str, Any]]):
+    """The states of the ranks that hold one shard, by replica."""
+
+    def __init__(self, states: Sequence[dict[str, Any]], shard: int, shards: int) -> None:
+        self._states, self._shard, self._shards = states, shard, shards
+
+    def __len__(self) -> int:
+        return len(self._states) // self._shards
+
+    def __getitem__(self, replica: Any) -> Any:
+        state = self._states[replica * self._shards + self._shard]
+        for where, held in _held_in(state):
+            found = (held.get(SHARD) or {}).get("rank", self._shard)
+            if found != self._shard:
+                raise CheckpointError(
+                    f"{where} of rank {replica * self._shards + self._shard} is that of shard {found}, so ranks are "
+                    f"not numbered replica by replica. {THROUGH_TORCH}"
+                )
+        return state
+
+
+def _shards_in(state: dict[str, Any]) -> int:
+    """Number of shards of the optimizers' parameters in a rank's state; 1 if they are whole."""
+    return max(((held.get(SHARD) or {}).get("size", 1) for _, held in _held_in(state)), default=1)
+
+
+def _reshared(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    before = len(states)
     mine = copy.deepcopy(states[rank % before])
     kept = dict(_kept_in(mine, rank % before, before))
     if rank % before and kept:
@@ -202,6 +255,32 @@ def check_owner(state: dict[str, Any], rank: int, size: int, what: str, why: str
         )
 
 
+def check_shard(state: dict[str, Any], mine: dict[str, Any] | None) -> None:
+    """Raise ConfigError if a state with memory is of other shards than `mine`; None is whole parameters."""
+    theirs = state.get(SHARD)
+    if theirs == mine or not (theirs or any(state["memory"].values())):
+        return
+    if not theirs or not mine:
+        raise ConfigError(
+            f"this state is of {_shard_in_words(theirs)}, and this rank has {_shard_in_words(mine)}. {THROUGH_TORCH}"
+        )
+    apart = [name for name in {**theirs["place"], **mine["place"]} if _place(theirs, name) != _place(mine, name)]
+    more = f": parameter {apart[0]!r} lies elsewhere" if apart else ""
+    raise ConfigError(
+        f"this state is of {_shard_in_words(theirs)}, replica {state['rank']} of {state['world_size']}, and this rank "
+        f"has {_shard_in_words(mine)}{more}. Load the file that this rank has saved (dgcopt.checkpoint.load). "
+        f"Shards of another mesh: {THROUGH_TORCH[0].lower()}{THROUGH_TORCH[1:]}"
+    )
+
+
+def _shard_in_words(shard: dict[str, Any] | None) -> str:
+    return f"shard {shard['rank']} of {shard['size']}" if shard else "whole parameters"
+
+
+def _place(shard: dict[str, Any], name: str) -> Any:
+    return shard["place"].get(name)
+
+
 def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     """What rank `rank` of `size` may take over of `state`: without memory if another rank has saved it.
 
@@ -232,12 +311,12 @@ def unmarked(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in marks}
 
 
-def take_mark(groups: list[dict[str, Any]], entry: str, rank: int) -> int:
-    """Take an entry's mark out of parameter groups; returns the step, or 0. Says in the log what is lost."""
+def take_mark(groups: list[dict[str, Any]], entry: str, rank: int, tell: Callable[..., object] = log.warning) -> int:
+    """Take an entry's mark out of parameter groups; returns the step, or 0. Calls `tell` as a log if memory is lost."""
     step_mark, count_mark, what = MARKS[entry]
     step, count = groups[0].pop(step_mark, 0), groups[0].pop(count_mark, 0)
     if step and count:
-        log.warning(
+        tell(
             "dgcopt: rank %d: the optimizer's state is that of step %d, where training goes on, but %s until then (%d "
             "tensors) did not come along and starts anew: it was loaded before the optimizer was wrapped, or lost its "
             "entry %r on the way. %s",
@@ -547,21 +626,27 @@ def _checksums(folder: Path, step: int) -> list[str]:
     return sums
 
 
-def _kept_in(value: Any, rank: int, size: int, where: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+def _kept_in(value: Any, rank: int, size: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every STATE_KEY entry in a nested `value`, with its place. Raises CheckpointError for another rank's entry."""
+    for where, held in _held_in(value):
+        if (held["rank"], held["world_size"]) != (rank, size):
+            raise CheckpointError(
+                f"{where} was given by rank {rank} of {size}, but is that of rank {held['rank']} of "
+                f"{held['world_size']}: save each rank's own"
+            )
+        yield where, held
+
+
+def _held_in(value: Any, where: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every STATE_KEY entry in a nested `value`, with its place."""
     if isinstance(value, dict):
         held = value.get(STATE_KEY)
         if isinstance(held, dict) and {"rank", "world_size", "memory"} <= held.keys():
-            if (held["rank"], held["world_size"]) != (rank, size):
-                raise CheckpointError(
-                    f"{where} was given by rank {rank} of {size}, but is that of rank {held['rank']} of "
-                    f"{held['world_size']}: save each rank's own"
-                )
             yield where, held
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         if key != STATE_KEY:
-            yield from _kept_in(item, rank, size, f"{where}[{key!r}]")
+            yield from _held_in(item, f"{where}[{key!r}]")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ MODULES = (
     "dgcopt.elastic",
     "dgcopt.errors",
     "dgcopt.hvd",
+    "dgcopt.sharded",
     "dgcopt.testing",
 )
 """Modules whose `__all__` is public, but for those in ONLY."""

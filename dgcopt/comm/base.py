@@ -231,6 +231,11 @@ class Comm(ABC):
         self._share_replica(comm, [tuple(sorted(members)) for members in replicas])
         return comm
 
+    def place_in_replica(self) -> dict[str, int]:
+        """Return which of the shards of its replica this rank holds: "rank" of "size"."""
+        ranks = self.ranks("replica")
+        return {"rank": ranks.index(self._rank_in("replica")), "size": len(ranks)}
+
     def _share_replica(self, comm: Comm, replicas: Sequence[tuple[int, ...]]) -> None:
         """Give a comm of one rank per replica its group "replica"; every rank takes part in making each."""
         raise ConfigError(f"sharded parameters are exchanged over torch.distributed, and the wire is {self.wire}")

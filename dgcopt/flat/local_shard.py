@@ -43,6 +43,11 @@ class LocalShard(Tensor):
         if data.data_ptr() != self.data_ptr() or data.dtype != self.dtype or data.shape != self.shape:
             self.data = data
 
+    def place(self) -> dict[str, list[int]]:
+        """Return the shape of the whole parameter, and the offset of this shard in it, for checkpoints."""
+        (chunk,) = self.dtensor.__create_chunk_list__()  # as torch.distributed.checkpoint asks for it
+        return {"shape": [*self.dtensor.shape], "offset": [*chunk.offsets], "size": [*chunk.sizes]}
+
     @property
     def grad(self) -> Tensor | None:
         """The local gradient: the same object as long as that of `dtensor` is."""

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import STATE_KEY, kept_by, own_part, put_mark, take_mark, unmarked
+from ..checkpoint import (
+    SHARD,
+    STATE_KEY,
+    THROUGH_TORCH,
+    check_shard,
+    kept_by,
+    own_part,
+    put_mark,
+    take_mark,
+    unmarked,
+)
 from ..checks import check_flag, check_positive, check_whole
 from ..comm import Comm, broadcasting_root, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
@@ -25,7 +35,7 @@ from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
-from ..flat.local_shard import LocalShard, is_sharded, local_shards
+from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
 from ..flat.store import check_format
 from .engine import Engine
 from .replicas import check_shards, comm_of_replicas
@@ -199,6 +209,7 @@ class Synchronised(Stepping):
         self.settings = settings
         self.formerly: set[tuple[int, int]] = set()
         """The rank that this process was, of how many, before Horovod was started anew."""
+        self._to_tell: Any = None  # the hook of the next step, which tells of memory that did not come along
         self.has_run_hooks = False
         """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
@@ -210,6 +221,13 @@ class Synchronised(Stepping):
     def is_sharded(self) -> bool:
         """True if the optimizer steps DTensors, whose local shards are exchanged."""
         return any(isinstance(param, LocalShard) for param in self.names)
+
+    def shard(self) -> dict[str, Any] | None:
+        """Return which shards this rank holds, as a checkpoint records it; None where parameters are whole."""
+        if not self.is_sharded:
+            return None
+        place = {name: param.place() for param, name in self.names.items() if isinstance(param, LocalShard)}
+        return {**self.comm.place_in_replica(), "place": place}
 
     def added(self, names: Sequence[str] | None) -> None:
         """Take in the parameters of a group that the optimizer was given; raises ConfigError if that cannot be."""
@@ -314,6 +332,26 @@ class Synchronised(Stepping):
             self._connect()
         if self.engine is not None:
             self.engine.restore(state)
+
+    def restore_apart(self, state: dict[str, Any]) -> None:
+        """Restore a state that came apart from the optimizer's own; see `dgcopt.sharded.load`."""
+        self._tell_nothing()
+        self.restore(state)
+
+    def tell_at_next_step(self, words: str, *args: object) -> None:
+        """Warn before the next step, unless `restore_apart` comes before it."""
+        self._tell_nothing()
+
+        def tell(*_: object) -> None:
+            self._tell_nothing()
+            log.warning(f"{words} {THROUGH_TORCH}", *args)
+
+        self._to_tell = self.optimizer.register_step_pre_hook(tell)
+
+    def _tell_nothing(self) -> None:
+        if self._to_tell is not None:
+            self._to_tell.remove()
+            self._to_tell = None
 
 
 class Distributed(Optimizer):
@@ -545,7 +583,8 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         if not engine.runner.busy:
             steps.wrapped.commit.check(steps.comm.rank)
         state = engine.state()
-        state_dict[STATE_KEY] = kept_by(steps.comm.rank, steps.comm.size, **state)
+        shard: dict[str, Any] = {SHARD: steps.shard()} if steps.is_sharded else {}
+        state_dict[STATE_KEY] = kept_by(steps.comm.rank, steps.comm.size, **state, **shard)
         put_mark(state_dict, STATE_KEY, engine.step, state["memory"])
     return None
 
@@ -560,15 +599,37 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return None  # which torch refuses: what is kept stays as it is
+    if STATE_KEY in state_dict:
+        check_format(state_dict[STATE_KEY])
+        check_shard(state_dict[STATE_KEY], steps.shard())
     steps.wrapped.commit.end()
     steps.wrapped.not_taken = 0
     if STATE_KEY in state_dict:
         state = state_dict[STATE_KEY]
-        check_format(state)
         if (state["rank"], state["world_size"]) in steps.formerly:
             state = {**state, "rank": rank, "world_size": size}
         steps.restore(own_part(state, rank, size))
-    elif step := take_mark([dict(group) for group in groups], STATE_KEY, rank):
-        steps.restore(kept_by(rank, size, step))
+    else:
+        tell = steps.tell_at_next_step if steps.is_sharded else log.warning  # as dgcopt.sharded.load comes after
+        if step := take_mark([dict(group) for group in groups], STATE_KEY, rank, tell):
+            steps.restore(kept_by(rank, size, step))
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}
+    if steps.is_sharded:
+        kept["state"] = _on_own_mesh(optimizer, state_dict)
     return {**kept, "param_groups": [unmarked(group) for group in groups]}
+
+
+def _on_own_mesh(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, Any]:
+    """Return each parameter's state on the mesh of that parameter: another replica may have saved it."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    param_of = {key: LocalShard.of(param) for key, param in zip(saved, own, strict=True) if is_sharded(param)}
+
+    def moved(value: Any, param: LocalShard) -> Any:
+        is_on_a_mesh = isinstance(value, Tensor) and is_sharded(value)
+        return as_dtensor(local(value), param) if is_on_a_mesh else value
+
+    return {
+        key: {name: moved(value, param_of[key]) for name, value in values.items()} if key in param_of else values
+        for key, values in state_dict["state"].items()
+    }

@@ -1,0 +1,257 @@
+"""Checkpoints of sharded parameters: per rank, and through torch.distributed.checkpoint onto other meshes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import SGD, AdamW
+
+import dgcopt
+from dgcopt import DGC, CheckpointError, Comm, ConfigError
+from dgcopt.checkpoint import STATE_KEY
+from dgcopt.collectives import AllReduce
+from dgcopt.flat.local_shard import as_dtensor
+from dgcopt.flat.store import is_unsent
+from dgcopt.gradients.optimizer import synchronised
+
+from .loops import refused
+from .persistence import shared_folder
+from .sharded import Wide, loss_of, memory_of, mesh_of, same_memory, sharded, whole, wrap
+
+CASES: dict[str, tuple[dgcopt.Compressor, Callable[..., Any]]] = {
+    "DGC and SGD": (DGC(0.2), functools.partial(SGD, lr=0.05, momentum=0.9)),
+    "TopK and AdamW": (dgcopt.TopK(0.2), functools.partial(AdamW, lr=0.01)),
+    "PowerSGD and SGD": (dgcopt.PowerSGD(2, start_step=0), functools.partial(SGD, lr=0.05, momentum=0.9)),
+}
+
+
+class Training:
+    """A sharded model and its optimizer on a mesh of so many replicas."""
+
+    def __init__(self, comm: Comm, replicas: int, case: str = "DGC and SGD") -> None:
+        self.comm, self.mesh = comm, mesh_of(comm, replicas)
+        compressor, make = CASES[case]
+        self.model = sharded(self.mesh["shard"], Wide())
+        self.optimizer = wrap(self.model, make(self.model.parameters()), self.mesh, compressor)
+
+    def train(self, *steps: int) -> dict[str, Tensor]:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.model, self.comm, step).backward()
+            self.optimizer.step()
+        return whole(self.model)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def save(self, folder: Path) -> None:
+        state = self.state() | {"dgcopt": dgcopt.sharded.state(self.optimizer)}
+        dcp.save(state, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        dgcopt.sharded.load(self.optimizer, folder)
+
+    def sums(self) -> dict[str, Tensor]:
+        """What all replicas keep, added up, as whole parameters."""
+        steps: Any = synchronised(self.optimizer)
+        params = {name: param for param, name in steps.names.items()}
+        held = memory_of(self.optimizer)
+        kinds = ("momentum", "residual")
+        zero = {name: torch.zeros_like(param, requires_grad=False) for name, param in params.items()}
+        return {
+            f"{kind} of {name}": as_dtensor(
+                steps.comm.run(AllReduce(held.get(kind, {}).get(name, empty).clone(), "sum")), params[name]
+            ).full_tensor()
+            for kind in kinds
+            for name, empty in zero.items()
+        }
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def through_torch(replicas: int, case: str, comm: Comm) -> None:
+    """Saved through torch.distributed.checkpoint, training goes on with the same bits on the same mesh."""
+    before = Training(comm, replicas, case)
+    before.train(0, 1, 2)
+    with shared_folder(comm) as folder:
+        before.save(folder)
+        wanted = before.train(3, 4, 5)
+        after = Training(comm, replicas, case)
+        after.load(folder)
+    assert after.optimizer.state_dict()[STATE_KEY]["step"] == 3
+    assert same(after.train(3, 4, 5), wanted)
+    assert any(is_unsent(kind) and by_name for kind, by_name in memory_of(after.optimizer).items())
+
+
+def onto_another_mesh(before: int, after: int, case: str, comm: Comm) -> None:
+    """Other numbers of replicas and shards keep the sum of all residuals and momenta, and go on."""
+    first = Training(comm, before, case)
+    first.train(0, 1, 2)
+    sums, weights = first.sums(), whole(first.model)
+    assert any(tensor.any() for name, tensor in sums.items() if name.startswith("residual"))
+    with shared_folder(comm) as folder:
+        first.save(folder)
+        second = Training(comm, after, case)
+        second.train(0)  # what a load replaces
+        second.load(folder)
+    assert same(whole(second.model), weights)
+    loaded = second.sums()
+    for name, total in sums.items():
+        torch.testing.assert_close(loaded[name], total, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    assert second.optimizer.state_dict()[STATE_KEY]["step"] == 3
+    assert not same(second.train(3), weights)
+    dgcopt.check_replicas(
+        {name: param.to_local() for name, param in second.model.named_parameters()},
+        comm=synchronised(second.optimizer).comm,  # type: ignore[union-attr]
+    )
+
+
+def per_rank(comm: Comm) -> None:
+    """A file of each rank continues with the same bits; the file of another shard is refused, with the remedy."""
+    for case in CASES:
+        before = Training(comm, 2, case)
+        before.train(0, 1, 2)
+        with shared_folder(comm) as folder:
+            state = {"model": before.model.state_dict(), "optimizer": before.optimizer.state_dict()}
+            dgcopt.checkpoint.save(folder, state, 3)
+            wanted = before.train(3, 4, 5)
+            after = Training(comm, 2, case)
+            step, state = dgcopt.checkpoint.load(folder) or (-1, {})
+            assert step == 3
+            after.model.load_state_dict(state["model"])
+            after.optimizer.load_state_dict(state["optimizer"])
+            assert same(after.train(3, 4, 5), wanted), case
+            with_all = [
+                torch.load(path, weights_only=True)["optimizer"] for path in sorted(folder.glob("step-*/rank-*.pt"))
+            ]
+        own = with_all[comm.rank][STATE_KEY]
+        assert (own["shard"]["rank"], own["shard"]["size"]) == (comm.rank % 2, 2)
+        assert (own["rank"], own["world_size"]) == (comm.rank // 2, 2)
+        assert own["shard"]["place"]["0.weight"] == {
+            "shape": [41, 6],
+            "offset": [21 * (comm.rank % 2), 0],
+            "size": [21 - comm.rank % 2, 6],
+        }
+        kept = memory_of(after.optimizer)
+        words = (f"shard {1 - comm.rank % 2} of 2", f"this rank has shard {comm.rank % 2} of 2", "dgcopt.sharded.load")
+        with refused(comm, ConfigError, *words):
+            after.optimizer.load_state_dict(with_all[comm.rank ^ 1])
+        assert same_memory(kept, memory_of(after.optimizer))
+    plain = dgcopt.DistributedOptimizer(SGD(Wide().parameters(), lr=0.1), compression=DGC(0.2), comm=comm)
+    with refused(comm, ConfigError, "is of shard", "this rank has whole parameters"):
+        plain.load_state_dict({**with_all[comm.rank], "param_groups": plain.state_dict()["param_groups"]})
+    with refused(comm, ConfigError, "sharded", "use dgcopt.checkpoint for all others"):
+        dgcopt.sharded.state(plain)
+
+
+def per_rank_among_other_replicas(comm: Comm) -> None:
+    """Files of 3 replicas are shared out among 1 and 2 by `reshare`, shard by shard; no other size of shards fits."""
+    training = Training(comm, 3, "TopK and AdamW")
+    training.train(0, 1, 2)
+    with shared_folder(comm) as folder:
+        dgcopt.checkpoint.save(folder, {"optimizer": training.optimizer.state_dict()}, 3)
+        states = [torch.load(path, weights_only=True) for path in sorted(folder.glob("step-*/rank-*.pt"))]
+    for ranks in (2, 4, 8):
+        new = [dgcopt.checkpoint.reshare(states, rank, ranks)["optimizer"][STATE_KEY] for rank in range(ranks)]
+        for shard in range(2):
+            old_of, new_of = ([one["memory"] for one in all_[shard::2]] for all_ in (_held(states), new))
+            for kind, by_name in old_of[0].items():
+                for name in by_name:
+                    total = sum(one[kind][name] for one in old_of)
+                    torch.testing.assert_close(sum(one[kind][name] for one in new_of), total)
+        for rank, held in enumerate(new):
+            assert (held["rank"], held["world_size"], held["shard"]["rank"]) == (rank // 2, ranks // 2, rank % 2)
+    with refused(comm, CheckpointError, "in 2 shards", "3 ranks are no multiple", "dgcopt.sharded.state"):
+        dgcopt.checkpoint.reshare(states, 0, 3)
+    with refused(comm, CheckpointError, "not numbered replica by replica"):
+        dgcopt.checkpoint.reshare([states[place] for place in (0, 2, 4, 1, 3, 5)], 0, 4)
+    own = dgcopt.checkpoint.reshare(states, comm.rank, comm.size)["optimizer"]
+    training.optimizer.load_state_dict(own)
+    training.optimizer.load_state_dict(states[comm.rank % 2]["optimizer"])  # of replica 0, on its mesh
+    training.train(3)
+    other = Training(comm, 2, "TopK and AdamW")
+    with refused(comm, ConfigError, "of 2, replica", "this rank has shard", "of 3"):
+        other.optimizer.load_state_dict(own)
+
+
+def _held(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [state["optimizer"][STATE_KEY] for state in states]
+
+
+def wrong_checkpoints(comm: Comm) -> None:
+    """A checkpoint without dgcopt's entry, and one of another model, are refused; a forgotten entry is told."""
+    training = Training(comm, 2)
+    training.train(0, 1)
+    with shared_folder(comm) as folder:
+        training.save(folder)
+        with refused(comm, CheckpointError, "under 'other'", "Give the key under which it was saved"):
+            dgcopt.sharded.load(training.optimizer, folder, key="other")
+        with torch.random.fork_rng():
+            model = sharded(training.mesh["shard"], nn.Sequential(*(nn.Linear(40, 40) for _ in range(5))))
+        optimizer = wrap(model, SGD(model.parameters(), lr=0.1), training.mesh, DGC(0.2))
+        with refused(comm, ConfigError, "the checkpoint holds ", "which has shape (40"):
+            dgcopt.sharded.load(optimizer, folder)
+        forgetful = Training(comm, 2)
+        with warnings_of_dgcopt() as told:
+            forgetful.load(folder)
+            forgetful.train(2)
+            assert not told, told
+            state = forgetful.state()
+            dcp.load(state, checkpoint_id=folder)
+            set_optimizer_state_dict(forgetful.model, forgetful.optimizer, state["optimizer"])
+            assert not told and not any(memory_of(forgetful.optimizer).values())
+            forgetful.train(2, 3)
+        assert len(told) == 1 and "did not come along" in told[0] and "dgcopt.sharded.load" in told[0], told
+
+
+@contextmanager
+def warnings_of_dgcopt() -> Iterator[list[str]]:
+    """What dgcopt logs as a warning within it."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dgcopt").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("dgcopt").removeHandler(handler)
+
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {
+    **{f"sharded state: torch, {case}": functools.partial(through_torch, 2, case) for case in CASES},
+    "sharded state: 2 x 2 to 4 x 1": functools.partial(onto_another_mesh, 2, 4, "DGC and SGD"),
+    "sharded state: 4 x 1 to 2 x 2": functools.partial(onto_another_mesh, 4, 2, "DGC and SGD"),
+    "sharded state: per rank": per_rank,
+    "sharded state: wrong checkpoints": wrong_checkpoints,
+}
+"""Among four ranks."""
+
+OF_SIX: dict[str, Callable[[Comm], Any]] = {
+    "sharded state: 2 x 3 to 3 x 2": functools.partial(onto_another_mesh, 2, 3, "DGC and SGD"),
+    "sharded state: 3 x 2 to 2 x 3": functools.partial(onto_another_mesh, 3, 2, "TopK and AdamW"),
+    "sharded state: 3 x 2, other numbers of replicas": per_rank_among_other_replicas,
+}
+"""Among six ranks."""

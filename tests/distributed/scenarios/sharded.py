@@ -7,7 +7,7 @@ some are empty.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, comm: Comm, step: int, **kwargs: Any) -> Tensor:
 def wrap(
     model: nn.Module,
     optimizer: Optimizer,
-    mesh: DeviceMesh | None,
+    mesh: Mapping[str, DeviceMesh] | DeviceMesh | None,
     compressor: Compressor | None = None,
     **settings: Any,
 ) -> Any:

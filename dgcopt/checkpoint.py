@@ -162,15 +162,17 @@ def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str,
     before = len(states)
     if not before or not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size} ranks cannot start from the states of {before}")
-    shards = _shards_in(states[0])
+    first = states[rank % before]
+    shards = _shards_in(first)
     if shards == 1:
-        return _reshared(states, rank, size)
+        return _reshared(first, states, rank, size)
     if before % shards or size % shards:
         raise CheckpointError(
             f"the states are of parameters in {shards} shards, on {before} ranks, and {size} ranks are no multiple of "
             f"{shards}. {THROUGH_TORCH}"
         )
-    return _reshared(_OfOneShard(states, rank % shards, shards), rank // shards, size // shards)
+    of_shard = _OfOneShard(states, rank % shards, shards)
+    return _reshared(of_shard[rank // shards % len(of_shard)], of_shard, rank // shards, size // shards)
 
 
 class _OfOneShard(Sequence[dict[str, Any]]):
@@ -199,9 +201,10 @@ def _shards_in(state: dict[str, Any]) -> int:
     return max(((held.get(SHARD) or {}).get("size", 1) for _, held in _held_in(state)), default=1)
 
 
-def _reshared(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+def _reshared(first: dict[str, Any], states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
+    """What `reshare` returns, where `first` is the state of old rank `rank % len(states)`."""
     before = len(states)
-    mine = copy.deepcopy(states[rank % before])
+    mine = copy.deepcopy(first)
     kept = dict(_kept_in(mine, rank % before, before))
     if rank % before and kept:
         # some compressors keep shared state on the first rank of each machine only, and rank 0 is always one

@@ -4,10 +4,19 @@ Start it with `torchrun --nproc-per-node 4`: two replicas of the model, each on 
 """
 
 import json
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from digits_ddp import classifier, digits
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -31,6 +40,18 @@ for epoch in range(8):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(batch), labels).backward()
         optimizer.step()
+
+folder = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+path = Path(dgcopt.broadcast_object(folder.name if folder else "")) / "checkpoint"
+state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+dcp.save(state | {"dgcopt": dgcopt.sharded.state(optimizer)}, checkpoint_id=path)
+
+# as a later run does, on a mesh of any shape
+state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+dcp.load(state, checkpoint_id=path)
+set_model_state_dict(model, state["model"])
+set_optimizer_state_dict(model, optimizer, state["optimizer"])
+dgcopt.sharded.load(optimizer, path)  # after torch's
 
 with torch.no_grad():
     right = (model(images).argmax(1) == targets).float().mean().item()

@@ -23,10 +23,10 @@ from ..errors import CommError
 from ..exchange import broadcast as start_alike
 from ..exchange.divergence import OnDivergence
 from ..gradients import optimizer as distributed
+from .compression import Compression
 from .operations import (
     Adasum,
     Average,
-    Compression,
     Max,
     Min,
     Product,
@@ -52,12 +52,11 @@ from .operations import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    poll,
     reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
-    synchronize,
 )
+from .variants import poll, synchronize
 from .world import (
     ProcessSet,
     add_process_set,

@@ -66,7 +66,9 @@ from .errors import (
     MismatchError,
     OutOfData,
     PayloadError,
+    QuorumLost,
     TimeoutExceeded,
+    VotedOut,
 )
 from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .exchange.divergence import check_replicas
@@ -81,7 +83,7 @@ from .version import __version__
 
 def __getattr__(name: str) -> Any:
     """Modules that are imported only where they are used."""
-    if name in ("data", "elastic", "hvd", "sharded", "testing"):
+    if name in ("data", "elastic", "hvd", "sharded", "survive", "testing"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -129,6 +131,7 @@ __all__ = [
     "PerParameter",
     "PowerSGD",
     "QAdam",
+    "QuorumLost",
     "RandomK",
     "SignSGD",
     "Signum",
@@ -140,6 +143,7 @@ __all__ = [
     "Threshold",
     "TimeoutExceeded",
     "TopK",
+    "VotedOut",
     "Warmup",
     "__version__",
     "averaging",

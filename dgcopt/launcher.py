@@ -7,6 +7,7 @@ has no protocol of its own. `--dry-run` shows it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from . import agent
 from .errors import ConfigError
 
 __all__ = ["Command", "Here", "add_arguments", "hosts_in", "launch", "plan"]
@@ -49,6 +51,7 @@ command line and becomes it, so that signals and the exit status are its own. Op
   dgcopt run -np 2 --nnodes 1:4 --max-restarts 3 --rdzv-endpoint node1:29400 train.py
                                                             on each of 1 to 4 machines, elastic
   dgcopt run --launcher horovodrun -np 4 train.py           or mpirun, or srun
+  dgcopt run --survive -np 4 train.py                       train on when ranks die; they come back
   dgcopt run train.py                                       in a pod of Kubeflow's PyTorchJob, which says the rest
 """
 
@@ -116,6 +119,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--nnodes", metavar="MIN[:MAX]", help="this command is given on so many machines; torchrun only")
     option("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: the first of them, and a free port")
     option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
+    option("--survive", action="store_true", help="train on when a rank dies, and start it anew alone: docs/survive.md")
+    option("--restart-after", type=float, metavar="S", help="with --survive: seconds from a death to the next start")
     option("--launcher", choices=LAUNCHERS, help="torchrun, or within a Slurm allocation srun, if left out")
     option(
         "--launcher-args",
@@ -362,6 +367,10 @@ def _endpoint(endpoint: str) -> str:
 
 def launch(args: argparse.Namespace) -> int:
     """Do what the options say; the exit status. A single command takes this process's place."""
+    if args.survive:
+        return survive(args, Here())
+    if args.restart_after is not None:
+        raise ConfigError("--restart-after goes with --survive")
     commands = plan(args, Here())
     for command in commands:
         print(command, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
@@ -373,6 +382,51 @@ def launch(args: argparse.Namespace) -> int:
         return run_all(commands)
     except (OSError, ValueError) as error:  # not executable, too long, or with a NUL character
         raise ConfigError(f"{commands[0].words[0]} cannot be started ({error}): correct the command above") from error
+
+
+def survive(args: argparse.Namespace, here: Here) -> int:
+    """Run this machine's ranks under an agent; the exit status."""
+    agent_plan = plan_survivors(args, here)
+    print(agent_plan, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
+    return 0 if args.dry_run else agent.Agent(agent_plan).run()
+
+
+def plan_survivors(args: argparse.Namespace, here: Here) -> agent.Plan:
+    """Return the plan of this machine's agent. Raises ConfigError for options that do not go together."""
+    if args.launcher or args.hosts or args.hostfile or args.max_restarts is not None or args.launcher_args:
+        raise ConfigError(
+            "--survive starts the ranks itself, without limit: leave --launcher, --launcher-args, -H, --hostfile and "
+            "--max-restarts out, and give the command on each machine, with --nnodes N --rdzv-endpoint HOST:PORT"
+        )
+    if args.restart_after is not None and args.restart_after < 0:
+        raise ConfigError(f"--restart-after cannot be {args.restart_after}")
+    if args.np is None:
+        raise ConfigError("--survive needs the number of ranks on this machine: -np N")
+    plan(argparse.Namespace(**{**vars(args), "launcher": "torchrun"}), here)  # checks the rest
+    machines = args.nnodes or "1"
+    if not machines.isdecimal():
+        raise ConfigError(f"--survive needs the number of machines as --nnodes N, not {machines!r}")
+    endpoint, hosts = ("127.0.0.1", 0), True
+    if args.rdzv_endpoint or machines != "1":
+        host, _, port = _endpoint(args.rdzv_endpoint or "").rpartition(":")
+        endpoint, hosts = (host, int(port)), _is_here(host, here)
+    env = _environment(args, here, args.np)
+    after = args.restart_after or 0.0
+    return agent.Plan(_script(args, here), args.np, int(machines), endpoint, hosts, env, after)
+
+
+def _is_here(host: str, here: Here) -> bool:
+    """True if a host's name or address is this machine's."""
+    if host in here.names:
+        return True
+    with contextlib.suppress(OSError):
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+            with contextlib.suppress(OSError), socket.socket(family) as probe:
+                probe.bind((address, 0))
+                return True
+    return False
 
 
 def become(command: Command) -> NoReturn:

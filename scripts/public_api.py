@@ -29,6 +29,7 @@ MODULES = (
     "dgcopt.errors",
     "dgcopt.hvd",
     "dgcopt.sharded",
+    "dgcopt.survive",
     "dgcopt.testing",
 )
 """Modules whose `__all__` is public, but for those in ONLY."""

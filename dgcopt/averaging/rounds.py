@@ -102,6 +102,11 @@ class Rounds:
         self.buffers: Buffers | None = None
         self.commit = Commit()
         comm = current_comm(comm)
+        if comm.survives:
+            raise ConfigError(
+                f"{type(rule).__name__} cannot go on after ranks are lost: leave out dgcopt.init(survive=True), or "
+                f"average gradients at every step with dgcopt.DistributedOptimizer"
+            )
         if not rule.warmup_steps and comm.size > 1 and self._wire_of_gradients() is comm:
             raise ConfigError(
                 f"this optimizer already averages gradients over all ranks at every step, so {type(rule).__name__} has "

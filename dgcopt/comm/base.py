@@ -96,6 +96,12 @@ class Comm(ABC):
     """True where ranks take turns in one thread, so that none can wait for what another has yet to call."""
     elastic: bool = False
     """True where ranks may come while others train, so that none may wait before it has taken over their state."""
+    survives: bool = False
+    """True where ranks may be lost, or come, while the others train on: see `confirm` and `recover`."""
+    generation: int = 0
+    """Counts the memberships that this comm has had."""
+    commits: int = 0
+    """Steps that were confirmed, where ranks survive."""
     link: Link | None = None
     """How fast it is, the same on all ranks; None before it was measured."""
     is_part: bool = False
@@ -108,11 +114,16 @@ class Comm(ABC):
             raise ConfigError(f"rank {rank} does not exist among {size} ranks")
         if not deadline > 0:
             raise ConfigError(f"deadline must be a positive number of seconds, not {deadline}")
-        self.rank = rank
-        self.size = size
         self.deadline = deadline
         self._users: list[weakref.ref[Callable[[], None]]] = []
         self._leaving: list[Callable[[], None]] = []
+        self._set_ranks(rank, size)
+
+    # -- ranks and groups --------------------------------------------------------------------------------------------
+
+    def _set_ranks(self, rank: int, size: int) -> None:
+        """Number this rank and all others; they count as one machine until `_set_nodes`."""
+        self.rank, self.size = rank, size
         everyone = tuple(range(size))
         self._ranks: dict[Group, tuple[int, ...]] = {
             "world": everyone,
@@ -123,8 +134,6 @@ class Comm(ABC):
             "agreement": everyone,
         }
         self._set_nodes([0] * size)
-
-    # -- ranks and groups --------------------------------------------------------------------------------------------
 
     def _set_nodes(self, node_of: Sequence[int]) -> None:
         """Derive the sub-groups of all ranks from the machine that each runs on."""
@@ -388,7 +397,7 @@ class Comm(ABC):
     @property
     def waits_at_start(self) -> bool:
         """Whether ranks may wait for each other as soon as each is there, before any has taken a step."""
-        return not (self.takes_turns or self.elastic)
+        return not (self.takes_turns or self.elastic or self.survives)
 
     def nudge(self, user: int | None = None) -> None:  # noqa: B027  # where ranks run by themselves there is no need
         """Move what all ranks have under way on, of one user or of all, as far as it gets where they take turns."""
@@ -401,6 +410,27 @@ class Comm(ABC):
         """
         self._users.append(weakref.WeakMethod(progress) if isinstance(progress, MethodType) else weakref.ref(progress))
         return len(self._users) - 1
+
+    # -- where ranks survive -----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
+        """Take in the processes that have asked to join; called where the training loop of every rank begins a step."""
+
+    def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
+        """Commit a step that this rank has prepared, or skips, together with all ranks.
+
+        Returns False if the ranks have changed since. Raises CommError if the step is aborted on all survivors instead.
+        """
+        return True
+
+    def complete(self, act: Callable[[], Result]) -> Result:
+        """Call a function of collectives on every rank; again after a loss, until all that are left have done it."""
+        return act()
+
+    def recover(self, error: CommError | None = None) -> None:
+        """Go on with the ranks that are left after an error of this comm. Raises the error where they cannot."""
+        if error is not None:
+            raise error
 
     def abort(self, code: int = 1) -> NoReturn:
         """Exit with this code, and end the other ranks where the launcher would not."""

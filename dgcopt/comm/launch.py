@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather
 from ..errors import ConfigError, MismatchError
 from .base import DEADLINE, Comm, LocalComm
+from .membership import STORE, Rules
 
 __all__ = ["check_alike", "current_comm", "init", "shutdown", "wire_in_use"]
 
@@ -38,7 +40,15 @@ ASKED, SCRIPT = "asked for", "the script has initialised"
 _current: Comm | None = None
 
 
-def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool = False, streams: int = 1) -> Comm:
+def init(
+    wire: str | None = None,
+    *,
+    deadline: float = DEADLINE,
+    checksums: bool = False,
+    streams: int = 1,
+    survive: bool = False,
+    min_ranks: int = 1,
+) -> Comm:
     """Join the other ranks and return this rank's end of the wire; called again, the same one.
 
     Args:
@@ -53,6 +63,10 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
             one TCP connection does not fill. The wire "torch" only; all ranks must say the same. Large messages are
             cut, so that sums of three or more ranks can have other last bits than over one connection. CUDA tensors
             take NCCL's own: NCCL_SOCKET_NTHREADS is set to it, unless it is set already.
+        survive: train on after ranks are lost, in the same processes, and take in those that come back; for scripts
+            that `dgcopt run --survive` starts (docs/survive.md). The wire "torch" over Gloo only. In a process without
+            a launcher it has no effect.
+        min_ranks: with `survive`, fewer ranks do not go on: they wait for others until the deadline, then raise.
 
     The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
     itself, or a launcher announces more ranks than have joined, as each of them would train alone (the wire "local",
@@ -74,13 +88,19 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
                 f"first time"
             )
         return _current
+    check_positive(deadline, "deadline")
+    check_flag(checksums, "checksums")
+    check_whole(streams, "streams", 1)
+    check_flag(survive, "survive")
+    check_whole(min_ranks, "min_ranks", 1)
+    if survive and (STORE in os.environ or wire is not None or _detect(os.environ)[0] != "local"):
+        _current = _surviving(wire, Rules(min_ranks, deadline=deadline), streams)
+        _current.checksums = checksums
+        return _current
     chosen, reason = (wire, ASKED) if wire is not None else _detect(os.environ)
     if chosen not in WIRES:
         raise ConfigError(f"unknown wire {chosen!r} ({reason}); the wires are {', '.join(WIRES)}")
     announced = {} if chosen == "local" and reason in (ASKED, "DGCOPT_WIRE") else _announced(os.environ)
-    check_positive(deadline, "deadline")
-    check_flag(checksums, "checksums")
-    check_whole(streams, "streams", 1)
     comm = _makers[chosen](deadline)
     # an elastic rank keeps the variables of its start; a script may itself have joined some of the ranks
     if not (comm.elastic or (comm.size > 1 and reason.startswith(SCRIPT))):
@@ -95,6 +115,26 @@ def init(wire: str | None = None, *, deadline: float = DEADLINE, checksums: bool
         *(_current.node, _current.nodes),
     )
     return _current
+
+
+def _surviving(wire: str | None, rules: Rules, streams: int) -> Comm:
+    """Join ranks of which some may be lost. Raises ConfigError where that cannot be."""
+    if wire not in (None, "torch") or streams != 1:
+        raise ConfigError(
+            "dgcopt.init(survive=True) has the wire 'torch' and one connection: leave wire and streams out"
+        )
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "dgcopt.init(survive=True) makes process groups of its own, one set per membership: leave "
+            "torch.distributed.init_process_group out of the script"
+        )
+    from .surviving import SurvivingComm
+
+    comm = SurvivingComm.from_environment(os.environ, rules)
+    atexit.register(comm.close)  # so that the other ranks need not wait for this one
+    log.info("dgcopt: wire torch, with survivors: %s", comm)
+    return comm
 
 
 def _announced(env: Mapping[str, str]) -> dict[str, int]:

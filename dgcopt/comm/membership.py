@@ -23,6 +23,8 @@ from typing import Protocol, TypeAlias, TypeVar
 from ..errors import QuorumLost, VotedOut
 
 __all__ = [
+    "MEMBER",
+    "STORE",
     "CompareSet",
     "Epoch",
     "KeyValueStore",
@@ -42,9 +44,14 @@ __all__ = [
     "has_begun",
     "join",
     "next_ask",
+    "noticed_key",
+    "trains_key",
 ]
 
 Result = TypeVar("Result")
+
+STORE, MEMBER = "DGCOPT_STORE", "DGCOPT_MEMBER"
+"""Environment variables by which an agent tells a process where the store is, as host:port, and its unique name."""
 
 LATEST = "dgcopt/latest"
 POLL = 0.05
@@ -131,6 +138,7 @@ class Status:
         where: machine and port, for the caller.
         commits: steps that it has committed; -1 if it has no state yet.
         prepared: True if it has entered the barrier of the next commit.
+        admits: True where a process that asks to join can begin with this one; all with state must say so.
     """
 
     member: str
@@ -138,6 +146,7 @@ class Status:
     where: str
     commits: int = -1
     prepared: bool = False
+    admits: bool = True
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -183,19 +192,31 @@ class Rules:
 
     Attributes:
         min_ranks: an epoch of fewer members never begins.
-        grace: seconds for which the proposer waits for ranks that have just noticed the failure.
+        grace: seconds between two looks of a rank at the decision, and from one proposer's turn to the next.
+        notice: seconds within which a process that runs notices the failure, even if its training loop is busy.
         deadline: seconds after which a rank that is neither announced nor known to be gone is voted out; also the
             longest wait for a quorum.
     """
 
     min_ranks: int = 1
     grace: float = 0.2
+    notice: float = 2.0
     deadline: float = 300.0
 
 
 def gone_key(member: str) -> str:
     """Key under which an agent, or the process itself, testifies that a process has ended."""
     return f"dgcopt/gone/{member}"
+
+
+def noticed_key(number: int, member: str) -> str:
+    """Key under which a process that is still busy tells that it has noticed the end of an epoch."""
+    return f"dgcopt/noticed/{number}/{member}"
+
+
+def trains_key(member: str) -> str:
+    """Key under which a process tells its agent that it trains."""
+    return f"dgcopt/trains/{member}"
 
 
 def _epoch_key(number: int) -> str:
@@ -220,8 +241,9 @@ def agree(
         last: the epoch that has ended.
         rules: limits.
         now: the time in seconds, of any origin.
-        patience: seconds to wait for a silent rank; `rules.deadline` if None. The grace is enough where a full deadline
-            has passed for it already.
+        patience: seconds to wait for a rank that has not noticed the failure; `rules.deadline` if None.
+            `rules.notice` is enough where a full deadline has passed for it already. A rank that has noticed it, and
+            is busy, has until the deadline.
 
     Raises VotedOut if the others have gone on without this rank, QuorumLost if too few ranks are left by the deadline.
     """
@@ -239,7 +261,7 @@ def agree(
         takeover = patience + rules.grace * min(position, STAGGERED)
         if first == position or waited > takeover:
             yield from census.update()
-            if not census.missing or waited >= patience:
+            if not (census.missing if waited < patience else census.busy if waited < rules.deadline else ()):
                 yield from census.confirm_left()
                 offer = yield from census.offer(rules)
                 if offer is not None:
@@ -270,6 +292,12 @@ class _Census:
         self.last = last
         self.announced = announced
         self.gone: set[str] = set()
+        self._noticed: set[str] = set()
+
+    @property
+    def busy(self) -> list[str]:
+        """Members that have noticed the failure and have not announced themselves."""
+        return [name for name in self.missing if name in self._noticed]
 
     @property
     def missing(self) -> list[str]:
@@ -295,6 +323,8 @@ class _Census:
                 self.announced[member] = Status.parse(text)
             elif (yield Read(gone_key(member))) is not None:
                 self.gone.add(member)
+            elif member not in self._noticed and (yield Read(noticed_key(self.last.number, member))) is not None:
+                self._noticed.add(member)
 
     def confirm_left(self) -> Negotiation[None]:
         """Look for the ends of those that have announced themselves."""
@@ -312,7 +342,10 @@ class _Census:
             return None
         commits = _decision(with_state)
         keep = [one for one in there if one.commits in (-1, commits) or (one.prepared and one.commits == commits - 1)]
-        asking, asked = yield from _asking(last.asked)
+        asking: list[Status] = []
+        asked = last.asked
+        if all(one.admits for one in keep if one.commits >= 0):
+            asking, asked = yield from _asking(last.asked)
         known = {one.member for one in keep}
         keep += [one for one in asking if one.member not in known and one.member not in self.gone]
         if len(keep) < rules.min_ranks:

@@ -34,7 +34,7 @@ from ..collectives import (
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
-__all__ = ["TorchComm"]
+__all__ = ["MOVED", "REDUCE", "REDUCED", "TorchComm", "Works", "tells_all"]
 
 log = logging.getLogger("dgcopt")
 
@@ -65,16 +65,16 @@ PROBE = 1_000_003
 _GIVEN_UP: list[dist.Work] = []
 """What nobody waits for any more: a deadline has passed, or the wire has failed."""
 
-_REDUCED = {
+REDUCED = {
     getattr(torch, name) for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
 """Which Gloo and NCCL add up; both have bool too, whose sum on Gloo is no bool any more."""
-_MOVED = {*_REDUCED, torch.bool}
+MOVED = {*REDUCED, torch.bool}
 
-_REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class _Work(Handle):
+class Works(Handle):
     """The pending works of one collective, and the tensor they fill; of an AllReduce maybe `rows` to be reduced."""
 
     def __init__(
@@ -277,31 +277,31 @@ class TorchComm(Comm):
         tensor = collective.tensor
         if isinstance(collective, ReduceScatter) and (tensor.is_cpu or self._is_gloo(self._groups[self.ranks()])):
             return False
-        return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in _REDUCED
+        return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in REDUCED
 
     def sent(self, collective: Collective) -> int:
         size = self.size_of(collective.group)
-        return (size - 1) * collective.nbytes if _tells_all(collective, size) else super().sent(collective)
+        return (size - 1) * collective.nbytes if tells_all(collective, size) else super().sent(collective)
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         if not tensor.is_cpu and self._is_gloo(lanes[0]):
             tensor = tensor.cpu()  # Gloo has few collectives of CUDA tensors, and copies them too
-        if tensor.dtype not in _MOVED and not isinstance(collective, AllReduce | ReduceScatter):
+        if tensor.dtype not in MOVED and not isinstance(collective, AllReduce | ReduceScatter):
             tensor = tensor.view(-1).view(torch.uint8)
         group = lanes[0]
         divide_by = size if getattr(collective, "op", None) == "average" else 1
         output = tensor
         works: list[dist.Work | None]
-        tells_all = len(lanes) == 1 and _tells_all(collective, size)
-        if tells_all:
+        to_all = len(lanes) == 1 and tells_all(collective, size)
+        if to_all:
             copies = tensor.view(-1).view(torch.uint8).repeat(size)
             output = tensor.new_empty(size, *tensor.shape)
             works = [dist.all_to_all_single(output.view(-1).view(torch.uint8), copies, group=group, async_op=True)]
         elif isinstance(collective, AllReduce):
             pieces = tensor.view(-1).tensor_split(len(lanes))
             works = [
-                dist.all_reduce(piece, _REDUCE[collective.op], group=lane, async_op=True)
+                dist.all_reduce(piece, REDUCE[collective.op], group=lane, async_op=True)
                 for piece, lane in zip(pieces, lanes, strict=True)
             ]
         elif isinstance(collective, AllGather):
@@ -317,7 +317,7 @@ class TorchComm(Comm):
                 works = [dist.all_gather_into_tensor(output.view(-1), tensor.view(-1), group=group, async_op=True)]
         elif isinstance(collective, ReduceScatter):
             output = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])
-            works = [dist.reduce_scatter_tensor(output, tensor, _REDUCE[collective.op], group=group, async_op=True)]
+            works = [dist.reduce_scatter_tensor(output, tensor, REDUCE[collective.op], group=group, async_op=True)]
         elif isinstance(collective, AllToAll):
             output = torch.empty_like(tensor)
             works = [dist.all_to_all_single(output, tensor, group=group, async_op=True)]
@@ -336,7 +336,7 @@ class TorchComm(Comm):
             works = [dist.barrier(group=group, async_op=True)]
         else:
             raise CommError(f"torch.distributed does not have {collective.describe()}")
-        return _Work(collective, [work for work in works if work is not None], output, divide_by, tells_all)
+        return Works(collective, [work for work in works if work is not None], output, divide_by, to_all)
 
     def _connect(
         self, collective: Collective, tensor: Tensor, group: dist.ProcessGroup | None
@@ -357,7 +357,7 @@ class TorchComm(Comm):
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
         """As `Comm.wait`, blocking inside the library: no polling on CPU, no host synchronisation on NCCL."""
-        if not isinstance(handle, _Work):
+        if not isinstance(handle, Works):
             return super().wait(handle, deadline)
         limit = self.deadline if deadline is None else deadline
         try:
@@ -451,7 +451,7 @@ def _has_succeeded(work: dist.Work) -> bool:
     return work.is_completed() and work.exception() is None
 
 
-def _tells_all(collective: Collective, size: int) -> bool:
+def tells_all(collective: Collective, size: int) -> bool:
     """Whether each rank sends its tensor to all others: where the sum of whole numbers is the same in any order."""
     tensor, nbytes = collective.tensor, (size - 1) * collective.nbytes
     if tensor.device.type != "cpu" or not nbytes:

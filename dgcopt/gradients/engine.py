@@ -209,6 +209,8 @@ class Engine:
 
     @property
     def _may_leave_early(self) -> bool:
+        if self.comm.survives:  # a loss must fail the step, which is tried again, and not backward
+            return False
         return self.early.may(self.step) and self.turns.expected is self
 
     def _trained(self) -> list[Tensor]:
@@ -263,6 +265,7 @@ class Engine:
         not_sent = self.layout.buckets[outgoing.launched :]
         told = on_their_way(outgoing.exchanges, [bucket.label for bucket in not_sent])
         outgoing.rollback()
+        self.wrapped.rollback()
         self._end_step()
         self.layout.release_gradients()
         self.wrapped.failed()
@@ -291,6 +294,7 @@ class Engine:
             yield from outgoing.cancel(verdict.launched, bool(verdict.void))
         self.participation.check(verdict.absent)
         if verdict.void or not verdict.active_ranks:
+            self.comm.confirm(scheduler.start)
             self._abort(verdict.void)
             if verdict.void and self.settings.check_replicas_every:  # weights of one rank may be why
                 yield from self._check_replicas()
@@ -327,13 +331,16 @@ class Engine:
         not_finite = inspect(arrived, self.comm, self.looks_at_sums)
         if not (yield from scheduler.through(in_whole_replica(not not_finite, self.comm, "results"))):
             outgoing.rollback()
+            self.comm.confirm(scheduler.start)
             self._abort([], not_finite or [NotFinite("another shard of this replica", [])])
             return
         prepare_memory(arrived)
+        all_here = True
         if self.sends_all:
             arrived = yield from self._commit_and_flush(arrived, used)
         else:
             writes = prepare_gradients(arrived)
+            all_here = self.comm.confirm(scheduler.start)
             self.wrapped.commit.begin("memory and gradients")
             commit_memory(arrived, self.telemetry)
             commit_gradients(writes)
@@ -342,6 +349,8 @@ class Engine:
         self.wrapped.commit.end()
         self.telemetry.apply_seconds += time.perf_counter() - start
         self._end_step()
+        if not all_here:  # nobody is left to exchange with before the next step
+            return
         if self.wrapped.buffers is not None:
             yield from scheduler.through(self.wrapped.buffers.exchange(self.comm, self.step, self.participation.here))
         every = self.settings.check_replicas_every
@@ -443,6 +452,7 @@ class Engine:
         self.wrapped.averaged(True)
 
     def _end_step(self) -> None:
+        self.wrapped.release_state()
         self._tracker.clear()
         self.outgoing.clear()
         self.due = False

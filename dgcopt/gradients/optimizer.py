@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from ..checks import check_flag, check_positive, check_whole
 from ..comm import Comm, broadcasting_root, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
 from ..compressors.own_step import check_steps_alone
-from ..errors import ConfigError
+from ..errors import CommError, ConfigError, QuorumLost, VotedOut
 from ..exchange.agreement import compare
 from ..exchange.broadcast import broadcast_optimizer_state
 from ..exchange.divergence import OnDivergence, check_on_divergence
@@ -49,6 +49,7 @@ __all__ = ["Distributed", "DistributedOptimizer", "Synchronised", "synchronised"
 log = logging.getLogger("dgcopt")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+Of = TypeVar("Of")
 
 
 def DistributedOptimizer(
@@ -214,6 +215,9 @@ class Synchronised(Stepping):
         """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
         self._is_hooked = False
+        self._generation = 0
+        self._place: int | None = None
+        """Its number among the optimizers of the wire, in the order in which they were wrapped."""
         optimizer.register_state_dict_post_hook(_save_state)
         optimizer.register_load_state_dict_pre_hook(_load_state)
 
@@ -309,10 +313,54 @@ class Synchronised(Stepping):
 
     def join(self, comm: Comm) -> None:
         """Exchange over a wire from now on."""
-        self.comm = comm
+        self.comm, self._generation = comm, comm.generation
         self.begin_anew()
-        if comm.size > 1:
+        if comm.size > 1 or comm.survives:
             self._connect()
+        if self._place is None and self.engine is not None:
+            self._place = self.engine.runner.scheduler.number
+
+    # -- where ranks survive -----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """As `keep_up`; where ranks survive also take in those that have come, unless a step is under way."""
+        self.keep_up()
+        if self.comm.survives and not (self.engine is not None and self.engine.in_flight):
+            self._admit()
+            self._follow()
+
+    def exchange(self, act: Callable[[Engine], Of]) -> Of | None:
+        """Let the engine exchange something; after a loss, again with the ranks that are left.
+
+        Returns None if the step has been committed by the time of the loss, and so is over.
+        """
+        commits = self.comm.commits
+        while True:
+            self._follow()  # another optimizer of this wire may have met the loss
+            engine, generation = self.engine, self.comm.generation
+            assert engine is not None
+            try:
+                return act(engine)
+            except (VotedOut, QuorumLost):
+                raise
+            except CommError as error:
+                if self.comm.generation == generation:  # else a confirmation has recovered already
+                    self.comm.recover(error)
+            if self.comm.commits > commits:
+                return None
+            self._admit()
+
+    def _admit(self) -> None:
+        """Take in those that have come, before the first step of the training loop's optimizers."""
+        if self._place == 0:
+            self.comm.begin_step()
+
+    def _follow(self) -> None:
+        """Exchange among the current ranks, if they have changed; gradients wait in `param.grad`."""
+        if self._generation != self.comm.generation:
+            if self.engine is not None:
+                self.engine.abandon()
+            self.rejoin(self.comm)
 
     def _connect(self) -> None:
         """Start to exchange. In one process, only if there is something left to add that others have held back."""

@@ -107,7 +107,7 @@ class OutgoingBuckets:
         self.fill_rest()
         if self._prepares_gradients:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
-        certain = used is None  # else some memory is to stay as it is
+        certain = used is None and not self.scheduler.comm.survives  # else memory may have to stay as it is
         launches = (self._exchange(bucket, certain, together) for bucket in rest)
         if self.compressor.in_turn or self.layout.leaves_early:
             for pending, exchange in launches:
@@ -178,6 +178,8 @@ class OutgoingBuckets:
 
     def _make_update(self) -> None:
         """Make what travels of this rank's gradients: what the optimizer would add to its parameters."""
+        if self.scheduler.comm.survives:
+            self.wrapped.hold_state()
         if self.compressor.whole_model:
             graded = [(param, param.grad) for param in self.layout.trained if param.grad is not None]
             for param, grad in graded:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from .engine import Engine
 from .sparse_step import step_touched
 from .subclass import bare_class, bare_step
 from .wrapped import Wrapped
+
+Of = TypeVar("Of")
 
 __all__ = ["Mode", "Stepping", "after_step", "before_step", "between_hooks", "in_own_step", "stepping_of"]
 
@@ -101,6 +103,15 @@ class Stepping:
     def keep_up(self) -> None:
         """Rejoin if the ranks that this optimizer was of are no more."""
 
+    def begin_step(self) -> None:
+        """Called before the first gradient of a step is taken in."""
+        self.keep_up()
+
+    def exchange(self, act: Callable[[Engine], Of]) -> Of | None:
+        """Let the engine exchange something; fails if a rank is lost."""
+        assert self.engine is not None
+        return act(self.engine)
+
     def own_step(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped optimizer's own step, without any exchange or hook: `optimizer.step()` is the subclass's."""
         before = self._own_step
@@ -127,7 +138,7 @@ class Stepping:
     def _average(self) -> bool:
         """Average the gradients, unless they are averaged already; True if the step may then be taken."""
         if self.engine is not None and self._grads in NOT_YET:
-            self.keep_up()
+            self.begin_step()
         if self.engine is None or not (self._grads in NOT_YET or self.engine.pending):
             return False
         self.watch_parameters()
@@ -135,7 +146,7 @@ class Stepping:
             if param.__class__ is LocalShard:  # no call for each parameter
                 param.follow()
         self._unstepped = Unstepped()
-        self.engine.synchronize()
+        self.exchange(Engine.synchronize)
         return not self.engine.void
 
     def _averaged(self, is_void: bool) -> None:
@@ -198,7 +209,7 @@ class Stepping:
                 engine = steps.engine
                 is_first = engine is None or not engine.in_flight
                 if is_first:
-                    steps.keep_up()
+                    steps.begin_step()
                     engine = steps.engine
                 if engine is None:  # the only rank that is left after `rejoin`
                     return
@@ -250,7 +261,9 @@ class Stepping:
         if engine is None or self.mode is Mode.LOCAL:  # between averages of weights nothing is agreed upon
             return is_averaged
         engine.hold()
-        if engine.in_flight and self._grads in NOT_YET and engine.agree_on_overflow():
+        if engine.in_flight and self._grads in NOT_YET and self.exchange(Engine.agree_on_overflow):
+            engine = self.engine  # another one, if ranks were lost
+            assert engine is not None
             engine.discard()
             engine.void = True
             self._grads = Grads.VOID
@@ -320,6 +333,10 @@ class Stepping:
             raise ConfigError(
                 f"LBFGS looks at gradients more than once in a step, and {type(self.compressor).__name__} sends the "
                 f"updates made of them: choose a compressor that sends gradients (source='gradient')"
+            )
+        if self.comm.survives:
+            raise ConfigError(
+                "step(closure) does not work with dgcopt.init(survive=True): call step() after backward()"
             )
         loss = closure()
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP):

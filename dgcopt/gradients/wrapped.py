@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -60,6 +62,7 @@ class Wrapped:
         self.failed = failed
         self.commit = Commit()
         self.not_taken = 0
+        self._before_update: list[Callable[[], object]] = []
         self.buffers: Buffers | None = None  # of the model, that each step makes alike
 
     # -- what must be equal on all ranks -----------------------------------------------------------------------------
@@ -105,6 +108,30 @@ class Wrapped:
             return []
         kind, sends_of = self.compressor.kind, self.compressor.sends_of
         return [param for param, name in self.names.items() if sends_of(kind(name, param)) == "update"]
+
+    def hold_state(self) -> None:
+        """Copy gradients and state that `make_update` changes; `rollback` restores them until the step is committed."""
+        optimizer, restore = self.optimizer, self._before_update
+        for group in optimizer.param_groups:
+            settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            restore.append(functools.partial(group.update, settings))
+        state = {param: copy.deepcopy(values) for param, values in optimizer.state.items()}
+        restore += [optimizer.state.clear, functools.partial(optimizer.state.update, state)]
+        for param in self.updated():
+            grad = None if param.grad is None else param.grad.clone()
+            restore.append(functools.partial(setattr, param, "grad", grad))
+
+    def rollback(self) -> None:
+        """Restore the copies of `hold_state`."""
+        if self._before_update:
+            for restore in self._before_update:
+                restore()
+            self.release_state()
+            self.commit.end()
+
+    def release_state(self) -> None:
+        """Release the copies of `hold_state`."""
+        self._before_update = []
 
     @torch.no_grad()
     def make_update(self, sparse_as_dense: bool) -> None:

@@ -1,10 +1,11 @@
 """`dgcopt run` with two real ranks of each launcher, and on two machines that an ssh of our own stands for."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
-from launching import free_port, launch, missing
+from launching import ROOT, free_port, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
@@ -42,6 +43,21 @@ def test_two_ranks(launcher: str, wire: str, prefix: str, script: str) -> None:
         assert f"{prefix.format(rank)}rank {rank} has 1 threads and ['well']" in well.output, well.tail
     failed = launch(wire, 2, [*run, "fail"], limit=60, bare=True)
     assert failed.code == (7 if launcher == "mpirun" else 1) and not failed.orphans, failed.tail
+
+
+def test_survivors() -> None:
+    """One of two ranks is killed: it alone is started anew and joins the other, whose process goes on."""
+    if missing("torch"):
+        pytest.skip(missing("torch"))
+    script = [str(ROOT / "examples" / "survive.py"), "--steps", "20", "--kill-at", "8"]
+    outcome = launch("torch", 2, ["-m", "dgcopt", "run", "--survive", "-np", "2", *script], limit=120, bare=True)
+    assert outcome.code == 0 and not outcome.orphans, outcome.tail
+    begun = dict(re.findall(r"(\S+) begins at step (\d+)", outcome.output))
+    assert {*begun} == {"0.0.0", "0.1.0", "0.1.1"}, outcome.tail
+    assert begun["0.0.0"] == begun["0.1.0"] == "0" and int(begun["0.1.1"]) > 8, outcome.tail
+    assert "0.1.0 ended with -9, and starts anew" in outcome.output
+    ends = re.findall(r"ends with (.*)", outcome.output)
+    assert len(ends) == 2 and len({*ends}) == 1, outcome.tail
 
 
 def test_two_machines(script: str, tmp_path: Path) -> None:

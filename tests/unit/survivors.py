@@ -115,7 +115,7 @@ class Run:
             group.left.add(me.member)
             before = epoch
             status = Status(me.member, me.hint, "", -1 if is_new else commits, prepared)
-            epoch = yield from agree(status, epoch, self.rules, self.sim.now, self.rules.grace if late else None)
+            epoch = yield from agree(status, epoch, self.rules, self.sim.now, self.rules.notice if late else None)
             if not is_new and epoch.commits != commits:
                 assert prepared and epoch.commits == commits + 1, (status, epoch)
                 log.append(before.members)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from survivors import Run
 
-from dgcopt.comm.membership import Epoch, Rules, Status, agree, found, gone_key
+from dgcopt.comm.membership import Epoch, Rules, Status, agree, found, gone_key, noticed_key
 from dgcopt.comm.simulated_store import Simulation
 from dgcopt.errors import QuorumLost, VotedOut
 
-RULES = Rules(grace=0.2, deadline=3.0)
+RULES = Rules(grace=0.2, notice=0.5, deadline=3.0)
 
 
 @settings(max_examples=1200, deadline=None, derandomize=True)
@@ -101,6 +101,22 @@ def test_known_deaths_need_no_patience() -> None:
     assert sim.time < 2 * RULES.deadline
     waited = settle(4, {0: status(0, 5), 1: status(1, 5), 2: status(2, 5)})
     assert waited.processes["m0"].result.members == ("m0", "m1", "m2")
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_busy_rank_is_waited_for(noticed: bool) -> None:
+    """After a deadline has passed, a rank that has noticed it goes on, however late it announces itself."""
+    sim = Simulation(random.Random(3))
+    last = Epoch(0, ("m0", "m1", "m2"), ("",) * 3, 5)
+    for rank in (0, 1):
+        sim.start(f"m{rank}", agree(status(rank, 5), last, RULES, sim.now, patience=RULES.notice))
+    if noticed:
+        sim.data[noticed_key(0, "m2")] = ""
+    sim.after(2.0, lambda: sim.start("m2", agree(status(2, 5), last, RULES, sim.now)))
+    sim.run(until=100)
+    members = sim.processes["m0"].result.members
+    assert members == (("m0", "m1", "m2") if noticed else ("m0", "m1"))
+    assert isinstance(sim.processes["m2"].error, VotedOut) is not noticed
 
 
 @pytest.mark.parametrize(

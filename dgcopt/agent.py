@@ -1,0 +1,207 @@
+"""The agent of `dgcopt run --survive`: starts the ranks of a machine, and starts each one anew that dies, alone.
+
+The first agent hosts the store in which ranks agree on their membership, so that it outlives every rank. Each agent
+testifies there to the ends of its ranks, so that the others need not wait for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .comm.membership import MEMBER, STORE, gone_key, trains_key
+from .errors import ConfigError
+
+__all__ = ["Agent", "Plan"]
+
+log = logging.getLogger("dgcopt")
+
+POLL = 0.02
+"""Seconds between two looks at the ranks."""
+
+TRIES = 3
+"""Starts of a rank in a row that may end before it trains."""
+
+GRACE = 10.0
+"""Seconds that ranks have to end after SIGTERM."""
+
+PATIENCE = timedelta(seconds=300)
+
+AGENTS, ENDED, FINISHED = "dgcopt/agents", "dgcopt/agents ended", "dgcopt/finished"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ranks of one machine.
+
+    Attributes:
+        words: command line of a rank.
+        ranks: number of ranks on this machine.
+        machines: number of agents.
+        endpoint: host and port of the store; port 0 takes a free one.
+        hosts: True if this agent hosts the store.
+        env: environment variables of every rank.
+        restart_after: seconds from the end of a rank to its next start.
+    """
+
+    words: Sequence[str]
+    ranks: int
+    machines: int = 1
+    endpoint: tuple[str, int] = ("127.0.0.1", 0)
+    hosts: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    restart_after: float = 0.0
+
+    def __str__(self) -> str:
+        host, port = self.endpoint
+        role = "hosts" if self.hosts else "joins"
+        return (
+            f"an agent that {role} the store at {host}:{port or '(a free port)'}, {self.ranks} x {' '.join(self.words)}"
+        )
+
+
+@dataclass
+class _Slot:
+    """One rank's place. Attributes: `due`, its next start; `tries`, starts in a row that came to nothing; `code`, its
+    exit status once it is not to be started any more."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    due: float = 0.0
+    tries: int = 0
+    code: int | None = None
+
+
+class Agent:
+    """Runs the ranks of one machine to their end. Raises ConfigError if the store is not to be had."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        host, port = plan.endpoint
+        try:
+            self._store = dist.TCPStore(host, port, is_master=plan.hosts, timeout=PATIENCE, wait_for_workers=False)
+        except RuntimeError as error:
+            problem = "cannot be hosted here" if plan.hosts else "does not answer"
+            raise ConfigError(
+                f"the store at {host}:{port} {problem} ({str(error).splitlines()[0]:.200}). Give the first machine and "
+                f"a free port as --rdzv-endpoint HOST:PORT, alike on all machines."
+            ) from error
+        self.address = f"{host}:{self._store.port}"
+        self._number = self._store.add(AGENTS, 1) - 1
+        if self._number >= plan.machines:
+            raise ConfigError(
+                f"{self._number + 1} agents have come to {self.address}, and --nnodes is {plan.machines}. Start that "
+                f"number, or choose another port for another job."
+            )
+        self._slots = [_Slot(number) for number in range(plan.ranks)]
+        self._is_ending = False
+
+    def run(self) -> int:
+        """Start the ranks; return 0 once training has ended well, else the exit status of a rank."""
+        before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            while not self._is_ending and any(slot.code is None for slot in self._slots):
+                for slot in self._slots:
+                    self._look(slot)
+                time.sleep(POLL)
+        finally:
+            self._end()
+            self._reap()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._wait_for_machines()
+        failed = next((slot.code for slot in self._slots if slot.code), 0)
+        return 128 - failed if failed < 0 else failed
+
+    def _look(self, slot: _Slot) -> None:
+        """Start a rank that is due, and take note of one that has ended."""
+        if slot.process is None:
+            if slot.code is None and self._has(FINISHED):
+                slot.code = 0
+            elif slot.code is None and time.monotonic() >= slot.due:
+                self._start(slot)
+            return
+        code = slot.process.poll()
+        if code is None:
+            return
+        name = self._name(slot)
+        slot.tries = 0 if self._has(trains_key(name)) else slot.tries + 1
+        slot.process, slot.starts = None, slot.starts + 1
+        self._set(gone_key(name), str(code))
+        if code == 0:
+            slot.code = 0
+            self._set(FINISHED, name)
+        elif slot.tries >= TRIES:
+            slot.code = code
+            log.error("dgcopt: rank %s ended with %d, as %d starts in a row: not again", name, code, TRIES)
+        elif self.plan.machines == 1 and all(other.process is None for other in self._slots):
+            for other in self._slots:
+                other.code = code if other.code is None else other.code
+            log.error("dgcopt: all ranks are lost, and their state with them. Start the job anew from a checkpoint")
+        else:
+            slot.due = time.monotonic() + self.plan.restart_after
+            log.warning("dgcopt: rank %s ended with %d, and starts anew", name, code)
+
+    def _name(self, slot: _Slot) -> str:
+        return f"{self._number}.{slot.number}.{slot.starts}"
+
+    def _has(self, key: str) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return self._store.check([key])
+        return False
+
+    def _set(self, key: str, value: str) -> None:
+        with contextlib.suppress(RuntimeError):  # ranks need no testimony, which only saves them time
+            self._store.set(key, value)
+
+    def _start(self, slot: _Slot) -> None:
+        plan = self.plan
+        env = {
+            **os.environ,
+            **plan.env,
+            STORE: self.address,
+            MEMBER: self._name(slot),
+            "RANK": str(self._number * plan.ranks + slot.number),
+            "WORLD_SIZE": str(plan.ranks * plan.machines),
+            "LOCAL_RANK": str(slot.number),
+            "LOCAL_WORLD_SIZE": str(plan.ranks),
+        }
+        try:
+            slot.process = subprocess.Popen(plan.words, env=env)
+        except (OSError, ValueError) as error:  # not executable, too long, or with a NUL character
+            raise ConfigError(f"{plan.words[0]} cannot be started ({error}): correct the command") from error
+
+    def _end(self, *_: object) -> None:
+        """Ask all ranks to end."""
+        self._is_ending = True
+        for slot in self._slots:
+            if slot.process is not None:
+                slot.process.terminate()
+
+    def _reap(self) -> None:
+        end = time.monotonic() + GRACE
+        for slot in self._slots:
+            if slot.process is not None:
+                try:
+                    slot.code = slot.process.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    slot.process.kill()
+                    slot.code = slot.process.wait()
+                slot.process = None
+
+    def _wait_for_machines(self) -> None:
+        """Keep the store up until the ranks of all machines have ended."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add(ENDED, 1)
+            while self.plan.hosts and self._store.add(ENDED, 0) < self._store.add(AGENTS, 0):
+                time.sleep(1)

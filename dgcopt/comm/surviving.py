@@ -1,0 +1,533 @@
+"""The wire torch among ranks of which some may be lost while the others train on.
+
+Ranks meet in a store that outlives each of them, hosted by the agent of `dgcopt run --survive`. Each epoch, a period in
+which the ranks stay the same, has Gloo groups of its own. A rank whose collective fails leaves them first: it shuts its
+connections down, so that no thread of Gloo waits in them any longer, and tells the store, where a thread of every other
+rank waits for that. Then the survivors agree on the next epoch (`dgcopt.comm.membership`) and build new groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+    SendRecv,
+)
+from ..errors import CommError, ConfigError, QuorumLost, TimeoutExceeded, VotedOut
+from .base import DEADLINE, Channel, Comm, Handle, RankSet, Result
+from .membership import (
+    MEMBER,
+    STORE,
+    Epoch,
+    Rules,
+    Status,
+    agree,
+    drive,
+    failed_key,
+    found,
+    gone_key,
+    has_begun,
+    join,
+    next_ask,
+    noticed_key,
+    trains_key,
+)
+from .torch import MOVED, REDUCE, REDUCED, Works, tells_all
+
+__all__ = ["SurvivingComm", "TCPKeyValueStore"]
+
+log = logging.getLogger("dgcopt")
+
+LOOK = 0.2
+"""Seconds between two looks of rank 0 for processes that ask to join, and of every rank for the end of an epoch."""
+
+BUILD = 20.0
+"""Longest seconds for building the groups of an epoch, whose members are all known to wait for it."""
+
+PAUSE = 0.005
+"""Seconds between two looks at the store of a rank that has nothing else to do."""
+
+
+class TCPKeyValueStore:
+    """torch's TCPStore as the membership protocol needs it. Raises CommError once the store is gone."""
+
+    def __init__(self, host: str, port: int, deadline: float = DEADLINE) -> None:
+        self._place = f"{host}:{port}"
+        try:
+            self.tcp = dist.TCPStore(
+                host, port, is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def get(self, key: str) -> str | None:
+        with self._reaching():
+            return self.tcp.get(key).decode() if self.tcp.check([key]) else None
+
+    def set(self, key: str, value: str) -> None:
+        with self._reaching():
+            self.tcp.set(key, value)
+
+    def compare_set(self, key: str, value: str) -> str:
+        with self._reaching():
+            return bytes(self.tcp.compare_set(key, "", value)).decode()
+
+    def wait(self, key: str, seconds: float) -> str | None:
+        # torch's own wait logs two lines whenever its time is up, and keeps other threads from the store meanwhile
+        end, pause = time.monotonic() + seconds, PAUSE / 4
+        while (value := self.get(key)) is None and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 4 * PAUSE)
+        return value
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> CommError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return CommError(
+            f"the store at {self._place} does not answer ({reason:.200}). It is hosted by the first agent of "
+            f"`dgcopt run --survive`; without it no rank can go on. Start the job anew from a checkpoint."
+        )
+
+
+class GlooComm(Comm):
+    """Collectives over Gloo groups that are made by hand; CUDA tensors travel through the host."""
+
+    wire = "torch"
+
+    def __init__(self, rank: int, size: int, deadline: float) -> None:
+        super().__init__(rank, size, deadline)
+        self._groups: dict[Channel, Any] = {}
+
+    def supports(self, collective: Collective) -> bool:
+        if isinstance(collective, ReduceScatter):
+            return False
+        return not isinstance(collective, AllReduce) or collective.tensor.dtype in REDUCED
+
+    def sent(self, collective: Collective) -> int:
+        size = self.size_of(collective.group)
+        return (size - 1) * collective.nbytes if tells_all(collective, size) else super().sent(collective)
+
+    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        group, tensor, size = self._groups.get(self._channel(collective.group)), collective.tensor, len(ranks)
+        if group is None:
+            raise CommError(f"rank {self.rank}: the group of {collective.describe()} is closed")
+        tensor = tensor.cpu()
+        if tensor.dtype not in MOVED and not isinstance(collective, AllReduce):
+            tensor = tensor.view(-1).view(torch.uint8)
+        divide_by = size if getattr(collective, "op", None) == "average" else 1
+        output, to_all = tensor, tells_all(collective, size)
+        works: list[dist.Work] = []
+        if to_all:
+            copies = tensor.view(-1).view(torch.uint8).repeat(size)
+            output = tensor.new_empty(size, *tensor.shape)
+            works.append(group.alltoall_base(output.view(-1).view(torch.uint8), copies, [], []))
+        elif isinstance(collective, AllReduce):
+            reducing = dist.AllreduceOptions()
+            reducing.reduceOp = dist.ReduceOp(REDUCE[collective.op])
+            works.append(group.allreduce([tensor], reducing))
+        elif isinstance(collective, AllGather):
+            output = tensor.new_empty(size, *tensor.shape)
+            works.append(group.allgather([list(output.unbind(0))], [tensor]))
+        elif isinstance(collective, AllToAll):
+            output = torch.empty_like(tensor)
+            works.append(group.alltoall_base(output, tensor, [], []))
+        elif isinstance(collective, Broadcast):
+            sending = dist.BroadcastOptions()
+            sending.rootRank = collective.root
+            works.append(group.broadcast([tensor], sending))
+        elif isinstance(collective, SendRecv):
+            if collective.source is not None:
+                output = torch.empty_like(tensor)
+                works.append(group.recv([output], collective.source, 0))
+            if collective.to is not None:
+                works.append(group.send([tensor], collective.to, 0))
+        elif isinstance(collective, Barrier):
+            works.append(group.barrier())
+        else:
+            raise CommError(f"torch.distributed does not have {collective.describe()}")
+        return Works(collective, works, output, divide_by, to_all)
+
+    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
+        """As `Comm.wait`, blocking inside the library."""
+        if not isinstance(handle, Works):
+            return super().wait(handle, deadline)
+        limit = self.deadline if deadline is None else deadline
+        try:
+            handle.wait(limit)
+            return handle.result()
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise self._late(handle.collective, limit) from error
+            raise self._failed(handle.collective, error) from error
+
+    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
+        raise ConfigError(
+            "dgcopt.init(survive=True) has no groups of some ranks, as process_set= and AsyncAverage need: leave "
+            "survive=True or the group out"
+        )
+
+
+Transfer: TypeAlias = Callable[[Comm], None]
+"""Gives this rank's state, as rank 0 of a comm, to its other ranks; on these takes it."""
+
+
+class SurvivingComm(GlooComm):
+    """One rank's end of a wire whose ranks may be lost and come back; made by `dgcopt.init(survive=True)`.
+
+    `rank` and `size` change when the membership does: at the end of a failed step, and at the first gradient of a step
+    if a process has asked to join. A process that comes back is alone until it has taken over the state of a live rank
+    (`come_back`).
+
+    Args:
+        store: where the ranks meet.
+        me: this process.
+        size: ranks of the first epoch.
+        rules: limits of negotiations.
+
+    Attributes: `epoch`, the membership, None before this process has come back; `commits`, steps committed by all
+    optimizers of this wire; `give`, the transfer of state to newcomers, without which none is admitted; `lost_seconds`,
+    time spent in recoveries.
+    """
+
+    survives = True
+
+    def __init__(self, store: TCPKeyValueStore, me: Status, size: int, rules: Rules) -> None:
+        super().__init__(0, 1, rules.deadline)
+        self._store = store
+        self._rules = rules
+        self._device, self._address = _device()
+        self._me = replace(me, where=json.dumps([_machine(), *self._address]))
+        self.epoch: Epoch | None = None
+        self.commits = 0
+        self.lost_seconds = 0.0
+        self.give: Transfer | None = None
+        self._prepared = self._admits = self._change_due = self._trains = False
+        self._handed = -1
+        self._looked = 0.0
+        self._live = threading.Lock()
+        self._connected: int | None = None  # the epoch whose connections are open
+        if not drive(has_begun(), store):
+            self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
+
+    @staticmethod
+    def from_environment(env: Mapping[str, str], rules: Rules) -> SurvivingComm:
+        """Join as the agent of `dgcopt run --survive` says. Raises ConfigError if there is none."""
+        missing = [name for name in (STORE, MEMBER, "RANK", "WORLD_SIZE") if name not in env]
+        if missing:
+            raise ConfigError(
+                f"dgcopt.init(survive=True) needs a store that outlives every rank, and the environment lacks "
+                f"{', '.join(missing)}: start the script by `dgcopt run --survive -np N train.py`"
+            )
+        if not sys.platform.startswith("linux"):
+            raise ConfigError("dgcopt.init(survive=True) needs Linux, where a process can shut down Gloo's connections")
+        host, _, port = env[STORE].rpartition(":")
+        store = TCPKeyValueStore(host, int(port), rules.deadline)
+        return SurvivingComm(store, Status(env[MEMBER], int(env["RANK"]), ""), int(env["WORLD_SIZE"]), rules)
+
+    # -- epochs ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, epoch: Epoch) -> None:
+        """Build the groups of an epoch, which may fail; on return this rank has its rank in it."""
+        self.epoch, self.generation = epoch, epoch.number + 1
+        self._set_ranks(epoch.members.index(self._me.member), len(epoch.members))
+        places = [json.loads(where) for where in epoch.where]
+        machines = [machine for machine, _, _ in places]
+        self._set_nodes([machines.index(machine) for machine in machines])
+        self.link = None
+        self._users.clear()
+        self._peers = {(host, port) for _, host, port in places} - {self._address}
+        with self._live:
+            self._connected = epoch.number
+        watcher = threading.Thread(target=self._watch, args=(epoch,), name="dgcopt watches the ranks", daemon=True)
+        watcher.start()
+        groups: list[tuple[Channel, tuple[int, ...]]] = [(self.ranks(), self.ranks())]
+        groups += [("control", self.ranks()), ("agreement", self.ranks())]
+        groups += [(members, members) for members in self._subgroups if self.rank in members]
+        for channel, members in groups if self.size > 1 else []:
+            self._groups[channel] = self._build(epoch, str(channel), [epoch.members[rank] for rank in members])
+
+    def _build(self, epoch: Epoch, name: str, members: list[str]) -> dist.ProcessGroupGloo:
+        """Build a group of some members, which waits for no rank that is known to have ended.
+
+        Raises CommError or RuntimeError if they do not all come.
+        """
+        rank, size, name = members.index(self._me.member), len(members), f"dgcopt/groups/{epoch.number}/{name}"
+        start, counter, tcp = time.monotonic(), f"{name}/here", self._store.tcp
+        tcp.add(counter, 1)
+        while tcp.add(counter, 0) < size:
+            lost = [one for one in members if self._store.get(gone_key(one)) is not None]
+            if lost or self._connected != epoch.number or time.monotonic() - start > min(self.deadline, BUILD):
+                raise CommError(f"{', '.join(lost) or 'a rank'} did not come to build the groups of {epoch.number}")
+            time.sleep(PAUSE)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._device]
+        options._timeout = timedelta(seconds=min(self.deadline, BUILD))
+        group = dist.ProcessGroupGloo(dist.PrefixStore(name, tcp), rank, size, options)
+        group._set_default_timeout(timedelta(seconds=self.deadline))
+        return group
+
+    def _watch(self, epoch: Epoch) -> None:
+        """Shut this rank's connections down as soon as another one has left the epoch."""
+        with contextlib.suppress(CommError):
+            # a connection of its own: while groups are built torch keeps other threads from the main one
+            store = TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
+            while self._connected == epoch.number:
+                time.sleep(LOOK)
+                if store.get(failed_key(epoch)) is not None:
+                    self._disconnect(epoch)
+                    store.set(noticed_key(epoch.number, self._me.member), "")
+                    return
+
+    def _disconnect(self, epoch: Epoch) -> None:
+        """Shut down the connections of an epoch, so that whoever waits in them fails at once, here and elsewhere."""
+        with self._live:
+            if self._connected == epoch.number:
+                _shut_down(self._address, self._peers)
+                self._connected = None
+
+    def _leave(self) -> None:
+        """Leave the groups of the epoch before this rank announces itself for the next one."""
+        assert self.epoch is not None
+        self._disconnect(self.epoch)
+        self._store.set(failed_key(self.epoch), str(self.rank))
+        for group in self._groups.values():
+            group.abort()
+        self._groups.clear()
+
+    def _begin_or_recover(self, epoch: Epoch) -> None:
+        try:
+            self._begin(epoch)
+        except RuntimeError as error:
+            log.warning("dgcopt: epoch %d could not begin, and is left again: %s", epoch.number, error)
+            self.recover()
+
+    def recover(self, error: CommError | None = None) -> None:
+        """Go on with the ranks that are left, and those that ask to join, as the next epoch.
+
+        Afterwards the step that `error` has interrupted is committed, if `commits` has grown, or else aborted on all.
+        Raises VotedOut if the others have gone on without this rank, QuorumLost if too few are left.
+        """
+        assert self.epoch is not None
+        start, before, step = time.monotonic(), self.epoch, self.commits
+        patience = self._rules.notice if isinstance(error, TimeoutExceeded) else None
+        while True:
+            self._leave()
+            status = replace(self._me, commits=self.commits, prepared=self._prepared, admits=self._admits)
+            negotiation = agree(status, self.epoch, self._rules, time.monotonic, patience)
+            epoch = drive(negotiation, self._store)
+            if self.commits not in (-1, epoch.commits):
+                self.commits, self._admits = epoch.commits, False
+            self._prepared = self._change_due = False
+            try:
+                self._begin(epoch)
+                break
+            except RuntimeError as failure:
+                log.warning("dgcopt: epoch %d could not begin, and is left again: %s", epoch.number, failure)
+        seconds = time.monotonic() - start
+        self.lost_seconds += seconds
+        ended = "committed" if self.commits > step else "aborted"
+        log.warning(
+            "dgcopt: epoch %d has %d ranks, after %d: lost %s, new %s. This one is rank %d. It took %.2f s; the step "
+            "under way was %s",
+            *(epoch.number, len(epoch.members), len(before.members)),
+            *(sorted({*before.members} - {*epoch.members}), sorted({*epoch.members} - {*before.members})),
+            *(self.rank, seconds, ended),
+        )
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
+        """As `Comm.confirm`; if it raises CommError the next epoch has begun."""
+        self._prepared = True
+        wanted = torch.tensor([self._is_asked()], dtype=torch.int32)
+        before = self.commits
+        try:
+            told = self.wait(start(AllReduce(wanted, op="max", group="control"), "commit"))
+        except CommError as error:
+            if isinstance(error, VotedOut | QuorumLost):
+                raise
+            self.recover(error)
+            if self.commits == before:
+                raise
+            return False
+        self._prepared = self._admits = False
+        self.commits += 1
+        self._change_due = bool(told)
+        return True
+
+    def _is_asked(self) -> bool:
+        """True on rank 0 if a process asks to join."""
+        assert self.epoch is not None
+        if self.rank != 0 or self.give is None or time.monotonic() - self._looked < LOOK:
+            return False
+        self._looked = time.monotonic()
+        return self._store.get(next_ask(self.epoch)) is not None
+
+    def begin_step(self) -> None:
+        """Take in those that have asked to join; every rank calls it between two steps.
+
+        Raises ConfigError on a rank that has come back and has no state yet.
+        """
+        if self.epoch is None:
+            raise ConfigError(
+                f"{self._me.member}: this rank has come back to a job that trains, and has no state. Before the first "
+                f"step, make state = dgcopt.survive.State(model=..., optimizer=..., step=0) and call state.sync()"
+            )
+        if not self._trains:
+            self._trains = True
+            self._store.set(trains_key(self._me.member), "")
+        self._admits = True
+        if self._change_due:
+            self.recover()
+        if self.epoch.newcomers and self._handed < self.epoch.number:
+            self._handed = self.epoch.number
+            self._hand_over(self.epoch)
+
+    def complete(self, act: Callable[[], Result]) -> Result:
+        """As `Comm.complete`: the function ends with a commit of its own."""
+        while True:
+            generation = self.generation
+            try:
+                result = act()
+                self.confirm(self._start_labelled)
+                return result
+            except (VotedOut, QuorumLost):
+                raise
+            except CommError as error:
+                if self.generation == generation:  # else the confirmation has recovered already
+                    self.recover(error)
+
+    def _start_labelled(self, collective: Collective, label: str) -> Handle:
+        collective.label = label
+        return self.start(collective)
+
+    # -- coming back -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_pending(self) -> bool:
+        """True for a process that has come back and has no state yet."""
+        return self.epoch is None or self.commits < 0
+
+    def _hand_over(self, epoch: Epoch) -> None:
+        """Give this rank's state to the newcomers, if it is the first that has state."""
+        giver = next(member for member in epoch.members if member not in epoch.newcomers)
+        if giver != self._me.member:
+            return
+        start = time.monotonic()
+        try:
+            if self.give is None:
+                raise CommError("dgcopt.survive.State.sync() was not called here")
+            self.give(self._pair(epoch))
+        except (CommError, RuntimeError) as error:  # the newcomer is gone, as the vote will tell
+            log.warning("dgcopt: rank %d could not give its state to a new rank: %s", self.rank, error)
+            return
+        log.info("dgcopt: rank %d gave its state to %s in %.2f s", self.rank, epoch.newcomers, time.monotonic() - start)
+
+    def _pair(self, epoch: Epoch) -> Comm:
+        """A comm of the rank that gives its state, as rank 0, and the newcomers."""
+        giver = next(member for member in epoch.members if member not in epoch.newcomers)
+        members = [giver, *epoch.newcomers]
+        comm = GlooComm(members.index(self._me.member), len(members), self.deadline)
+        channels: list[Channel] = [comm.ranks(), "agreement"]
+        for channel in channels:
+            comm._groups[channel] = self._build(epoch, f"handover/{channel}", members)
+        comm.checksums = True
+        return comm
+
+    def come_back(self, take: Transfer) -> None:
+        """Join the ranks that train, and take over the state of one of them.
+
+        Raises QuorumLost if they do not take this process in before the deadline.
+        """
+        self.commits = -1
+        self._begin_or_recover(drive(join(self._me, self._rules, time.monotonic), self._store))
+        while self.commits < 0:
+            assert self.epoch is not None
+            try:
+                take(self._pair(self.epoch))
+                self.commits, self._handed = self.epoch.commits, self.epoch.number
+            except RuntimeError as error:
+                log.warning(
+                    "dgcopt: %s could not take over a rank's state, and tries again: %s", self._me.member, error
+                )
+                self.recover()
+
+    def close(self) -> None:
+        """Leave for good, and tell the others, who need not wait then."""
+        super().close()
+        with contextlib.suppress(CommError):
+            self._store.set(gone_key(self._me.member), "left")
+        self._groups.clear()
+
+
+def _machine() -> str:
+    return os.environ.get("DGCOPT_NODE") or socket.gethostname()
+
+
+def _device() -> tuple[object, tuple[str, int]]:
+    """Make Gloo's device of this process; return it with the address at which it listens."""
+    before = _listening()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    make = dist.ProcessGroupGloo
+    device = make.create_device(interface=interface) if interface else make.create_default_device()
+    addresses = _listening() - before
+    if len(addresses) != 1:
+        raise CommError(f"Gloo listens at {len(addresses)} new addresses of this process, not at one: {addresses}")
+    return device, addresses.pop()
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Copies of the TCP sockets of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                        yield one
+
+
+def _is_listening(one: socket.socket) -> bool:
+    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _listening() -> set[tuple[str, int]]:
+    return {one.getsockname()[:2] for one in _sockets() if _is_listening(one)}
+
+
+def _shut_down(mine: tuple[str, int], theirs: set[tuple[str, int]]) -> None:
+    """Shut down the connections of Gloo: those to its own address, and those to the addresses of other ranks.
+
+    Its `abort` does not: a thread that waits for a rank that stands still keeps the connections to all others open.
+    """
+    for one in _sockets():
+        with contextlib.suppress(OSError):
+            if not _is_listening(one) and (one.getsockname()[:2] == mine or one.getpeername()[:2] in theirs):
+                one.shutdown(socket.SHUT_RDWR)

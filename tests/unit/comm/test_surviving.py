@@ -1,0 +1,48 @@
+"""`dgcopt.init(survive=True)`: requirements and refusals."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+import dgcopt
+from dgcopt.comm.membership import MEMBER, STORE
+from dgcopt.errors import CommError, ConfigError
+
+
+def test_without_a_launcher_it_has_no_effect() -> None:
+    assert dgcopt.init(survive=True).wire == "local"
+
+
+@pytest.mark.parametrize(
+    "settings, environment, problem",
+    [
+        ({"min_ranks": 0}, {}, "min_ranks"),
+        ({"survive": 1}, {}, "survive"),
+        ({"wire": "mpi"}, {}, "wire 'torch' and one connection"),
+        ({"streams": 2}, {STORE: "127.0.0.1:1"}, "wire 'torch' and one connection"),
+        ({}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, f"lacks {STORE}, {MEMBER}"),
+        ({}, {STORE: "127.0.0.1:1", MEMBER: "0.0.0"}, "lacks RANK, WORLD_SIZE"),
+    ],
+)
+def test_refused(
+    settings: dict[str, Any], environment: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=problem):
+        dgcopt.init(**{"survive": True, **settings})
+
+
+def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the host and the remedy."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {STORE: f"127.0.0.1:{port}", MEMBER: "0.0.0", "RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommError, match=f"the store at 127.0.0.1:{port} does not answer .* first agent"):
+        dgcopt.init(survive=True, deadline=1.0)

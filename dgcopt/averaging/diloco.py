@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ class DiLoCo(Averaging):
     correction, error feedback and warm-up, counted in outer steps. Loading a checkpoint of another world size preserves
     the mean of the residuals, like that of the weights.
 
+    Error feedback alone takes the weights back to the anchor, so that local progress e_i which was not sent is gone
+    from where the next gradients are taken. With unsent="local" it stays there: x_i <- a - e_i after the outer step.
+
     Args:
         every: H, local steps between two outer steps of a parameter. Larger sends less; beyond some hundreds the loss
             suffers.
@@ -61,10 +64,14 @@ class DiLoCo(Averaging):
         alpha: fraction of its own weights that a rank keeps, in [0, 1]: 0 makes all ranks equal, 1 only moves the
             anchor.
         warmup_steps: number of first steps of dense data-parallel training.
+        unsent: "apart" to keep progress that was not sent in the compressor's residual only; "local" to keep it in
+            this rank's weights too, which then differ from other ranks' by the residuals: `averaging.residual_norm()`
+            is the distance from the anchor, and `averaging.averaged()` evaluates the mean. For rules whose residual is
+            all that they do not send, such as TopK; needs alpha = 0.
 
     Costs, every H steps, the cost of `compression` for one gradient. Memory: the anchor (float32 for half precision),
     the outer optimizer's state, and the outer gradient during its exchange. After an outer step all ranks hold the same
-    bits if alpha is 0 and there is one fragment.
+    bits if alpha is 0, there is one fragment, and nothing unsent is kept in the weights.
 
     Raises ConfigError for settings out of range, and for a compressor that needs every step's gradient.
     Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
@@ -80,6 +87,7 @@ class DiLoCo(Averaging):
         delay: int = 0,
         alpha: float = 0.0,
         warmup_steps: int = 0,
+        unsent: Literal["apart", "local"] = "apart",
     ) -> None:
         self.every = check_whole(every, "every", 1)
         self.outer = partial(SGD, lr=0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -88,6 +96,7 @@ class DiLoCo(Averaging):
         self.delay = check_whole(delay, "delay", 0)
         self.alpha = alpha
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
+        self.unsent = unsent
         if every % fragments:
             raise ConfigError(f"every must be a multiple of fragments: every is {every}, fragments {fragments}")
         if delay >= self.interval:
@@ -97,6 +106,13 @@ class DiLoCo(Averaging):
             )
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
             raise ConfigError(f"alpha must be a number from 0 to 1, not {alpha!r}")
+        if unsent not in ("apart", "local"):
+            raise ConfigError(f'unsent must be "apart" or "local", not {unsent!r}')
+        if unsent == "local" and (alpha or self.compression is None or self.compression.sends == "update"):
+            raise ConfigError(
+                'unsent="local" needs a compressor of gradients, such as compression=TopK(0.01), and alpha=0: the '
+                f"compressor is {self.compression!r}, alpha {alpha}"
+            )
         if not callable(self.outer):
             raise ConfigError(f"outer must be a factory of optimizers, such as partial(SGD, lr=0.7), not {outer!r}")
         for part in self.compression.parts() if self.compression is not None else ():
@@ -118,7 +134,7 @@ class DiLoCo(Averaging):
         return step % self.interval == 0
 
     def identical(self, step: int) -> bool:
-        return self.due(step) and self.fragments == 1 and self.alpha == 0
+        return self.due(step) and self.fragments == 1 and self.alpha == 0 and self.unsent == "apart"
 
     def set_steps_per_epoch(self, steps: int) -> None:
         if self.compression is not None:
@@ -241,6 +257,14 @@ class OuterSync(Sync):
         """Return the parameters of a fragment and their anchors."""
         return [(param, self.anchors[param]) for param in self._fragments[fragment]]
 
+    def _starts(self, fragment: int) -> Iterator[tuple[Tensor, nn.Parameter, Tensor]]:
+        """Yield the parameters of a fragment, their anchors, and the weights at which local steps start from these."""
+        engine = _steps_of(self.outers[fragment]).engine
+        residual = engine.store.residual() if engine is not None and self.rule.unsent == "local" else {}
+        for param, anchor in self.members(fragment):
+            unsent = residual.get(self.round.names[param])
+            yield param, anchor, anchor if unsent is None else anchor - unsent
+
     @torch.no_grad()
     def _send(self, fragment: int, again: bool = False) -> None:
         """Give the outer optimizer its pseudo-gradient, and launch the exchange.
@@ -251,11 +275,11 @@ class OuterSync(Sync):
         names, weight = self.round.names, self.round.replica.weight
         outer, saved = self.outers[fragment], self._outgoing
         graded = {}
-        for param, anchor in self.members(fragment):
+        for param, anchor, start in self._starts(fragment):
             anchor.requires_grad_(names[param] in saved if again else self._may_differ(param))
             if anchor.requires_grad:
-                # relative to the rounded anchor that was written to the weights; rounding must not count as a change
-                change = anchor.to(param.dtype).to(anchor.dtype) - param
+                # relative to the rounded start that was written to the weights; rounding must not count as a change
+                change = start.to(param.dtype).to(anchor.dtype) - param
                 anchor.grad = saved[names[param]] if again else change.mul_(weight)
                 graded[names[param]] = anchor
         if self.rule.delay:
@@ -301,12 +325,13 @@ class OuterSync(Sync):
     @torch.no_grad()
     def _take_over(self, fragment: int) -> None:
         """Write anchors to weights."""
-        followed = [(param, anchor) for param, anchor in self.members(fragment) if self._may_differ(param)]
-        alpha = self.rule.alpha
-        for param, anchor in followed:
-            param.copy_(anchor if alpha == 0 else torch.lerp(anchor, param.to(anchor), alpha))
+        rule, followed = self.rule, list[Tensor]()
+        for param, anchor, start in self._starts(fragment):
+            if self._may_differ(param):
+                param.copy_(start if rule.alpha == 0 else torch.lerp(anchor, param.to(anchor), rule.alpha))
+                followed.append(param)
         self.sending, self._outgoing = None, {}
-        self.round.replica.mark_synced([param for param, _ in followed] if alpha == 0 else [])
+        self.round.replica.mark_synced(followed if rule.alpha == 0 and rule.unsent == "apart" else [])
 
     def _may_differ(self, param: Tensor) -> bool:
         """Return True if ranks train the parameter, or have trained it since it was equal on all."""

@@ -129,6 +129,14 @@ class Store:
         self._waiting, self.shared = copied(state["memory"]), copied(state["shared"])
         self.made_of = dict(state["made_of"])
 
+    def residual(self) -> dict[str, Tensor]:
+        """Return this rank's residual by parameter name, without copies; of parameters that have one."""
+        held = dict(self._waiting.get("residual", {}))
+        for bucket, flats in self._flat.items():
+            if "residual" in flats:
+                held |= bucket.by_name(flats["residual"])
+        return held
+
     def residual_norm(self) -> float:
         """Euclidean norm of what this rank has not sent yet; 0.0 for algorithms that hold nothing back."""
         held = [(kind, tensor) for kind, by_name in self._waiting.items() for tensor in by_name.values()]

@@ -76,6 +76,7 @@ AVERAGED: dict[str, tuple[Averaging, Make]] = {
     "DiLoCo": (DiLoCo(3), ADAM),
     "DiLoCo, streaming": (DiLoCo(6, fragments=2, delay=2, alpha=0.5), MOMENTUM),
     "DiLoCo, DGC": (DiLoCo(2, functools.partial(SGD, lr=0.7), dgcopt.DGC(0.1), warmup_steps=1), ADAM),
+    "DiLoCo, unsent local": (DiLoCo(2, compression=dgcopt.TopK(0.1), unsent="local"), ADAM),
     "SparseLoCo": (SparseLoCo(3, 0.1, 64), ADAM),
 }
 """Algorithms, each with an optimizer to go around."""

@@ -41,6 +41,7 @@ RULES: dict[str, Averaging] = {
     "DiLoCo TopK": DiLoCo(every=2, compression=dgcopt.TopK(0.1)),
     "DiLoCo TopK owner": DiLoCo(every=2, compression=dgcopt.TopK(0.1, reduce="owner")),
     "DiLoCo fragments": DiLoCo(every=4, fragments=2, delay=1, alpha=0.5),
+    "DiLoCo unsent local": DiLoCo(every=2, compression=dgcopt.TopK(0.1), unsent="local"),
     "SparseLoCo": SparseLoCo(every=2, warmup=()),
 }
 

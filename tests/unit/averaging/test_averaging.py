@@ -235,7 +235,7 @@ OTHERS: dict[str, list[Any]] = {
     "int | None": [2],
     "float": [0.31],
     "bool": [True, False],
-    "str": ["shift_one", "drift"],
+    "str": ["shift_one", "drift", "local"],
     "Averaging | None": [averaging.LocalSGD(5)],
     "Graph | None": [Ring()],
     "Outer | None": [sgd(0.3)],
@@ -257,6 +257,7 @@ def test_repr_tells_settings_apart(name: str):
         for value in OTHERS[annotation]:
             fits: dict[str, Any] = {"sharded": {"exact": True}, "exact": {"sharded": False}}.get(setting, {})
             fits |= {"fragments": {"every": 21}, "delay": {"every": 21}}.get(setting, {})
+            fits |= {"compression": dgcopt.TopK(0.5)} if setting == "unsent" else {}
             try:
                 rule = kind(**{**fits, setting: value})
             except ConfigError:

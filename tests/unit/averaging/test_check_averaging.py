@@ -34,6 +34,7 @@ from dgcopt.testing import ConformanceError, Report, check_averaging
         LowPrecisionDecentralized(),
         SPARTA(0.1),
         DiLoCo(4, fragments=2, delay=1, alpha=0.5),
+        DiLoCo(2, compression=dgcopt.TopK(0.1), unsent="local"),
         SparseLoCo(2, 0.1, 64),
     ],
     ids=repr,

@@ -1,8 +1,9 @@
-"""Sharded parameters where nothing can average them: refused when they are given, in one sentence."""
+"""Sharded parameters in one process: memory that torch replaces, and refusals where nothing can average them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 
 import dgcopt
 from dgcopt import simulated_world
+from dgcopt.flat.local_shard import local
+from dgcopt.gradients.replicas import comm_of_replicas
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 
@@ -89,3 +92,70 @@ def test_a_hook_of_fsdp_is_refused_in_backward() -> None:
     model.register_comm_hook(state, hook)
     with pytest.raises(dgcopt.ConfigError, match="ddp_hook is for DistributedDataParallel"):
         model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("when", ["before the first step", "between two steps"])
+def test_shards_are_followed_to_memory_that_torch_has_replaced(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fully_shard replaces shards that it pads, before the first forward pass: AdamW's update is of the new ones.
+
+    The other rank has a plain model, as simulated ranks that are moved on by another one do not look at their shards.
+    """
+    monkeypatch.setattr("dgcopt.gradients.optimizer.comm_of_replicas", lambda comm, *_: comm)
+
+    def trained(replaced_at: int) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        models = [fsdp2(), plain()]
+        for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            theirs.data.copy_(ours.to_local())
+        optimizers = [
+            dgcopt.DistributedOptimizer(AdamW(m.parameters(), lr=0.1), m.named_parameters(), dgcopt.DGC(0.5), comm=comm)
+            for m, comm in zip(models, simulated_world(2), strict=True)
+        ]
+        for step in range(4):
+            if step == replaced_at:
+                for param in models[0].parameters():
+                    param._local_tensor = param._local_tensor.clone()  # as torch's reset_sharded_param does
+                models[0].float()  # after which fully_shard gathers from there
+            for rank, model in enumerate(models):
+                model.zero_grad()
+                model(torch.ones(2, 4) * (rank + step)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        weights = [local(param.detach()).clone() for param in models[0].parameters()]
+        assert all(map(torch.equal, weights, models[1].parameters()))
+        return weights
+
+    replaced_at = 0 if when == "before the first step" else 2
+    assert all(map(torch.equal, trained(replaced_at), trained(-1)))
+
+
+class Told:
+    """Rank 0 of four over torch, to whom all ranks have told their meshes."""
+
+    wire, is_part, rank, size = "torch", False, 0, 4
+
+    def __init__(self, shards: list[tuple[int, int]]) -> None:
+        self.shards = shards
+
+    def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def run(self, collective: Any) -> torch.Tensor:
+        rows = collective.tensor.repeat(self.size, 1)
+        rows[:, :2] = torch.tensor(self.shards)
+        return rows
+
+    def across_replicas(self, replicas: list[tuple[int, ...]]) -> Any:
+        mine = next(replica for replica in replicas if self.rank in replica)
+        return SimpleNamespace(ranks=lambda group: mine)
+
+
+def test_a_parameter_on_the_mesh_of_another_replica_is_refused() -> None:
+    """Groups divide all ranks, and each is of the ranks of the other."""
+    param = nn.Parameter(torch.ones(3))
+    param.device_mesh = SimpleNamespace(mesh=torch.tensor([0, 1]))  # type: ignore[attr-defined]
+    comm_of_replicas(Told([(0, 1), (0, 1), (2, 3), (2, 3)]), {param: "w"}, dgcopt.DGC(0.1), None, False)
+    param.device_mesh.mesh = torch.tensor([2, 3])  # type: ignore[attr-defined]
+    message = r"parameter 'w' is sharded over ranks \[2, 3\], but this replica of the model is ranks \[0, 1\]"
+    with pytest.raises(dgcopt.ConfigError, match=message):
+        comm_of_replicas(Told([(2, 3), (2, 3), (0, 1), (0, 1)]), {param: "w"}, dgcopt.DGC(0.1), None, False)

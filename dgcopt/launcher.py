@@ -435,8 +435,11 @@ def become(command: Command) -> NoReturn:
 
 
 def run_all(commands: Sequence[Command]) -> int:
-    """One command for each machine. The first that fails ends the others, and gives the exit status."""
-    running = [subprocess.Popen(command.words, env={**os.environ, **command.env}) for command in commands]
+    """Run one command for each machine; return the exit status.
+
+    The first that fails, or cannot be started, ends the others. Raises OSError or ValueError for the latter.
+    """
+    running: list[subprocess.Popen[bytes]] = []
 
     def end(*_: object) -> None:
         for process in running:
@@ -444,21 +447,28 @@ def run_all(commands: Sequence[Command]) -> int:
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
+        for command in commands:
+            running.append(subprocess.Popen(command.words, env={**os.environ, **command.env}))
         while True:
             codes = [process.poll() for process in running]
             failed = next((code for code in codes if code), 0)
             if failed or None not in codes:
                 break
             time.sleep(0.1)
-        end()
-        deadline = time.monotonic() + GRACE
-        for process in running:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
     finally:
+        end()
+        _wait_or_kill(running)
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 - failed if failed < 0 else failed
+
+
+def _wait_or_kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes that were told to end, and kill those that have not within `GRACE` seconds."""
+    deadline = time.monotonic() + GRACE
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -165,10 +165,14 @@ def exported(path: Path, table: str) -> tuple[str, set[str]]:
 def test_elsewhere_kernels_say_why_they_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
     monkeypatch.setattr(library, "_LIBRARY", ROOT / "dgcopt" / "no-such-library.so")
-    for platform, words in (("darwin", "are for Linux only"), ("win32", "are for Linux only"), ("linux", "not built")):
+    for platform, words in (
+        ("darwin", "are for Linux only"),
+        ("win32", "are for Linux only"),
+        ("linux", "are missing"),
+    ):
         monkeypatch.setattr("sys.platform", platform)
         library._library.cache_clear()
-        assert library.in_use().startswith("torch, as the native ones") and words in library.in_use()
+        assert library.in_use().startswith("torch, as the compiled loops") and words in library.in_use()
     monkeypatch.undo()
     library._library.cache_clear()
 

@@ -20,7 +20,7 @@ from dgcopt.kernels import Chunks, Groups, Mixture, Momentum, Parts, native
 
 built = pytest.mark.skipif(
     not native.instructions(),
-    reason="the native kernels are not built here: install dgcopt with a C compiler, on a processor with AVX2 or NEON",
+    reason="the compiled loops are not built here: install dgcopt with a C compiler, on a processor with AVX2 or NEON",
 )
 EXAMPLES = int(os.environ.get("DGCOPT_TEST_EXAMPLES", "250"))
 ON_CUDA = torch.cuda.is_available()

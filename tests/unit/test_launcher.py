@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -268,6 +270,29 @@ def test_of_several_commands_the_first_that_fails_counts() -> None:
     assert run_all([python("import os; os.kill(os.getpid(), 9)")]) == 137, "as a shell says it"
     assert run_all([python("pass"), python("import time; time.sleep(0.3)")]) == 0
     assert time.monotonic() - start < 30
+
+
+def test_a_command_that_cannot_be_started_ends_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a line that is too long, for the second of several machines."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    first = Command((sys.executable, "-c", "import time; time.sleep(60)"))
+    try:
+        with pytest.raises(OSError, match="no-such-program"):
+            run_all([first, first, Command(("no-such-program",)), first])
+        assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_the_command_itself(tmp_path: Path) -> None:

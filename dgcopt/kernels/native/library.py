@@ -49,6 +49,7 @@ __all__ = [
 log = logging.getLogger("dgcopt")
 
 _LIBRARY = Path(__file__).parent.with_name("libdgcopt.so")
+REBUILD = "with a C compiler run `python setup.py build_ext --inplace --force` in the sources, or install dgcopt again"
 _SHARE = 2**16
 """Elements that are worth a thread of their own."""
 
@@ -59,7 +60,8 @@ Pointer, Length, Float, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, c
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str, str]:
-    """The library, or None if it is not used; the instruction set in use; and why there is none. The log says it once.
+    """The library, or None if it is not used; the instruction set in use; and why there is none. The log says it once:
+    a warning where a library is expected.
 
     Raises ConfigError if DGCOPT_KERNELS asks for what there is not.
     """
@@ -68,23 +70,24 @@ def _library() -> tuple[ctypes.CDLL | None, str, str]:
         raise ConfigError(f'DGCOPT_KERNELS must be "native" or "torch", not {choice!r}')
     if choice == "torch":
         return None, "", "DGCOPT_KERNELS says"
+    level = logging.INFO
     try:
         library = ctypes.CDLL(str(_LIBRARY))
-        variant = _text(library, "dgcopt_cpu")
-        problem = "" if variant else "need a processor with AVX2 and FMA, or NEON"
         if not _is_of_these_sources(library):
-            problem = "were built from other sources than there are now: install dgcopt again"
+            level, problem = logging.WARNING, f"are older than their sources: {REBUILD}"
+        else:
+            variant = _text(library, "dgcopt_cpu")
+            problem = "" if variant else "need a processor with AVX2 and FMA, or NEON"
     except OSError:
-        problem = (
-            "were not built: install a C compiler, and dgcopt again"
-            if sys.platform == "linux"
-            else "are for Linux only; the bits are the same"
-        )
+        if sys.platform == "linux":
+            level, problem = logging.WARNING, f"are missing ({_LIBRARY}): {REBUILD}"
+        else:
+            problem = "are for Linux only; the bits are the same"
     if problem and choice == "native":
-        raise ConfigError(f"DGCOPT_KERNELS=native, but the native kernels {problem}")
+        raise ConfigError(f"DGCOPT_KERNELS=native, but the compiled loops {problem}")
     if problem:
-        log.info("dgcopt: compression runs in torch, as the native kernels %s", problem)
-        return None, "", f"the native ones {problem}"
+        log.log(level, "dgcopt: compression runs in torch, to the same bits, as the compiled loops %s", problem)
+        return None, "", f"the compiled loops {problem}"
     return library, variant, ""
 
 

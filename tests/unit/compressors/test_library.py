@@ -230,9 +230,9 @@ def test_command_shows_what_is_in_use(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("choice", "status", "words"),
     [
-        ("", 0, "torch, as the native ones were not built: install a C compiler"),
+        ("", 0, "torch, as the compiled loops are missing ("),
         ("torch", 0, "torch, as DGCOPT_KERNELS says"),
-        ("native", 2, "none: DGCOPT_KERNELS=native, but the native kernels were not built"),
+        ("native", 2, "none: DGCOPT_KERNELS=native, but the compiled loops are missing"),
         ("fast", 2, "none: DGCOPT_KERNELS must be"),
     ],
 )

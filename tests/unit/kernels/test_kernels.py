@@ -482,11 +482,33 @@ def test_without_the_library_everything_runs_in_torch(tmp_path, monkeypatch, cap
         with caplog.at_level("INFO", "dgcopt"):
             assert kernels.instructions() == "" and kernels.instructions() == ""
             assert kernels.pack_small(torch.ones(8, dtype=torch.uint8), 1).tolist() == [255]
-        assert caplog.text.count("install a C compiler") == 1
+        told = [(record.levelname, record.getMessage()) for record in caplog.records]
+        assert [level for level, _ in told] == ["WARNING"], "once in a process"
+        assert f"compiled loops are missing ({tmp_path / 'missing.so'})" in told[0][1]
+        assert "`python setup.py build_ext --inplace --force`" in told[0][1]
         monkeypatch.setenv("DGCOPT_KERNELS", "native")
         library._library.cache_clear()
-        with pytest.raises(ConfigError, match="were not built"):
+        with pytest.raises(ConfigError, match="loops are missing"):
             kernels.instructions()
+    finally:
+        library._library.cache_clear()
+
+
+@pytest.mark.parametrize("why", ["processor", "platform"])
+def test_where_no_library_is_expected_nothing_warns(why, tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
+    if why == "platform":
+        monkeypatch.setattr(library, "_LIBRARY", tmp_path / "missing.so")
+        monkeypatch.setattr(library.sys, "platform", "darwin")
+    else:
+        monkeypatch.setattr(library.ctypes, "CDLL", lambda _: None)
+        monkeypatch.setattr(library, "_text", lambda *_: "")
+    library._library.cache_clear()
+    try:
+        with caplog.at_level("INFO", "dgcopt"):
+            assert kernels.instructions() == ""
+        words = {"platform": "are for Linux only", "processor": "need a processor with"}[why]
+        assert [record.levelname for record in caplog.records] == ["INFO"] and words in caplog.text
     finally:
         library._library.cache_clear()
 
@@ -505,7 +527,8 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
         library._library.cache_clear()
         with caplog.at_level("INFO", "dgcopt"):
             assert kernels.instructions() == ""
-        assert "install dgcopt again" in caplog.text
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "are older than their sources" in caplog.text and "install dgcopt again" in caplog.text
     finally:
         library._library.cache_clear()
 

@@ -75,7 +75,7 @@ from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
 from .flat.gradient import SparseSum
 from .fuse import fuse_optimizer
-from .gradients.ddp import ddp_hook
+from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
 from .uneven import join
 from .version import __version__

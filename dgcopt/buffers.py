@@ -57,6 +57,6 @@ def sync_buffers(model: nn.Module, optimizer: Optimizer, every: int = 1, how: Ho
                 "Call optimizer.averaging.abort() and then dgcopt.broadcast_parameters(dict(model.named_buffers())) on "
                 "all ranks."
             )
-        averaging.buffers = buffers
+        averaging.sync_buffers(buffers)
     if steps is not None:
-        steps.wrapped.buffers = buffers
+        steps.wrapped.sync_buffers(buffers)

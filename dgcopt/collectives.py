@@ -96,6 +96,14 @@ class Collective:
         if self.group not in GROUPS:
             raise ConfigError(f"group must be one of {', '.join(GROUPS)}, not {self.group!r}")
 
+    def call(self, label: str, user: int | None) -> None:
+        """Set the label, and the number of the user that starts it."""
+        self.label, self.user = label, user
+
+    def send_beside(self, other: Collective) -> None:
+        """Go to the group of `other`, on the device of its tensor."""
+        self.group, self.tensor = other.group, self.tensor.to(other.tensor.device)
+
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's message."""

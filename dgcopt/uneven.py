@@ -85,7 +85,7 @@ def join(
             part.participation.begin(divide_by == "active", throws)
         yield
         for part in serving:
-            part.participation.here = False
+            part.participation.leave()
         serve([part.runner for part in serving])
 
 

@@ -185,7 +185,7 @@ def table(records: list[dict[str, Any]]) -> str:
 PARTS = {
     "hook": ["gradients.stepping:Stepping.gradient_arrived"],
     "fill": ["gradients.tracker:GradientTracker.fill"],
-    "vote": ["gradients.engine:Engine._take_vote"],
+    "vote": ["gradients.gradient_step:GradientStep.ballot"],
     "launch": ["gradients.outgoing:OutgoingBuckets.launch_rest", "gradients.outgoing:OutgoingBuckets.launch_full"],
     "finish": ["exchange.scheduler:CollectiveScheduler.finish"],
     "commit": ["exchange.commit:commit_memory"],

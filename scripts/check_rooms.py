@@ -6,6 +6,9 @@
 3. Neither modules nor rooms import each other in a circle, imports inside functions and for type checking included. A
    room is a module or package directly in dgcopt; an arrow is one room that imports from another.
 
+4. In gradients/, exchange/ and averaging/ no function assigns an attribute of another object (`self.x.y = ...`,
+   `other.y = ...`), but of one that it has made itself, of a class in the same file, or of those in `ASSIGNED`.
+
     python scripts/check_rooms.py          # prints `file:line: fault` for each, and exits with code 1 if there is one
 """
 
@@ -48,6 +51,26 @@ FOREIGN = {
     "_current_frames": "sys: the same",
 }
 """Underscore names of other libraries, and what they are."""
+
+OWNED = ("dgcopt/gradients/", "dgcopt/exchange/", "dgcopt/averaging/")
+"""The rooms in which every object changes its own attributes only."""
+
+ASSIGNED = {
+    "grad": "torch: a parameter's gradient, which the exchange replaces",
+    "data": "torch: the memory of a tensor",
+    "atexit": "weakref.finalize: whether it runs at the end of the process",
+    "args": "an exception's words, to which its catcher adds a remedy",
+    "__class__": "the optimizer that is wrapped stays the same object, of another class",
+    "hooked": "torch: a step that has hooks around it",
+    "optimizer.step": "torch: the step that an LR scheduler has bound to an optimizer",
+    "_opt_called": "torch: what that scheduler's counter sets",
+    "averaging": "the public attribute that averaging adds to the user's optimizer",
+    "source": "a compressor's public setting, which wrappers set on their parts too",
+}
+"""Attributes of other objects that may be assigned, of any object or of one variable, and why."""
+
+MAKERS = {"copy", "deepcopy", "replace", "__new__"}
+"""Functions that make an object, beside calls of classes."""
 
 SIMULATED = {"SimulatedComm", "constructs_in_turn", "takes_turns", "nudge", "simulated_world"}
 MAY_SIMULATE = (
@@ -107,6 +130,47 @@ def faults(tree: ast.AST, may_simulate: bool) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"names {name}: only the wires and the runner know of simulated ranks"
 
 
+def assignments(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the assignments to attributes of objects that a function does not own."""
+    fields = {field for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for field in fields_of(node)}
+
+    def search(node: ast.AST, made: set[str]) -> Iterator[tuple[int, str]]:
+        for child in ast.iter_child_nodes(node):
+            inner = made | made_in(child) if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else made
+            if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store):
+                owns = is_own(child.value) or (isinstance(child.value, ast.Name) and child.value.id in inner)
+                is_of_this_file = child.attr in fields and isinstance(child.value, ast.Name)
+                if not owns and not is_of_this_file and ASSIGNED.keys().isdisjoint((child.attr, ast.unparse(child))):
+                    yield child.lineno, f"assigns {ast.unparse(child)}: give its owner a method"
+            yield from search(child, inner)
+
+    yield from search(tree, set())
+
+
+def fields_of(kind: ast.ClassDef) -> set[str]:
+    """Names of the attributes that the methods of a class assign, or its body declares."""
+    fields = {
+        node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(kind):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            fields.add(node.attr)
+    return fields
+
+
+def made_in(function: ast.AST) -> set[str]:
+    """Names of the variables to which a function assigns an object that it has made."""
+    made: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
+            called = node.value.func.value if isinstance(node.value.func, ast.Subscript) else node.value.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            if name[:1].isupper() or name in MAKERS:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                made.update(target.id for target in targets if isinstance(target, ast.Name))
+    return made
+
+
 def imports() -> dict[str, set[str]]:
     """Return the modules of dgcopt that each of its modules imports."""
     graph = grimp.build_graph("dgcopt", cache_dir=None)
@@ -140,7 +204,10 @@ def main() -> int:
     found = 0
     for path in sorted((ROOT / "dgcopt").rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
-        for line, fault in sorted(faults(ast.parse(path.read_text()), place.startswith(MAY_SIMULATE))):
+        tree = ast.parse(path.read_text())
+        found_here = [*faults(tree, place.startswith(MAY_SIMULATE))]
+        found_here += assignments(tree) if place.startswith(OWNED) else []
+        for line, fault in sorted(found_here):
             print(f"{place}:{line}: {fault}")
             found += 1
     modules = imports()

@@ -19,13 +19,15 @@ from ..compressors.context import at_least_float32
 from ..compressors.frozen_adam import FrozenAdam
 from ..compressors.schedule import Warmup
 from ..errors import ConfigError
+from ..exchange.commit import NotFinite
 from ..exchange.runner import Job
+from ..exchange.step import Aborted
+from ..exchange.vote import Verdict
 from ..flat.buckets import Bucket
-from ..flat.gradient import is_finite
 from ..flat.store import Memory
 from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
 from .base import Averaging
-from .sync import Round, Sync
+from .sync import Round, RoundStep, Sync
 
 __all__ = ["DiLoCo", "Outer", "OuterSync", "SparseLoCo"]
 
@@ -189,7 +191,8 @@ class OuterSync(Sync):
 
     Each fragment has a DistributedOptimizer of its anchors, whose own engine exchanges and votes.
 
-    Attributes: `anchors`, of all parameters; `sending`, the fragment in flight, if any.
+    Attributes: `anchors`, of all parameters; `sending`, the fragment in flight, if any; `last_local_step`, the last one
+    that this rank has made itself.
     """
 
     def __init__(self, rule: DiLoCo, round: Round) -> None:
@@ -202,7 +205,7 @@ class OuterSync(Sync):
         self._fragments: list[list[Tensor]] = _split(list(round.names), rule.fragments)
         self._anchored: set[Tensor] = set()  # parameters whose anchor is the start of the local steps
         self._outgoing: dict[str, Tensor] = {}  # the outer gradient in flight, for a checkpoint during `delay`
-        self._moved = 0  # this rank's own last local step
+        self.last_local_step = 0
         for params in self._fragments:
             anchors = {param: _anchor(param) for param in params}
             outer = rule.outer(list(anchors.values()))
@@ -220,7 +223,7 @@ class OuterSync(Sync):
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
             if (engine := _steps_of(outer).engine) is not None:
-                engine.looks_at_sums = True  # outer steps are rare, and NaN would stay in the anchors
+                engine.inspect_sums()  # outer steps are rare, and NaN would stay in the anchors
 
     def set_steps_per_epoch(self, steps: int) -> None:
         super().set_steps_per_epoch(steps)
@@ -235,7 +238,7 @@ class OuterSync(Sync):
 
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
-        held = self.round.replica.store.shared.get("anchor", {})
+        held = self.round.replica.saved_anchors()
         for segment in bucket.segments:
             if segment.param not in self._anchored:
                 self._anchored.add(segment.param)
@@ -244,7 +247,7 @@ class OuterSync(Sync):
     # -- an outer step -----------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        self._moved = self.round.local_step
+        self.last_local_step = self.round.local_step
         arrival = self.round.local_step + self.rule.delay
         if self.rule.delay and self.rule.due(arrival) and not self.round.joining:
             self._send(self.turn(arrival))
@@ -288,45 +291,25 @@ class OuterSync(Sync):
             _steps_of(outer).gradient_arrived(anchor)
 
     def run(self) -> Job:
-        round = self.round
-        if round.joining:
-            finite = all(is_finite(param.detach()) for param in round.names)
-            if not (yield from round.vote(finite, self._moved > round.local_step - self.rule.every)):
-                return
-        if self.sending is None:
-            self._send(self.turn(round.local_step))
-        assert self.sending is not None
-        outer, fragment = self.outers[self.sending], self.sending
-        engine = _steps_of(outer).engine
-        if engine is not None:
-            engine.due = True  # even if the whole fragment is frozen
-        yield from round.runner.together("outer step")
-        outer.step()
-        round.commit.begin("anchors and weights")  # anchors have theirs
-        if engine is not None and engine.void:
-            round.commit.end()
-            if engine.infinite:
-                raise round.replica.not_finite(round.local_step, engine.infinite)
-            self._skip()
-            return
-        outer.zero_grad()
-        self._take_over(fragment)
-        round.commit.end()
+        step = OuterStep(self, self.round)
+        if step.votes:
+            yield from step.run()
+        else:
+            yield from step.complete()
 
-    def _skip(self) -> None:
-        """Go on without an outer step, of which the engine has said that NaN or Inf arrived; nothing has changed."""
-        log.warning(
-            "dgcopt: rank %d: the outer step after local step %d is skipped, on all ranks; the next one includes its "
-            "progress",
-            *(self.round.comm.rank, self.round.local_step),
-        )
-        self.abort()
+    def send_due(self) -> Optimizer:
+        """Launch the outer gradient whose turn it is, unless it is in flight; return its outer optimizer."""
+        if self.sending is None:
+            self._send(self.turn(self.round.local_step))
+        assert self.sending is not None
+        return self.outers[self.sending]
 
     @torch.no_grad()
-    def _take_over(self, fragment: int) -> None:
-        """Write anchors to weights."""
+    def write_back(self) -> None:
+        """Write the anchors of the fragment in flight to its weights."""
+        assert self.sending is not None
         rule, followed = self.rule, list[Tensor]()
-        for param, anchor, start in self._starts(fragment):
+        for param, anchor, start in self._starts(self.sending):
             if self._may_differ(param):
                 param.copy_(start if rule.alpha == 0 else torch.lerp(anchor, param.to(anchor), rule.alpha))
                 followed.append(param)
@@ -344,7 +327,7 @@ class OuterSync(Sync):
         self.sending, self._outgoing = None, {}
         return ""
 
-    # -- what persists -----------------------------------------------------------------------------------------------
+    # -- persistence -------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> bool:
@@ -386,6 +369,49 @@ class OuterSync(Sync):
         for outer, kept in zip(self.outers, entry["outers"], strict=True):
             held = kept.get(STATE_KEY, nothing)
             outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": _scaled(held["memory"], scale)}})
+
+
+class OuterStep(RoundStep):
+    """One round of DiLoCo. The outer optimizer's own engine votes on its gradient, and commits or aborts memory.
+
+    Ranks vote on the round itself only to learn which of them have data.
+    """
+
+    changes = "anchors and weights"
+
+    def __init__(self, sync: OuterSync, round: Round) -> None:
+        super().__init__(round)
+        self.sync = sync
+
+    @property
+    def votes(self) -> bool:
+        return self.round.joining
+
+    def has_moved(self) -> bool:
+        return self.sync.last_local_step > self.round.local_step - self.sync.rule.every
+
+    def complete(self, verdict: Verdict | None = None) -> Job:
+        outer = self.sync.send_due()
+        engine = _steps_of(outer).engine
+        if engine is not None:
+            engine.expect_step()  # even if the whole fragment is frozen
+        yield from self.round.runner.together("outer step")
+        outer.step()
+        self.marker.begin(self.changes)  # anchors have their new values
+        if engine is not None and engine.void:
+            self.abort(Aborted(engine.infinite, [] if engine.infinite else [NotFinite("an outer gradient", [])]))
+            return
+        outer.zero_grad()
+        self.sync.write_back()
+        self.marker.end()
+
+    def skip(self, arrived: Sequence[NotFinite]) -> None:
+        log.warning(
+            "dgcopt: rank %d: the outer step after local step %d is skipped, on all ranks; the next one includes its "
+            "progress",
+            *(self.comm.rank, self.round.local_step),
+        )
+        self.sync.abort()
 
 
 def _scaled(memory: Memory, scale: float) -> Memory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,12 +62,12 @@ class Replica:
         """Return the settings that must be equal on all ranks, one line each."""
         return describe(self.optimizer, self.names, {"averaging": self.rule})
 
-    def not_finite(self, step: int, ranks: list[int]) -> DivergenceError:
+    def not_finite(self, step: int, ranks: Sequence[int]) -> DivergenceError:
         """Return the error for NaN or Inf in the weights of `ranks` after a local step."""
         bad = [name for param, name in self.names.items() if not bool(param.detach().isfinite().all())]
         here = f"; here it is parameter {bad[0]!r} ({len(bad)} of {len(self.names)})" if bad else ""
         return DivergenceError(
-            f"rank {self._comm.rank}: after local step {step} the weights of rank(s) {ranks} hold NaN or Inf{here}. "
+            f"rank {self._comm.rank}: after local step {step} the weights of rank(s) {[*ranks]} hold NaN or Inf{here}. "
             f"Nothing was averaged. Lower the learning rate, clip gradients, or resume from a checkpoint."
         )
 
@@ -103,7 +103,7 @@ class Replica:
             for bucket, ctx in self._buckets.items():
                 for segment in bucket.segments:
                     segment.check_size()
-                ctx.group = groups[_kind(bucket)[0]]  # load_state_dict replaces the dict
+                ctx.use_settings(groups[_kind(bucket)[0]])  # load_state_dict replaces the dict
             return self._buckets
         self.store.release()
         for bucket, memory_kind, flat in self._saved():
@@ -129,11 +129,23 @@ class Replica:
                 start(bucket, ctx)
         return self._buckets
 
+    def count_step(self) -> None:
+        """Count a local step."""
+        self.steps_since_sync += 1
+
+    def resume(self) -> None:
+        """Note that all ranks resume from the state that each has loaded, if any."""
+        self.saved_by = 0
+
+    def start(self) -> None:
+        """Note that the rule has seen the weights from which training starts."""
+        self.started = True
+
     def set_weight(self, weight: float) -> None:
         """Set the weight of this rank in a mean."""
         self.weight = weight
         for ctx in self._buckets.values():
-            ctx.weight = weight
+            ctx.set_weight(weight)
 
     def mark_synced(self, params: Iterable[Tensor] = (), reached_all: bool = True) -> None:
         """Note the end of a round after which all ranks hold the same values of `params`."""
@@ -145,7 +157,7 @@ class Replica:
         for ctx in self._buckets.values():
             ctx.rollback()
 
-    # -- what persists -----------------------------------------------------------------------------------------------
+    # -- persistence -------------------------------------------------------------------------------------------------
 
     def _saved(self) -> Iterable[tuple[Bucket, str, Tensor]]:
         """Yield the tensors that the rule keeps for each bucket outside its memory."""
@@ -169,6 +181,10 @@ class Replica:
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of all weights by name."""
         return {name: param.detach().clone() for param, name in self.names.items()}
+
+    def saved_anchors(self) -> dict[str, Tensor]:
+        """The loaded anchors by parameter name, from which the caller removes those that it takes."""
+        return self.store.shared.get("anchor", {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Raises ConfigError if it does not fit the parameters."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,20 +21,18 @@ from torch.optim import Optimizer
 
 from ..checkpoint import STATE_KEY, check_owner, kept_by, put_mark, take_mark, unmarked
 from ..collectives import AllReduce
-from ..comm import Comm, Handle, broadcasting_root, current_comm
+from ..comm import Comm, broadcasting_root, current_comm
 from ..compressors.own_step import check_steps_alone
-from ..errors import ConfigError, MismatchError, PayloadError
+from ..errors import ConfigError, PayloadError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.buffers import Buffers
-from ..exchange.commit import Commit
+from ..exchange.commit import CommitMarker
 from ..exchange.divergence import replicas
 from ..exchange.held import check_names, held, hold
 from ..exchange.parameters import given_names
 from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
-from ..exchange.scheduler import PendingExchange
 from ..exchange.telemetry import Telemetry
-from ..exchange.vote import Ballot, checksum, vote
 from ..flat.buckets import Bucket
 from ..flat.store import check_format
 from ..gradients.engine import Engine
@@ -100,7 +98,7 @@ class Rounds:
         self.sync = sync(self)
         self.step = 0
         self.buffers: Buffers | None = None
-        self.commit = Commit()
+        self.commit = CommitMarker()
         comm = current_comm(comm)
         if comm.survives:
             raise ConfigError(
@@ -150,6 +148,10 @@ class Rounds:
         self._missed = False  # True if a round was in flight in the loaded state, to be launched again
         if comm.waits_at_start:
             comm.drive(compare(self.replica.describe(), comm.rank, "parameters and settings"))
+
+    def sync_buffers(self, buffers: Buffers) -> None:
+        """Synchronise buffers of the model in rounds from now on."""
+        self.buffers = buffers
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +255,7 @@ class Rounds:
         if self.local_step < 0 and self._is_void:
             return
         self.step += 1
-        self.replica.steps_since_sync += 1
+        self.replica.count_step()
         if self.local_step == 0:  # the warm-up has ended
             if (engine := self._engine()) is not None:
                 engine.end()
@@ -292,10 +294,10 @@ class Rounds:
         if self.rule.warmup_steps and steps is not None:
             is_local = self.local_step >= 0
             if is_local != (steps.mode is Mode.LOCAL):
-                steps.mode = Mode.LOCAL if is_local else Mode.EXCHANGE
+                steps.switch(Mode.LOCAL if is_local else Mode.EXCHANGE)
             if steps.engine is not None:
-                steps.engine.sends_all = self.local_step == -1  # the last exchange, which flushes the residuals
-                self.runner.scheduler.telemetry = steps.engine.telemetry  # one account for both
+                steps.engine.flush_next(self.local_step == -1)  # the last exchange
+                self.runner.scheduler.count_in(steps.engine.telemetry)  # one account for both
 
     def finish_round(self) -> None:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
@@ -305,40 +307,6 @@ class Rounds:
         self.sync.apply()
 
     # -- jobs that wait for other ranks ----------------------------------------------------------------------------
-
-    def vote(
-        self, finite: bool, moved: bool, exchanges: Sequence[PendingExchange[Any]] = ()
-    ) -> Generator[Handle, Tensor, bool]:
-        """Vote on a round; return True if some rank has something to contribute.
-
-        Args:
-            finite: True if this rank's weights are finite.
-            moved: True if this rank has made a local step that no round has spread to all ranks.
-            exchanges: pending exchanges that this rank has launched already.
-
-        Raises on all ranks: DivergenceError if some rank's weights are not finite; MismatchError if ranks are at
-        different steps or train different parameters; OutOfData if some have no data and that is an error.
-        """
-        trained = checksum(self.names[param] for param in self.replica.trained)
-        ballot = Ballot(moved, finite, self.local_step, trained, len(exchanges), here=self.participation.here)
-        verdict = yield from self.runner.scheduler.through(vote(ballot, self.comm.size, "vote"))
-        if verdict.void or not verdict.alike:
-            yield from self.runner.scheduler.cancel(exchanges)
-            if verdict.void:
-                raise self.replica.not_finite(self.local_step, verdict.void)
-            raise MismatchError("ranks train different parameters. Set requires_grad alike on every rank.")
-        there = self.participation
-        there.check(verdict.absent)
-        there.ranks = verdict.active_ranks
-        counts = moved or not (there.divides and there.ranks)
-        self.replica.set_weight(there.share if counts else 0.0)
-        return there.ranks > 0
-
-    def vote_on_arrival(self, finite: bool) -> Generator[Handle, Tensor, list[int]]:
-        """Return the ranks to which a round has brought NaN or Inf, the same list on all ranks."""
-        ballot = Ballot(True, finite, self.local_step, 0, 0)
-        verdict = yield from self.runner.scheduler.through(vote(ballot, self.comm.size, "vote on arrival"))
-        return verdict.void
 
     def _offer(self) -> Job | None:
         """Return a job that other ranks may wait for: the comparison before the first step, or a round without data."""
@@ -388,10 +356,10 @@ class Rounds:
         elif replica.needs_merge:
             yield from replica.merge(scheduler)
             self._missed = False
-        replica.saved_by = 0
+        replica.resume()
         for bucket, ctx in buckets.items():
             self._start(bucket, ctx)
-        replica.started = True
+        replica.start()
         if self._missed:
             self._missed = False
             self.sync.relaunch()
@@ -403,12 +371,11 @@ class Rounds:
     def _start(self, bucket: Bucket, ctx: Weights) -> None:
         """Let the rule see the weights from which local steps start; after the warm-up, if there is one."""
         if self.local_step >= 0:
-            ctx.step = self.local_step
-            self.rule.start(bucket.read(), ctx)
+            self.rule.start(bucket.read(), ctx.at(self.local_step))
             ctx.commit()
             self.sync.start(bucket)
 
-    # -- what persists -----------------------------------------------------------------------------------------------
+    # -- persistence -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return a checkpointable copy, for `restore`."""
@@ -456,7 +423,7 @@ class Rounds:
         state["saved_by"] = -self.comm.size  # each rank brings its own weights
         if comes_along:
             cast(Distributed, self.optimizer).rejoin(self.comm)
-        self.runner.scheduler.telemetry = telemetry
+        self.runner.scheduler.count_in(telemetry)
         self.restore(state)
         self.sync.join()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,16 +15,19 @@ from torch import Tensor
 
 from ..comm import Comm, Handle
 from ..errors import PayloadError
-from ..exchange.commit import Commit
+from ..exchange.commit import CommitMarker, FinishedExchange, NotFinite, Write
+from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.scheduler import PendingExchange
+from ..exchange.step import Aborted, Description, Step
+from ..exchange.vote import Ballot, Verdict, checksum, vote
 from ..flat.buckets import Bucket
-from ..flat.gradient import is_finite
+from ..flat.gradient import SparseSum, is_finite
 from .replica import Replica
 from .rule import Rule
 from .weights import Weights
 
-__all__ = ["Round", "Sync", "WeightSync"]
+__all__ = ["Round", "RoundStep", "Sync", "WeightSync"]
 
 log = logging.getLogger("dgcopt")
 
@@ -39,6 +43,7 @@ class Round(Protocol):
         runner: the jobs that wait for other ranks.
         joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
         commit: the marker of a round that is being written back.
+        participation: which ranks have data.
     """
 
     rule: Rule
@@ -47,7 +52,8 @@ class Round(Protocol):
     replica: Replica
     runner: Runner
     joining: bool
-    commit: Commit
+    commit: CommitMarker
+    participation: Participation
 
     @property
     def local_step(self) -> int:
@@ -59,14 +65,6 @@ class Round(Protocol):
 
     def buckets(self) -> dict[Bucket, Weights]:
         """Return the current layout of the exchanged weights."""
-
-    def vote(
-        self, finite: bool, moved: bool, exchanges: Sequence[PendingExchange[Any]] = ()
-    ) -> Generator[Handle, Tensor, bool]:
-        """Vote on the round; return True if some rank has something to contribute."""
-
-    def vote_on_arrival(self, finite: bool) -> Generator[Handle, Tensor, list[int]]:
-        """Return the ranks to which the round has brought NaN or Inf."""
 
 
 class Sync:
@@ -100,7 +98,7 @@ class Sync:
         raise NotImplementedError
 
     def run(self) -> Job:
-        """Run a round, or the rest of it. Votes through `round.vote` where all ranks meet."""
+        """Run a round, or the rest of it."""
         raise NotImplementedError
 
     def apply(self) -> None:
@@ -126,11 +124,79 @@ class Sync:
         """Add to averaging's `entry` in `optimizer.state_dict()`, or to the `state` in it."""
 
     def load(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
-        """Restore what `save` has added; everything else is loaded already."""
+        """Restore the additions of `save`; everything else is loaded already."""
 
 
-class WeightSync(Sync):
-    """The exchange of all weights, bucket by bucket (`Averaging.exchange`), written back once all of it has arrived."""
+class RoundStep(Step):
+    """A round as a step: the vote on it is the same for all algorithms.
+
+    Args:
+        round: the surroundings.
+    """
+
+    changes = "memory and weights"
+
+    def __init__(self, round: Round) -> None:
+        super().__init__(round.runner.scheduler, round.commit, round.participation)
+        self.round = round
+
+    @property
+    def votes(self) -> bool:
+        """True if all ranks meet in the round, so that they can vote on it."""
+        return self.round.rule.meets or self.round.joining
+
+    def is_finite(self) -> bool:
+        """Return True if all weights of this rank are finite."""
+        return all(is_finite(param.detach()) for param in self.round.names)
+
+    def has_moved(self) -> bool:
+        """Return True if this rank has made a local step that no round has spread to all ranks."""
+        return self.round.replica.steps_since_sync > 0
+
+    @property
+    def exchanges(self) -> Sequence[PendingExchange[Any]]:
+        return []
+
+    def ballot(self, final: bool) -> Ballot:
+        trained = checksum(self.describe().lines)
+        launched, here = len(self.exchanges), self.participation.here
+        return Ballot(self.has_moved(), self.is_finite(), self.round.local_step, trained, launched, here=here)
+
+    def describe(self) -> Description:
+        names = [self.round.names[param] for param in self.round.replica.trained]
+        return Description(names, "trained parameters", "Set requires_grad alike on every rank.")
+
+    def repeats(self, verdict: Verdict, same_ranks: bool) -> bool:
+        return False  # no round is launched before the vote while ranks may run out of data
+
+    def adapt(self, verdict: Verdict) -> Job:
+        """Set the weight of this rank in means: those without progress count only if averages divide by all ranks."""
+        counts = self.has_moved() or not self.participation.divides
+        self.round.replica.set_weight(self.participation.share if counts else 0.0)
+        yield from ()
+
+    def rollback(self) -> None:
+        self.round.replica.rollback()
+
+    def aborted(self, why: Aborted) -> None:
+        """Skip the round if NaN or Inf has arrived; raise DivergenceError if some rank's own weights hold it."""
+        if why.ranks:
+            raise self.round.replica.not_finite(self.round.local_step, why.ranks)
+        if why.arrived:
+            self.skip(why.arrived)
+
+    def skip(self, arrived: Sequence[NotFinite]) -> None:
+        """Note that all ranks skip the round, because NaN or Inf has `arrived`."""
+        raise NotImplementedError
+
+
+class WeightStep(RoundStep):
+    """The exchange of all weights, bucket by bucket (`Averaging.exchange`), written back once all of it has arrived.
+
+    A round that overlaps with training is written back by `apply`, before the next local step.
+    """
+
+    inspects_sums = True
 
     def __init__(self, round: Round) -> None:
         super().__init__(round)
@@ -138,106 +204,131 @@ class WeightSync(Sync):
         self._copies: dict[Bucket, Tensor] = {}
         self._buckets: dict[Bucket, Weights] = {}
         self._finite = True
+        self._unapplied: Sequence[FinishedExchange] = ()
 
-    @torch.no_grad()
-    def launch(self) -> None:
-        round = self.round
-        self._copy_weights()
-        if not round.rule.meets and not self._finite:
-            raise round.replica.not_finite(round.local_step, [round.comm.rank])
-        for bucket, x in self._copies.items():
-            ctx = self._buckets[bucket]
-            ctx.step = round.local_step
-            pending = PendingExchange(bucket.label, bucket)
-            self._exchanges.append(pending)
-            round.runner.scheduler.launch(pending, round.rule.exchange(x, ctx))
-        self._copies = {}
+    @property
+    def in_turn(self) -> bool:  # type: ignore[override]
+        return self.round.rule.in_turn
+
+    @property
+    def exchanges(self) -> Sequence[PendingExchange[Bucket]]:
+        return self._exchanges
+
+    def is_finite(self) -> bool:
+        if not self._copies and not self._exchanges:
+            self._copy_weights()
+        return self._finite
 
     def _copy_weights(self) -> None:
         """Copy the current weights and settings, for the vote and for the exchange."""
-        if not self._copies:
-            self._buckets = self.round.buckets()
-            for bucket, ctx in self._buckets.items():
-                self._copies[bucket] = bucket.read()
-                ctx.group = dict(ctx.group)  # a scheduler may step before others have voted
-            self._finite = all(is_finite(x) for x in self._copies.values())
+        self._buckets = self.round.buckets()
+        for bucket, ctx in self._buckets.items():
+            self._copies[bucket] = bucket.read()
+            ctx.keep_settings()
+        self._finite = all(map(is_finite, self._copies.values()))
 
-    @torch.no_grad()
-    def run(self) -> Job:
-        round = self.round
-        if round.rule.meets or round.joining:
-            if not self._exchanges:
-                self._copy_weights()
-            if not (yield from round.vote(self._finite, round.replica.steps_since_sync > 0, self._exchanges)):
-                self._copies = {}
-                return
-        if not self._exchanges:
-            self.launch()
-        yield from round.runner.scheduler.finish(self._exchanges, round.rule.in_turn)
-        if not (yield from self._has_arrived_whole()):
-            self._roll_back()
-            round.runner.scheduler.telemetry.skipped += 1
-        elif not round.overlaps:
-            self.apply()
-
-    def _has_arrived_whole(self) -> Generator[Handle, Tensor, bool]:
-        """Return False, on all ranks, if NaN or Inf has arrived on any: the weights that were sent were finite.
-
-        Raises PayloadError where only this rank knows it, and does not meet the others.
-        """
-        round, step = self.round, self.round.local_step
-        damaged = [pending.label for pending in self._exchanges if not _is_finite(pending)]
-        where = f" in {', '.join(damaged)}" if damaged else ""
-        if not round.rule.arrives_alike(step):
-            if round.rule.meets or round.joining:
-                ranks = yield from round.vote_on_arrival(not damaged)
-                where += f" on rank(s) {ranks}" if ranks else ""
-            elif damaged:
-                raise PayloadError(
-                    f"rank {round.comm.rank}: NaN or Inf arrived{where} in the round after local step {step}. This "
-                    f"rank's weights are unchanged; its peers may have applied the round. Resume from a checkpoint."
-                )
-        if where:
-            log.warning(
-                "dgcopt: rank %d: the round after local step %d is skipped, on all ranks: NaN or Inf arrived%s",
-                *(round.comm.rank, step, where),
-            )
-        return not where
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        if not self._exchanges:
+    def launch(self, used: Sequence[bool] | None = None, together: bool = False) -> None:
+        if self._exchanges:
             return
-        self.round.commit.begin("memory and weights")
-        for pending in self._exchanges:
-            assert isinstance(pending.result, Tensor)
-            self._buckets[pending.of].commit()
-            pending.of.write(pending.result)
-        self.round.commit.end()
-        self._exchanges = []
+        rule, step = self.round.rule, self.round.local_step
+        if not self.is_finite() and not rule.meets:
+            raise self.round.replica.not_finite(step, [self.comm.rank])
+        for bucket, x in self._copies.items():
+            pending = PendingExchange(bucket.label, bucket)
+            self._exchanges.append(pending)
+            self.scheduler.launch(pending, rule.exchange(x, self._buckets[bucket].at(step)))
+        self._copies = {}
+
+    def finished(self, used: Sequence[bool] | None) -> list[FinishedExchange]:
+        return [
+            FinishedExchange(pending, self._buckets[pending.of], None, partial(_write_to, pending.of), pending.of.numel)
+            for pending in self._exchanges
+        ]
+
+    def agree_on_arrival(self, arrived: list[NotFinite]) -> Generator[Handle, Tensor, list[NotFinite]]:
+        """See `Step`. Raises PayloadError where only this rank knows it, and does not meet the others."""
+        step = self.round.local_step
+        if self.round.rule.arrives_alike(step):
+            return arrived
+        if self.votes:
+            ballot = Ballot(True, not arrived, step, 0, 0)
+            verdict = yield from self.scheduler.through(vote(ballot, self.comm.size, "vote on arrival"))
+            return arrived or ([NotFinite(f"the weights of rank(s) {verdict.void}", [])] if verdict.void else [])
+        if arrived:
+            raise PayloadError(
+                f"rank {self.comm.rank}: NaN or Inf arrived in {_listed(arrived)} in the round after local step "
+                f"{step}. This rank's weights are unchanged; its peers may have applied the round. Resume from a "
+                f"checkpoint."
+            )
+        return []
+
+    def skip(self, arrived: Sequence[NotFinite]) -> None:
+        log.warning(
+            "dgcopt: rank %d: the round after local step %d is skipped, on all ranks: NaN or Inf arrived in %s",
+            *(self.comm.rank, self.round.local_step, _listed(arrived)),
+        )
+        self.scheduler.telemetry.count_skipped()
+
+    def commit(self, finished: Sequence[FinishedExchange]) -> None:
+        if self.round.overlaps:
+            self._unapplied = finished
+        else:
+            super().commit(finished)
+
+    def apply(self) -> None:
+        """Commit a round that has overlapped with training, if there is one."""
+        if self._exchanges:
+            super().commit(self._unapplied)
+
+    def committed(self, finished: Sequence[FinishedExchange]) -> None:
         rule, step = self.round.rule, self.round.local_step
         self.round.replica.mark_synced(self.round.names if rule.identical(step) else (), rule.reaches_all(step))
 
+    def ended(self) -> None:
+        self._exchanges, self._copies, self._unapplied = [], {}, ()
+
+
+class WeightSync(Sync):
+    """A rank's part in rounds that exchange all weights: see `WeightStep`."""
+
+    def join(self) -> None:
+        self._step = WeightStep(self.round)
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        self._step.launch()
+
+    def run(self) -> Job:
+        if self._step.votes:
+            yield from self._step.run()
+        else:
+            yield from self._step.complete()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        self._step.apply()
+
     @property
     def in_flight(self) -> bool:
-        return bool(self._exchanges)
+        return bool(self._step.exchanges)
 
     def relaunch(self) -> None:
         self.launch()
         self.round.runner.add(self.run())
 
     def abort(self) -> str:
-        told = on_their_way(self._exchanges)
-        if self._exchanges and not self.round.rule.meets:  # peers may have taken what this rank has sent
+        told = on_their_way(self._step.exchanges)
+        if self._step.exchanges and not self.round.rule.meets:  # peers may have used the messages of this rank
             self.round.commit.begin("the weights of its peers")
-        self._roll_back()
+        self._step.rollback()
+        self._step.ended()
         return told
 
-    def _roll_back(self) -> None:
-        self.round.replica.rollback()
-        self._exchanges, self._copies = [], {}
+
+def _write_to(bucket: Bucket, result: Tensor | SparseSum) -> Write:
+    assert isinstance(result, Tensor)
+    return partial(bucket.write, result)
 
 
-def _is_finite(pending: PendingExchange[Bucket]) -> bool:
-    assert isinstance(pending.result, Tensor)
-    return is_finite(pending.result)
+def _listed(arrived: Sequence[NotFinite]) -> str:
+    return ", ".join(map(str, arrived))

@@ -31,6 +31,23 @@ class Weights(Context):
     group: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
 
+    def at(self, step: int) -> Weights:
+        """Set the number of local steps since the warm-up, and return this context."""
+        self.step = step
+        return self
+
+    def use_settings(self, group: dict[str, Any]) -> None:
+        """Use another parameter group's settings."""
+        self.group = group
+
+    def set_weight(self, weight: float) -> None:
+        """Set the weight of this rank in a mean."""
+        self.weight = weight
+
+    def keep_settings(self) -> None:
+        """Keep the current settings of the parameter group: a scheduler may step before others have voted."""
+        self.group = dict(self.group)
+
     @property
     def lr(self) -> float:
         """The current learning rate."""

@@ -120,6 +120,8 @@ class _World:
         self.started = 0
         self.users: list[list[weakref.ref[Callable[[], None]]]] = [[] for _ in node_of]
         self.subsets: dict[tuple[int, ...], list[SimulatedComm]] = {}
+        self.parts: dict[int, SimulatedComm] = {}
+        """By rank, its comm across the replicas of a sharded model."""
 
     def start(self, rank: int, channel: Channel, ranks: tuple[int, ...], collective: Collective) -> _Seat:
         turn = self.turn.get((channel, rank), 0)
@@ -130,6 +132,10 @@ class _World:
         if meeting.done():
             del self.meetings[channel, turn]
         return _Seat(meeting, rank, collective)
+
+    def all_started(self) -> int:
+        """Number of collectives started here and across replicas."""
+        return self.started + sum(part._world.started for part in self.parts.values())
 
 
 class SimulatedComm(Comm):
@@ -144,9 +150,12 @@ class SimulatedComm(Comm):
         super().__init__(rank, len(world.node_of), DEADLINE)
         self._world = world
         self._set_nodes(world.node_of)
+        self._whole: SimulatedComm | None = None  # the comm of all shards, if this one is across replicas
         world.users[rank] = self._users
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        if collective.group == "replica" and self._whole is not None:
+            return self._whole._world.start(self._whole.rank, ranks, ranks, collective)
         return self._world.start(self.rank, self._channel(collective.group), ranks, collective)
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
@@ -155,6 +164,15 @@ class SimulatedComm(Comm):
         if members not in self._world.subsets:  # the first rank to ask makes it for all of them, so that they meet
             self._world.subsets[members] = _comms([self._world.node_of[rank] for rank in members])
         return self._world.subsets[members][members.index(self.rank)]
+
+    def _share_replica(self, comm: Comm, replicas: Sequence[tuple[int, ...]]) -> None:
+        assert isinstance(comm, SimulatedComm)
+        mine = next(members for members in replicas if self.rank in members)
+        self._world.parts[self.rank] = comm._across(self, mine)
+
+    def _across(self, whole: SimulatedComm, replica: tuple[int, ...]) -> SimulatedComm:
+        self._whole, self._ranks["replica"] = whole, replica
+        return self
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
         """Wait by moving the missing ranks' exchanges on.
@@ -180,13 +198,24 @@ class SimulatedComm(Comm):
 
     def _move(self, ranks: Iterable[int], user: int | None) -> bool:
         """Move the exchanges of these ranks on, those of one user or of all; returns whether any got further."""
+        if self._whole is not None:
+            whole = self._whole._world
+            before = whole.all_started()
+            for part in whole.parts.values():
+                _progress(part._world, range(part.size), user)
+            return whole.all_started() > before
         before = self._world.started
-        for rank in ranks:
-            for number, reference in enumerate(self._world.users[rank]):
-                progress = reference() if user is None or number == user else None
-                if progress is not None:
-                    progress()
+        _progress(self._world, ranks, user)
         return self._world.started > before
+
+
+def _progress(world: _World, ranks: Iterable[int], user: int | None) -> None:
+    """Move the exchanges of some ranks on, those of one user or of all."""
+    for rank in ranks:
+        for number, reference in enumerate(world.users[rank]):
+            progress = reference() if user is None or number == user else None
+            if progress is not None:
+                progress()
 
 
 def simulated_world(size: int, nodes: int = 1, checksums: bool = False) -> list[SimulatedComm]:

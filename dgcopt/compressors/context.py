@@ -120,6 +120,21 @@ class Context:
     _unused: set[Segment] = field(default_factory=set)
     _before: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
+    def begin(
+        self, step: int, certain: bool = False, local: LocalGradient | None = None, index: int | None = None
+    ) -> None:
+        """Prepare for the exchange of a step.
+
+        Args:
+            step: optimizer steps completed before.
+            certain: True if all ranks have voted to take the step.
+            local: the gradient, if it stays where autograd left it.
+            index: the bucket's place among those of the step; None leaves it.
+        """
+        self.step, self.certain = step, certain
+        self.local = local if local is not None else self.local
+        self.index = self.index if index is None else index
+
     @property
     def divisor(self) -> int:
         """What a sum over ranks is divided by."""

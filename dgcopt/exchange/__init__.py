@@ -1,1 +1,1 @@
-"""What callers of the generators share: exchanges in flight, the vote, and what must be equal on all ranks."""
+"""The step, written once for all callers: prepare, vote, commit or abort; with exchanges in flight and agreement."""

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks, compared in words: a hash first, the words only if hashes differ."""
+"""Comparison of lines that must be equal on all ranks: a hash first, the lines only if hashes differ."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def announced(
     def of(words: str, like: Collective | None) -> Generator[Collective, Tensor, None]:
         def send_like(collective: Collective) -> None:
             if like is not None and like.group != "world":  # which only some ranks take part in
-                collective.group, collective.tensor = like.group, collective.tensor.to(like.tensor.device)
+                collective.send_beside(like)
 
         return watched(compare([words], rank, f"what {label} sends", SAME_MESSAGES), send_like)
 

@@ -33,7 +33,7 @@ def broadcast_parameters(
 
     `params` maps names to tensors, or lists pairs; values that are no tensors are passed over. All ranks must give the
     same names, shapes and dtypes in the same order. `comm` is the wire; None is that of `dgcopt.init()`. Raises
-    MismatchError, on every rank, if they differ, CommError if some do not come, and ConfigError for what is neither.
+    MismatchError, on every rank, if they differ, CommError if some do not come, and ConfigError for another argument.
     """
     comm = current_comm(comm)
     tensors = named_tensors(params)
@@ -53,8 +53,8 @@ def broadcast_parameters(
 def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -> Any:
     """Rank `root_rank`'s value on every rank, such as settings that one rank has read; the others' is not looked at.
 
-    Tensors, None, bool, int, float and str, and dicts, lists and tuples of them, at any depth; what comes back is a
-    copy, on the root too, with its tensors on the CPU. Subclasses arrive as what they are subclasses of. Nothing is
+    Tensors, None, bool, int, float and str, and dicts, lists and tuples of them, at any depth; the result is a
+    copy, on the root too, with its tensors on the CPU. Subclasses arrive as their base classes. Nothing is
     pickled, so no message can run code. `comm` is the wire; None is that of `dgcopt.init()`. Raises ConfigError, on
     every rank, for anything else, CommError if some do not come, or a message is damaged.
     """
@@ -65,10 +65,10 @@ def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Comm | None = None) -> None:
     """Load rank `root_rank`'s optimizer state on every rank, such as after it alone has read a checkpoint.
 
-    That is buffers, step counts and learning rates; and of what DistributedOptimizer keeps, its step and all that ranks
+    That is buffers, step counts and learning rates; of a DistributedOptimizer, its step and all memory that ranks
     share. `comm` is the wire; None is that of `dgcopt.init()`.
 
-    What each rank keeps for itself (residuals) is not touched if it is at the root's step already; else it belongs to
+    Memory of each rank itself (residuals) is not touched if it is at the root's step already; else it belongs to
     other steps and starts from zero, which the log says. Raises, on every rank, ConfigError for state that
     `broadcast_object` cannot send, and MismatchError for optimizers of other kinds or groups.
     """
@@ -152,7 +152,7 @@ def _from_root(
 
 
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, RecursionError, MemoryError)
-"""What reading the text of another program, or of none, can raise."""
+"""Errors of reading text that another program has written, or none."""
 
 
 def _damaged(what: str, root: int, comm: Comm, received: str) -> CommError:
@@ -163,7 +163,7 @@ def _damaged(what: str, root: int, comm: Comm, received: str) -> CommError:
 
 
 def _read(text: bytearray) -> tuple[str, Any, list[int]]:
-    """What `_sent` has written: the problem, if there is one, the tree, and the bytes of each tensor."""
+    """Return the message of `_sent`: the problem, if there is one, the tree, and the bytes of each tensor."""
     received = json.loads(text)
     if "problem" in received:
         return str(received["problem"]), None, []

@@ -1,16 +1,16 @@
 """The end of a step on one rank, once for all who exchange gradients: prepare, then commit as one act, or abort.
 
-    prepare   inspect what has arrived, and do all that may fail or allocate; nothing has changed if it fails
+    prepare   inspect the results, and do all that may fail or allocate; nothing has changed if it fails
     commit    let memory and gradients take their new values
     abort     roll memory back; gradients are not applied
 
-What `inspect` finds is the same on all ranks where all have received the same bytes, so that all commit or abort alike.
+Ranks that have received the same bytes find the same in `inspect`, so that all commit or abort alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ from .scheduler import PendingExchange
 from .telemetry import Telemetry
 
 __all__ = [
-    "Arrived",
-    "Commit",
+    "CommitMarker",
+    "FinishedExchange",
     "NotFinite",
+    "Write",
     "commit_gradients",
     "commit_memory",
     "inspect",
@@ -41,7 +42,7 @@ Write = Callable[[], None]
 """Assigns gradients that are prepared."""
 
 
-class Commit:
+class CommitMarker:
     """Tells whether memory, gradients and weights of one rank belong to the same step.
 
     They take their new values between `begin` and `end`. Whatever interrupts that leaves them apart: `check` refuses to
@@ -51,37 +52,37 @@ class Commit:
     def __init__(self) -> None:
         self._under_way = ""
 
-    def begin(self, what: str) -> None:
-        """From here on there is no way back: `what` changes."""
-        self._under_way = what
+    def begin(self, changes: str) -> None:
+        """Note that `changes` take their new values from here on."""
+        self._under_way = changes
 
     def end(self) -> None:
-        """Everything has its new value, or that of a checkpoint."""
+        """Note that everything has its new value, or that of a checkpoint."""
         self._under_way = ""
 
     def check(self, rank: int) -> None:
-        """Raises InterruptedStep if the last step was interrupted between `begin` and `end`."""
+        """Raise InterruptedStep if the last step was interrupted between `begin` and `end`."""
         if self._under_way:
             raise interrupted(rank, self._under_way)
 
 
-def interrupted(rank: int, what: str) -> InterruptedStep:
-    """The error of a rank whose last step has changed some of `what`."""
+def interrupted(rank: int, changes: str) -> InterruptedStep:
+    """Return the error of a rank whose last step has made a part of its `changes`."""
     return InterruptedStep(
-        f"rank {rank}: an exception interrupted the last step while {what} took their new values, so that this rank is "
-        f"between two steps. Restore all ranks from a checkpoint (load_state_dict, or dgcopt.checkpoint.load)."
+        f"rank {rank}: an exception interrupted the last step while {changes} took their new values, so that this rank "
+        f"is between two steps. Restore all ranks from a checkpoint (load_state_dict, or dgcopt.checkpoint.load)."
     )
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """One exchange that has ended: the gradient that its step is to use.
+class FinishedExchange:
+    """One exchange whose result has arrived, and the gradient that its step is to use.
 
     Attributes:
         pending: the exchange.
         context: its memory; None if it has none.
-        used: which of its parameters any rank has used; None if all.
-        prepare: makes of the result what assigns it to the gradients.
+        used: for each parameter, True if any rank has used it; None if all have.
+        prepare: returns the assignment of a result to the gradients.
         numel: elements of the gradient.
     """
 
@@ -90,6 +91,10 @@ class Arrived:
     used: Sequence[bool] | None
     prepare: Callable[[Tensor | SparseSum], Write]
     numel: int
+
+    def with_committed_memory(self) -> FinishedExchange:
+        """Return the same exchange, of which only the gradient is left to be committed."""
+        return replace(self, context=None)
 
 
 @dataclass(frozen=True)
@@ -103,59 +108,58 @@ class NotFinite:
         return self.label + (f" from rank(s) {', '.join(map(str, self.ranks))}" if self.ranks else "")
 
 
-def inspect(arrived: Sequence[Arrived], comm: Comm, sums: bool = False) -> list[NotFinite]:
+def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False) -> list[NotFinite]:
     """Return the exchanges that have brought NaN or Inf, at a cost in proportion to the messages.
 
-    Looks at sums of a few coordinates, and at what exchanges have asked for by `Context.look_at`. A dense sum that an
+    Looks at sums of a few coordinates, and at tensors given to `Context.look_at`. A dense sum that an
     allreduce has made is looked at only where `sums`, as that takes one more pass; `dgcopt.init(checksums=True)`
     verifies it elsewhere.
 
     Raises PayloadError for a check of a message that fails, and for a position that is in no parameter.
     """
     checks, finite = Checks(), list[int]()
-    for one in arrived:
+    for one in finished:
         if isinstance(one.pending.result, SparseSum) and one.context is not None:
             _check_positions(one.pending.result, one.context, one.pending.label, checks)
-    looked = [_looked_at(one, sums) for one in arrived]
+    looked = [_looked_at(one, sums) for one in finished]
     for right in _finite_flags(tensor for found in looked for tensor in found):
         checks.when_read(right, finite.append)
-    pending = any(one.context is not None and one.context.checks.are_pending for one in arrived)
+    pending = any(one.context is not None and one.context.checks.are_pending for one in finished)
     if pending or any(looked):
         comm.finish_on_device()
     # all at once, as each read waits for the device
-    read_checks([*(one.context.checks for one in arrived if one.context is not None), checks])
-    if all(finite) and not any(map(_refused, arrived)):
+    read_checks([*(one.context.checks for one in finished if one.context is not None), checks])
+    if all(finite) and not any(map(_refused, finished)):
         return []
     return [
         NotFinite(one.pending.label, _senders(one))
-        for one, found in zip(arrived, looked, strict=True)
+        for one, found in zip(finished, looked, strict=True)
         if _refused(one) or not _are_finite(found)
     ]
 
 
-def prepare_memory(arrived: Sequence[Arrived]) -> None:
+def prepare_memory(finished: Sequence[FinishedExchange]) -> None:
     """Do all that may fail or allocate before memory takes its new values."""
-    for one in arrived:
+    for one in finished:
         if one.context is not None:
             one.context.prepare(one.used)
 
 
-def prepare_gradients(arrived: Sequence[Arrived]) -> list[Write]:
-    """Do all that may fail or allocate before gradients take their new values; returns what assigns them."""
+def prepare_gradients(finished: Sequence[FinishedExchange]) -> list[Write]:
+    """Do all that may fail or allocate before gradients take their new values; return the assignments."""
     writes = []
-    for one in arrived:
+    for one in finished:
         assert one.pending.result is not None
         writes.append(one.prepare(one.pending.result))
     return writes
 
 
-def commit_memory(arrived: Sequence[Arrived], telemetry: Telemetry) -> None:
-    """Let memory take its new values, and add what exchanges have counted to telemetry."""
-    for one in arrived:
+def commit_memory(finished: Sequence[FinishedExchange], telemetry: Telemetry) -> None:
+    """Let memory take its new values, and add the tallies of exchanges to telemetry."""
+    for one in finished:
         if one.context is not None:
             one.context.commit()
-            for name, number in one.context.tally.items():
-                setattr(telemetry, name, getattr(telemetry, name) + number)
+            telemetry.count(one.context.tally)
             one.context.tally.clear()
 
 
@@ -179,7 +183,7 @@ def _check_positions(result: SparseSum, context: Context, label: str, checks: Ch
             checks.expect(~context.tensors.outside(positions), problem)
 
 
-def _looked_at(one: Arrived, sums: bool) -> list[Tensor]:
+def _looked_at(one: FinishedExchange, sums: bool) -> list[Tensor]:
     result, found = one.pending.result, [] if one.context is None else [*one.context.looked_at]
     if isinstance(result, SparseSum):
         found += [values for _, values in result.whole]
@@ -193,19 +197,19 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _finite_flags(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return whether all tensors of one device and dtype are finite, yet to be read, for each of these."""
+    """Return a flag for each device and dtype, not read yet: True if all its tensors are finite."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return [peaks(some).isfinite().all() for some in alike.values()]
 
 
-def _refused(one: Arrived) -> bool:
+def _refused(one: FinishedExchange) -> bool:
     return one.context is not None and bool(one.context.refused)
 
 
-def _senders(one: Arrived) -> list[int]:
-    """The ranks whose messages hold NaN or Inf, where each message is of one rank."""
+def _senders(one: FinishedExchange) -> list[int]:
+    """Return the ranks whose messages hold NaN or Inf, if each message is of one rank."""
     result, context = one.pending.result, one.context
     if context is None:
         return []

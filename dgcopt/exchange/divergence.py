@@ -1,4 +1,4 @@
-"""Do all replicas still hold the same parameters, bit for bit? If not, which differ, and what then."""
+"""Replica divergence: compares the bits of replicated tensors, and raises, warns or resynchronises."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_replicas(
             the same warning, and all ranks take rank 0's in place of the tensors that differ.
         comm: the wire; None is that of `dgcopt.init()`.
 
-    Raises MismatchError if ranks give other names, ConfigError for what is neither.
+    Raises MismatchError if ranks give other names, ConfigError for another argument.
     """
     comm = current_comm(comm)
     tensors = named_tensors(params)

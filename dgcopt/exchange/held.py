@@ -19,7 +19,7 @@ _MISSING = object()
 
 @dataclass(eq=False)
 class Held:
-    """All that dgcopt keeps of one optimizer.
+    """The parts that dgcopt has added to one optimizer.
 
     Attributes:
         gradients: the part of `DistributedOptimizer`; None if it has not wrapped the optimizer.
@@ -31,19 +31,19 @@ class Held:
 
 
 def held(optimizer: Any) -> Held:
-    """Return what dgcopt keeps of `optimizer`: nothing for an optimizer, or any other object, that is not wrapped."""
+    """Return the parts that dgcopt has added to `optimizer`; none for an object that is not wrapped."""
     return getattr(optimizer, "__dict__", {}).get(_NAME) or Held()
 
 
 def hold(optimizer: Optimizer, **parts: Any) -> None:
-    """Set parts of what dgcopt keeps of `optimizer`."""
+    """Add parts to `optimizer`."""
     kept = vars(optimizer).setdefault(_NAME, Held())
     for name, part in parts.items():
         setattr(kept, name, part)
 
 
 def without(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of an optimizer without what dgcopt keeps of it."""
+    """Return the attributes of an optimizer without the parts that dgcopt has added."""
     return {name: value for name, value in state.items() if name != _NAME}
 
 

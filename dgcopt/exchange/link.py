@@ -53,7 +53,7 @@ def measure_link(comm: Comm, compressor: Compressor, device: torch.device) -> Ge
             f"rank {comm.rank}: the slowest rank's latency of {latency} s, and {per_byte} s for each byte, cannot be: "
             f"{DAMAGED}"
         )
-    comm.link = Link(latency, 1 / per_byte)
+    comm.set_link(Link(latency, 1 / per_byte))
 
 
 def _now(device: torch.device) -> float:

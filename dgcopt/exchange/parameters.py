@@ -1,4 +1,4 @@
-"""The parameters that a user gives: their names, whether they can be exchanged, and what must be equal on all ranks."""
+"""The parameters that a user gives: their names, checks, and the lines that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside what Accelerate, Lightning or Fabric put around it; any other as it is.
+    """Return the optimizer inside the wrapper of Accelerate, Lightning or Fabric; any other as it is.
 
     Raises ConfigError if that is no torch optimizer whose step runs hooks.
     """
@@ -102,7 +102,7 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
 
 
 def named_tensors(given: Any) -> list[tuple[str, Tensor]]:
-    """What a `state_dict()`, or pairs of a name and a value, hold of tensors; other values are passed over.
+    """Return the tensors of a `state_dict()`, or of pairs of a name and a value; other values are passed over.
 
     Raises ConfigError for anything else, and where there are values but no tensor among them.
     """
@@ -122,7 +122,7 @@ def _is_named(pair: Any) -> bool:
 
 
 def _in_short(given: Any) -> str:
-    """What was given, in a few words."""
+    """Describe an argument in a few words."""
     return f"the class {given.__name__}" if isinstance(given, type) else f"an object of type {type(given).__name__}"
 
 

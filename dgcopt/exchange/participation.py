@@ -1,20 +1,24 @@
-"""Who still has data, where ranks may run out of it one before another: see `dgcopt.join`."""
+"""Participation of ranks in steps, some of which may run out of data before others: see `dgcopt.join`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import OutOfData
+from .runner import Job, Runner
 
-__all__ = ["Participation"]
+__all__ = ["JoinHook", "Participation"]
 
 
 class Participation:
-    """What one rank of `size` knows of who has data.
+    """The ranks that have data, as one of `size` ranks knows them.
 
-    Attributes: `here`, whether this rank has; `ranks`, how many have; `divides`, whether averages divide by these, else
-    by all; `throws`, whether it is an error that some have none while others have; `ended`, whether no rank had any in
-    the last vote.
+    Attributes:
+        here: True if this rank has data.
+        ranks: number of ranks that have.
+        divides: True if averages divide by these, else by all.
+        throws: True if it is an error that some have run out of data before others.
+        ended: True if no rank had any in the last vote.
     """
 
     def __init__(self, size: int) -> None:
@@ -22,16 +26,25 @@ class Participation:
         self.begin()
 
     def begin(self, divides: bool = True, throws: bool = False) -> None:
-        """All ranks have data, and may run out of it from now on."""
+        """Let ranks run out of data from now on; all have some."""
         self.divides, self.throws = divides, throws
         self.all_here()
 
     def all_here(self) -> None:
-        """All ranks have data, at first or again."""
+        """Note that all ranks have data, at first or again."""
         self.here, self.ranks, self.ended = True, self.size, False
 
+    def leave(self) -> None:
+        """Note that this rank has run out of data."""
+        self.here = False
+
+    def count(self, ranks: int) -> bool:
+        """Note how many ranks have data; return True if that has not changed."""
+        before, self.ranks = self.ranks, ranks
+        return before == ranks
+
     def check(self, absent: Sequence[int]) -> None:
-        """Take over which ranks are `absent`; raises OutOfData on all ranks if some are and that is an error."""
+        """Note the `absent` ranks; raise OutOfData, on all ranks, if there are some and that is an error."""
         self.ended = len(absent) == self.size
         if self.throws and 0 < len(absent) < self.size:
             self.all_here()
@@ -42,5 +55,33 @@ class Participation:
 
     @property
     def share(self) -> float:
-        """What a rank's part counts for in a mean over all ranks, so that it is one over those with data."""
+        """Weight of a rank's gradient in a mean over all ranks, which makes it a mean over those with data."""
         return self.size / self.ranks if self.divides and self.ranks else 1.0
+
+
+class JoinHook:
+    """One optimizer's part in `torch.distributed.algorithms.Join`; see torch's `JoinHook`.
+
+    Args:
+        runner: the jobs of the optimizer.
+        serve_step: makes the job of a step without data.
+        participation: which ranks have data.
+        divide_by_all: True if averages divide by all ranks.
+    """
+
+    def __init__(
+        self, runner: Runner, serve_step: Callable[[], Job], participation: Participation, divide_by_all: bool
+    ) -> None:
+        self._runner = runner
+        self._serve_step = serve_step
+        self._participation = participation
+        participation.begin(not divide_by_all)
+
+    def main_hook(self) -> None:
+        """Take part in a step of the ranks that have data."""
+        self._runner.add(self._serve_step())
+        self._runner.finish()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Note that all ranks have run out of data."""
+        self._participation.all_here()

@@ -1,8 +1,8 @@
-"""What waits for other ranks, one job after another: to its end, or as far as it gets while another rank is waited for.
+"""The jobs of one rank that wait for others: run to their end, or as far as possible while another rank is awaited.
 
 A job is a generator that yields handles and is sent their results. On most wires a rank that calls for its end waits
-for the others here. On the simulated one ranks take turns in one thread: whoever waits moves the others' jobs on. What
-that takes is all in this file: the callers above offer their jobs, and say how to forget one that failed.
+for the others here. On the simulated one ranks take turns in one thread: a rank that waits moves the others' jobs on.
+Only this file knows it: callers offer their jobs, and roll back one that has failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Job", "Runner", "on_their_way", "serve"]
 Answer = TypeVar("Answer")
 
 Job: TypeAlias = Generator[Handle, Tensor, None]
-"""Yields what it waits for, is sent the results."""
+"""Yields the handles of collectives, is sent their results."""
 
 
 class Runner:
@@ -36,10 +36,10 @@ class Runner:
 
     Args:
         comm: the wire.
-        user: what labels call it.
+        user: its name in labels.
         offer: asked for the next job when there is none and another rank waits for this one; None if there is nothing
             to do yet. Also asked for the jobs of a rank that has run out of data, until there are none (`serve`).
-        abandon: forgets a job that failed; returns what an error of the wire should say beside its own words.
+        abandon: rolls back a job that failed; returns the words to append to an error of the wire.
 
     Attributes: `scheduler`, through which its collectives leave.
     """
@@ -49,22 +49,22 @@ class Runner:
         self.scheduler = CollectiveScheduler(comm, Telemetry(), user, self.progress)
         self._offer = offer
         self._abandon = abandon
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Generator[Handle, Tensor, object]] = deque()
         self._awaited: Handle | None = None
         self._failure: Exception | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a job has begun, or waits for its turn, that has not ended."""
+        """True if a job has begun, or waits for its turn, that has not ended."""
         return bool(self._jobs)
 
     @property
     def failed(self) -> bool:
-        """Whether an error is kept that `finish` will raise."""
+        """True if an error is kept that `finish` will raise."""
         return self._failure is not None
 
-    def add(self, job: Job) -> None:
-        """Have a job done after those that there are."""
+    def add(self, job: Generator[Handle, Tensor, object]) -> None:
+        """Run a job after all others."""
         self._jobs.append(job)
 
     def begin(self) -> None:
@@ -74,11 +74,11 @@ class Runner:
                 self._step(None)
 
     def ask(self, question: Generator[Handle, Tensor, Answer]) -> Answer | None:
-        """What comes of a question that all ranks ask now; None where they take turns and cannot."""
+        """Return the answer to a question that all ranks ask now; None if they take turns and cannot ask."""
         return None if self.comm.takes_turns else self.scheduler.drive(question)
 
-    def finish(self, job: Callable[[], Job] | None = None) -> None:
-        """Do all jobs, or if there are none make one and do that. Raises what they raise, after `abandon`."""
+    def finish(self, job: Callable[[], Generator[Handle, Tensor, object]] | None = None) -> None:
+        """Run all jobs, or make one if there are none. Raises their errors, after `abandon`."""
         self._raise_failure()
         if job is not None and not self._jobs:
             self.add(job())
@@ -120,7 +120,7 @@ class Runner:
             self._step(None if self._awaited is None else self.comm.wait(self._awaited))
 
     def serve(self) -> bool:
-        """Do the next job that is offered, if any; returns whether there was one."""
+        """Run the next job that is offered; return False if there is none."""
         job = self._offer()
         if job is not None:
             self.add(job)
@@ -128,7 +128,7 @@ class Runner:
         return job is not None
 
     def clear(self) -> None:
-        """Forget all jobs, and an error that was kept."""
+        """Drop all jobs, and an error that was kept."""
         self._jobs.clear()
         self._awaited = self._failure = None
 
@@ -148,7 +148,7 @@ class Runner:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error within it ends all jobs; one of the wire says what was under way."""
+        """Context in which an error ends all jobs; one of the wire names the collectives in flight."""
         try:
             yield
         except BaseException as error:  # also KeyboardInterrupt, after which a notebook goes on
@@ -165,7 +165,7 @@ class Runner:
 
 
 def serve(runners: Iterable[Runner]) -> None:
-    """Take part in what the other ranks do, of all `runners` in turn, until each of them has nothing more to offer."""
+    """Take part in the jobs of the other ranks, of all `runners` in turn, until none has more to offer."""
     waiting = []
     for runner in runners:
         if runner.comm.takes_turns:  # which goes on when the others wait
@@ -177,10 +177,10 @@ def serve(runners: Iterable[Runner]) -> None:
 
 
 def on_their_way(exchanges: Sequence[PendingExchange[Any]], not_sent: Sequence[str] = ()) -> str:
-    """For an error: what was sent and is not finished, and what was still to be sent."""
+    """Return words for an error: exchanges in flight, and those not launched yet."""
     sent = [pending.label for pending in exchanges if pending.handle is not None]
     return "".join(
-        f" {what}: {', '.join(labels[:4])}{f' and {len(labels) - 4} more' if len(labels) > 4 else ''}."
-        for what, labels in (("On their way", sent), ("Not sent yet", not_sent))
+        f" {title}: {', '.join(labels[:4])}{f' and {len(labels) - 4} more' if len(labels) > 4 else ''}."
+        for title, labels in (("On their way", sent), ("Not sent yet", not_sent))
         if labels
     )

@@ -3,8 +3,8 @@
 Exchanges are taken round by round, in the order of their launch: round two of the first is on its way while round one
 of the second is still awaited. No order depends on timing, because torch.distributed and MPI match collectives by
 order. Of exchanges that are launched together small messages travel as one, as a collective more costs a processor
-more than their bytes do. What waits for other ranks is a generator that yields the handle and is sent its result, so
-that its caller decides how to wait.
+more than their bytes do. Functions that wait for other ranks are generators, which yield the handle and are sent its
+result, so that their caller decides how to wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import Collective, Group, carried, check_generator, is_joinable, joined, parted
+from ..collectives import Collective, Group, Link, carried, check_generator, is_joinable, joined, parted
 from ..comm import Comm, Handle, lowered
 from ..compressors import Compressor, Context, GradientExchange
 from ..errors import CommError, ConfigError
@@ -37,14 +37,14 @@ Of = TypeVar("Of")
 Result = TypeVar("Result")
 
 ENOUGH = 2**18
-"""Bytes of messages that wait for no others to travel with them."""
+"""Bytes of messages that are sent without waiting for others."""
 
 UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimizer):`, or DDP's own join() with a hook."
 
 
 @dataclass(eq=False)
 class PendingExchange(Generic[Of]):
-    """One exchange, `of` a bucket or what else its caller calls it: the collective that it waits for, or its result.
+    """One exchange, `of` a bucket or another object of its caller: the collective that it waits for, or its result.
 
     `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
     labels must be the same on all that do. Exchanges whose messages travel as one have the same `handle`.
@@ -58,18 +58,22 @@ class PendingExchange(Generic[Of]):
     handle: Handle | None = field(default=None, init=False)
     result: Tensor | SparseSum | None = field(default=None, init=False)
 
+    def replace_result(self, result: Tensor | SparseSum) -> None:
+        """Let another result be written back."""
+        self.result = result
+
 
 Ready: TypeAlias = tuple[PendingExchange[Any], Collective]
 """An exchange, and its next collective that is yet to be started."""
 
 
 class CollectiveScheduler:
-    """What one user of a wire sends and awaits.
+    """The collectives of one user of a wire.
 
     Args:
         comm: the wire.
         telemetry: where bytes and seconds are counted.
-        user: what labels call it. Its `number` tells users of one wire apart.
+        user: its name in labels. Its `number` tells users of one wire apart.
         progress: see `Comm.attend`.
     """
 
@@ -81,15 +85,18 @@ class CollectiveScheduler:
         self.user = user
         self.number = comm.attend(progress)
 
+    def count_in(self, telemetry: Telemetry) -> None:
+        """Count bytes and seconds in `telemetry` from now on."""
+        self.telemetry = telemetry
+
     def start(self, collective: Collective, label: str) -> Handle:
-        """The one place where collectives leave, and their bytes are counted."""
-        collective.label, collective.user = f"{self.user} {self.number} {label}", self.number
-        self.telemetry.payload_bytes += collective.nbytes
-        self.telemetry.sent_bytes += self.comm.sent(collective)
+        """Start a collective, and count its bytes: the one place where collectives leave."""
+        collective.call(f"{self.user} {self.number} {label}", self.number)
+        self.telemetry.count_message(collective.nbytes, self.comm.sent(collective))
         return self.comm.start(collective)
 
     def wait(self, handle: Handle) -> Tensor:
-        """The result of a collective that was started."""
+        """Return the result of a collective that was started."""
         start = time.perf_counter()
         try:
             result = self.comm.wait(handle)
@@ -97,11 +104,11 @@ class CollectiveScheduler:
             if handle.collective.label.endswith(" vote"):  # where a rank that takes no more steps is missed first
                 error.args = (f"{error} {UNEVEN}",)
             raise
-        self.telemetry.wait_seconds += time.perf_counter() - start
+        self.telemetry.count_seconds(wait=time.perf_counter() - start)
         return result
 
     def drive(self, steps: Generator[Handle, Tensor, Result]) -> Result:
-        """Run what yields handles, waiting for each; returns what it returns."""
+        """Run a generator of handles, waiting for each; return its result."""
         result: Tensor | None = None
         while True:
             try:
@@ -111,7 +118,7 @@ class CollectiveScheduler:
             result = self.wait(handle)
 
     def through(self, exchange: Generator[Collective, Tensor, Result]) -> Generator[Handle, Tensor, Result]:
-        """A whole exchange of the user's own, such as a vote, in its place in the order of the step."""
+        """Run an exchange that is not of a bucket, such as a vote, in its place in the order of the step."""
 
         def carry(collective: Collective) -> Generator[Handle, Tensor, Tensor]:
             return (yield self.start(collective, collective.label))
@@ -146,9 +153,9 @@ class CollectiveScheduler:
         pending.handle = None
         elapsed = time.perf_counter() - start
         if ready and not pending.rounds:
-            self.telemetry.compress_seconds += elapsed
+            self.telemetry.count_seconds(compress=elapsed)
         else:
-            self.telemetry.apply_seconds += elapsed
+            self.telemetry.count_seconds(apply=elapsed)
         return ready
 
     def _start_all(self, ready: list[Ready]) -> None:
@@ -161,7 +168,7 @@ class CollectiveScheduler:
             rounds = [f"{pending.label} round {pending.rounds[one.group]}" for pending, _ in together]
             handle = self.start(one, " and ".join(rounds))
             for pending, collective in together:
-                collective.label, collective.user = one.label, one.user
+                collective.call(one.label, one.user)
                 pending.collective, pending.handle = collective, handle
                 pending.rounds[one.group] += 1
 
@@ -188,14 +195,15 @@ class CollectiveScheduler:
             pending.rounds.clear()
 
     def count_step(self, numel: int) -> None:
-        """A step of so many gradient elements was made."""
-        self.telemetry.steps += 1
-        self.telemetry.dense_bytes += 2 * 4 * numel * (self.comm.size - 1) // self.comm.size
+        """Count a step of that many gradient elements."""
+        self.telemetry.count_step(2 * 4 * numel * (self.comm.size - 1) // self.comm.size)
 
 
 def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank: int) -> None:
-    """Before contexts of new buckets are made: drop what waits of their parameters but is not what the compressor holds
-    back, and say so in the log."""
+    """Drop waiting memory of new buckets that another kind of compressor has held back, and warn of it.
+
+    Called before their contexts are made.
+    """
     lost: dict[str, list[str]] = {}
     for bucket in buckets:
         before, now = dict(store.made_of), compressor.holds_back(bucket.kind)
@@ -210,34 +218,36 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
 
 
 def _awaited(exchanges: Sequence[PendingExchange[Any]]) -> list[Handle]:
-    """What exchanges wait for, in their order; once where several wait for the same."""
+    """Return the handles that exchanges wait for, in their order, each once."""
     return [*dict.fromkeys(pending.handle for pending in exchanges if pending.handle is not None)]
 
 
-def context_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store) -> Context:
-    """What an exchange of a new bucket may know, which adopts its memory; whoever launches it says at which step."""
-    context = Context(
+def context_of(
+    bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store, prescale: float = 1.0
+) -> Context:
+    """Return the context of a new bucket's exchanges, which adopts its memory; see `Context.begin`."""
+    return Context(
         *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, store.adopt(bucket), store.shared),
         *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size, store.shards(bucket)),
+        prescale=prescale,
+        link=comm.link or Link(),
     )
-    context.link = comm.link or context.link
-    return context
 
 
 def _is_of_the_library(compressor: Compressor) -> bool:
-    """Whether all of it is, which yields the same collectives on all ranks whatever their data are."""
+    """True if all its parts are of dgcopt, whose collectives do not depend on data."""
     return all(type(part).__module__.split(".")[0] == "dgcopt" for part in compressor.parts())
 
 
 def exchange_of(
     bucket: GradientBucket, compressor: Compressor, context: Context, together: bool = False
 ) -> GradientExchange:
-    """The exchange of one bucket, whose gradient is in it, or in `context.local` if they stay in place.
+    """Exchange one bucket, whose gradient is in it, or in `context.local` if gradients stay in place.
 
     Where all ranks launch it `together`, and the compressor is the user's own and does not say how much it sends, they
     compare that first.
 
-    Raises ConfigError if the compressor returns anything but an averaged gradient, and what `announced` does.
+    Raises ConfigError if the compressor returns anything but an averaged gradient, and the errors of `announced`.
     """
     if context.idle and not bucket.in_place:
         context.add_unsent(bucket.grad, context.idle, context.prescale)
@@ -248,8 +258,8 @@ def exchange_of(
     result = yield from exchange
     if isinstance(result, SparseSum) or (isinstance(result, Tensor) and result.shape == (bucket.numel,)):
         return result
-    what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    returned = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise ConfigError(
         f"{type(compressor).__name__}.exchange must return the averaged gradient of {bucket.label}, a tensor of shape "
-        f"{(bucket.numel,)} or a SparseSum, not {what}"
+        f"{(bucket.numel,)} or a SparseSum, not {returned}"
     )

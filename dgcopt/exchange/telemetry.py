@@ -1,8 +1,8 @@
-"""What the exchanges of one optimizer cost on this rank."""
+"""Bytes and seconds of the exchanges of one optimizer on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 __all__ = ["Telemetry"]
@@ -10,16 +10,16 @@ __all__ = ["Telemetry"]
 
 @dataclass
 class Telemetry:
-    """What was sent and how long it took, on this rank, added up over all steps.
+    """Bytes and seconds on this rank, added up over all steps.
 
     Attributes:
         steps: exchanges of the whole model.
-        skipped: steps and rounds that no rank took, because some rank's gradients, or what arrived, were not finite.
+        skipped: steps and rounds that no rank took, because some gradients or results were not finite.
         repeated: exchanges made again, because gradients changed after they had been sent.
         payload_bytes: bytes of this rank's messages.
         sent_bytes: bytes that this rank put on the wire, by the algorithm that the wire has for each collective, see
             `Comm.sent`.
-        dense_bytes: what a ring allreduce of the same gradients in float32 would have put there.
+        dense_bytes: bytes of a ring allreduce of the same gradients in float32.
         selected: coordinates that sparse compressors have chosen. left_out: those of them for which a message had no
             room; they wait in the residual.
         compress_seconds: making messages. wait_seconds: waiting for other ranks. apply_seconds: reading messages.
@@ -37,6 +37,35 @@ class Telemetry:
     wait_seconds: float = 0.0
     apply_seconds: float = 0.0
 
+    def count(self, numbers: Mapping[str, int]) -> None:
+        """Add numbers to the attributes of these names."""
+        for name, number in numbers.items():
+            setattr(self, name, getattr(self, name) + number)
+
+    def count_step(self, dense_bytes: int) -> None:
+        """Count a step that a dense allreduce would have made with `dense_bytes`."""
+        self.steps += 1
+        self.dense_bytes += dense_bytes
+
+    def count_skipped(self) -> None:
+        """Count a step or round that no rank takes."""
+        self.skipped += 1
+
+    def count_repeated(self) -> None:
+        """Count exchanges that are made again."""
+        self.repeated += 1
+
+    def count_message(self, payload_bytes: int, sent_bytes: int) -> None:
+        """Count a message of this rank."""
+        self.payload_bytes += payload_bytes
+        self.sent_bytes += sent_bytes
+
+    def count_seconds(self, compress: float = 0.0, wait: float = 0.0, apply: float = 0.0) -> None:
+        """Count seconds of making messages, of waiting for other ranks, or of reading messages."""
+        self.compress_seconds += compress
+        self.wait_seconds += wait
+        self.apply_seconds += apply
+
     @property
     def ratio(self) -> float:
         """How many times fewer bytes than dense float32; 1.0 before anything was sent."""
@@ -44,11 +73,11 @@ class Telemetry:
 
     @property
     def overflow(self) -> float:
-        """Which share of what was selected found no room in a message; 0.0 before anything was."""
+        """Share of the selected coordinates that found no room in a message; 0.0 before any was."""
         return self.left_out / self.selected if self.selected else 0.0
 
     def with_those_of(self, others: Iterable[Telemetry]) -> Telemetry:
-        """A copy, with what `others` cost besides; the steps, and what they would cost dense, are this one's."""
+        """Return a copy that includes the costs of `others`; steps and dense bytes are those of this one."""
         total = replace(self)
         for other in others:
             for name, value in vars(other).items():

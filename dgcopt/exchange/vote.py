@@ -1,4 +1,4 @@
-"""The vote of a step: what every rank must know of the others before anyone uses what was exchanged.
+"""The vote of a step: all ranks learn the state of the others before any uses the results of an exchange.
 
 Buckets are sent while backward runs, in the hope that all goes well. Before any result is used, every rank tells the
 others whether its gradients are finite, whether they are still those that it sent, and where it stands: by an allreduce
@@ -32,7 +32,7 @@ _APART = 2  # in place of whether gradients are stale, which the details will sa
 
 
 class Touch(IntEnum):
-    """Whether code outside of autograd and the exchange has changed gradients, by clipping for instance."""
+    """Tells if code outside of autograd and the exchange has changed gradients, by clipping for instance."""
 
     UNKNOWN = 0
     KEPT = 1
@@ -52,7 +52,7 @@ class Ballot:
         stale: gradients have changed since they were sent.
         prepared: it has laid out its buckets.
         complete: every trained parameter has a gradient.
-        final: gradients are what the step will use; a preliminary vote only asks whether they are finite.
+        final: the step will use these gradients; a preliminary vote only asks if they are finite.
         by_active: averages are to divide by the ranks that have data; asked of those that have none.
         here: it has not run out of data.
         settings: checksum of the optimizer's settings; see `GroupSettings`. Compared among active ranks only.
@@ -78,7 +78,7 @@ class Ballot:
     used: int = 0
 
     def summary(self) -> Tensor:
-        """What an allreduce of maxima makes one verdict of: int32 `[11]`.
+        """Return the words of an allreduce of maxima, which is the verdict: int32 `[11]`.
 
         Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
         """
@@ -91,7 +91,7 @@ class Ballot:
         return torch.tensor([*equal, *(~word for word in equal), self.launched, *flags], dtype=torch.int32)
 
     def pack(self) -> Tensor:
-        """As bytes, uint8 of a fixed length."""
+        """Return the ballot as bytes, uint8 of a fixed length."""
         bits = sum(getattr(self, flag) << place for place, flag in enumerate(_FLAGS))
         touched = self.own + 4 * self.averaged
         data = _FORMAT.pack(bits, touched, self.launched, self.step & 0xFFFFFFFF, self.trained, self.settings)
@@ -99,7 +99,7 @@ class Ballot:
 
     @staticmethod
     def unpack(row: Tensor) -> Ballot:
-        """What `pack` made."""
+        """Return the ballot that `pack` has written."""
         bits, touched, launched, step, trained, settings = _FORMAT.unpack(bytes(row.tolist()))
         flags = dict(zip(_FLAGS, (bool(bits >> place & 1) for place in range(8)), strict=True))
         own, averaged = (Touch(min(bits, Touch.CHANGED)) for bits in (touched & 3, touched >> 2))
@@ -109,23 +109,23 @@ class Ballot:
 
 @dataclass
 class Verdict:
-    """What all ranks conclude from their ballots, alike.
+    """The conclusion of all ranks from their ballots, the same on each.
 
     Attributes:
-        active_ranks: how many ranks have something to contribute.
+        active_ranks: number of ranks that have something to contribute.
         absent: the ranks that have run out of data.
         void: ranks whose gradients are not finite; if there are any, nobody takes the step.
-        stale: whether what was sent must be taken back and sent anew.
-        prepared: whether all ranks have laid out their buckets.
-        complete: whether no rank with data misses a gradient.
-        used_alike: whether it is known that all ranks have gradients of the same parameters.
-        final: whether this was the last vote on the step, unless it is void.
-        alike: whether all ranks train the same parameters.
+        stale: True if launched exchanges must be cancelled and launched again.
+        prepared: True if all ranks have laid out their buckets.
+        complete: True if no rank with data misses a gradient.
+        used_alike: True if all ranks are known to have gradients of the same parameters.
+        final: True if this was the last vote on the step, unless it is void.
+        alike: True if all ranks train the same parameters.
         same_settings: True if all ranks with data have the same settings.
         own_changed: ranks whose own gradients were changed, if those of others were kept.
         averaged_changed: ranks on which averaged gradients were changed, if others have kept them.
-        launched: the most buckets that any rank has sent.
-        by_active: whether averages divide by the ranks that have data.
+        launched: the largest number of buckets that any rank has launched.
+        by_active: True if averages divide by the ranks that have data.
     """
 
     active_ranks: int
@@ -143,6 +143,11 @@ class Verdict:
     launched: int
     by_active: bool
 
+    @property
+    def is_taken(self) -> bool:
+        """True if the ranks take the step: some have data, and all gradients are finite."""
+        return self.active_ranks > 0 and not self.void
+
 
 def checksum(names: Iterable[str]) -> int:
     """Of parameter names in their order: the same where ranks train the same ones."""
@@ -155,7 +160,7 @@ def fingerprint(used: Sequence[bool]) -> int:
 
 
 def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor, Verdict]:
-    """Tell all `size` ranks and hear what they conclude.
+    """Cast this rank's ballot among `size` ranks, and return their verdict.
 
     Raises MismatchError, on all, if they are not at the same step.
     """
@@ -223,7 +228,7 @@ def _signed(word: int) -> int:
 def in_whole_replica(is_fine: bool, comm: Comm, label: str) -> Generator[Collective, Tensor, bool]:
     """Return True if `is_fine` on all ranks that hold shards of this rank's replica; asks nobody without shards.
 
-    A vote among the ranks of one shard then tells what every rank of every replica has found.
+    A vote among the ranks of one shard then includes the findings of every rank of every replica.
     """
     if comm.size_of("replica") == 1:
         return is_fine
@@ -232,7 +237,7 @@ def in_whole_replica(is_fine: bool, comm: Comm, label: str) -> Generator[Collect
 
 
 def used_anywhere(used: list[bool], label: str) -> Generator[Collective, Tensor, list[bool]]:
-    """Which parameters have a gradient on any rank, from which have one here: one bit each, gathered if they differ."""
+    """Return for each parameter True if any rank has a gradient of it; gathers a bit each."""
     padded = torch.zeros(-(-len(used) // 8) * 8, dtype=torch.uint8)
     padded[: len(used)] = torch.tensor(used, dtype=torch.uint8)
     weights = torch.tensor([1 << place for place in range(8)], dtype=torch.uint8)

@@ -238,6 +238,15 @@ class GradientBucket(Bucket):
         self._large = [place for place, segment in enumerate(self.segments) if segment.numel >= LARGE]
         self.touched: Touched | None = None
 
+    def travel(self, in_place: bool, early: bool = False) -> None:
+        """Set how the bucket is sent.
+
+        Args:
+            in_place: True if gradients stay where autograd left them.
+            early: True if it may be launched while backward runs.
+        """
+        self.in_place, self.leaves_early = in_place, early
+
     @property
     def grad(self) -> Tensor:
         """The flat gradient, for exchanges that take it in one piece."""
@@ -393,18 +402,45 @@ class GradientBucket(Bucket):
         count = len(self.segments)
         kept = [self._kept(place) if used is None or used[place] else (None, None, True) for place in range(count)]
         grads = [grad for grad, _, _ in kept]
-        parts = self.parts([flat for _, flat, _ in kept])
-        positions, values = result.times(factor, self.segments[0].param.dtype)
+        old = [place for place, (_, _, is_new) in enumerate(kept) if not is_new]
+        add = self.prepare_sum([flat for _, flat, _ in kept], old, result, factor, self._local)
 
         def write() -> None:
-            for place, (segment, (grad, flat, is_new)) in enumerate(zip(self.segments, kept, strict=True)):
+            for param, (grad, _, is_new) in zip(self._params, kept, strict=True):
                 if is_new:
-                    segment.param.grad = grad
-                elif flat is not None and (self._local is None or not self._local.has_cleared(place)):
-                    flat.zero_()
-            sums = add_at(parts, positions, values)
+                    param.grad = grad
+            positions, sums = add()
             versions = [0 if grad is None else grad._version for grad in grads]
             self.touched = Touched(self, positions, sums, grads, versions)
+
+        return write
+
+    def prepare_sum(
+        self,
+        flats: Sequence[Tensor | None],
+        old: Iterable[int],
+        result: SparseSum,
+        factor: float,
+        local: LocalGradient | None,
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return the function that writes a sum over flat gradients, and returns its positions and the values there.
+
+        Args:
+            flats: the flat gradient of each parameter; None leaves the parameter out.
+            old: places of those that hold this rank's own gradient, and are cleared first.
+            result: the sum.
+            factor: its factor.
+            local: the gradients as the exchange has read them, of which it may have cleared some; None if it has not.
+        """
+        parts = self.parts(flats)
+        positions, values = result.times(factor, self.segments[0].param.dtype)
+        own = [(place, flat) for place in old if (flat := flats[place]) is not None]
+
+        def write() -> tuple[Tensor, Tensor]:
+            for place, flat in own:
+                if local is None or not local.has_cleared(place):
+                    flat.zero_()
+            return positions, add_at(parts, positions, values)
 
         return write
 

@@ -34,8 +34,8 @@ class Layout:
     """How the gradients of the `trained` parameters travel; by default there are none yet.
 
     Attributes: `names` of these; `order`, all names as their gradients become ready; `buckets` in the order of their
-    launch; `sparse`, parameters whose gradient is sparse, with their names; `contexts`, what the exchange of each
-    bucket may know; `place`, a dense parameter's bucket and its place in it; `leaves_early`, whether a bucket may be
+    launch; `sparse`, parameters whose gradient is sparse, with their names; `contexts`, memory and read-only facts of
+    each bucket; `place`, a dense parameter's bucket and its place in it; `leaves_early`, whether a bucket may be
     sent while backward runs.
     """
 
@@ -55,13 +55,13 @@ class Layout:
                 self.place[segment.param] = (bucket, place)
 
     def fits(self, trained: Sequence[Tensor], sparse: Iterable[Tensor]) -> bool:
-        """Whether it still serves: the same parameters are trained, of the same dtypes, and none turned out sparse."""
+        """True if the same parameters are trained, of the same dtypes and sizes, and none is sparse now."""
         same = len(trained) == len(self.trained) and all(map(operator.is_, trained, self.trained))
         same = same and _forms(trained) == (self._dtypes, self._numels)
         return same and not any(param in self.place for param in sparse)
 
     def check_sizes(self) -> None:
-        """Raises ConfigError for a parameter that has got another number of elements."""
+        """Raise ConfigError for a parameter whose number of elements has changed."""
         for bucket in self.buckets:
             for segment in bucket.segments:
                 segment.check_size()
@@ -73,13 +73,13 @@ class Layout:
                 yield bucket.touched
 
     def release_gradients(self) -> None:
-        """The optimizer has stepped, or will not: keep no gradients alive beyond what the user does."""
+        """Release all references to gradients, at the end of a step."""
         for bucket in self.buckets:
             bucket.release_gradients()
 
 
 def _forms(params: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int]]:
-    """What a cast changes, and a change of size."""
+    """Return the dtypes and the sizes of parameters, by which a cast or a resize is noticed."""
     return [*map(_DTYPE, params)], [*map(Tensor.numel, params)]
 
 
@@ -111,7 +111,7 @@ def lay_out(
     comm: Comm,
     store: Store,
 ) -> Generator[Collective, Tensor, Layout]:
-    """Agree on rank 0's order and on what is sparse on any rank, and lay out buckets by it.
+    """Agree on rank 0's order and on gradients that are sparse on any rank, and lay out buckets by it.
 
     Args:
         named: the trained parameters, alike on all ranks.
@@ -119,12 +119,12 @@ def lay_out(
         sparse: parameters whose gradients have been sparse here.
         compressor, settings: by which buckets are built and exchanged.
         comm: the wire.
-        store: what is kept of parameters, which the new buckets take up.
+        store: memory of the parameters, which the new buckets adopt.
 
     Raises CommError, on a rank that gets no such order from rank 0.
     """
     place = {name: i for i, name in enumerate(wanted)}
-    # what rank 0 has not seen comes after what it has, the last parameter first, as backward would
+    # parameters that rank 0 has not seen come last, in reverse order, as backward would reach them
     mine = sorted(range(len(named)), key=lambda i: (place.get(named[i][0], len(place)), -i))
     told = yield Broadcast(torch.tensor(mine, dtype=torch.int64), group="control", label="order of gradients")
     order = told.tolist()
@@ -155,17 +155,15 @@ def lay_out(
 
 
 def _prepared(bucket: GradientBucket, compressor: Compressor, settings: Settings, comm: Comm, store: Store) -> Context:
-    """Decide how a new bucket travels; returns what its exchange may know."""
+    """Decide how a new bucket travels, and return its context."""
     divided = settings.op == "average" and compressor.adds_up(bucket.kind)  # before the exchange
     op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
     # small gradients, and any on a GPU, are copied faster than each is looked at
-    bucket.in_place = bucket.is_cpu and compressor.in_place(bucket.kind) and not bucket.has_small_parts
-    bucket.leaves_early = _leaves_early(compressor, bucket.device)
-    context = context_of(bucket, comm, op, store)
-    context.prescale = 1 / comm.size if divided else 1.0
-    return context
+    stays = bucket.is_cpu and compressor.in_place(bucket.kind) and not bucket.has_small_parts
+    bucket.travel(in_place=stays, early=_leaves_early(compressor, bucket.device))
+    return context_of(bucket, comm, op, store, 1 / comm.size if divided else 1.0)
 
 
 def _leaves_early(compressor: Compressor, device: torch.device) -> bool:
-    """Whether a compressor lets buckets on a device leave while backward runs."""
+    """True if a compressor lets buckets on a device leave while backward runs."""
     return compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"

@@ -34,6 +34,7 @@ from ..exchange.divergence import OnDivergence, check_on_divergence
 from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
+from ..exchange.participation import JoinHook
 from ..exchange.telemetry import Telemetry
 from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
 from ..flat.store import check_format
@@ -42,7 +43,6 @@ from .replicas import check_shards, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .stepping import Mode, Stepping, after_step, before_step, between_hooks
 from .subclass import bare_class, become
-from .torch_join import JoinHook
 
 __all__ = ["Distributed", "DistributedOptimizer", "Synchronised", "synchronised"]
 
@@ -109,9 +109,9 @@ def DistributedOptimizer(
             the first step they are always compared.
         may_differ: settings of parameter groups, such as `("lr",)`, that differ between ranks on purpose. All others
             (learning rate, momentum, weight decay) are compared at every step, in the vote, and tensors on an
-            accelerator before the first step only; `on_divergence` says what follows a difference.
+            accelerator before the first step only; `on_divergence` sets the consequence of a difference.
 
-    Raises ConfigError (a ValueError) for what is no torch optimizer or a framework's wrapper of one, for parameters
+    Raises ConfigError (a ValueError) for anything but a torch optimizer or a framework's wrapper of one, for parameters
     that have no name, two with one name, or that cannot be trained, and for settings out of range; MismatchError if
     ranks differ in parameters or settings, here or in any later step.
     """
@@ -180,7 +180,7 @@ def _wrap(
     settings: Settings,
     comm: Comm,
 ) -> None:
-    """Give the optimizer its new class, and what that needs."""
+    """Give the optimizer its new class, and join the wire."""
     names = local_shards(names)
     compressor.see_parameters(names, given.values())
     compressor.attach(optimizer)
@@ -266,7 +266,7 @@ class Synchronised(Stepping):
     def rejoin(self, comm: Comm | None = None) -> None:
         """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
 
-        Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
+        Keeps the memory of this rank; an unfinished step is lost. All ranks of `comm` must call it.
         """
         if self.is_sharded:
             raise ConfigError(
@@ -278,7 +278,7 @@ class Synchronised(Stepping):
         if before is not None:
             self.restore(before.state())
             if self.engine is not None:
-                self.engine.runner.scheduler.telemetry = before.telemetry
+                self.engine.runner.scheduler.count_in(before.telemetry)
 
     def keep_up(self) -> None:
         """Rejoin if the ranks that this optimizer was of are no more, as `hvd.elastic.run` has started Horovod anew.
@@ -295,7 +295,7 @@ class Synchronised(Stepping):
                 f"dgcopt.elastic.State in place of hvd.elastic.TorchState, which takes optimizers of all ranks"
             )
         if self.engine is not None:
-            self.engine.abandon()
+            self.engine.abort()
         self.rejoin()
         self.formerly.add((left.rank, left.size))
         log.warning(
@@ -359,7 +359,7 @@ class Synchronised(Stepping):
         """Exchange among the current ranks, if they have changed; gradients wait in `param.grad`."""
         if self._generation != self.comm.generation:
             if self.engine is not None:
-                self.engine.abandon()
+                self.engine.abort()
             self.rejoin(self.comm)
 
     def _connect(self) -> None:
@@ -375,7 +375,7 @@ class Synchronised(Stepping):
         self.watch_parameters()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what an engine has kept."""
+        """Restore the state of an engine."""
         if self.engine is None and any(state["memory"].values()):
             self._connect()
         if self.engine is not None:
@@ -403,7 +403,7 @@ class Synchronised(Stepping):
 
 
 class Distributed(Optimizer):
-    """What the class of a wrapped optimizer gains; never instantiated. Everything is kept in `held`."""
+    """The methods that the class of a wrapped optimizer gains; never instantiated. `held` keeps its attributes."""
 
     @property
     def compressor(self) -> Compressor:
@@ -417,18 +417,18 @@ class Distributed(Optimizer):
         return engine.telemetry if engine is not None else Telemetry()
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank holds back; 0.0 for compressors that hold nothing back."""
+        """Return the Euclidean norm of this rank's residuals; 0.0 for compressors without any."""
         engine = _part(self).engine
         return engine.store.residual_norm() if engine is not None else 0.0
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """How many backward passes are added up before gradients are exchanged, from the next step on."""
-        _part(self).settings.backward_passes_per_step = check_passes(passes)
+        _part(self).settings.add_up(passes)
 
     def rejoin(self, comm: Comm | None = None) -> None:
         """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
 
-        Keeps what this rank remembers; a step that was under way is lost. All ranks of `comm` must call it.
+        Keeps the memory of this rank; an unfinished step is lost. All ranks of `comm` must call it.
         """
         _part(self).rejoin(comm)
 
@@ -483,7 +483,7 @@ class Distributed(Optimizer):
         """As `torch.optim.Optimizer.add_param_group`; the new parameters are exchanged from the next step on.
 
         `names` are theirs, where `named_parameters` did not hold them; else they are numbered. Raises ConfigError, and
-        adds nothing, for names that are not as many, or are another parameter's, and for what cannot be averaged.
+        adds nothing, for another number of names, names of other parameters, and parameters that cannot be averaged.
         """
         super().add_param_group(param_group)
         try:
@@ -493,7 +493,7 @@ class Distributed(Optimizer):
             raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As torch's, with what this rank holds back."""
+        """As torch's, with the memory of this rank."""
         steps = _part(self)
         steps.has_run_hooks = False
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -506,7 +506,7 @@ class Distributed(Optimizer):
         """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
         steps = _part(self)
         steps.has_run_hooks = False
-        # torch adds to `defaults` what not every optimizer's groups hold: Muon's lack `differentiable`
+        # not every optimizer's groups hold all of `defaults`: Muon's lack `differentiable`
         needed = [key for key in self.defaults if all(key in group for group in self.param_groups)]
         state, groups = self.state, self.param_groups
         try:
@@ -542,7 +542,11 @@ class Distributed(Optimizer):
         Averages divide by all ranks, or, as DDP's, with `Join(..., divide_by_initial_world_size=False)` by those that
         have data.
         """
-        return JoinHook(_part(self).engine, kwargs.get("divide_by_initial_world_size", True))
+        engine = _part(self).engine
+        if engine is None:  # nothing to do in a single process
+            return torch.distributed.algorithms.JoinHook()
+        divide_by_all = kwargs.get("divide_by_initial_world_size", True)
+        return JoinHook(engine.runner, engine.serve_step, engine.participation, divide_by_all)
 
     @property
     def join_device(self) -> torch.device:
@@ -610,7 +614,7 @@ def _part(optimizer: Optimizer) -> Synchronised:
 
 
 def _bare_state(optimizer: Optimizer) -> Any:
-    """What copies and pickles take: the optimizer's own."""
+    """Return the optimizer's own state, for copies and pickles."""
     state = optimizer.__getstate__()
     return without(state) if isinstance(state, dict) else state
 
@@ -621,7 +625,7 @@ def _save_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
     steps.keep_up()
     root = broadcasting_root()
     if root is not None:
-        # Horovod's knows nothing of what is kept here, and stands still if ranks keep different things for a parameter:
+        # Horovod's does not know this memory, and hangs if ranks keep different kinds for a parameter:
         # do its work, and leave it the settings
         broadcast_optimizer_state(optimizer, root)
         groups = [unmarked(group) for group in optimizer.state_dict()["param_groups"]]
@@ -646,12 +650,12 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         raise ConfigError("this is no optimizer's state: optimizer.state_dict() has param_groups, a model's has none")
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-        return None  # which torch refuses: what is kept stays as it is
+        return None  # which torch refuses: memory stays as it is
     if STATE_KEY in state_dict:
         check_format(state_dict[STATE_KEY])
         check_shard(state_dict[STATE_KEY], steps.shard())
     steps.wrapped.commit.end()
-    steps.wrapped.not_taken = 0
+    steps.wrapped.count_taken()
     if STATE_KEY in state_dict:
         state = state_dict[STATE_KEY]
         if (state["rank"], state["world_size"]) in steps.formerly:

@@ -1,9 +1,9 @@
-"""What leaves of one optimizer's gradients on one rank, how it is taken back, and where its results go."""
+"""Outgoing buckets of one optimizer on one rank: launching, cancelling, and writing results back to gradients."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from ..compressors import GradientExchange
 from ..compressors.context import Absorbed
 from ..compressors.sparse_rows import gather_rows
 from ..errors import ConfigError, MismatchError
-from ..exchange.commit import Arrived
+from ..exchange.commit import FinishedExchange, Write
+from ..exchange.flush import flush_residuals
 from ..exchange.participation import Participation
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
@@ -27,13 +28,13 @@ __all__ = ["OutgoingBuckets"]
 
 
 class OutgoingBuckets:
-    """What has left since the last step, and what is to leave in it.
+    """The buckets launched since the last step, and those still to be launched in it.
 
     Args:
         wrapped: the optimizer and its parameters.
         settings: how gradients are exchanged.
-        participation: who has data.
-        tracker: the gradients that have come in.
+        participation: which ranks have data.
+        tracker: the gradients that have arrived.
         scheduler: starts collectives.
 
     Attributes: `layout`, which gradients travel together; `step`, how many were made; `exchanges`, exchanges that were
@@ -60,20 +61,65 @@ class OutgoingBuckets:
         self.clear()
 
     def clear(self, outdated: bool = False) -> None:
-        """Nothing has left."""
+        """Start the next step, with nothing launched."""
         self.exchanges: list[PendingExchange[GradientBucket | Tensor]] = []
         self.launched = 0
         self.outdated = outdated
         self.stale = False
 
+    def adopt(self, layout: Layout) -> None:
+        """Launch the buckets of another layout from now on."""
+        self.layout = layout
+
+    def restore(self, order: Sequence[str], step: int) -> None:
+        """Restore the order of parameters, by which buckets are laid out at the next step, and the number of steps."""
+        self.layout, self.step = Layout(order=order), step
+
+    def count_step(self) -> None:
+        """Count a step that was committed."""
+        self.step += 1
+
+    def mark_stale(self) -> None:
+        """Note that gradients have changed since they were launched."""
+        self.stale = True
+
+    def mark_outdated(self, outdated: bool) -> None:
+        """Note whether buckets were laid out for other parameters or other settings."""
+        self.outdated = outdated
+
+    # -- during backward ---------------------------------------------------------------------------------------------
+
+    def added(self, param: Tensor) -> None:
+        """Release the gradient before of a parameter, as autograd has added to it."""
+        found = self.layout.place.get(param)
+        if found is not None:
+            bucket, place = found
+            bucket.release(place)
+
+    def arrived(self, param: Tensor, is_last: bool) -> GradientBucket | None:
+        """Note a gradient, complete if `is_last`; return its bucket once it is to be filled, and may leave early."""
+        found = self.layout.place.get(param)
+        if found is None:
+            return None
+        bucket, place = found
+        bucket.release(place)
+        if self.outdated or self.stale or not self.participation.here:
+            return None
+        if bucket.index < self.launched:
+            self.stale = True
+            return None
+        if not is_last or not bucket.leaves_early or not self.tracker.completed(bucket, place):
+            return None
+        return bucket
+
     # -- launching ---------------------------------------------------------------------------------------------------
 
     def fill_waiting(self, bucket: GradientBucket) -> None:
-        """Copy what waits for a bucket into it."""
+        """Copy the gradients that wait for a bucket into it."""
         self.tracker.fill_waiting(bucket, self._scale_taken(bucket))
 
     def fill(self, bucket: GradientBucket) -> None:
-        """Copy what is not in a bucket yet into it; zeros on a rank without data."""
+        """Copy the missing gradients of a bucket into it; zeros on a rank without data."""
         if bucket.in_place:
             return
         if self.participation.here:
@@ -96,11 +142,8 @@ class OutgoingBuckets:
             self.fill(bucket)
             self._launch(bucket)
 
-    def launch_rest(self, used: dict[Tensor, bool] | None, together: bool) -> None:
-        """Launch all that is left, once all ranks have agreed on the step, and on which parameters are `used`.
-
-        `together` says whether that is all of it, on all ranks.
-        """
+    def launch_rest(self, used: Sequence[bool] | None, together: bool) -> None:
+        """Launch all other buckets, once all ranks take the step; see `Step.launch`."""
         if self.compressor.sends == "update" and self.participation.here:
             self._make_update()
         rest = self.layout.buckets[self.launched :]
@@ -114,8 +157,9 @@ class OutgoingBuckets:
                 self.scheduler.launch(pending, exchange)
         else:  # all ranks launch the same ones now
             self.scheduler.launch_together(launches)
+        by_param = self._by_param(used)
         for name, param in self.layout.sparse:
-            if used is not None and not used[param]:
+            if by_param is not None and not by_param[param]:
                 param.grad = None
             else:
                 self._launch_rows(name, param)
@@ -131,13 +175,12 @@ class OutgoingBuckets:
     def _exchange(
         self, bucket: GradientBucket, certain: bool, together: bool = False
     ) -> tuple[PendingExchange[Any], GradientExchange]:
-        """The exchange of a bucket that is about to be launched."""
+        """Return the exchange of a bucket that is about to be launched."""
         self.launched += 1
         context = self.layout.contexts[bucket]
-        context.step, context.certain = self.step, certain
-        if bucket.in_place:
-            context.local = bucket.local(self.participation.here, self._scale(bucket))
-        elif self._scale(bucket) != self._scale_taken(bucket):
+        local = bucket.local(self.participation.here, self._scale(bucket)) if bucket.in_place else None
+        context.begin(self.step, certain, local)
+        if not bucket.in_place and self._scale(bucket) != self._scale_taken(bucket):
             bucket.grad.mul_(self._scale(bucket) / self._scale_taken(bucket))
         pending = PendingExchange[GradientBucket | Tensor](bucket.label, bucket)
         self.exchanges.append(pending)
@@ -155,29 +198,29 @@ class OutgoingBuckets:
         divisor = self.scheduler.comm.size if self.settings.op == "average" else 1
         self.scheduler.launch(pending, gather_rows(grad * self._weight, divisor))
 
-    # -- what an exchange sees ---------------------------------------------------------------------------------------
+    # -- scaling and preparing ---------------------------------------------------------------------------------------
 
     @property
     def _weight(self) -> float:
-        """What gradients are multiplied by before they are exchanged, where the exchange itself divides by all."""
+        """Factor of gradients before an exchange that itself divides by all ranks."""
         share = self.participation.share if self.settings.op == "average" else 1.0
         return share / self.settings.gradient_predivide_factor
 
     def _scale(self, bucket: GradientBucket) -> float:
-        """What gradients are multiplied by before an exchange sees them."""
+        """Return the factor of gradients in the exchange of a bucket."""
         return self._weight * self.layout.contexts[bucket].prescale
 
     def _scale_taken(self, bucket: GradientBucket) -> float:
-        """What of that they are multiplied by while they are copied."""
+        """Return the part of that factor which is applied while gradients are copied."""
         return 1.0 if self._prepares_gradients else self._scale(bucket)
 
     @property
     def _prepares_gradients(self) -> bool:
-        """Whether `Compressor.prepare` sees gradients before they are multiplied."""
+        """True if `Compressor.prepare` sees gradients before they are scaled."""
         return self.compressor.whole_model and self.compressor.sends == "gradient"
 
     def _make_update(self) -> None:
-        """Make what travels of this rank's gradients: what the optimizer would add to its parameters."""
+        """Replace this rank's gradients by the updates that its optimizer makes of them."""
         if self.scheduler.comm.survives:
             self.wrapped.hold_state()
         if self.compressor.whole_model:
@@ -196,16 +239,13 @@ class OutgoingBuckets:
         """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
         contexts = self.layout.contexts
         for context in contexts.values():
-            context.step = self.step
+            context.begin(self.step)
         self.compressor.prepare([grad for grad, _ in grads], [contexts[bucket] for _, bucket in grads])
 
-    # -- what becomes of it ------------------------------------------------------------------------------------------
+    # -- cancelling and finishing ------------------------------------------------------------------------------------
 
-    def cancel(self, launched: int, is_void: bool = False) -> Job:
-        """Start what some rank has `launched` already, wait for the end of all of it, and undo what it meant.
-
-        It is to be sent anew, unless the step `is_void`.
-        """
+    def launch_until(self, launched: int) -> None:
+        """Launch buckets, empty where their gradients are not complete, until as many are `launched`."""
         if launched > len(self.layout.buckets):
             raise MismatchError(
                 f"rank {self.scheduler.comm.rank} lost its buckets while other ranks have sent theirs: load state or "
@@ -217,12 +257,6 @@ class OutgoingBuckets:
                 bucket.keep_clear(bucket.grads())
                 bucket.grad.zero_()
             self._launch(bucket)
-        yield from self.scheduler.cancel(self.exchanges)
-        if self.exchanges and not is_void:
-            self.scheduler.telemetry.repeated += 1
-        self.rollback()
-        self.tracker.put_back()
-        self.clear(self.outdated)
 
     def rollback(self) -> None:
         """Return memory to the last commit; gradients that it has absorbed already are cleared, as they stay in it."""
@@ -233,34 +267,35 @@ class OutgoingBuckets:
                 self.wrapped.commit.begin("memory")
             context.rollback()
 
-    def arrived(self, used: dict[Tensor, bool] | None) -> list[Arrived]:
-        """The gradients that the step's exchanges have made, to be written where this rank's own are."""
+    def finished(self, used: Sequence[bool] | None) -> list[FinishedExchange]:
+        """Return the finished exchanges, whose results are written where this rank's own gradients are."""
         factor = self.settings.gradient_predivide_factor
-        arrived = []
+        by_param = self._by_param(used)
+        finished = []
         for pending in self.exchanges:
             of = pending.of
             if isinstance(of, Tensor):
                 write = functools.partial(_prepare_sparse, of, factor=factor)
-                arrived.append(Arrived(pending, None, None, write, of.numel()))
+                finished.append(FinishedExchange(pending, None, None, write, of.numel()))
                 continue
-            flags = _flags(of, used)
+            flags = None if by_param is None else [by_param[segment.param] for segment in of.segments]
             write = functools.partial(of.prepare, used=flags, factor=factor)
-            arrived.append(Arrived(pending, self.layout.contexts[of], flags, write, of.elements))
-        return arrived
+            finished.append(FinishedExchange(pending, self.layout.contexts[of], flags, write, of.elements))
+        return finished
 
-    def count_step(self, arrived: Sequence[Arrived]) -> None:
-        """The step was made."""
-        self.scheduler.count_step(sum(one.numel for one in arrived))
-        self.step += 1
+    def flush(self, used: list[bool] | None) -> Job:
+        """Add all residuals to the results of the exchanges, and the parameters that have some to those `used`."""
+        contexts, by_param = self.layout.contexts, self._by_param(used)
+        yield from flush_residuals(self.exchanges, contexts, by_param, self.compressor, self.scheduler)
+        if used is not None and by_param is not None:
+            used[:] = by_param.values()
+
+    def _by_param(self, used: Sequence[bool] | None) -> dict[Tensor, bool] | None:
+        return None if used is None else dict(zip(self.layout.trained, used, strict=True))
 
 
-def _prepare_sparse(param: Tensor, result: Tensor | SparseSum, factor: float) -> Callable[[], None]:
-    """What makes a sparse gradient the sum that has arrived."""
+def _prepare_sparse(param: Tensor, result: Tensor | SparseSum, factor: float) -> Write:
+    """Return the assignment of a sparse sum to the gradient."""
     assert isinstance(result, Tensor)
     grad = result if factor == 1 else result * factor
     return lambda: setattr(param, "grad", grad)
-
-
-def _flags(bucket: GradientBucket, used: dict[Tensor, bool] | None) -> list[bool] | None:
-    """Which of a bucket's parameters are used; None if all are."""
-    return None if used is None else [used[segment.param] for segment in bucket.segments]

@@ -1,7 +1,7 @@
 """The replicas of a sharded model: which ranks hold the same shard, from the meshes of its DTensor parameters.
 
-`fully_shard` averages gradients over the ranks of its mesh, one replica of the model. What remains is to average each
-shard over the replicas: among the ranks of the replicate dimension.
+`fully_shard` averages gradients over the ranks of its mesh, one replica of the model. Each shard is then averaged
+over the replicas: among the ranks of the replicate dimension.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How gradients are exchanged: what a user gives to DistributedOptimizer, checked before anything is joined or sent."""
+"""The settings of a DistributedOptimizer, checked before a wire is joined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Op: TypeAlias = Literal["average", "sum", "adasum"]
 
 @dataclass
 class Settings:
-    """How gradients are exchanged, alike on all ranks; see `DistributedOptimizer` for what each means."""
+    """The settings of an exchange of gradients, equal on all ranks; `DistributedOptimizer` explains each."""
 
     op: str = "average"
     backward_passes_per_step: int = 1
@@ -34,6 +34,10 @@ class Settings:
     check_replicas_every: int = 0
     on_divergence: OnDivergence = "raise"
     may_differ: tuple[str, ...] = ()
+
+    def add_up(self, passes: Any) -> None:
+        """Add up that many backward passes before gradients are exchanged. Raises ConfigError for other values."""
+        self.backward_passes_per_step = check_passes(passes)
 
 
 def check_op(op: Any) -> Op:
@@ -47,7 +51,7 @@ def check_op(op: Any) -> Op:
 
 
 def check_passes(passes: Any) -> int:
-    """How many backward passes make a step. Raises ConfigError for what cannot be."""
+    """Return the number of backward passes per step. Raises ConfigError unless it is a whole number above 0."""
     return check_whole(passes, "backward_passes_per_step", 1)
 
 
@@ -62,9 +66,9 @@ def check_predivide(factor: Any, op: Op) -> float:
 def check_groups(
     names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None, num_groups: int
 ) -> dict[str, int] | None:
-    """Which group each parameter's name is in, from lists, or by splitting all parameters in a number of groups.
+    """Return the group of each parameter's name, from lists, or by splitting all parameters in a number of groups.
 
-    `num_groups` is what Horovod called that number before 0.23. Raises ConfigError for both at once, unknown
+    `num_groups` is the name of that number in Horovod before 0.23. Raises ConfigError for both at once, unknown
     parameters, one in two groups, or a negative number.
     """
     if check_whole(num_groups, "num_groups", 0):

@@ -19,14 +19,14 @@ from ..collectives import AllReduce
 from ..comm import Comm
 from ..compressors import Compressor
 from ..errors import ConfigError
+from ..exchange.changes import Snapshot, Unstepped
 from ..exchange.held import held
 from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
 from ..flat.local_shard import LocalShard
-from .changes import Snapshot, Unstepped
-from .closure import Call, Closure, closure_of, with_closure
 from .engine import Engine
 from .sparse_step import step_touched
+from .step_hooks import Call, Closure, StepHooks
 from .subclass import bare_class, bare_step
 from .wrapped import Wrapped
 
@@ -38,29 +38,29 @@ log = logging.getLogger("dgcopt")
 
 
 class Mode(Enum):
-    """What backward passes and `step()` do with gradients."""
+    """The treatment of gradients by backward passes and `step()`."""
 
-    EXCHANGE = "send what is complete, and average before the step"
+    EXCHANGE = "send complete buckets, and average before the step"
     ADD_UP = "send nothing, and average before the step"
     AS_THEY_ARE = "step without averaging"
     LOCAL = "neither send nor average: ranks train by themselves"
 
 
 class Grads(Enum):
-    """What `param.grad` holds."""
+    """The meaning of `param.grad`."""
 
     OWN = "this rank's own"
-    MIXED = "the mean over ranks, and what was added to it since"
+    MIXED = "the mean over ranks, and later additions"
     AVERAGED = "the mean over ranks"
     FINAL = "the mean over ranks, as the step is to use it"
     VOID = "NaN or Inf on some rank, so that no rank takes the step"
 
 
 NOT_YET = (Grads.OWN, Grads.MIXED)
-"""What is yet to be averaged."""
+"""Gradients still to be averaged."""
 
 SENDS_NOTHING = (Mode.ADD_UP, Mode.LOCAL)
-"""In which backward passes only add up."""
+"""Modes in which backward passes only add up."""
 
 
 class OwnStep(Enum):
@@ -72,19 +72,18 @@ class OwnStep(Enum):
     RUNNING = "running, and has seen gradients"
 
 
-class Stepping:
+class Stepping(StepHooks):
     """The steps of one wrapped optimizer; see `dgcopt.DistributedOptimizer`.
 
     Attributes: `optimizer`, the user's; `comm`, the wire; `compressor`, how gradients travel; `engine`, their
-    exchanges, None in a single process; `mode`, what is done with gradients; `names`, all parameters and their names.
+    exchanges, None in a single process; `mode`, the treatment of gradients; `names`, all parameters and their names.
     """
 
     comm: Comm
 
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], compressor: Compressor) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, compressor)
         self.names = names
-        self.compressor = compressor
         told = (self._averaged, self._failed)
         self.wrapped = Wrapped(optimizer, names, compressor, self.own_step, self._step_without_data, *told)
         self.engine: Engine | None = None
@@ -152,7 +151,8 @@ class Stepping:
     def _averaged(self, is_void: bool) -> None:
         """Called where a step is committed or aborted, so that no exception comes between."""
         self._grads = Grads.VOID if is_void else Grads.AVERAGED
-        self.wrapped.not_taken += not is_void
+        if not is_void:
+            self.wrapped.count_exchanged()
 
     def _failed(self) -> None:
         """Called where an exchange has failed."""
@@ -169,6 +169,10 @@ class Stepping:
             if self.mode is not Mode.LOCAL:  # as a warm-up may have ended within
                 self.mode = before
 
+    def switch(self, mode: Mode) -> None:
+        """Go on in another mode."""
+        self.mode = mode
+
     def fix(self) -> None:
         """Average the gradients for the next step, which takes them as they are then, without a warning."""
         self.synchronize()
@@ -178,7 +182,7 @@ class Stepping:
     def discard(self) -> None:
         """Gradients are set to zero: those that are on their way are taken back, on all ranks."""
         if self.engine is not None:
-            self.engine.discard()
+            self.engine.gradients_cleared()
             self._grads = Grads.OWN
 
     # -- gradients that come in --------------------------------------------------------------------------------------
@@ -261,43 +265,38 @@ class Stepping:
         if engine is None or self.mode is Mode.LOCAL:  # between averages of weights nothing is agreed upon
             return is_averaged
         engine.hold()
-        if engine.in_flight and self._grads in NOT_YET and self.exchange(Engine.agree_on_overflow):
-            engine = self.engine  # another one, if ranks were lost
-            assert engine is not None
-            engine.discard()
-            engine.void = True
+        if engine.in_flight and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
             self._grads = Grads.VOID
-            engine.telemetry.skipped += 1
         if self._grads is Grads.VOID:
             self._spoil_a_gradient()
         return is_averaged
 
     def _spoil_a_gradient(self) -> None:
-        """Let this rank's scaler find what another rank's has found."""
+        """Let this rank's scaler find NaN, as another rank's has."""
         for param in self.names:
             values = values_of(param.grad) if param.grad is not None else torch.empty(0)
             if values.numel():
                 values[(0,) * values.dim()] = torch.nan
                 return
 
-    # -- what the hooks around a step do -----------------------------------------------------------------------------
+    # -- the hooks around a step -------------------------------------------------------------------------------------
 
     def before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Average gradients, or return arguments whose closure does it."""
         self.check_whole()
-        closure = closure_of(args, kwargs)
-        if closure is not None:
-            self._own_step = OwnStep.AHEAD
-            return with_closure(args, kwargs, functools.partial(self._averaged_closure, closure))
+        self._own_step = OwnStep.AHEAD
+        return super().before_step(args, kwargs)
+
+    def prepare_step(self) -> None:
+        """Average the gradients, and use them."""
         try:
             self._average_before_step()
+            self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
         except BaseException:  # after which torch calls neither the step nor other hooks
             self.end_step(failed=True)
             raise
-        return None
 
     def _average_before_step(self) -> None:
-        """Before a step without a closure."""
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP) and not self._makes_state_only():
             by_hand = self.engine is not None and not self.engine.pending
             if self._grads is Grads.AVERAGED and by_hand and not self._warned:
@@ -306,15 +305,14 @@ class Stepping:
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=5,
+                    stacklevel=7,
                 )
             self._average()
-        self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
 
     def _makes_state_only(self) -> bool:
-        """Whether `torch.distributed.checkpoint` calls this step, for an optimizer to make its state.
+        """True if `torch.distributed.checkpoint` calls this step, for an optimizer to make its state.
 
-        Gradients are zeros then that no backward pass has made, and lr is 0: an exchange would waste what is held back.
+        Gradients are zeros then, not of a backward pass, and lr is 0: an exchange would waste residuals.
         """
         engine = self.engine
         if engine is None or engine.step == 0 or engine.in_flight or self._grads is not Grads.OWN:
@@ -324,7 +322,7 @@ class Stepping:
         grads = [param.grad for param in self.names if param.requires_grad]
         return all(grad is not None and not values_of(grad).any() for grad in grads)
 
-    def _averaged_closure(self, closure: Closure) -> Any:
+    def run_closure(self, closure: Closure) -> Any:
         """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere.
 
         If nothing is left to do then, the step that has called it is over, unless it has changed weights already.
@@ -355,9 +353,9 @@ class Stepping:
         return loss
 
     def _use_gradients(self) -> bool:
-        """What stands between the exchange and the optimizer's own step; returns whether that is done by now.
+        """Prepare the optimizer's own step after an exchange; return True if nothing is left for it to do.
 
-        Nothing, if there was no exchange: that step is the optimizer's own, of this rank's gradients. Otherwise, until
+        Without an exchange it steps on this rank's gradients, and nothing is prepared. Otherwise, until
         the own step has ended, an exception leaves this rank between two steps.
         """
         grads, averages = self._grads, self._averages
@@ -365,8 +363,7 @@ class Stepping:
             return False
         if self.engine is not None and grads in (Grads.AVERAGED, Grads.FINAL):
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
-            touched = Touch.CHANGED if has_changed else Touch.KEPT
-            self.engine.touched = touched if self.engine.participation.here else Touch.UNKNOWN
+            self.engine.gradients_used(Touch.CHANGED if has_changed else Touch.KEPT)
         is_void = grads is Grads.VOID
         takes_update = self.engine is not None and self.compressor.sends == "update"
         if not is_void:
@@ -384,13 +381,13 @@ class Stepping:
             for param in self.names:
                 if param.grad is not None and not param.grad.is_sparse:
                     param.grad = param.grad.to_sparse(1)
-        self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
+        self._hidden.hide(self.take_over())
         if bare_class(self.optimizer) is torch.optim.SGD and self.engine is not None:
             self._hidden.hide(step_touched(self.optimizer, self.engine.layout.touched()))
         return False
 
     def step_unless_done(self, *args: Any, **kwargs: Any) -> Any:
-        """What happens between the hooks of a step: the optimizer's own one, where that is left to do."""
+        """Run the optimizer's own step between its hooks, unless nothing is left for it to do."""
         if self._own_step is OwnStep.DONE:
             return None
         try:
@@ -417,12 +414,11 @@ class Stepping:
     def end_step(self, failed: bool = False) -> None:
         """After a step: gradients are seen again, and nothing is kept of them."""
         self._own_step = OwnStep.AHEAD
-        self._hidden.show()
-        self.compressor.after_step(self.optimizer)
+        self.give_back()
         if self.engine is not None:
             self.engine.layout.release_gradients()
         if not failed and self._uses_gradients:
-            self.wrapped.not_taken = 0
+            self.wrapped.count_taken()
             self.wrapped.commit.end()
         self._uses_gradients = False
 
@@ -443,7 +439,7 @@ def stepping_of(optimizer: Optimizer) -> Stepping | None:
 
 
 def in_own_step(optimizer: Optimizer) -> bool:
-    """Whether the wrapped optimizer's own step is running, in which hooks of its step have nothing to do."""
+    """True if the wrapped optimizer's own step is running, in which hooks of its step have nothing to do."""
     steps = stepping_of(optimizer)
     return steps is not None and steps.in_own_step
 

@@ -18,7 +18,7 @@ __all__ = ["bare_class", "bare_step", "become"]
 def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[..., Any]) -> None:
     """Change the class of `optimizer` to one that has the methods of `ours` ahead of its own.
 
-    `between_hooks(optimizer, bare, *args, **kwargs)` is what a step does between its hooks; `bare` is the class's own
+    `between_hooks(optimizer, bare, *args, **kwargs)` runs between the hooks of a step; `bare` is the class's own
     step, without any, and so is `bare_step(optimizer)` until the class changes again. Raises ConfigError if something
     else was bound in place of `step` that may move weights in a step that no rank is to take.
     """
@@ -84,7 +84,7 @@ def _with_hooks(step: Any) -> Any:
 def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Let a scheduler that was made before, and has bound the old class's `step`, call that of `kind`."""
     bound, own = vars(optimizer).get("step"), type(optimizer).step
-    # a newer torch names what its scheduler calls, an older one does not
+    # a newer torch names the function that its scheduler calls, an older one does not
     if hasattr(bound, "_wrapped_by_lr_sched") and getattr(bound, "__wrapped__", own) is own:
         reference = weakref.ref(optimizer)
 

@@ -1,8 +1,8 @@
 """One step's gradients on one rank: how often each was added to, which are in their buckets, and whether they changed.
 
 A backward pass adds to a gradient once, but reentrant checkpointing runs backward passes of its own within the user's:
-a layer that is used in two checkpoints is added to twice. What must come before a launch are all additions; what
-`backward_passes_per_step` announces are the user's passes.
+a layer that is used in two checkpoints is added to twice. A launch waits for all additions;
+`backward_passes_per_step` counts the user's passes.
 
 Gradients are taken into buckets while backward runs, in the hope that they are final. Autograd, clipping and loss
 scaling change them afterwards without telling; torch counts most changes of a tensor, and that is compared.
@@ -37,7 +37,7 @@ LONGEST_PAUSE = 1024
 """Steps without early launches after launches that proved too early again and again."""
 
 NOTHING = object()
-"""What was taken of a gradient that was not."""
+"""Mark of a gradient that was not taken into its bucket."""
 
 _VERSION = operator.attrgetter("_version")
 _BACKWARD = torch.autograd.backward.__code__
@@ -49,7 +49,7 @@ class _Filling:
 
     Attributes: `count`, how many there are to come; `copies_each`, False if they are copied when all are there, or not
     at all; `complete`, the places of those that are; `waiting`, of those that wait to be copied, and `numel`, how many
-    elements they have; `taken`, by place, what was copied, or is read where it lies, with its version, and `NOTHING` at
+    elements they have; `taken`, by place, the gradient copied or read in place, with its version, and `NOTHING` at
     the `missing` places; `peaks`, the largest magnitudes of all that was.
     """
 
@@ -90,7 +90,7 @@ class _Filling:
 
 
 class GradientTracker:
-    """What has come in since the last step.
+    """The gradients that have arrived since the last step.
 
     Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;
     `passes`, in how many backward passes, if their number is announced; `uncounted`, those whose gradient was added to
@@ -110,7 +110,7 @@ class GradientTracker:
         self._filling: dict[GradientBucket, _Filling] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
-        """Count an addition; whether it is the last one, by what was `announced` or what has been usual."""
+        """Count an addition; return True for the last one, by the `announced` number or the usual one."""
         if self._watched is None or param is self._watched[0]:
             self._watch(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
@@ -136,7 +136,7 @@ class GradientTracker:
 
     @property
     def touch(self) -> Touch:
-        """Whether the first gradient has changed since it arrived; it stands for all, which clipping changes alike."""
+        """Tells if the first gradient has changed since it arrived; it stands for all, which clipping changes alike."""
         if self._watched is None:
             return Touch.UNKNOWN
         param, grad, version = self._watched
@@ -155,7 +155,7 @@ class GradientTracker:
         return self._pass
 
     def has_added_to(self, param: Tensor) -> bool:
-        """Whether a gradient is this rank's own, also by passes that do not count."""
+        """True if a gradient is this rank's own, also by passes that do not count."""
         return param in self.additions or param in self.uncounted
 
     def completed(self, bucket: GradientBucket, place: int) -> bool:
@@ -171,18 +171,18 @@ class GradientTracker:
         return len(filling.complete) == filling.count or filling.numel >= ENOUGH
 
     def has_all_of(self, bucket: GradientBucket) -> bool:
-        """Whether all of the bucket's gradients are complete."""
+        """True if all gradients of a bucket are complete."""
         filling = self._filling.get(bucket)
         return filling is not None and len(filling.complete) == filling.count
 
     def fill_waiting(self, bucket: GradientBucket, scale: float) -> None:
-        """Copy `scale` times what waits for a bucket into it."""
+        """Copy `scale` times the gradients that wait for a bucket into it."""
         waiting = self._of(bucket).waiting
         if waiting:
             self._copy(bucket, sorted(waiting), scale)
 
     def fill(self, bucket: GradientBucket, scale: float) -> None:
-        """Copy `scale` times what is not in its bucket yet."""
+        """Copy `scale` times the missing gradients of a bucket into it."""
         filling = self._of(bucket)
         everything = range(len(bucket.segments))
         if filling.missing == len(everything):
@@ -218,15 +218,15 @@ class GradientTracker:
         return filling
 
     def changed(self) -> list[GradientBucket]:
-        """The buckets of which gradients have changed since they were taken."""
+        """Return the buckets of which gradients have changed since they were copied."""
         return [bucket for bucket, filling in self._filling.items() if filling.has_changed()]
 
     def find_infinite(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], changed: Collection[GradientBucket]
     ) -> Tensor | None:
-        """The first of `params` whose gradient holds NaN or Inf: what was taken has been looked at, the rest is now.
+        """Return the first of `params` whose gradient holds NaN or Inf; those in buckets were inspected when copied.
 
-        Of buckets that have `changed` since, all is.
+        Gradients of buckets that have `changed` since are inspected again.
         """
         found, seen, count = [], [], 0
         for bucket, filling in self._filling.items():
@@ -247,7 +247,7 @@ class GradientTracker:
     def _peaks_of_others(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], seen: Sequence[_Filling]
     ) -> list[Tensor]:
-        """The largest magnitudes of gradients that are in none of the buckets."""
+        """Return the largest magnitudes of gradients that are in none of the buckets."""
         known = {
             segment.param
             for filling in seen
@@ -260,24 +260,24 @@ class GradientTracker:
                 unseen.setdefault((grad.device, grad.dtype), []).append(values_of(grad))
         return [peaks(alike) for alike in unseen.values()]
 
-    def put_back(self, buckets: Iterable[GradientBucket] | None = None) -> None:
-        """Empty the buckets, all or some; what has arrived stays."""
+    def release(self, buckets: Iterable[GradientBucket] | None = None) -> None:
+        """Release the copies of gradients in all buckets, or in some; the gradients stay."""
         for bucket in list(self._filling) if buckets is None else buckets:
             del self._filling[bucket]
 
     def clear(self) -> None:
         """Begin the next step."""
-        self.put_back()
+        self.release()
         self.forget()
 
     def forget(self) -> None:
-        """As if no backward pass had been made since the last step."""
+        """Forget all backward passes since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()
         self._graph_task = self._call = self._watched = None
 
 
 class EarlyLaunch:
-    """Whether buckets may be launched before the step is called for, when their gradients may still change.
+    """Tells if buckets may be launched before the step is called, when their gradients may still change.
 
     Attributes: `possible`, False as long as gradients are scaled until then.
     """
@@ -288,8 +288,12 @@ class EarlyLaunch:
         self._pause_until = 0
 
     def may(self, step: int) -> bool:
-        """Whether in this step those may that leave early at all."""
+        """True if buckets may launch during backward in this step."""
         return self.possible and step >= self._pause_until
+
+    def stop(self) -> None:
+        """Launch none from now on, because gradients are scaled until the step."""
+        self.possible = False
 
     def was_mistaken(self, step: int) -> None:
         """Gradients have changed after they were sent: launch none for a while, longer each time."""

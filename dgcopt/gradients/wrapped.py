@@ -1,4 +1,4 @@
-"""A wrapped optimizer as its engine knows it: what must be equal on all ranks, and the update that it makes."""
+"""The wrapped optimizer of an engine: its settings, which all ranks compare, and the update that it makes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from ..compressors import Compressor
 from ..exchange.buffers import Buffers
-from ..exchange.commit import Commit
+from ..exchange.commit import CommitMarker
 from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
 from ..flat.local_shard import as_stepped, local
-from .ddp_module import all_modules
+from .hook.module import all_modules
 from .settings import Settings
 
 __all__ = ["Wrapped"]
@@ -60,15 +60,27 @@ class Wrapped:
         self.step_without_data = step_without_data
         self.averaged = averaged
         self.failed = failed
-        self.commit = Commit()
+        self.commit = CommitMarker()
         self.not_taken = 0
         self._before_update: list[Callable[[], object]] = []
         self.buffers: Buffers | None = None  # of the model, that each step makes alike
 
-    # -- what must be equal on all ranks -----------------------------------------------------------------------------
+    def count_exchanged(self) -> None:
+        """Count a step whose gradients are averaged, for the optimizer to take."""
+        self.not_taken += 1
+
+    def count_taken(self) -> None:
+        """Note that the optimizer has taken its step, or that state is restored."""
+        self.not_taken = 0
+
+    def sync_buffers(self, buffers: Buffers) -> None:
+        """Synchronise buffers of the model in each step from now on."""
+        self.buffers = buffers
+
+    # -- comparison over ranks ---------------------------------------------------------------------------------------
 
     def describe(self, settings: Settings, trained: Collection[Tensor] | None = None) -> list[str]:
-        """Everything that must be equal whenever buckets are laid out, a line each.
+        """Return the lines that must be equal whenever buckets are laid out.
 
         `trained` are the parameters that travel: those that require a gradient if None.
         """
@@ -76,7 +88,7 @@ class Wrapped:
         return describe(self.optimizer, self.names, told, trained)
 
     def describe_start(self, warn: bool) -> list[str]:
-        """What must be equal beyond that before the first step, a line each; afterwards it stays so."""
+        """Return the further lines that must be equal before the first step, and stay so afterwards."""
         if warn and _is_averaged_by_ddp(self.names):
             log.warning(
                 "dgcopt: DistributedDataParallel averages these parameters' gradients too: what it sends comes on top "
@@ -92,7 +104,7 @@ class Wrapped:
         return buffers + of_states
 
     def replicated(self) -> dict[str, list[Tensor]]:
-        """What has the same bits on all ranks: parameters, and the state kept of them if gradients travel."""
+        """Return the tensors that are replicated on all ranks: parameters, and their state if gradients travel."""
         found, updated = {}, set(self.updated())
         for param, name in self.names.items():
             state = self.optimizer.state.get(as_stepped(param), {}) if param not in updated else {}
@@ -100,10 +112,10 @@ class Wrapped:
             found[name] = [param, *kept]
         return found
 
-    # -- the update as what travels ----------------------------------------------------------------------------------
+    # -- the update, for compressors that send it --------------------------------------------------------------------
 
     def updated(self) -> list[Tensor]:
-        """The parameters of which updates travel."""
+        """Return the parameters of which updates travel."""
         if self.compressor.sends == "gradient":
             return []
         kind, sends_of = self.compressor.kind, self.compressor.sends_of
@@ -135,7 +147,7 @@ class Wrapped:
 
     @torch.no_grad()
     def make_update(self, sparse_as_dense: bool) -> None:
-        """Replace each gradient by what the optimizer would add to its parameter, if that is to travel.
+        """Replace gradients by the changes that the optimizer would make to its parameters, if updates travel.
 
         But for decoupled weight decay, which is the same on all ranks and need not travel. All parameters stay; the
         optimizer's state moves, so the caller marks the end of the commit that begins here.
@@ -194,5 +206,5 @@ def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
 
 
 def _decays_apart(group: dict[str, Any]) -> bool:
-    """Whether weight decay is no part of what the group's optimizer makes of the gradient, as in AdamW."""
+    """True if the optimizer applies the group's weight decay apart from the gradient, as AdamW does."""
     return bool(group.get("decoupled_weight_decay")) and bool(group["weight_decay"])

@@ -21,7 +21,7 @@ import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from dgcopt.comm.torch import TorchComm
 from dgcopt.compressors.selection import Selection
-from dgcopt.gradients import outgoing
+from dgcopt.exchange import commit
 from dgcopt.gradients.tracker import GradientTracker
 from dgcopt.kernels.torch import block_maxima
 from dgcopt.testing import check_compressor
@@ -80,7 +80,7 @@ COMPRESSORS = [
     dgcopt.EFSignSGD(),
     dgcopt.PowerSGD(start_step=0),
 ]
-MAY_WAIT = ((GradientTracker, "find_infinite"), (outgoing, "read_checks"))
+MAY_WAIT = ((GradientTracker, "find_infinite"), (commit, "read_checks"))
 """The vote's read, and that of all checks of what has arrived; test_waits.py counts them without a device."""
 
 

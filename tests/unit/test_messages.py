@@ -13,6 +13,7 @@ from worlds import Ranks, small_model
 import dgcopt
 from dgcopt.compressors import HorovodCompression, accept
 from dgcopt.errors import ConfigError
+from dgcopt.exchange.step import Aborted
 
 
 def sgd(params: Any) -> torch.optim.SGD:
@@ -278,8 +279,8 @@ def test_nan_is_a_warning_once_and_a_scalers_overflow_is_none(caplog: pytest.Log
 def test_overflow_in_the_hook_is_a_warning_unless_there_is_a_scaler(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dgcopt")
     for scaler, level in ((None, logging.WARNING), (torch.amp.GradScaler("cpu"), logging.INFO)):
-        state, _ = dgcopt.ddp_hook(scaler=scaler)
-        state._abort([1])
+        state, _ = dgcopt.ddp_hook(scaler=scaler, comm=dgcopt.simulated_world(2)[0])
+        state._step.aborted(Aborted([1]))
         assert [record.levelno for record in caplog.records] == [level]
         caplog.clear()
 

@@ -51,6 +51,40 @@ def test_it_leaves(code: str) -> None:
     assert found(code) == []
 
 
+@pytest.mark.parametrize(
+    ("code", "of"),
+    [
+        ("class A:\n    def f(self):\n        self.outgoing.stale = True", "self.outgoing.stale"),
+        ("def f(ctx):\n    ctx.step, ctx.certain = 1, True", "ctx.step"),
+        ("def f(telemetry):\n    telemetry.skipped += 1", "telemetry.skipped"),
+        ("def f(engine):\n    def g():\n        engine.due: bool = True\n    return g", "engine.due"),
+        ("def f(x):\n    for x.place in range(3): pass", "x.place"),
+        (
+            "class A:\n    def f(self):\n        self.step_count = 1\n        self.other.step_count = 2",
+            "self.other.step_count",
+        ),
+        ("def f():\n    made = Engine()\n    return made\ndef g(made):\n    made.due = True", "made.due"),
+    ],
+)
+def test_it_finds_assignments_to_what_others_own(code: str, of: str) -> None:
+    assert [what for _, what in check["assignments"](ast.parse(code))][:1] == [f"assigns {of}: give its owner a method"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class A:\n    def f(self):\n        self.due = True",
+        "def f(param):\n    param.grad = None",
+        "def f():\n    made = Engine()\n    made.due = True",
+        "def f(old):\n    made = copy.copy(old)\n    made.due = True",
+        "def f():\n    made = Pending[int](3)\n    made.due = True",
+        "class A:\n    due: bool\ndef f(a):\n    a.due = True",
+    ],
+)
+def test_it_leaves_what_is_own(code: str) -> None:
+    assert not [*check["assignments"](ast.parse(code))]
+
+
 def test_wires_may_name_simulated_ranks() -> None:
     assert found("comm.nudge()", may_simulate=True) == []
 

@@ -32,7 +32,7 @@ import dgcopt
 from dgcopt import Comm
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm.torch import TorchComm
-from dgcopt.gradients.ddp import HookState
+from dgcopt.gradients.hook.ddp import HookState
 
 SCENARIOS: dict[str, Callable[[Comm], None]] = {}
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ class Training:
     def memory(self, kind: str = "residual") -> Tensor:
         """What is kept, in the order of the model's parameters; zero where nothing is."""
         assert self.state is not None
-        names, held = self.state._names, self.state.state_dict()["memory"].get(kind, {})
+        names, held = self.state._memory.names, self.state.state_dict()["memory"].get(kind, {})
         return flat(held.get(names[param], torch.zeros_like(param)) for param in self.model.parameters())
 
 
@@ -162,9 +162,9 @@ def in_optimizer(compressor, steps: int = 8, make=sgd, model=small_model, forwar
 def no_compression_is_plain_ddp() -> None:
     ours, theirs = Training(dgcopt.NoCompression()), Training()
     ours.step(0), theirs.step(0)
-    first = list(ours.state._layout)
+    first = list(ours.state._memory.layout)
     ours.run(7, first=1), theirs.run(7, first=1)
-    rebuilt = list(ours.state._layout)
+    rebuilt = list(ours.state._memory.layout)
     assert len(rebuilt) >= 3 and rebuilt != first, "DDP was to have several buckets, and to rebuild them"
     assert_close(ours.weights(), theirs.weights())
 
@@ -270,7 +270,7 @@ def what_an_exchange_leaves_between_parameters_is_gone() -> None:
 @scenario
 def chained_collectives_of_several_buckets() -> None:
     ours = Training(TwoRounds(), find_unused_parameters=True).run(4)
-    assert len(ours.state._layout) >= 3
+    assert len(ours.state._memory.layout) >= 3
     assert_close(ours.weights(), Training(find_unused_parameters=True).run(4).weights())
 
 
@@ -316,7 +316,7 @@ def buckets_go_round_by_round_or_in_turn() -> None:
         for step in range(2):  # before and after buckets are rebuilt
             training.state.compressor._begun.clear()
             training.step(step)
-            buckets = range(len(training.state._layout))
+            buckets = range(len(training.state._memory.layout))
             by_round = [(index, round) for round in (1, 2) for index in buckets]
             by_bucket = [(index, round) for index in buckets for round in (1, 2)]
             expected = [(index, 0) for index in buckets] + (by_bucket if in_turn else by_round)
@@ -354,7 +354,7 @@ def buckets_that_static_graph_does_not_count() -> None:
     for compressor in (dgcopt.NoCompression(), dgcopt.DGC(RATIO), dgcopt.DGC(RATIO, overlap=True)):
         usual = Training(compressor, model=Mixed).run()
         static = Training(compressor, model=Mixed, static_graph=True).run()
-        assert len({part.bucket.segments[0].param.dtype for part in static.state._contexts}) == 2
+        assert len({part.bucket.segments[0].param.dtype for part in static.state._memory.contexts}) == 2
         assert torch.equal(static.weights(), usual.weights()), compressor
     ours = Training(dgcopt.NoCompression(), plain, model=Words, static_graph=True).run(4)
     assert_close(ours.weights(), Training(make=plain, model=Words).run(4).weights())
@@ -966,7 +966,7 @@ def ranks_that_differ_are_told_how() -> None:
     training.state.compressor.ratio *= 2  # on all ranks alike
     training.step(2)
     training = Training(dgcopt.DGC(RATIO)).run(2)
-    training.state.step += rank
+    training.state._memory.step += rank
     with pytest.raises(dgcopt.MismatchError, match="rank 0 is at step 2, rank 1 is at step 3"):
         training.step(2)
 
@@ -975,7 +975,8 @@ def ranks_that_differ_are_told_how() -> None:
 def a_rank_that_does_not_come_is_named() -> None:
     """The last one, as it breaks the wire."""
     training = Training(dgcopt.DGC(RATIO))
-    comm = training.state._comm = TorchComm(deadline=60)
+    comm = TorchComm(deadline=60)
+    training.state.use(None, comm, None)
     training.run(2)
     comm.deadline = 2
     if dist.get_rank() == 0:

@@ -245,21 +245,24 @@ def is_half_written(rounds: Rounds) -> bool:
     return False
 
 
+WRITING = ("commit", "commit_memory", "commit_gradients", "committed", "complete", "write_back")
+
+
 @contextmanager
 def interrupting(rounds: Rounds, line: int) -> Iterator[list[int]]:
     """Within it, an exception comes before the line of that number which is run while a round is written."""
     lines: list[int] = []
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and frame.f_locals["self"].round is rounds and is_half_written(rounds):
+        if event == "line" and is_half_written(rounds):  # in which no other rank has its turn
             lines.append(frame.f_lineno)
             if len(lines) > line:
                 raise Interrupted
         return local
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        is_ours = frame.f_globals["__name__"].startswith("dgcopt.averaging.")
-        return local if is_ours and frame.f_code.co_name in ("apply", "run", "_take_over") else None
+        is_ours = frame.f_globals["__name__"].startswith(("dgcopt.averaging.", "dgcopt.exchange."))
+        return local if is_ours and frame.f_code.co_name in WRITING else None
 
     sys.settrace(enter)
     try:

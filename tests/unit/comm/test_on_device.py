@@ -13,7 +13,7 @@ from dgcopt.coding import Checks
 from dgcopt.collectives import AllReduce, SendRecv
 from dgcopt.comm.torch import TorchComm
 from dgcopt.errors import CommError, TimeoutExceeded
-from dgcopt.exchange.commit import Arrived, inspect
+from dgcopt.exchange.commit import FinishedExchange, inspect
 
 
 class Work:
@@ -123,7 +123,7 @@ def test_only_what_reads_the_device_waits_for_it():
     finished = []
     comm = SimpleNamespace(finish_on_device=lambda: finished.append(len(finished)))
     context = SimpleNamespace(checks=Checks(), looked_at=[], by_sender=[], refused=set())
-    one = Arrived(SimpleNamespace(result=torch.ones(4), label="bucket 0"), context, None, lambda _: None, 4)
+    one = FinishedExchange(SimpleNamespace(result=torch.ones(4), label="bucket 0"), context, None, lambda _: None, 4)
     assert inspect([one], comm) == [] and finished == []
     context.checks.expect(torch.tensor(True), lambda: "wrong")
     assert inspect([one], comm) == [] and finished == [0]

@@ -20,7 +20,7 @@ from worlds import Ranks, same, small_model
 import dgcopt
 from dgcopt.collectives import AllGather, Broadcast, Collective
 from dgcopt.compressors import Compressor
-from dgcopt.exchange.commit import Commit
+from dgcopt.exchange.commit import CommitMarker
 from dgcopt.flat.buckets import Bucket
 from dgcopt.gradients.optimizer import synchronised
 
@@ -306,15 +306,15 @@ def test_a_step_that_fails_before_weights_move_can_be_called_again(monkeypatch: 
     """Averaged gradients are still there."""
     undisturbed, ranks = trained("one pass"), trained("one pass")
     third(undisturbed)
-    begin, failed = Commit.begin, []
+    begin, failed = CommitMarker.begin, []
 
-    def failing(self: Commit, what: str) -> None:
+    def failing(self: CommitMarker, what: str) -> None:
         if what == "weights" and not failed:
             failed.append(what)
             raise MemoryError("injected")
         begin(self, what)
 
-    monkeypatch.setattr(Commit, "begin", failing)
+    monkeypatch.setattr(CommitMarker, "begin", failing)
     errors = third(ranks)
     assert [type(error) for error in errors] == [MemoryError] and failed
     ranks.optimizers[0].step()

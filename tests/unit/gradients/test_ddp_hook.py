@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from worlds import small_batch, small_model
 
 import dgcopt
-from dgcopt.gradients.ddp import HookState
+from dgcopt.gradients.hook.ddp import HookState
 
 
 @pytest.fixture

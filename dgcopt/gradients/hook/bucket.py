@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from ..flat.buckets import build_buckets
-from ..flat.gradient import GradientBucket, LocalGradient, SparseSum, rounded
-from ..kernels import add_at, peaks
+from ...flat.buckets import build_buckets
+from ...flat.gradient import GradientBucket, LocalGradient, SparseSum, rounded
+from ...kernels import peaks
 
 __all__ = ["Part", "PartGradients", "gradients_of", "parts_of"]
 
@@ -32,7 +31,7 @@ def gradients_of(params: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
 
 
 def _has_gaps(param: Tensor) -> bool:
-    """Whether its elements do not fill a span of memory, each its own place."""
+    """True if its elements do not fill a span of memory, each its own place."""
     return torch.empty_like(param, device="meta").stride() != param.stride()
 
 
@@ -64,7 +63,10 @@ class Part:
 
 @dataclass(eq=False)
 class PartGradients:
-    """Gradients of one exchange, in DDP's `buffer`, and `tells`, one number of each. No `part` if they are sparse."""
+    """Gradients of one exchange, in DDP's `buffer`, and `tells`, the largest magnitude of each.
+
+    Sparse gradients have no `part`.
+    """
 
     part: Part | None
     buffer: Tensor
@@ -74,34 +76,32 @@ class PartGradients:
     def prepare(
         self, result: Tensor | SparseSum, local: LocalGradient | None, used: Sequence[bool], scale: float
     ) -> Callable[[], None]:
-        """Return what makes the gradients in DDP's memory the result times `scale`, and zero where no rank has `used` a
-        parameter; all that may fail or allocate is done by then.
+        """Return the function that writes the result times `scale` to DDP's gradients, and zero to those of parameters
+        that no rank has `used`. All that may fail or allocate is done before.
         """
         assert self.part is not None
         bucket = self.part.bucket
         fill: Callable[[], object] | None = None
         if isinstance(result, SparseSum) and not self.part.takes_sums:
             fill, result = bucket.filled_with(result), bucket.grad
+        add: Callable[[], object] | None = None
+        views: list[Tensor] = []
         if isinstance(result, SparseSum):
-            flat = [segment.flatten(grad) for segment, grad in zip(bucket.segments, self.grads, strict=True)]
-            sums = (bucket.parts(flat), *result.times(scale, bucket.segments[0].param.dtype))
-            views: list[Tensor] = []
+            flats = [segment.flatten(grad) for segment, grad in zip(bucket.segments, self.grads, strict=True)]
+            add = bucket.prepare_sum(flats, range(len(flats)), result, scale, local)
         else:
             flat_result = rounded(result, self.buffer.dtype)
-            sums, views = None, [segment.view(flat_result) for segment in bucket.segments]
+            views = [segment.view(flat_result) for segment in bucket.segments]
 
         def write() -> None:
-            if fill is not None:  # which memory may have read until now
+            if fill is not None:  # memory may have read the flat gradient until now
                 fill()
-            for place, (grad, view) in enumerate(zip_longest(self.grads, views)):
-                if view is not None:
-                    grad.copy_(view)
-                    if scale != 1:
-                        grad.mul_(scale)
-                elif local is None or not local.has_cleared(place):
-                    grad.zero_()
-            if sums is not None:
-                add_at(*sums)
+            for grad, view in zip(self.grads, views, strict=False):
+                grad.copy_(view)
+                if scale != 1:
+                    grad.mul_(scale)
+            if add is not None:
+                add()
             for grad, was_used in zip(self.grads, used, strict=True):
                 if not was_used:
                     grad.zero_()

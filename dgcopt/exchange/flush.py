@@ -1,4 +1,4 @@
-"""The end of a warm-up by gradients: what exchanges have held back until then is sent, as none comes any more."""
+"""The end of a warm-up by gradients: residuals are sent whole, since no exchange follows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 from ..collectives import AllReduce
 from ..compressors import Compressor, Context
-from ..exchange.runner import Job
-from ..exchange.scheduler import CollectiveScheduler, PendingExchange
-from ..exchange.vote import used_anywhere
 from ..flat.gradient import GradientBucket
+from .runner import Job
+from .scheduler import CollectiveScheduler, PendingExchange
+from .vote import used_anywhere
 
 __all__ = ["flush_residuals"]
 
@@ -23,13 +23,13 @@ def flush_residuals(
     compressor: Compressor,
     scheduler: CollectiveScheduler,
 ) -> Job:
-    """Send what is held back even after the step's exchanges, whole: the results of `exchanges` are more by that.
+    """Send the residuals left after the step's exchanges, and add them to the results of `exchanges`.
 
     Args:
         exchanges: finished exchanges whose memory is committed and whose results are not written back.
-        contexts: what is held back, by bucket; nothing is afterwards.
+        contexts: the memory of each bucket, without residuals afterwards.
         used: which parameters some rank has a gradient of, all if None; those of which something has come, too, then.
-        compressor: says what is added to a gradient of what was held back.
+        compressor: turns a residual into the gradient to add.
         scheduler: starts its collectives.
     """
     rests = {bucket: context.take_unsent() for bucket, context in contexts.items()}
@@ -51,4 +51,4 @@ def flush_residuals(
             if used is not None and not used[segment.param]:
                 result[segment.start : segment.stop] = 0
                 used[segment.param] = is_held
-        pending.result = result.add_(mean)
+        pending.replace_result(result.add_(mean))

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from ..errors import MismatchError
-from ..exchange.divergence import OnDivergence
-from ..exchange.vote import Verdict
+from .divergence import OnDivergence
+from .vote import Verdict
 
 __all__ = ["Changes", "Snapshot", "Unstepped"]
 

@@ -1,4 +1,4 @@
-"""Which optimizer may send while backward runs, where several share a wire."""
+"""The turns of several optimizers on one wire, of which one may launch during backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Turns(Generic[Stepper]):
 
     When a bucket is full, and so leaves during backward, depends on the gradients that a rank has, and wires match
     collectives by their order. So of several optimizers only one sends before its step: the one that came next the
-    last time. If another one comes, what the expected one has sent is called off first, on all ranks alike.
+    last time. If another one comes, the exchanges of the expected one are cancelled first, on all ranks alike.
 
     Attributes: `lock`, held while a gradient is taken in. Autograd runs a thread for each device, and threads may call
     backward at once. The thread that holds it may take it again: simulated ranks move each other on.
@@ -33,11 +33,11 @@ class Turns(Generic[Stepper]):
 
     @property
     def expected(self) -> Stepper | None:
-        """Whose step should come next; None before the first."""
+        """The optimizer whose step should come next; None before the first."""
         return None if self._expected is None else self._expected()
 
     def came(self, stepper: Stepper) -> None:
-        """Take note of a step that has come."""
+        """Note the step of an optimizer."""
         this, last = weakref.ref(stepper), None if self._last is None else self._last()
         if last is not None:
             self._after[last] = this
@@ -48,5 +48,5 @@ _OF: WeakKeyDictionary[Comm, Turns[Any]] = WeakKeyDictionary()
 
 
 def turns_over(comm: Comm) -> Turns[Any]:
-    """Those of a wire: the same object for all of its optimizers."""
+    """Return the turns of a wire: the same object for all of its optimizers."""
     return _OF.setdefault(comm, Turns())

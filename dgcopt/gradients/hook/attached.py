@@ -1,4 +1,4 @@
-"""The optimizer that steps behind DistributedDataParallel: compressors take over from it what they can."""
+"""The optimizer that steps behind DistributedDataParallel, of whose step compressors take a part over."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..compressors import Compressor
-from ..errors import ConfigError
-from ..flat.gradient import HiddenGradients
-from .closure import Call, closure_of, with_closure
+from ...compressors import Compressor
+from ...errors import ConfigError
+from ..step_hooks import Call, StepHooks
 
 __all__ = ["AttachedOptimizer", "parameters_of"]
 
 
-class AttachedOptimizer:
+class AttachedOptimizer(StepHooks):
     """Runs `Compressor.before_step` and `after_step` around each step of an optimizer.
 
     Args:
         optimizer: the one that steps.
-        compressor: what takes over from it.
-        is_alone: whether there is only one rank, so that nothing is exchanged.
-        averaged: the parameters that DDP has averaged so far.
-        names: those of all parameters that it steps.
+        compressor: takes over a part of its step.
+        is_alone: returns True if there is only one rank, so that nothing is exchanged.
+        averaged: returns the parameters that DDP has averaged so far.
+        names: the names of all its parameters.
 
     Until it has stepped, another optimizer that steps the same parameters is a ConfigError. So is a parameter that no
     hook has averaged, if the compressor takes momentum over from it, or the step.
 
-    Attributes: `is_due`, whether gradients have been exchanged since its last step.
+    Attributes: `is_due`, True if gradients have been exchanged since its last step.
     """
 
     def __init__(
@@ -44,14 +43,12 @@ class AttachedOptimizer:
         averaged: Callable[[], set[Tensor]],
         names: dict[Tensor, str],
     ) -> None:
-        self.optimizer = optimizer
-        self.compressor = compressor
+        super().__init__(optimizer, compressor)
         self.is_alone = is_alone
         self.averaged = averaged
         self.names = names
         self.params = parameters_of(optimizer)
         self.is_due = False
-        self._hidden = HiddenGradients()
         self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -61,14 +58,18 @@ class AttachedOptimizer:
         weakref.finalize(self, self._watch.remove).atexit = False
         _OF.setdefault(optimizer, WeakSet()).add(self)
 
+    def expect_step(self) -> None:
+        """Note that gradients have been exchanged, for a step to come."""
+        self.is_due = True
+
     def detach(self) -> None:
-        """Leave the optimizer alone from now on."""
+        """Remove all hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         _OF[self.optimizer].discard(self)
 
     def notice(self, other: Optimizer) -> None:
-        """Raises ConfigError if in its place another optimizer has stepped, as one made anew does."""
+        """Raise ConfigError if another optimizer of the same parameters has stepped in its place."""
         if other is not self.optimizer and not parameters_of(other).isdisjoint(self.averaged()):
             raise ConfigError(
                 f"an optimizer ({type(other).__name__}) has stepped parameters of DDP that is not the one which "
@@ -80,19 +81,9 @@ class AttachedOptimizer:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Runs `Compressor.before_step` once gradients are there: now, or when the closure has made them."""
         self._watch.remove()
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._use_gradients()
-            return None
+        return self.before_step(args, kwargs)
 
-        def closure_then_compressor() -> Any:
-            loss = closure()
-            self._use_gradients()
-            return loss
-
-        return with_closure(args, kwargs, closure_then_compressor)
-
-    def _use_gradients(self) -> None:
+    def prepare_step(self) -> None:
         if self.is_alone():
             return
         if not self.averaged() and any(param.grad is not None for param in self.params):
@@ -103,7 +94,7 @@ class AttachedOptimizer:
             )
         others = self._not_averaged()
         before = self._settings_of(others)
-        stepped = set(self.compressor.before_step(self.optimizer) or ())
+        stepped = set(self.take_over())
         if before != self._settings_of(others) or not stepped.isdisjoint(others):
             self.compressor.after_step(self.optimizer)
             raise ConfigError(
@@ -120,7 +111,7 @@ class AttachedOptimizer:
         return [p for group in groups for p in group["params"] if p.grad is not None and p not in averaged]
 
     def _settings_of(self, params: list[Tensor]) -> list[list[Any]]:
-        """What their parameter groups say."""
+        """Return the settings of their parameter groups."""
         wanted = set(params)
         return [
             [value for key, value in group.items() if key != "params"]
@@ -129,10 +120,9 @@ class AttachedOptimizer:
         ]
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._hidden.show()
         self.is_due = False
         if not self.is_alone():
-            self.compressor.after_step(optimizer)
+            self.give_back()
 
 
 _OF: WeakKeyDictionary[Optimizer, WeakSet[AttachedOptimizer]] = WeakKeyDictionary()
@@ -140,7 +130,7 @@ _OF: WeakKeyDictionary[Optimizer, WeakSet[AttachedOptimizer]] = WeakKeyDictionar
 
 
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:
-    """All that it steps."""
+    """Return all parameters of an optimizer."""
     return {param for group in optimizer.param_groups for param in group["params"]}
 
 

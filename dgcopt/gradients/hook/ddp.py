@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from ..comm import Comm, current_comm
-from ..errors import ConfigError
-from ..exchange.parameters import given_names
-from .hook_state import HookState
+from ...comm import Comm, current_comm
+from ...errors import ConfigError
+from ...exchange.parameters import given_names
+from .state import HookState
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import GradBucket
@@ -37,34 +37,34 @@ def ddp_hook(
     scaler: Any = None,
     may_differ: Sequence[str] = (),
 ) -> tuple[HookState, Hook]:
-    """What `DistributedDataParallel.register_comm_hook` takes, so that gradients travel as `compressor` says.
+    """Return the arguments of `DistributedDataParallel.register_comm_hook`, for gradients to travel by `compressor`.
 
         ddp_model.register_comm_hook(*dgcopt.ddp_hook(dgcopt.DGC(ratio=0.001), optimizer))
 
     Args:
         compressor: how gradients travel; None sends them as they are. The hook takes a copy of its own. Or a
-            `HookState` that was restored, which is given here what could not be stored with it.
+            `HookState` that was restored, which is given here the arguments that cannot be stored.
         optimizer: the optimizer that steps the model's parameters, not wrapped by dgcopt. DGC takes momentum and
             weight decay over from SGD then, as its paper wants. Without it, DGC is plain error feedback in front of the
             optimizer's own momentum. If the optimizer is made later: `state.attach(optimizer)`.
         named_parameters: `model.named_parameters()`, for errors and stored state that name parameters. None numbers
             them, by the optimizer's groups or else in the order in which DDP's first buckets hold them.
         comm: the wire; None is the one of `dgcopt.init()`. It must join the ranks of DDP's process group.
-        scaler: the `torch.amp.GradScaler` of the loop. What compressors keep is then free of its scale, which changes;
-            without it, what is held back when the scale changes counts too much or too little.
+        scaler: the `torch.amp.GradScaler` of the loop. Memory is then free of its scale, which changes;
+            without it, residuals count too much or too little after the scale has changed.
         may_differ: settings of the optimizer's parameter groups, such as `("lr",)`, that differ between ranks on
             purpose. All others are compared at every step; tensors on an accelerator before the first step only.
 
-    Costs what the compressor costs; a message of 44 bytes per step for the vote; and one pass over the gradients,
+    Costs those of the compressor, a message of 44 bytes per step for the vote, and one pass over the gradients,
     which tells whether they are finite. If they are not on any rank, every rank's gradients become NaN, so that scalers
     skip the step alike, and no memory changes. In DDP's `join()` averages divide as it says: by all ranks or, with
     `divide_by_initial_world_size=False`, by those that have data. In a single process DDP is left as it is. A parameter
-    whose gradient is zero on all ranks is left alone, with what is held back of it, because DDP throws away what
-    arrives for a parameter that was not used.
+    whose gradient is zero on all ranks is left alone, with its residual, because DDP ignores the result
+    for a parameter that was not used.
 
     Raises ConfigError for compressors that send updates (DDP exchanges gradients), a distributed optimizer, or names
     that do not fit. In backward passes: MismatchError, on all ranks, if they differ in compressor, settings or
-    parameters; what the wire raises, such as TimeoutExceeded, naming rank and bucket; ConfigError if a restored state
+    parameters; errors of the wire, such as TimeoutExceeded, naming rank and bucket; ConfigError if a restored state
     does not belong to this rank or model, or if the wire has another number of ranks than DDP's process group.
     """
     if scaler is not None and not hasattr(scaler, "get_scale"):
@@ -84,7 +84,7 @@ def ddp_hook(
 def exchange_bucket(state: HookState, bucket: GradBucket, *_: Tensor) -> Future[Tensor]:
     """The hook: takes one of DDP's buckets, and returns a future of its averaged gradients.
 
-    Raises ConfigError for what FullyShardedDataParallel hands to its hooks.
+    Raises ConfigError for the argument that FullyShardedDataParallel hands to its hooks.
     """
     if isinstance(bucket, Tensor):
         raise ConfigError(

@@ -1,0 +1,368 @@
+"""A step of one optimizer's gradients on one rank: its ballot, its agreement with the other ranks, and its results.
+
+The first step launches nothing early. Its gradients show in which order they become ready and which are sparse; the
+ranks agree on rank 0's order and lay out buckets by it. The same happens when other parameters are trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..comm import Handle
+from ..errors import MismatchError
+from ..exchange.agreement import SAME_MODEL, compare
+from ..exchange.changes import Changes
+from ..exchange.commit import FinishedExchange
+from ..exchange.divergence import replicas
+from ..exchange.group_settings import GroupSettings
+from ..exchange.parameters import plain
+from ..exchange.runner import Job
+from ..exchange.scheduler import CollectiveScheduler, PendingExchange
+from ..exchange.step import Aborted, Description, Step
+from ..exchange.turns import Turns, turns_over
+from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint
+from ..flat.store import Store
+from .layout import Layout, bucket_sizes, lay_out
+from .outgoing import OutgoingBuckets
+from .settings import Settings
+from .tracker import EarlyLaunch, GradientTracker
+from .wrapped import Wrapped
+
+__all__ = ["GradientStep"]
+
+log = logging.getLogger("dgcopt")
+
+REMEDY = (
+    f"{SAME_MODEL} If only one rank has loaded state, call dgcopt.broadcast_optimizer_state(optimizer, root_rank=0) "
+    f"before the first step."
+)
+
+CHANGED = (
+    f"{SAME_MODEL} A compressor of your own keeps memory in its context (ctx.remember, ctx.keep_residual), not in "
+    f"attributes, by which ranks compare settings."
+)
+
+
+class GradientStep(Step):
+    """The step of all gradients of a wrapped optimizer.
+
+    Args:
+        wrapped: the optimizer and its parameters.
+        settings: how gradients are exchanged.
+        scheduler: starts collectives.
+
+    Attributes:
+        void: True if no rank takes the last step.
+        infinite: the ranks whose gradients were not finite then.
+        early: tells whether buckets may be launched before the vote.
+        tracker: this step's gradients.
+        outgoing: their buckets.
+        store: memory by parameter name.
+        turns: the order of the optimizers that share the wire.
+    """
+
+    def __init__(self, wrapped: Wrapped, settings: Settings, scheduler: CollectiveScheduler) -> None:
+        super().__init__(scheduler, wrapped.commit)
+        self.wrapped = wrapped
+        self.names = wrapped.names
+        self.compressor = wrapped.compressor
+        self.settings = settings
+        self.void = False
+        self.infinite: Sequence[int] = []
+        self.early = EarlyLaunch()
+        self.turns: Turns[GradientStep] = turns_over(self.comm)
+        self.store = Store()
+        self.tracker = GradientTracker()
+        self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self.tracker, scheduler)
+        self._flushes = False
+        self._begun = False
+        self._sparse: set[Tensor] = set()
+        self._rule = ""  # the compressor's settings in the last step
+        self._warned = False
+        self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
+        self._changes = Changes(self.comm.rank, settings.on_divergence)
+        self._touched = Touch.UNKNOWN
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Prepare for the first gradient of a step; launch nothing early if settings or parameters have changed.
+
+        If settings have changed on some ranks only, the vote must find out before messages differ.
+        """
+        self.marker.check(self.comm.rank)
+        before, self._rule = self._rule, repr(self.compressor)
+        layout = self.outgoing.layout
+        fits = not layout.leaves_early or layout.fits(self._trained(), self._sparse)
+        self.outgoing.mark_outdated(before != self._rule or not fits)
+
+    @property
+    def may_launch_early(self) -> bool:
+        """True if this optimizer's step is the next one on its wire, and buckets may be launched before the vote."""
+        if self.comm.survives:  # a loss must fail the step, which is tried again, and not backward
+            return False
+        return self.early.may(self.outgoing.step) and self.turns.expected is self
+
+    def mark_touched(self, touch: Touch) -> None:
+        """Note whether the user has changed averaged gradients before the optimizer's step."""
+        self._touched = touch if self.participation.here else Touch.UNKNOWN
+
+    def flush_next(self, flushes: bool) -> None:
+        """Let the next step be the last one with an exchange, which flushes the residuals; or not."""
+        self._flushes = flushes
+
+    def inspect_sums(self) -> None:
+        """Look for NaN and Inf in dense sums too."""
+        self.inspects_sums = True
+
+    def gradients_cleared(self) -> None:
+        """Begin anew with gradients that the user has set to zero."""
+        if self.outgoing.launched:
+            self.outgoing.mark_stale()
+            self.early.was_mistaken(self.outgoing.step)
+        self.tracker.forget()
+        self.outgoing.layout.release_gradients()
+
+    def hold(self) -> None:
+        """Launch nothing before the vote from now on."""
+        self.early.stop()
+        if self.outgoing.launched:
+            self.outgoing.mark_stale()  # scaling gradients back does not count as a change
+
+    def end_exchanges(self) -> None:
+        """Return the momentum that the compressor has taken over to the optimizer: no exchange follows."""
+        self.replace_layout(self.outgoing.layout.order)
+        momenta = self.store.memory().get("momentum", {})
+        self.compressor.give_back({p: momenta[name] for p, name in self.names.items() if name in momenta})
+        self.store.drop("momentum")
+
+    def skip(self) -> None:
+        """Skip a step in which the ranks' scalers have found an overflow."""
+        self.void = True
+        self.scheduler.telemetry.count_skipped()
+
+    def replace_layout(self, order: Sequence[str]) -> None:
+        """Move memory to the store, and lay out buckets by `order` at the next step."""
+        self.store.release()
+        self.outgoing.adopt(Layout(order=order))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restore memory and the number of steps. Raises ConfigError if memory does not fit the parameters."""
+        self.store.restore(state, {name: param.shape for param, name in self.names.items()})
+        self.tracker.clear()
+        self.outgoing.restore(state["order"], state["step"])
+
+    def fail(self) -> None:
+        """Roll back a step that has failed on this rank."""
+        self.rollback()
+        self.wrapped.rollback()
+        self.ended()
+        self.outgoing.layout.release_gradients()
+        self.wrapped.failed()
+
+    def _trained(self) -> list[Tensor]:
+        """The parameters that travel: also one that was frozen after backward, whose gradient the step will use."""
+        own = self.tracker.has_added_to
+        return [p for p in self.names if p.numel() and (p.requires_grad or (own(p) and p.grad is not None))]
+
+    # -- prepare -----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_turn(self) -> bool:  # type: ignore[override]
+        return self.compressor.in_turn
+
+    @property
+    def exchanges(self) -> Sequence[PendingExchange[Any]]:
+        return self.outgoing.exchanges
+
+    def ballot(self, final: bool) -> Ballot:
+        trained, tracker, outgoing = self._trained(), self.tracker, self.outgoing
+        layout, here = outgoing.layout, self.participation.here
+        grads = [param.grad for param in trained]
+        if not self.settings.sparse_as_dense:
+            self._sparse |= {p for p, grad in zip(trained, grads, strict=True) if grad is not None and grad.is_sparse}
+        changed = tracker.changed()
+        if final and any(bucket.index < outgoing.launched for bucket in changed):
+            if not outgoing.stale:  # not by one more backward pass, which is expected from now on
+                self.early.was_mistaken(outgoing.step)
+            outgoing.mark_stale()
+        used = [grad is not None for grad in grads]
+        prepared = layout.fits(trained, self._sparse)
+        names = layout.names if prepared else [self.names[param] for param in trained]
+        if not prepared:
+            layout.check_sizes()
+        elif final and not outgoing.stale and self.compressor.sends == "gradient":
+            tracker.release(changed)
+            outgoing.fill_rest()
+            changed = []
+        self.comm.finish_on_device()
+        infinite = tracker.find_infinite(trained, grads, changed) if here else None
+        if infinite is not None:
+            log.log(
+                logging.WARNING if self.early.possible else logging.INFO,  # loss scaling expects it
+                "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
+                *(self.comm.rank, outgoing.step, self.names[infinite]),
+            )
+        return Ballot(
+            active=here,
+            finite=infinite is None,
+            step=outgoing.step,
+            trained=checksum([plain(self.compressor), self._not_taken, *names]),
+            launched=(self.turns.expected or self).outgoing.launched,
+            stale=outgoing.stale,
+            prepared=prepared,
+            complete=all(used),
+            final=final,
+            here=here,
+            settings=self._groups.checksum(),
+            own=tracker.touch,
+            averaged=self._touched,
+            used=fingerprint(used),
+        )
+
+    def begin(self, verdict: Verdict) -> Generator[Handle, Tensor, Verdict]:
+        """Begin this step for all optimizers of the wire: cancel early launches of another one that was expected."""
+        self.void = False
+        expected = self.turns.expected
+        self.turns.came(self)
+        if expected is not None and expected is not self and verdict.launched:
+            yield from expected.cancel(verdict.launched)
+            return replace(verdict, launched=0)
+        return verdict
+
+    def describe(self) -> Description:
+        return Description(self._description(), "parameters", CHANGED)
+
+    def repeats(self, verdict: Verdict, same_ranks: bool) -> bool:
+        is_same = verdict.prepared and verdict.same_settings and same_ranks
+        return verdict.stale or not is_same or bool(verdict.averaged_changed)
+
+    def catch_up(self, launched: int) -> None:
+        self.outgoing.launch_until(launched)
+
+    def cancelled(self) -> None:
+        self.tracker.release()
+        self.outgoing.clear(self.outgoing.outdated)
+
+    def adapt(self, verdict: Verdict) -> Job:
+        through, settings = self.scheduler.through, self.settings
+        first = min({*range(self.comm.size)} - {*verdict.absent})
+        if verdict.absent:  # whose learning rate schedules stand still
+            yield from through(self._groups.take_over(first, self.comm, not self.participation.here))
+        if not verdict.prepared:
+            yield from self._lay_out()
+        if not verdict.same_settings:
+            yield from through(self._groups.agree(first, self.comm, settings.on_divergence))
+        self._touched = Touch.UNKNOWN
+        self._changes.check(verdict, self.outgoing.step)
+
+    # -- commit or abort ---------------------------------------------------------------------------------------------
+
+    def used(self) -> list[bool]:
+        return [self.participation.here and param.grad is not None for param in self.outgoing.layout.trained]
+
+    def launch(self, used: Sequence[bool] | None, together: bool) -> None:
+        if used is not None and not any(used) and self.participation.here and not self._warned:
+            self._warned = True
+            log.warning(
+                "dgcopt: rank %d, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
+                "nothing. If backward() was called, zero_grad() came between it and step(), or the model's "
+                "parameters are not the optimizer's any more: make the optimizer after layers are replaced, or "
+                "loaded with assign=True",
+                *(self.comm.rank, self.outgoing.step, type(self.wrapped.optimizer).__name__),
+            )
+        self.outgoing.launch_rest(used, together)
+
+    def finished(self, used: Sequence[bool] | None) -> list[FinishedExchange]:
+        return self.outgoing.finished(used)
+
+    def flush(self, used: list[bool] | None) -> Job | None:
+        return self.outgoing.flush(used) if self._flushes else None
+
+    def committed(self, finished: Sequence[FinishedExchange]) -> None:
+        self.scheduler.count_step(sum(each.numel for each in finished))
+        self.outgoing.count_step()
+        self.wrapped.averaged(False)
+
+    def rollback(self) -> None:
+        self.outgoing.rollback()
+
+    def aborted(self, why: Aborted) -> None:
+        self.void, self.infinite = True, why.ranks
+        if why.ranks or why.arrived:
+            self.scheduler.telemetry.count_skipped()
+        if why.ranks and self.comm.rank not in why.ranks:  # which has logged it with its ballot
+            log.info(
+                "dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.outgoing.step, why.ranks
+            )
+        if why.arrived:
+            log.warning(
+                "dgcopt: rank %d, step %d is skipped, on all ranks: NaN or Inf arrived in %s",
+                *(self.comm.rank, self.outgoing.step, ", ".join(map(str, why.arrived))),
+            )
+        self.outgoing.layout.release_gradients()
+        self.wrapped.averaged(True)
+
+    def ended(self) -> None:
+        self.wrapped.release_state()
+        self.tracker.clear()
+        self.outgoing.clear()
+
+    # -- which gradients travel together -----------------------------------------------------------------------------
+
+    def _lay_out(self) -> Job:
+        """Compare parameters, and lay out buckets by the order in which gradients became ready.
+
+        Memory of parameters in the buckets before waits in the store for the new ones.
+        """
+        through, settings, layout = self.scheduler.through, self.settings, self.outgoing.layout
+        trained = self._trained()
+        named = [(self.names[param], param) for param in trained]
+        wanted = () if layout.buckets or layout.sparse else layout.order  # which was restored
+        if {*wanted} != {name for name, _ in named}:  # other parameters are trained since: as if it never stopped
+            wanted = ()
+        self.replace_layout(wanted)
+        sizes = bucket_sizes(settings, self.compressor, named)
+        lines = [*self._description(), "buckets: {:g} MB, the first {:g}".format(*sizes)]
+        if self._begun:
+            yield from through(compare(lines, self.comm.rank, "parameters"))
+        else:
+            yield from self._compare_start(lines)
+            self._begun = True
+        wanted = wanted or [self.names[param] for param in self.tracker.additions]
+        laid_out = lay_out(named, wanted, self._sparse, self.compressor, settings, self.comm, self.store)
+        self.outgoing.adopt((yield from through(laid_out)))
+        self._sparse |= {param for _, param in self.outgoing.layout.sparse}
+
+    def _compare_start(self, lines: list[str]) -> Job:
+        """Before the first step over this wire, compare `lines`, the optimizer's state and weights."""
+        through, rank, on_divergence = self.scheduler.through, self.comm.rank, self.settings.on_divergence
+        start = self._groups.describe() + self.wrapped.describe_start(warn=rank == 0)
+        title = "what ranks start from"
+        if on_divergence == "warn":
+            yield from through(compare(lines, rank, "parameters"))
+            try:
+                yield from through(compare(start, rank, title, REMEDY))
+            except MismatchError as error:
+                log.warning('dgcopt: %s Training goes on, as on_divergence="warn" asks', error)
+        else:
+            yield from through(compare(lines + start, rank, title, REMEDY))
+        weights = {name: [param] for param, name in self.names.items()}
+        yield from through(replicas(weights, self.comm, 0, on_divergence))
+
+    def _description(self) -> list[str]:
+        """Return the lines that must be equal on all ranks when buckets are laid out."""
+        return [self._not_taken, *self.wrapped.describe(self.settings, set(self._trained()))]
+
+    @property
+    def _not_taken(self) -> str:
+        """Line for the comparison of ranks: the number of exchanged steps that the optimizer has not taken."""
+        number = self.wrapped.not_taken
+        return f"steps that were exchanged and not taken: {number}" + (
+            " (optimizer.step() failed, or was left out: restore all ranks from a checkpoint)" if number else ""
+        )

@@ -1,0 +1,148 @@
+"""The state of a `ddp_hook` on one rank, which DDP keeps and the user saves: see `dgcopt.gradients.hook`."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from ...comm import Comm
+from ...compressors import Compressor
+from ...exchange.commit import CommitMarker
+from ...exchange.runner import Runner
+from ...exchange.telemetry import Telemetry
+from .memory import HookMemory
+from .module import uncounted_parameters
+from .settings import HookSettings
+from .step import HookStep
+
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch.distributed import GradBucket
+else:
+    GradBucket = Any
+
+__all__ = ["HookState"]
+
+
+class HookState:
+    """The compressor of a `ddp_hook`, its memory, and the exchanges of the step, on one rank.
+
+    Pickled (`torch.save`) and restored, it continues with the same bits on the same rank of as many: give it to
+    `ddp_hook` with the optimizer, and register the result. Until DDP has rebuilt its buckets, sums that depend on their
+    layout (an allreduce among more than two ranks) may differ in their last bits.
+
+    Attributes: `telemetry`, bytes and seconds of this process.
+    """
+
+    def __init__(self, compressor: Compressor | Any = None) -> None:
+        self._settings = HookSettings(compressor)
+        self._memory = HookMemory(self._settings)
+        self.telemetry = Telemetry()
+        self._lock = threading.RLock()
+        self._marker = CommitMarker()
+        self._uncounted: set[Tensor] = set()
+        """Parameters still to come in a backward pass in which DDP does not say which bucket is the last."""
+
+    @property
+    def compressor(self) -> Compressor:
+        """How gradients travel."""
+        return self._settings.compressor
+
+    @property
+    def step(self) -> int:
+        """Number of committed steps."""
+        return self._memory.step
+
+    @property
+    def comm(self) -> Comm:
+        """The wire: given, or that of `dgcopt.init()`, joined when it is first needed."""
+        return self._runner.comm
+
+    @functools.cached_property
+    def _runner(self) -> Runner:
+        runner = Runner(self._settings.join(self), "ddp_hook", lambda: None, lambda: self._step.fail())
+        runner.scheduler.count_in(self.telemetry)
+        return runner
+
+    @functools.cached_property
+    def _step(self) -> HookStep:
+        return HookStep(self._settings, self._memory, self._runner.scheduler, self._marker)
+
+    # -- persistence -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of this rank's memory, in plain tensors and numbers."""
+        comm = self._settings.known_comm
+        if comm is not None:
+            self._marker.check(comm.rank)
+        return self._memory.state(comm)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`, between steps. The next backward pass checks that it belongs here."""
+        self._memory.restore(state)
+        self._marker.end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"compressor": self.compressor, **self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        HookState.__init__(self, state["compressor"])
+        self.load_state_dict(state)
+
+    # -- settings ----------------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let the compressor take over its part of the optimizer's step, before the first backward pass.
+
+        Another one of the same parameters takes the place of the one before. If Accelerate, Lightning or Fabric have
+        wrapped an optimizer, the inner one is taken, which they step.
+        """
+        self._settings.attach(optimizer, lambda: self.comm.size == 1, lambda: self._memory.averaged)
+
+    def use(
+        self, names: dict[Tensor, str] | None, comm: Comm | None, scaler: Any, may_differ: Sequence[str] = ()
+    ) -> None:
+        """Set the parameters' names, the wire, the loop's GradScaler and the settings that may differ, where given."""
+        self._settings.use(names, comm, scaler, may_differ)
+
+    # -- during backward ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take one of DDP's buckets; the call for the last one finishes the step. Its averaged gradients come later."""
+        with self._lock:  # autograd runs a thread for each device
+            return self._exchange(bucket)
+
+    def _exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._memory.check_rank(self.comm)
+        if self.comm.size == 1:
+            future.set_result(buffer)
+            return future
+        try:
+            is_last = self._begin(bucket)
+            self._step.add(bucket, future)
+        except BaseException:
+            self._step.fail()
+            raise
+        if is_last:
+            self._runner.finish(self._step.run)
+        return future
+
+    def _begin(self, bucket: GradBucket) -> bool:
+        """Start a step with the first bucket of a backward pass; return True for the last one."""
+        params, is_last = bucket.parameters(), bucket.is_last()
+        if bucket.index() == 0 and not (self._uncounted and self._uncounted.issuperset(params)):
+            self._step.start()
+            self._uncounted = set() if is_last or self._memory.layout else uncounted_parameters(self)
+        if self._uncounted:
+            self._uncounted.difference_update(params)
+            return not self._uncounted
+        return is_last

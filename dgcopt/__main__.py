@@ -7,6 +7,7 @@ dgcopt averaging SlowMo     one of them in full
 dgcopt env                  what is installed and in use here, for a report of a problem
 dgcopt run -np 4 train.py     start a script on several ranks, by torchrun, horovodrun, mpirun or srun
 dgcopt probe                latency and bandwidth of every collective between the ranks that a launcher has started
+dgcopt advise               whether compression pays for a model on a network, predicted without it
 """
 
 from __future__ import annotations

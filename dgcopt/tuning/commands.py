@@ -1,14 +1,38 @@
-"""The command `dgcopt probe`: its arguments and its table."""
+"""The commands `dgcopt probe` and `dgcopt advise`: their arguments and their tables."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..comm import init, shutdown
+import torch
+
+from .. import ConfigError, init, shutdown
+from ..collectives import Link
+from .advise import (
+    ACCURACY,
+    BASELINES,
+    CANDIDATES,
+    Prediction,
+    Setting,
+    check_candidates,
+    predict,
+    recipes_of,
+    recommend,
+    table,
+)
+from .costs import Recipe, load_recipes, save_recipes
+from .models import Model, model_on_paper
+from .plot import plot_regions
 from .probe import probe, save_probe
-from .wire import Fitted
+from .wire import Fitted, Network
 
 __all__ = ["COMMANDS", "add_commands", "run"]
 
@@ -18,6 +42,32 @@ bytes. Start it on all ranks, as a training script:
 
   torchrun --nproc-per-node 4 -m dgcopt probe --json link.json
 """
+ADVISE = """\
+Predicts a step of a model with each exchange on a network that need not exist, and says whether compression pays. Every
+exchange runs on the model's shapes on this machine's processor, or GPU if it has one: bytes are exact, seconds are
+divided by --speed.
+
+  dgcopt advise --ranks 16 --link 1gbit --latency 100us --model resnet50
+  dgcopt advise --ranks 16 --link 1gbit --model torchvision.models:resnet101 --step 0.12 --speed 60
+"""
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def bytes_per_second(text: str) -> float:
+    """Return the bandwidth of a rate such as 100mbit or 2.5gbit. Raises ArgumentTypeError for others."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(kbit|mbit|gbit)", text.lower())
+    if match is None or not float(match[1]) > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write 100mbit or 2.5gbit")
+    return float(match[1]) * UNITS[match[2]] / 8
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as 100us or 2ms. Raises ArgumentTypeError for others."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 100us, 2ms or 0.5s")
+    return float(match[1]) * TIMES[match[2]]
 
 
 def add_commands(commands: Any) -> None:
@@ -29,6 +79,27 @@ def add_commands(commands: Any) -> None:
     probing.add_argument("--seconds", type=float, default=8.0, help="time for all measurements (default: 8)")
     probing.add_argument("--deadline", type=float, default=60.0, help="seconds to wait for the other ranks")
     probing.add_argument("--json", type=Path, help="file for the measurements (dgcopt.tuning.probe.load_probe)")
+
+    advising = commands.add_parser(
+        "advise", help="predict whether compression pays, without a cluster", description=ADVISE, formatter_class=form
+    )
+    advising.add_argument("--ranks", type=int, required=True, help="number of ranks")
+    advising.add_argument("--link", type=bytes_per_second, required=True, help="of a machine, such as 1gbit")
+    advising.add_argument("--latency", type=seconds_of, default=1e-4, help="of a message (default: 100us)")
+    advising.add_argument("--model", required=True, help="resnet50, vgg16, bert_base, gpt2_small, vit_s, or "
+                          "module:callable that returns the model")  # fmt: skip
+    advising.add_argument("--step", type=float, help="seconds of forward and backward on your device; those of a named "
+                          "model on one RTX 3090 by default")  # fmt: skip
+    advising.add_argument("--local-ranks", type=int, default=1, help="ranks of a machine (default: 1)")
+    advising.add_argument("--speed", type=float, help="your device's memory bandwidth over this one's; 1, for "
+                          "a named model an RTX 3090's over that of a core here, by default")  # fmt: skip
+    advising.add_argument("--tree", action="store_true", help="collectives take the faster of ring and tree, as NCCL's")
+    advising.add_argument("--allow", nargs="+", choices=ACCURACY, default=ACCURACY, help="accuracy classes")
+    advising.add_argument("--candidates", nargs="+", help="some of the exchanges only")
+    advising.add_argument("--costs", type=Path, help="file of costs that were recorded before, in place of recording")
+    advising.add_argument("--save-costs", type=Path, help="file for the recorded costs")
+    advising.add_argument("--json", type=Path, help="file for the predictions")
+    advising.add_argument("--plot", type=Path, help="figure of the exchange to use over bandwidth and ranks")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,12 +123,122 @@ def _probe(arguments: argparse.Namespace) -> int:
 
 def probe_table(found: Fitted) -> str:
     """Return a line for each collective: its fit, and the bandwidth that this amounts to."""
-    lines = [f"{'collective':14} {'group':7} {'ranks':>5} {'alpha, ms':>10} {'ms per MB':>10} {'measured up to':>15}"]
+    lines = [f"{'collective':18} {'group':7} {'ranks':>5} {'alpha, ms':>10} {'ms per MB':>10} {'measured up to':>15}"]
     for (kind, group), one in found.fits.items():
         most = f"{one.sizes[-1] / 1e6:.3g} MB"
-        lines.append(f"{kind:14} {group:7} {one.size:5} {1e3 * one.alpha:10.3f} {1e9 * one.beta:10.2f} {most:>15}")
+        lines.append(f"{kind:18} {group:7} {one.size:5} {1e3 * one.alpha:10.3f} {1e9 * one.beta:10.2f} {most:>15}")
     return "\n".join(lines)
 
 
-COMMANDS = {"probe": _probe}
+def _advise(arguments: argparse.Namespace) -> int:
+    """Predict, and print."""
+    if arguments.ranks < 2:
+        raise ConfigError(f"--ranks must be two or more, not {arguments.ranks}: a single rank exchanges nothing")
+    for name in ("step", "speed"):
+        given = getattr(arguments, name)
+        if given is not None and given <= 0:
+            raise ConfigError(f"--{name} must be positive, not {given:g}")
+    check_candidates(arguments.candidates)
+    model = model_on_paper(arguments.model, arguments.step)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    speed, why = _speed(arguments.speed, model, device)
+    network = Network(
+        *(arguments.latency, arguments.link, arguments.local_ranks), algorithm="tree" if arguments.tree else "ring"
+    )
+    recipes = _recipes(arguments, model, device)
+    setting = Setting(model, arguments.ranks, network, arguments.local_ranks, speed)
+    predictions = predict(setting, recipes, arguments.latency)
+    print(
+        f"{model.name}: {model.numel:,} parameters in {len(model.shapes)} tensors; {arguments.ranks} ranks\n"
+        f"forward and backward {model.seconds:.4g} s: {model.source or 'by --step'}\n"
+        f"{why}\n\n{table(predictions)}\n\n{recommend(predictions, arguments.allow)[1]}"
+    )
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps([asdict(one) for one in predictions], indent=1) + "\n")
+    if arguments.plot is not None:
+        title = f"{model.name}, {model.seconds:.3g} s, {1e3 * arguments.latency:g} ms"
+        names = [*CANDIDATES, *(recipe.name for recipe in recipes if recipe.name not in CANDIDATES)]
+        plot_regions([(title, choice_of(setting, recipes, arguments.allow))], names, 1, arguments.plot)
+    return 0
+
+
+def choice_of(
+    setting: Setting, recipes: list[Recipe], allow: tuple[str, ...]
+) -> Callable[[int, float], tuple[Prediction, float]]:
+    """Return the choice in a cell: for ranks and bytes per second, the exchange to use and its gain over the best dense
+    one.
+    """
+
+    def choose(size: int, bandwidth: float) -> tuple[Prediction, float]:
+        assert isinstance(setting.wire, Network)
+        there = replace(setting, size=size, wire=replace(setting.wire, bandwidth=bandwidth))
+        predictions = predict(there, recipes, limits=False)
+        best, _ = recommend(predictions, allow)
+        dense = min(one.seconds for one in predictions if one.name in BASELINES and one.accuracy in allow)
+        return best, dense / best.seconds
+
+    return choose
+
+
+def _speed(asked: float | None, model: Model, device: torch.device) -> tuple[float, str]:
+    """Return the speed of the device that trains over the one that records, and a line that says where it is from."""
+    here = torch.cuda.get_device_name(device) if device.type == "cuda" else "one core here"
+    if asked is not None or not model.memory:
+        speed = 1.0 if asked is None else asked
+        return speed, f"exchange recorded on {here}, divided by {speed:g}"
+    own = memory_speed(device)
+    return model.memory / own, (
+        f"exchange recorded on {here}, divided by {model.memory / own:.3g}: memory of one {model.device}, "
+        f"{model.memory / 1e9:.0f} GB/s, over {own / 1e9:.3g} GB/s here; launches not counted"
+    )
+
+
+def memory_speed(device: torch.device, repeats: int = 5) -> float:
+    """Return the bytes per second that a device reads and writes while it copies 64 MB."""
+    source = torch.zeros(2**24, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * source.nbytes / best
+
+
+def _recipes(arguments: argparse.Namespace, model: Model, device: torch.device) -> list[Recipe]:
+    """Return recorded costs from a file, or record them on this machine."""
+    if arguments.costs is not None:
+        known = load_recipes(arguments.costs)
+        if model.name not in known:
+            raise ConfigError(
+                f"{arguments.costs} has the costs of {', '.join(known) or 'no model'}, not of {model.name}"
+            )
+        wanted = arguments.candidates
+        return [one for one in known[model.name] if wanted is None or one.name in (*BASELINES, *wanted)]
+    local = arguments.local_ranks
+    recipes = recipes_of(
+        model.shapes,
+        arguments.candidates,
+        (2 * local, 4 * local) if local > 1 else (2, 4),
+        local,
+        link=Link(arguments.latency, arguments.link),
+        device=device,
+        before=lambda name: print(f"recording {name}", file=sys.stderr),
+    )
+    if arguments.save_costs is not None:
+        save_recipes({model.name: recipes}, arguments.save_costs)
+    return recipes
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file. Raises ConfigError if that is not possible."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+COMMANDS = {"probe": _probe, "advise": _advise}
 """Commands by name: each takes its arguments and returns the exit status."""

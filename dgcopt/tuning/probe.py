@@ -25,7 +25,7 @@ from ..collectives import (
 )
 from ..comm import Comm
 from ..errors import CommError, ConfigError
-from .wire import KINDS, Fit, Fitted, fit
+from .wire import HALF, KINDS, Fit, Fitted, fit
 
 __all__ = ["load_probe", "probe", "save_probe"]
 
@@ -121,6 +121,9 @@ def _collective(comm: Comm, kind: str, group: Group, nbytes: int, device: torch.
     flat = torch.zeros(rows if kind in ("ReduceScatter", "AllToAll") else nbytes // WORD, device=device)
     if kind == "AllReduce":
         return AllReduce(flat, op="sum", group=group, label="measurement")
+    if kind == HALF:
+        half = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+        return AllReduce(half, op="sum", group=group, label="measurement")
     if kind == "AllGather":
         return AllGather(flat, group=group, label="measurement")
     if kind == "ReduceScatter":

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 __all__ = [
     "DIRECT_ANYTHING",
     "DIRECT_INTEGERS",
+    "HALF",
     "KINDS",
     "Cost",
     "Fit",
@@ -24,7 +25,10 @@ __all__ = [
     "wire_bytes",
 ]
 
-KINDS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "SendRecv")
+HALF = "AllReduce bfloat16"
+"""An allreduce of 16-bit numbers, whose sums cost a processor more per byte than those of 32-bit ones."""
+
+KINDS = ("AllReduce", HALF, "AllGather", "ReduceScatter", "AllToAll", "Broadcast", "SendRecv")
 """The kinds of collectives that have a cost, by the names of their classes."""
 
 Algorithm: TypeAlias = Literal["ring", "tree"]
@@ -61,7 +65,7 @@ def hops(kind: str, nbytes: float, size: int, algorithm: Algorithm = "ring") -> 
     if size == 1:
         return 0
     depth = math.ceil(math.log2(size))
-    if kind == "AllReduce":
+    if kind in ("AllReduce", HALF):
         return 2 * (size - 1) if algorithm == "ring" else 2 * depth
     if kind == "AllGather":
         if nbytes * (size - 1) <= DIRECT_ANYTHING:
@@ -74,7 +78,7 @@ def hops(kind: str, nbytes: float, size: int, algorithm: Algorithm = "ring") -> 
 
 def wire_bytes(kind: str, nbytes: float, size: int) -> float:
     """Return the bytes that cross the busiest rank's link for a collective of `nbytes` per rank."""
-    if kind == "AllReduce":
+    if kind in ("AllReduce", HALF):
         return 2 * nbytes * (size - 1) / size
     if kind == "AllGather":
         return nbytes * (size - 1)
@@ -121,7 +125,7 @@ class Network:
         if self.algorithm == "ring":
             return ring
         # every rank of a tree forwards the whole message, up and down
-        doubled = 2 * nbytes / bandwidth * sharing if kind == "AllReduce" and size > 1 else transfer
+        doubled = 2 * nbytes / bandwidth * sharing if kind in ("AllReduce", HALF) and size > 1 else transfer
         tree = Cost(latency * hops(kind, nbytes, size, "tree"), doubled)
         return min(ring, tree, key=lambda cost: cost.seconds)
 
@@ -140,7 +144,10 @@ class Fit:
     seconds: tuple[float, ...] = ()
 
     def cost(self, nbytes: float) -> Cost:
-        """Return the cost of a message: interpolated between measurements, by the model beyond them."""
+        """Return the cost of a message: interpolated between measurements, beyond them along their last line.
+
+        The fit serves all sizes alike. Large messages cost what the largest measured ones add per byte.
+        """
         total = self.alpha + self.beta * nbytes
         if self.sizes and nbytes <= self.sizes[0]:
             total = self.seconds[0]
@@ -149,7 +156,10 @@ class Fit:
             (x0, x1), (y0, y1) = self.sizes[above - 1 : above + 1], self.seconds[above - 1 : above + 1]
             total = y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0)
         elif self.sizes:
-            total = self.seconds[-1] + self.beta * (nbytes - self.sizes[-1])
+            slope = self.beta
+            if len(self.sizes) > 1:
+                slope = max(0.0, self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+            total = self.seconds[-1] + slope * (nbytes - self.sizes[-1])
         latency = min(self.alpha, total)
         return Cost(latency, total - latency)
 

@@ -1,0 +1,266 @@
+"""The choice among exchanges: predicted seconds of each, and whether any of them pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import BF16, DGC, QSGD, ByteGrad, Compressor, ConfigError, Hierarchical, NoCompression, OneBit, PowerSGD
+from ..collectives import Link
+from .costs import Recipe, ddp_recipes, record_recipe
+from .models import Model
+from .timeline import Timeline, break_even, fill_buckets, timeline
+from .wire import Network, Wire
+
+__all__ = [
+    "ACCURACY",
+    "BASELINES",
+    "CANDIDATES",
+    "Prediction",
+    "Setting",
+    "check_candidates",
+    "predict",
+    "rate",
+    "recipes_of",
+    "recommend",
+    "table",
+]
+
+ACCURACY = ("exact", "rounded", "delayed", "lossy")
+"""The effect of an exchange on gradients: none; each number is rounded, without bias or to 16 bits; part of them is
+sent later (error feedback); part of them is lost."""
+
+DENSE = "DDP bf16"
+"""The exchange that others are compared with: bfloat16, in overlapped buckets."""
+BASELINES = ("DDP fp32", DENSE)
+MARGIN = 0.95
+"""An exchange pays if its step takes at most this share of the dense ones': less is within the error of predictions."""
+LANES = 2
+"""Collectives that Gloo runs at once."""
+
+CANDIDATES: Mapping[str, tuple[str, Callable[[], Compressor]]] = {
+    "NoCompression()": ("exact", NoCompression),
+    "BF16()": ("rounded", BF16),
+    "ByteGrad()": ("rounded", ByteGrad),
+    "QSGD()": ("rounded", QSGD),
+    "PowerSGD(rank=4, start_step=0)": ("delayed", lambda: PowerSGD(rank=4, start_step=0)),
+    "OneBit()": ("delayed", OneBit),
+    "DGC(ratio=0.01, warmup=None)": ("delayed", lambda: DGC(ratio=0.01, warmup=None)),
+    'DGC(ratio=0.01, warmup=None, reduce="owner")': (
+        "delayed",
+        lambda: DGC(ratio=0.01, warmup=None, reduce="owner"),
+    ),
+    "DGC.compact(warmup=None)": ("delayed", lambda: DGC.compact(warmup=None)),
+    'DGC.compact(warmup=None, reduce="owner")': ("delayed", lambda: DGC.compact(warmup=None, reduce="owner")),
+}
+"""Exchanges beside the dense ones: accuracy class, and how to make the compressor."""
+
+HIERARCHICAL = "Hierarchical(BF16())"
+
+
+def check_candidates(names: Collection[str] | None) -> None:
+    """Raise ConfigError for a name that is no candidate's."""
+    known = [*BASELINES, *CANDIDATES, HIERARCHICAL]
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"unknown candidate {name!r}: choose from {', '.join(known)}")
+
+
+def recipes_of(
+    shapes: Mapping[str, tuple[int, ...]],
+    names: Collection[str] | None = None,
+    sizes: Sequence[int] = (2, 4),
+    local_size: int = 1,
+    link: Link | None = None,
+    device: torch.device | None = None,
+    before: Callable[[str], None] = lambda name: None,
+    before_step: Callable[[], None] = lambda: None,
+) -> list[Recipe]:
+    """Record the costs of all candidates on a model, or of those named; dense ones come first.
+
+    Args:
+        shapes: parameters by name.
+        names: of CANDIDATES; None is all.
+        sizes: numbers of ranks at which to record.
+        local_size, link, device, before_step: see `record`.
+        before: called with each name before it is recorded.
+    """
+    check_candidates(names)
+    candidates = dict(CANDIDATES)
+    if local_size > 1 and max(sizes) > local_size:
+        candidates[HIERARCHICAL] = ("rounded", lambda: Hierarchical(BF16()))
+    recorded = []
+    for name, (accuracy, make) in candidates.items():
+        if names is None or name in names:
+            before(name)
+            recorded.append(
+                record_recipe(
+                    name,
+                    accuracy,
+                    shapes,
+                    make(),
+                    sizes,
+                    local_size=local_size,
+                    link=link,
+                    device=device,
+                    before_step=before_step,
+                )
+            )
+    before(DENSE)
+    if not recorded:
+        only = record_recipe("", "", shapes, NoCompression(), sizes[:1], device=device, before_step=before_step)
+        step = only.low.step
+    else:
+        step = min(min(recipe.low.step, recipe.high.step) for recipe in recorded)
+    return [*ddp_recipes(shapes, step, device, before_step), *recorded]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything of a training but its exchange.
+
+    Attributes:
+        model: parameters with their ready times, and seconds of forward and backward.
+        size, local_size: ranks, and those of one machine.
+        wire: the cost of collectives.
+        speed: the processor's, relative to the one on which costs were recorded.
+        lanes: collectives that the library runs at once.
+    """
+
+    model: Model
+    size: int
+    wire: Wire
+    local_size: int = 1
+    speed: float = 1.0
+    lanes: int = LANES
+
+    def step(self, recipe: Recipe, wire: Wire | None = None) -> Timeline:
+        """Return the predicted step with an exchange."""
+        buckets = fill_buckets(self.model.parameters(), recipe.bucket_mb, recipe.first_bucket_mb)
+        method = recipe.method(self.size, self.speed)
+        return timeline(
+            *(buckets, method, wire or self.wire, self.size, self.model.seconds),
+            local_size=self.local_size,
+            lanes=self.lanes,
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One exchange in a setting.
+
+    Attributes:
+        name, accuracy: see `Method`.
+        seconds: of a step; `exposed`, of them beyond forward, backward and the bare optimizer's step.
+        sent: bytes of a rank.
+        pays_below: bytes per second of the links below which it pays against overlapped bfloat16; None if it never
+            does or was not asked for, infinite if it always does.
+    """
+
+    name: str
+    accuracy: str
+    seconds: float
+    exposed: float
+    sent: float
+    pays_below: float | None = None
+
+
+def predict(
+    setting: Setting, recipes: Sequence[Recipe], latency: float | None = None, *, limits: bool = True
+) -> list[Prediction]:
+    """Predict every exchange, fastest first.
+
+    Args:
+        setting: everything but the exchange.
+        recipes: the exchanges, overlapped bfloat16 among them.
+        latency: seconds of a link's smallest message, for the break-even bandwidth, which is of links on paper. None
+            takes it from the setting's wire.
+        limits: also compute break-even bandwidths, which takes a hundred times as long.
+    """
+    dense = next((recipe for recipe in recipes if recipe.name == DENSE), None)
+    if dense is None:
+        raise ConfigError(f"predictions are compared with {DENSE!r}, whose costs are missing")
+    found = []
+    for recipe in recipes:
+        step = setting.step(recipe)
+        below = None
+        if limits and recipe.name not in BASELINES and setting.size > 1:
+            below = _break_even(setting, recipe, dense, latency)
+        bare = setting.model.seconds + recipe.low.step / setting.speed
+        exposed = max(0.0, step.seconds - bare)
+        found.append(Prediction(recipe.name, recipe.accuracy, step.seconds, exposed, step.sent, below))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def _break_even(setting: Setting, recipe: Recipe, dense: Recipe, latency: float | None) -> float | None:
+    """Return the bytes per second of links below which an exchange pays."""
+    alpha = setting.wire.cost("SendRecv", 4, 2).latency if latency is None else latency
+    algorithm = setting.wire.algorithm if isinstance(setting.wire, Network) else "ring"
+
+    def at(one: Recipe, bandwidth: float) -> float:
+        return setting.step(one, Network(alpha, bandwidth, setting.local_size, algorithm=algorithm)).seconds
+
+    return break_even(lambda bandwidth: at(recipe, bandwidth), lambda bandwidth: MARGIN * at(dense, bandwidth))
+
+
+def recommend(predictions: Sequence[Prediction], allow: Collection[str] = ACCURACY) -> tuple[Prediction, str]:
+    """Return the exchange to use, and one line that says why.
+
+    The fastest of the allowed accuracy classes, if its step takes at most MARGIN of the best dense one of them; else
+    the dense one. Raises ConfigError if none is allowed.
+    """
+    for one in allow:
+        if one not in ACCURACY:
+            raise ConfigError(f"unknown accuracy class {one!r}: choose from {', '.join(ACCURACY)}")
+    allowed = [one for one in predictions if one.accuracy in allow]
+    dense = [one for one in allowed if one.name in BASELINES]
+    if not dense:
+        raise ConfigError("no dense exchange is allowed to compare with: allow 'exact' or 'rounded' too")
+    best = min(allowed, key=lambda one: one.seconds)
+    plain = min(dense, key=lambda one: one.seconds)
+    if best.name in BASELINES or best.seconds > MARGIN * plain.seconds:
+        others = [one for one in allowed if one.name not in BASELINES]
+        limit = max((one.pays_below for one in others if one.pays_below is not None), default=0.0)
+        enough = f"{rate(limit)} is enough for this model; " if 0 < limit < math.inf else ""
+        line = f"does not pay: {enough}{plain.name} takes {_time(plain.seconds)} a step, {_time(plain.exposed)} exposed"
+        if others:
+            runner = min(others, key=lambda one: one.seconds)
+            line += f", {runner.name} {_time(runner.seconds)}"
+        return plain, line + "."
+    line = (
+        f"use {best.name} ({best.accuracy}): {_time(best.seconds)} a step, {plain.seconds / best.seconds:.2f} times as "
+    )
+    line += f"fast as {plain.name}"
+    if best.pays_below is not None and best.pays_below < math.inf:
+        line += f"; pays below {rate(best.pays_below)}"
+    return best, line + "."
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    """Return a line for each exchange, fastest first."""
+    width = max(len(one.name) for one in predictions)
+    dense = next(one.seconds for one in predictions if one.name == DENSE)
+    lines = [f"{'exchange':{width}}  {'accuracy':8} {'s per step':>10} {'exposed s':>10} {'vs DDP bf16':>11} "
+             f"{'bytes sent':>14}  pays below"]  # fmt: skip
+    for one in predictions:
+        below = "" if one.name in BASELINES else "never" if one.pays_below is None else rate(one.pays_below)
+        lines.append(
+            f"{one.name:{width}}  {one.accuracy:8} {one.seconds:10.4f} {one.exposed:10.4f} "
+            f"{one.seconds / dense:10.2f}x {one.sent:14,.0f}  {below}"
+        )
+    return "\n".join(lines)
+
+
+def rate(bandwidth: float) -> str:
+    """Return bytes per second as a link's rate."""
+    if bandwidth == math.inf:
+        return "any rate"
+    bits = 8 * bandwidth
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

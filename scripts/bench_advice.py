@@ -1,0 +1,411 @@
+"""Predicted against measured: seconds of a step over shaped links, for the exchanges that `dgcopt advise` knows.
+
+    python scripts/bench_advice.py                                   # as root: 2, 4 and 8 ranks, 24 cells, half an hour
+    python scripts/bench_advice.py --models resnet50 --ranks 2 --links 1gbit --candidates "BF16()"
+
+Every rank is a process in a network namespace of its own; the links between them are shaped by tc. The model has the
+real shapes and the backward shares of `dgcopt advise`; its forward and backward are sleeps, so that ranks that share
+few cores do not slow each other there: a parameter's gradient is ready when the real one would be, and late sleeps are
+made up for by the next ones. Everything else runs.
+
+A prediction uses a probe of the link (`dgcopt probe`) and the processor seconds of each exchange, recorded on all ranks
+at once without the link. No number of a measured step enters it. Predicted and measured numbers are the minimum over
+repetitions. A cell is a model, a number of ranks and a link; a cell's choice is the exchange with the least predicted
+seconds. Prints a table of all cells, the median error, and the share of cells whose choice is measured within 5% of the
+best one; --json writes everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import logging
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from links import Loopback, Namespaces, lacking
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, Optimizer
+
+from dgcopt.tuning.advise import BASELINES, CANDIDATES, Setting
+from dgcopt.tuning.costs import Recipe, Recording, heavy_tailed
+from dgcopt.tuning.models import Model, known_models
+from dgcopt.tuning.timeline import Round
+from dgcopt.tuning.wire import Fitted, fit
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("100mbit", "300mbit", "1gbit", "none")
+SYSTEMS = (
+    *BASELINES,
+    *("NoCompression()", "BF16()", "ByteGrad()", "PowerSGD(rank=4, start_step=0)", "DGC(ratio=0.01, warmup=None)"),
+    "DGC.compact(warmup=None)",
+)
+PATIENCE = timedelta(seconds=300)
+WARMUP = 3
+"""Steps after which DDP and dgcopt have learnt their buckets and memory is allocated."""
+NEAR = 1.05
+"""A choice is good if it is measured within this factor of the best."""
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+class Sleeper:
+    """The clock of a device that computes while the processor does something else.
+
+    Sleeps overshoot, more so on a busy machine; what one was too long is taken off the next.
+    """
+
+    def __init__(self) -> None:
+        self.credit = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep `seconds`, less the credit of earlier sleeps."""
+        self.credit -= seconds
+        if self.credit < 0:
+            start = time.perf_counter()
+            time.sleep(-self.credit)
+            self.credit += time.perf_counter() - start
+
+
+class Layer(torch.autograd.Function):
+    """One parameter: forward does nothing, backward sleeps and returns a gradient that was there before."""
+
+    @staticmethod
+    def forward(ctx: Any, signal: Tensor, param: Tensor, give: Any) -> Tensor:
+        ctx.give = give
+        return signal.clone()
+
+    @staticmethod
+    def backward(ctx: Any, signal: Tensor) -> tuple[Tensor, Tensor, None]:
+        return signal, ctx.give(), None
+
+
+class Sleeping(nn.Module):
+    """A model's parameters, whose gradients become ready at the times of the real model."""
+
+    def __init__(self, model: Model, rank: int, seconds: float) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.zeros(shape) for shape in model.shapes.values())
+        gradients = heavy_tailed(model.shapes, torch.device("cpu"))
+        self.gradients = [gradient.mul_(1 + rank / 16) for gradient in gradients.values()]
+        self.before = seconds * model.forward
+        total = sum(model.shares)
+        self.shares = [seconds * (1 - model.forward) * share / total for share in model.shares]
+        self.sleeper = Sleeper()
+
+    def forward(self) -> Tensor:
+        self.sleeper.sleep(self.before)
+        signal = torch.zeros(())
+        for param, gradient, share in zip(self.params, self.gradients, self.shares, strict=True):
+            signal = Layer.apply(signal, param, functools.partial(self.give, gradient, share))
+        return signal
+
+    def give(self, gradient: Tensor, share: float) -> Tensor:
+        """Sleep for the time of a layer's backward; returns its gradient."""
+        self.sleeper.sleep(share)
+        return gradient
+
+
+# torch compares the annotations of a hook with the types, by name
+def bf16_hook(group: Any, bucket: Any) -> Any:
+    """As torch's own hook, which torch refuses to run without NCCL."""
+    work = dist.all_reduce(bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+bf16_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def build(system: str, model: Sleeping) -> tuple[nn.Module, Optimizer]:
+    """Return the module whose backward is run, and the optimizer that steps."""
+    sgd = SGD(model.parameters(), lr=1e-6, momentum=0.9)
+    if system in BASELINES:
+        ddp = DDP(model, gradient_as_bucket_view=True)
+        if system == "DDP bf16":
+            ddp.register_comm_hook(None, bf16_hook)
+        return ddp, sgd
+    import dgcopt
+
+    return model, dgcopt.DistributedOptimizer(sgd, model.named_parameters(), CANDIDATES[system][1]())
+
+
+class Rank:
+    """One rank: carries out the commands that it reads, and tells their results."""
+
+    def __init__(self, model: Model, seconds: float) -> None:
+        import dgcopt
+
+        self.model, self.seconds = model, seconds
+        self.comm = dgcopt.init(deadline=PATIENCE.total_seconds())
+        self.step: Any = None
+
+    def probe(self, seconds: float) -> Any:
+        """Measure the link."""
+        from dgcopt.tuning.probe import probe
+
+        found = probe(self.comm, seconds=seconds, deadline=PATIENCE.total_seconds())
+        return [{"kind": kind, "group": group, **asdict(one)} for (kind, group), one in found.fits.items()]
+
+    def record(self, names: Sequence[str]) -> Any:
+        """Record the costs of exchanges, on all ranks at the same time."""
+        from dgcopt.tuning.advise import recipes_of
+
+        wanted = [name for name in names if name not in BASELINES]
+        found = recipes_of(self.model.shapes, wanted, (self.comm.size,), before_step=dist.barrier)
+        return [asdict(recipe) for recipe in found]
+
+    def build(self, system: str) -> Any:
+        """Build a system and warm it up."""
+        self.step = None
+        model = Sleeping(self.model, self.comm.rank, self.seconds)
+        module, optimizer = build(system, model)
+
+        def step() -> float:
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            module().backward()
+            optimizer.step()
+            return time.perf_counter() - start
+
+        self.step = step
+        return [step() for _ in range(WARMUP)]
+
+    def steps(self, limit: float, most: int) -> Any:
+        """Run steps, two at least, further ones while they fit into `limit` seconds; return the seconds of each.
+
+        Rank 0 decides when to stop.
+        """
+        dist.barrier()
+        taken: list[float] = []
+        go = torch.ones(1)
+        while go.item():
+            taken.append(self.step())
+            go.fill_(len(taken) < 2 or (len(taken) < most and sum(taken) + taken[-1] < limit))
+            dist.broadcast(go, 0)
+        return taken
+
+
+def serve(model: str, seconds: float) -> None:
+    """Carry out the commands of standard input, one line each."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries print, too
+    logging.basicConfig(level=logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    rank = Rank(known_models()[model], seconds)
+    print(json.dumps("ready"), file=replies)
+    for line in sys.stdin:
+        name, *values = json.loads(line)
+        print(json.dumps(getattr(rank, name)(*values)), file=replies)
+
+
+class Ranks:
+    """The processes of all ranks, in their places."""
+
+    def __init__(self, model: str, seconds: float, network: Loopback) -> None:
+        self.network, self.model, self.seconds = network, model, seconds
+        self.processes: list[subprocess.Popen[str]] = []
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the block ends
+
+    def __enter__(self) -> Ranks:
+        try:
+            port = self.network.port()
+            for rank in range(self.network.size):
+                place = self.network.environment(rank, port) | {"PYTHONPATH": str(ROOT)}
+                place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+                words = [sys.executable, __file__, "--serve", self.model, str(self.seconds)]
+                process = subprocess.Popen(
+                    [*self.network.enter(rank), *words],
+                    env={**os.environ, **place},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self.errors,
+                    text=True,
+                )
+                self.processes.append(process)
+            self.replies()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+        self.errors.close()
+
+    def replies(self) -> list[Any]:
+        """Return the next reply of each rank. Raises RuntimeError with the last errors if one has ended instead."""
+        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
+        if not all(lines):
+            self.errors.seek(0)
+            raise RuntimeError(f"rank {lines.index('')} ended:\n{self.errors.read()[-3000:].strip()}")
+        return [json.loads(line) for line in lines]
+
+    def call(self, *words: Any) -> list[Any]:
+        """Have all ranks carry out one command; return their results."""
+        for process in self.processes:
+            print(json.dumps(words), file=process.stdin, flush=True)
+        return self.replies()
+
+
+# -- all cells of one model and number of ranks ------------------------------------------------------------------------
+
+
+def measure(network: Loopback, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return everything measured: probes by link, costs by rank, steps by link and system."""
+    probes: dict[str, list[Any]] = {link: [] for link in arguments.links}
+    steps: dict[str, dict[str, list[float]]] = {
+        link: {system: [] for system in arguments.candidates} for link in arguments.links
+    }
+    costs: list[Any] = []
+    with Ranks(model, arguments.step[model], network) as ranks:
+        for number in range(arguments.rounds):
+            network.shape("none")
+            note(f"{model}, {network.size} ranks, round {number + 1}: costs")
+            costs.append(ranks.call("record", arguments.candidates))
+            for link in arguments.links:
+                network.shape(link)
+                note(f"{model}, {network.size} ranks, round {number + 1}: probe of {link}")
+                probes[link].append(ranks.call("probe", arguments.seconds)[0])
+            for system in arguments.candidates:
+                network.shape("none")
+                note(f"{model}, {network.size} ranks, round {number + 1}: {system}")
+                ranks.call("build", system)
+                for link in arguments.links:
+                    network.shape(link)
+                    taken = ranks.call("steps", arguments.seconds, arguments.steps)
+                    steps[link][system] += [statistics.mean(each) for each in zip(*taken, strict=True)]
+    return {"model": model, "ranks": network.size, "probes": probes, "costs": costs, "steps": steps}
+
+
+# -- predicted against measured ----------------------------------------------------------------------------------------
+
+
+def mean_recording(rows: Sequence[Any]) -> Recording:
+    """Return the mean over ranks of one exchange's costs."""
+    first = rows[0]
+    rounds = [[Round(**one) for one in place] for place in first["rounds"]]
+    decode = [statistics.mean(each) for each in zip(*(row["decode"] for row in rows), strict=True)]
+    encode, step = (statistics.mean(row[name] for row in rows) for name in ("encode", "step"))
+    return Recording(first["size"], rounds, encode, decode, first["votes"], step)
+
+
+def recipes_from(costs: Sequence[Any]) -> list[Recipe]:
+    """Return the cheapest recipe of each exchange over repetitions, each the mean over ranks."""
+    best: dict[str, Recipe] = {}
+    for ranks in costs:
+        for rows in zip(*ranks, strict=True):
+            recording = mean_recording([row["low"] for row in rows])
+            recipe = Recipe(**{**rows[0], "low": recording, "high": recording})
+            if recipe.name not in best or recording.seconds < best[recipe.name].low.seconds:
+                best[recipe.name] = recipe
+    return list(best.values())
+
+
+def wire_from(probes: Sequence[Any]) -> Fitted:
+    """Return the fits of the fastest measurements of each size."""
+    fits = {}
+    for rows in zip(*probes, strict=True):
+        fastest: dict[float, float] = {}
+        for row in rows:
+            for nbytes, seconds in zip(row["sizes"], row["seconds"], strict=True):
+                fastest[nbytes] = min(seconds, fastest.get(nbytes, math.inf))
+        fits[rows[0]["kind"], rows[0]["group"]] = fit([*fastest], [*fastest.values()], rows[0]["size"])
+    return Fitted(fits)
+
+
+def cells(found: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield every cell with the predicted and the measured seconds of each exchange."""
+    for run in found:
+        recipes = {recipe.name: recipe for recipe in recipes_from(run["costs"])}
+        for link, systems in run["steps"].items():
+            setting = Setting(known_models()[run["model"]], run["ranks"], wire_from(run["probes"][link]))
+            rows = {}
+            for system, seconds in systems.items():
+                rows[system] = {"predicted": setting.step(recipes[system]).seconds, "measured": min(seconds)}
+            yield {"model": run["model"], "ranks": run["ranks"], "link": link, "rows": rows}
+
+
+def report(found: Sequence[Any]) -> str:
+    """Return the table, a line for each cell, and the sums of it."""
+    names = list(dict.fromkeys(system for run in found for rows in run["steps"].values() for system in rows))
+    lines = [" | ".join(["| model", "ranks", "link", *names, "choice", "of the best", "median error"]) + " |"]
+    lines.append("|---" * (6 + len(names)) + "|")
+    errors, good, number = [], 0, 0
+    for cell in cells(found):
+        rows = cell["rows"]
+        own = [abs(row["predicted"] / row["measured"] - 1) for row in rows.values()]
+        errors += own
+        choice = min(rows, key=lambda name: rows[name]["predicted"])
+        over = rows[choice]["measured"] / min(row["measured"] for row in rows.values())
+        good, number = good + (over <= NEAR), number + 1
+        link = "unshaped" if cell["link"] == "none" else cell["link"]
+        values = [f"{rows[name]['predicted']:.3f} / {rows[name]['measured']:.3f}" for name in names]
+        line = [f"| {cell['model']}", str(cell["ranks"]), link, *values]
+        lines.append(" | ".join([*line, choice, f"{over:.2f}x", f"{statistics.median(own):.0%}"]) + " |")
+    lines.append(
+        f"\n{number} cells, {len(errors)} predictions: median error {statistics.median(errors):.1%}, nine of "
+        f"ten within {sorted(errors)[int(0.9 * len(errors))]:.0%}; the choice is measured within {NEAR - 1:.0%} of the best in "
+        f"{good} cells ({good / number:.0%})"
+    )
+    return "\n".join(lines)
+
+
+def note(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_s"], choices=known_models())
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
+    parser.add_argument("--links", nargs="+", default=LINKS, help="rates as tc writes them")
+    parser.add_argument("--candidates", nargs="+", default=SYSTEMS, choices=[*BASELINES, *CANDIDATES], metavar="NAME")
+    parser.add_argument("--steps", type=int, default=6, help="most steps of an exchange on a link in a round")
+    parser.add_argument("--seconds", type=float, default=4, help="fewer steps where they would take longer than this")
+    parser.add_argument("--rounds", type=int, default=1, help="how often the exchanges take turns")
+    parser.add_argument("--json", type=Path, help="file for all that was measured")
+    parser.add_argument("--again", type=Path, help="file of --json to predict from, in place of measuring")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        return serve(arguments.serve[0], float(arguments.serve[1]))
+    arguments.step = {name: model.seconds for name, model in known_models().items()}
+    # an exit by signal, too, must leave the blocks that remove processes and namespaces
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if arguments.again is not None:
+        found = json.loads(arguments.again.read_text())
+    else:
+        if reason := lacking():
+            parser.error(f"no shaped links: {reason}")
+        found = []
+        for model in arguments.models:
+            for size in arguments.ranks:
+                with Namespaces(size) as network:
+                    found.append(measure(network, model, arguments))
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(found) + "\n")
+    print("Seconds of a step, predicted / measured.\n")
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()

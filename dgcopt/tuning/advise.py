@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,7 @@ def recipes_of(
     device: torch.device | None = None,
     before: Callable[[str], None] = lambda name: None,
     before_step: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Recipe]:
     """Record the costs of all candidates on a model, or of those named; dense ones come first.
 
@@ -85,7 +87,7 @@ def recipes_of(
         shapes: parameters by name.
         names: of CANDIDATES; None is all.
         sizes: numbers of ranks at which to record.
-        local_size, link, device, before_step: see `record`.
+        local_size, link, device, before_step, clock: see `record`.
         before: called with each name before it is recorded.
     """
     check_candidates(names)
@@ -107,15 +109,18 @@ def recipes_of(
                     link=link,
                     device=device,
                     before_step=before_step,
+                    clock=clock,
                 )
             )
     before(DENSE)
     if not recorded:
-        only = record_recipe("", "", shapes, NoCompression(), sizes[:1], device=device, before_step=before_step)
+        only = record_recipe(
+            "", "", shapes, NoCompression(), sizes[:1], device=device, before_step=before_step, clock=clock
+        )
         step = only.low.step
     else:
         step = min(min(recipe.low.step, recipe.high.step) for recipe in recorded)
-    return [*ddp_recipes(shapes, step, device, before_step), *recorded]
+    return [*ddp_recipes(shapes, step, device, before_step, clock), *recorded]
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,18 @@ class Recorder(Comm):
 
     wire = "recorder"
 
-    def __init__(self, size: int, local_size: int, link: Link, device: torch.device) -> None:
+    def __init__(
+        self,
+        size: int,
+        local_size: int,
+        link: Link,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         super().__init__(0, size)
         self._set_nodes([rank // local_size for rank in range(size)])
         self.link = link
-        self._device = device
+        self._device, self._clock = device, clock
         self.begin()
 
     def begin(self) -> None:
@@ -132,7 +139,7 @@ class Recorder(Comm):
         return handle
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | Any) -> Comm:
-        return Recorder(len(members), 1, self.link or Link(), self._device)
+        return Recorder(len(members), 1, self.link or Link(), self._device, self._clock)
 
     def _count(self) -> None:
         """Add the time since the last collective to the phase in which it was spent."""
@@ -147,7 +154,7 @@ class Recorder(Comm):
         """Return the time at which the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return self._clock()
 
 
 def _echo(collective: Collective, size: int) -> Tensor:
@@ -184,6 +191,7 @@ def record(
     device: torch.device | None = None,
     optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
     before_step: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
     **settings: Any,
 ) -> Recording:
     """Run a few steps of `DistributedOptimizer` on rank 0 of `size`, without any other rank, and record the fastest.
@@ -198,13 +206,14 @@ def record(
         device: where gradients are; the CPU by default.
         optimizer: makes the optimizer; SGD with momentum by default.
         before_step: called before each step, so that ranks on shared cores record at the same time.
+        clock: `time.process_time` on a machine with other work, whose seconds it leaves out.
         settings: others of `DistributedOptimizer`.
     """
     device = torch.device("cpu") if device is None else device
     gradients = heavy_tailed(shapes, device)
     params = {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}
     made = SGD(params.values(), lr=1e-6, momentum=0.9) if optimizer is None else optimizer(params.values())
-    comm = Recorder(size, local_size, link or Link(), device)
+    comm = Recorder(size, local_size, link or Link(), device, clock)
     backward, step = _bare(made, params, gradients, comm, before_step)
     wrapped = DistributedOptimizer(made, list(params.items()), copy.deepcopy(compressor), comm=comm, **settings)
     found = []
@@ -319,6 +328,7 @@ def ddp_recipes(
     step: float,
     device: torch.device | None = None,
     before_step: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Recipe]:
     """Return the work of DistributedDataParallel with its default buckets, in float32 and with a bfloat16 hook.
 
@@ -328,13 +338,13 @@ def ddp_recipes(
         shapes: parameters by name.
         step: seconds of the bare optimizer's step (`Recording.step`).
         device: where gradients are; the CPU by default.
-        before_step: as for `record`.
+        before_step, clock: as for `record`.
     """
     gradients = heavy_tailed(shapes, torch.device("cpu") if device is None else device)
     numel = sum(gradient.numel() for gradient in gradients.values())
     wide = torch.cat([gradient.flatten() for gradient in gradients.values()])
     views = wide.split([gradient.numel() for gradient in gradients.values()])
-    comm = Recorder(2, 1, Link(), wide.device)
+    comm = Recorder(2, 1, Link(), wide.device, clock)
     fill, down, up = [], [], []
     for _ in range(1 + STEPS):
         before_step()

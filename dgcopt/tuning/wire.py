@@ -144,9 +144,8 @@ class Fit:
     seconds: tuple[float, ...] = ()
 
     def cost(self, nbytes: float) -> Cost:
-        """Return the cost of a message: interpolated between measurements, beyond them along their last line.
-
-        The fit serves all sizes alike. Large messages cost what the largest measured ones add per byte.
+        """Return the cost of a message: interpolated between measurements, beyond them along the line through the first
+        and the last, as the fit weighs small messages like large ones.
         """
         total = self.alpha + self.beta * nbytes
         if self.sizes and nbytes <= self.sizes[0]:
@@ -158,7 +157,7 @@ class Fit:
         elif self.sizes:
             slope = self.beta
             if len(self.sizes) > 1:
-                slope = max(0.0, self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+                slope = max(0.0, self.seconds[-1] - self.seconds[0]) / (self.sizes[-1] - self.sizes[0])
             total = self.seconds[-1] + slope * (nbytes - self.sizes[-1])
         latency = min(self.alpha, total)
         return Cost(latency, total - latency)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dgcopt import ConfigError
 from dgcopt.tuning.probe import load_probe, save_probe
-from dgcopt.tuning.wire import KINDS, Fitted, Network, fit
+from dgcopt.tuning.wire import HALF, KINDS, Fitted, Network, fit
 
 LATENCY, BANDWIDTH, MEGA = 1e-3, 1e8, 1e6
 
@@ -92,7 +92,7 @@ def test_measured_sizes_are_interpolated_and_larger_ones_extrapolated() -> None:
     found = fit([1000, 3000, 5000], [1.0, 4.0, 5.0], 4)
     assert found.cost(2000).seconds == pytest.approx(2.5)
     assert found.cost(10).seconds == pytest.approx(1.0)
-    assert found.cost(7000).seconds == pytest.approx(5.0 + 2000 * found.beta)
+    assert found.cost(7000).seconds == pytest.approx(5.0 + 2000 * (5.0 - 1.0) / 4000)
 
 
 def test_among_other_ranks_latency_grows_with_hops_and_transfer_with_bytes() -> None:
@@ -130,3 +130,14 @@ def test_a_probe_is_read_as_it_was_written(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"fits": [{"kind": "AllReduce"}]}')
     with pytest.raises(ConfigError, match="is no output of `dgcopt probe --json`"):
         load_probe(tmp_path / "other.json")
+
+
+def test_an_allreduce_of_16_bit_numbers_is_an_allreduce_on_paper_and_has_a_fit_of_its_own() -> None:
+    link = Network(0.01, 1e6)
+    assert link.cost(HALF, 1e6, 4) == link.cost("AllReduce", 1e6, 4)
+    assert link.cost(HALF, 1e6, 4).seconds == pytest.approx(6 * 0.01 + 1.5)
+    tree = Network(0.01, 1e9, algorithm="tree")
+    assert tree.cost(HALF, 10, 64) == tree.cost("AllReduce", 10, 64)
+    fits = {(kind, "world"): fit([1000, 2000], [seconds, 2 * seconds], 4) for kind, seconds in
+            (("AllReduce", 1.0), (HALF, 3.0))}  # fmt: skip
+    assert Fitted(fits).cost(HALF, 1000, 4).seconds == pytest.approx(3.0)

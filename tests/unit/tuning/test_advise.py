@@ -1,0 +1,221 @@
+"""The choice among exchanges, and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dgcopt import ConfigError
+from dgcopt.__main__ import main
+from dgcopt.tuning.advise import Prediction, Setting, predict, rate, recommend, table
+from dgcopt.tuning.commands import bytes_per_second, seconds_of
+from dgcopt.tuning.costs import Recipe, Recording, save_recipes
+from dgcopt.tuning.models import Model, known_models, model_on_paper
+from dgcopt.tuning.timeline import Round
+from dgcopt.tuning.wire import HALF, Network
+
+FP32 = Prediction("DDP fp32", "exact", 2.0, 1.0, 100.0)
+BF16 = Prediction("DDP bf16", "rounded", 1.0, 0.5, 50.0)
+SPARSE = Prediction("DGC(ratio=0.01)", "delayed", 0.5, 0.1, 1.0, 1.25e9)
+
+
+def toy(seconds: float = 0.1) -> Model:
+    return Model("toy", {"a": (1000, 1000), "b": (1000, 1000)}, [1.0, 1.0], seconds, 0.5)
+
+
+def recipe(name: str, kind: str, nbytes: float, work: float, accuracy: str = "rounded", overlap: bool = True) -> Recipe:
+    recording = Recording(2, [[Round(kind, nbytes)]], work, [0.0], 0 if name.startswith("DDP") else 1)
+    return Recipe(name, accuracy, overlap, False, 25.0, 1.0, recording, recording)
+
+
+RECIPES = [
+    recipe("DDP fp32", "AllReduce", 8e6, 0.0, "exact"),
+    recipe("DDP bf16", HALF, 4e6, 0.0),
+    recipe("small", "AllReduce", 4e4, 0.02, "delayed"),
+]
+
+
+def test_the_fastest_is_recommended_with_the_rate_below_which_it_pays() -> None:
+    best, line = recommend([SPARSE, BF16, FP32])
+    assert best is SPARSE
+    assert line == "use DGC(ratio=0.01) (delayed): 500 ms a step, 2.00 times as fast as DDP bf16; pays below 10 Gbit/s."
+
+
+def test_a_gain_within_the_error_of_predictions_does_not_pay() -> None:
+    close = Prediction("some", "rounded", 0.96, 0.4, 10.0, 3.125e9)
+    best, line = recommend([close, BF16, FP32])
+    assert best is BF16
+    assert line.startswith(
+        "does not pay: 25 Gbit/s is enough for this model; DDP bf16 takes 1 s a step, 500 ms exposed"
+    )
+    assert "some 960 ms" in line
+
+
+def test_only_allowed_accuracy_classes_are_recommended() -> None:
+    assert recommend([SPARSE, BF16, FP32], ["exact", "rounded"])[0] is BF16
+    assert recommend([SPARSE, BF16, FP32], ["exact"])[0] is FP32
+    with pytest.raises(ConfigError, match="no dense exchange is allowed"):
+        recommend([SPARSE, BF16, FP32], ["delayed"])
+    with pytest.raises(ConfigError, match="unknown accuracy class 'fine'"):
+        recommend([SPARSE, BF16, FP32], ["fine"])
+
+
+def test_compression_pays_below_its_break_even_bandwidth_and_loses_above() -> None:
+    slow = Setting(toy(), 4, Network(1e-4, 12.5e6))
+    (first, *_), below = predict(slow, RECIPES), predict(slow, RECIPES)[0].pays_below
+    assert first.name == "small"
+    assert below is not None and 12.5e6 < below < math.inf
+    for factor, wins in ((0.9, True), (1.1, False)):
+        there = predict(Setting(toy(), 4, Network(1e-4, factor * below)), RECIPES, limits=False)
+        seconds = {one.name: one.seconds for one in there}
+        assert (seconds["small"] < 0.95 * seconds["DDP bf16"]) is wins
+    fast = predict(Setting(toy(), 4, Network(1e-6, 1e12)), RECIPES)
+    assert recommend(fast)[0].name.startswith("DDP")
+    assert all(one.pays_below is None for one in predict(slow, RECIPES, limits=False))
+
+
+def test_a_faster_processor_takes_less_for_the_same_exchange() -> None:
+    network = Network(1e-6, 1e12)
+    one, ten = (Setting(toy(), 2, network, speed=speed).step(RECIPES[2]).seconds for speed in (1.0, 10.0))
+    assert one - ten == pytest.approx(0.018, rel=0.01)
+
+
+def test_predictions_need_the_dense_exchange() -> None:
+    with pytest.raises(ConfigError, match="compared with 'DDP bf16', whose costs are missing"):
+        predict(Setting(toy(), 2, Network(1e-4, 1e8)), RECIPES[:1])
+
+
+def test_the_table_says_never_and_any_rate() -> None:
+    rows = [Prediction("a", "exact", 1.0, 0.5, 1.0, None), Prediction("b", "exact", 1.0, 0.5, 1.0, math.inf), BF16]
+    lines = table(rows).splitlines()
+    assert lines[1].endswith("never") and lines[2].endswith("any rate") and lines[3].rstrip().endswith("50")
+
+
+@pytest.mark.parametrize(("text", "value"), [("100mbit", 12.5e6), ("2.5gbit", 312.5e6), ("800KBIT", 1e5)])
+def test_rates(text: str, value: float) -> None:
+    assert bytes_per_second(text) == pytest.approx(value)
+    assert rate(value).split()[1] in ("Mbit/s", "Gbit/s")
+
+
+@pytest.mark.parametrize(("text", "value"), [("100us", 1e-4), ("2ms", 2e-3), ("0.5s", 0.5)])
+def test_times(text: str, value: float) -> None:
+    assert seconds_of(text) == pytest.approx(value)
+
+
+PARAMETERS = {"resnet50": 25_557_032, "vgg16": 138_357_544, "bert_base": 109_514_298, "gpt2_small": 124_439_808,
+              "vit_s": 22_050_664}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_known_models_have_their_real_size_and_a_source(name: str) -> None:
+    model = known_models()[name]
+    assert model.numel == PARAMETERS[name]
+    assert "RTX 3090" in model.source and "https://" in model.source
+    assert 0.02 < model.seconds < 0.5 and 0.2 < model.forward < 0.45
+    ready = [parameter.ready for parameter in model.parameters()]
+    assert ready == sorted(ready)
+    assert ready[0] > model.forward * model.seconds
+    assert ready[-1] == pytest.approx(model.seconds)
+    assert sum(parameter.numel for parameter in model.parameters()) == model.numel
+
+
+def test_a_models_backward_reaches_its_last_parameter_first() -> None:
+    first, last = toy(1.0).parameters()
+    assert (first.ready, last.ready) == (pytest.approx(0.75), pytest.approx(1.0))
+    uneven = Model("toy", {"a": (10,), "b": (20,)}, [3.0, 1.0], 1.0, 0.0).parameters()
+    assert [(one.numel, one.ready) for one in uneven] == [(20, pytest.approx(0.25)), (10, pytest.approx(1.0))]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("resnet51", "model 'resnet51' is not known: write "),
+        ("no_such_module:net", "cannot import 'no_such_module'"),
+        ("torch.nn:NoSuchLayer", "'torch.nn' has no 'NoSuchLayer'"),
+        ("torch:pi", "'pi' is not callable"),
+        ("torch.nn:Linear", "Linear raised TypeError"),
+        ("builtins:dict", "returns dict, not a torch.nn.Module"),
+        ("torch.nn:ReLU", "has no parameter to train"),
+        ("torch.nn:Linear(4, 2)", "give --step, seconds of forward and backward"),
+    ],
+)
+def test_bad_models_are_told_in_one_sentence(spec: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model_on_paper(spec)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_by_its_path_costs_no_memory() -> None:
+    model = model_on_paper("torch.nn:Linear(1000000, 100000)", 0.5)
+    assert model.numel == 100_000_100_000
+    assert model.parameters()[-1].ready == pytest.approx(0.5)
+
+
+def advise(*words: str) -> int:
+    argv, sys.argv = sys.argv, ["dgcopt", "advise", *words]
+    try:
+        return main()
+    finally:
+        sys.argv = argv
+
+
+def test_the_command_prints_a_table_a_choice_and_a_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    spec = "torch.nn:Linear(2000, 1000)"
+    files = ["--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "map.png")]
+    words = ["--ranks", "16", "--latency", "100us", "--model", spec, "--step", "0.05"]
+    candidates = ["--candidates", "BF16()", "DGC.compact(warmup=None)", "--save-costs", str(tmp_path / "costs.json")]
+    assert advise(*words, "--link", "10mbit", *files, *candidates) == 0
+    out = capsys.readouterr().out
+    assert f"{spec}: 2,001,000 parameters in 2 tensors; 16 ranks" in out
+    assert "use DGC.compact(warmup=None) (delayed)" in out.splitlines()[-1]
+    predictions = {one["name"]: one for one in json.loads((tmp_path / "out.json").read_text())}
+    assert set(predictions) == {"DDP fp32", "DDP bf16", "BF16()", "DGC.compact(warmup=None)"}
+    assert predictions["DDP fp32"]["sent"] == pytest.approx(2 * 4 * 2_001_000 * 15 / 16)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    costs = ["--costs", str(tmp_path / "costs.json")]
+    assert advise(*words, "--link", "100gbit", *costs) == 0
+    assert "does not pay" in capsys.readouterr().out.splitlines()[-1]
+    assert advise(*words, "--link", "10mbit", "--allow", "exact", *costs) == 0
+    assert "DDP fp32 takes" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ranks", "1"), "--ranks must be two or more, not 1"),
+        (("--step", "-1"), "--step must be positive, not -1"),
+        (("--speed", "0"), "--speed must be positive, not 0"),
+        (("--candidates", "DGCC()"), "unknown candidate 'DGCC()': choose from DDP fp32"),
+        (("--model", "resnet51"), "model 'resnet51' is not known"),
+        (("--costs", "/nowhere/costs.json"), "cannot read /nowhere/costs.json"),
+    ],
+)
+def test_bad_input_is_one_sentence(words: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--ranks": "4", "--link": "1gbit", "--model": "resnet50"} | {words[0]: words[1]}
+    assert advise(*(word for pair in given.items() for word in pair)) == 2
+    assert f"dgcopt advise: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("--link", "fast"), ("--latency", "soon")])
+def test_a_bad_unit_is_told_by_the_parser(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"--ranks": "4", "--link": "1gbit", "--model": "resnet50"} | {words[0]: words[1]}
+    with pytest.raises(SystemExit):
+        advise(*(word for pair in given.items() for word in pair))
+    assert f"{words[1]!r} is not a " in capsys.readouterr().err
+
+
+def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
+    save_recipes({"toy": RECIPES}, tmp_path / "costs.json")
+    words = ["--ranks", "4", "--link", "1gbit", "--model", "resnet50", "--costs", str(tmp_path / "costs.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "dgcopt", "advise", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "has the costs of toy, not of resnet50" in done.stderr

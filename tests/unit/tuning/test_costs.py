@@ -1,0 +1,112 @@
+"""Recorded costs: bytes are those of the telemetry, seconds are attributed to the phase in which they were spent."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dgcopt import BF16, DGC, ByteGrad, Compressor, ConfigError, DistributedOptimizer, NoCompression, PowerSGD
+from dgcopt.collectives import AllReduce
+from dgcopt.comm import simulated_world
+from dgcopt.tuning.costs import Recipe, Recording, load_recipes, record, record_recipe, save_recipes
+from dgcopt.tuning.timeline import Round
+from dgcopt.tuning.wire import HALF
+
+SHAPES = {"first": (300, 200), "bias": (300,), "second": (100, 300)}
+
+
+def payload_of(compressor: Compressor, size: int) -> int:
+    """Return the bytes of rank 0's messages in one step of simulated ranks."""
+    optimizers = []
+    for comm in simulated_world(size, nodes=size):
+        params = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in SHAPES.items()]
+        made = DistributedOptimizer(torch.optim.SGD([p for _, p in params], lr=0.1), params, compressor, comm=comm)
+        optimizers.append((made, params))
+    before = [0]
+    for _ in range(3):
+        before = [optimizer.telemetry.payload_bytes for optimizer, _ in optimizers]
+        for _, params in optimizers:
+            for _, param in reversed(params):
+                param.grad = None
+                (param * torch.ones(param.shape)).sum().backward()
+        for optimizer, _ in optimizers:
+            optimizer.step()
+    return optimizers[0][0].telemetry.payload_bytes - before[0]
+
+
+@pytest.mark.parametrize(
+    ("compressor", "kinds"),
+    [
+        (NoCompression(), [["AllReduce"]]),
+        (BF16(), [[HALF]]),
+        (ByteGrad(), [["AllToAll"], ["AllGather"]]),
+        (PowerSGD(rank=2, start_step=0), [["AllReduce"], ["AllReduce"]]),
+        (DGC(ratio=0.01, warmup=None), [["AllGather", "AllReduce"]]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Compressor) else "",
+)
+def test_rounds_and_bytes_are_those_of_a_real_step(compressor: Compressor, kinds: list[list[str]]) -> None:
+    found = record(SHAPES, compressor, 4)
+    assert [sorted(one.kind for one in place) for place in found.rounds] == kinds
+    assert found.votes >= 1
+    sent = sum(one.nbytes for place in found.rounds for one in place)
+    control = payload_of(compressor, 4) - sent
+    assert 0 <= control < 400, "all but votes is data"
+
+
+class Slow(Compressor):
+    """Takes known seconds in each phase."""
+
+    def exchange(self, grad: torch.Tensor, ctx: object) -> Iterator[AllReduce]:  # type: ignore[override]
+        time.sleep(0.03)
+        once = yield AllReduce(grad, op="average")
+        time.sleep(0.06)
+        twice = yield AllReduce(once, op="average")
+        time.sleep(0.12)
+        return twice  # type: ignore[return-value]
+
+
+def test_seconds_belong_to_the_phase_in_which_they_were_spent() -> None:
+    found = record(SHAPES, Slow(), 2)
+    assert found.encode == pytest.approx(0.03, abs=0.02)
+    assert found.decode == [pytest.approx(0.06, abs=0.02), pytest.approx(0.12, abs=0.04)]
+    assert len(found.rounds) == 2
+
+
+def test_a_clock_of_the_process_leaves_out_waiting() -> None:
+    assert record(SHAPES, Slow(), 2, clock=time.process_time).seconds < 0.06
+
+
+def recipe_of(low: Recording, high: Recording) -> Recipe:
+    return Recipe("some", "delayed", False, False, 100.0, 100.0, low, high)
+
+
+def test_bytes_shared_by_owners_fall_and_seconds_of_all_messages_grow_with_ranks() -> None:
+    low = Recording(2, [[Round("AllGather", 100.0)]], 1.0, [2.0], 1)
+    high = Recording(4, [[Round("AllGather", 50.0)]], 1.0, [4.0], 1)
+    method = recipe_of(low, high).method(8)
+    ((one,),) = method.rounds
+    assert one.nbytes == pytest.approx(25.0)
+    assert method.decode == (pytest.approx(8.0),)
+    faster = recipe_of(low, high).method(8, speed=4.0)
+    assert (faster.encode, *faster.decode) == (pytest.approx(0.25), pytest.approx(2.0))
+    assert recipe_of(low, high).method(2).rounds == ((Round("AllGather", 100.0),),)
+
+
+def test_recipes_survive_a_file(tmp_path: Path) -> None:
+    recipe = record_recipe("BF16()", "rounded", SHAPES, BF16(), (2, 4))
+    assert recipe.overlap
+    assert (recipe.bucket_mb, recipe.first_bucket_mb) == (25.0, 1.0)
+    save_recipes({"toy": [recipe]}, tmp_path / "costs.json")
+    assert load_recipes(tmp_path / "costs.json") == {"toy": [recipe]}
+    (tmp_path / "costs.json").write_text(json.dumps([1, 2]))
+    with pytest.raises(ConfigError, match="holds no costs of `dgcopt advise --save-costs`"):
+        load_recipes(tmp_path / "costs.json")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_recipes(tmp_path / "none.json")

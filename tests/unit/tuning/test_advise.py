@@ -48,7 +48,8 @@ def test_the_fastest_is_recommended_with_the_rate_below_which_it_pays() -> None:
 
 def test_a_gain_within_the_error_of_predictions_does_not_pay() -> None:
     close = Prediction("some", "rounded", 0.96, 0.4, 10.0, 3.125e9)
-    best, line = recommend([close, BF16, FP32])
+    less = Prediction("less", "rounded", 0.97, 0.4, 10.0, 1.0e9)
+    best, line = recommend([close, less, BF16, FP32])
     assert best is BF16
     assert line.startswith(
         "does not pay: 25 Gbit/s is enough for this model; DDP bf16 takes 1 s a step, 500 ms exposed"
@@ -194,6 +195,7 @@ def test_the_command_prints_a_table_a_choice_and_a_figure(capsys: pytest.Capture
         (("--speed", "0"), "--speed must be positive, not 0"),
         (("--candidates", "DGCC()"), "unknown candidate 'DGCC()': choose from DDP fp32"),
         (("--model", "resnet51"), "model 'resnet51' is not known"),
+        (("--candidates", "Hierarchical"), "unknown candidate 'Hierarchical'"),
         (("--costs", "/nowhere/costs.json"), "cannot read /nowhere/costs.json"),
     ],
 )

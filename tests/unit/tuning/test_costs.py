@@ -60,6 +60,14 @@ def test_rounds_and_bytes_are_those_of_a_real_step(compressor: Compressor, kinds
     assert 0 <= control < 400, "all but votes is data"
 
 
+def test_bytes_of_all_buckets_are_added() -> None:
+    whole = record(SHAPES, ByteGrad(), 2)
+    parts = record(SHAPES, ByteGrad(), 2, bucket_mb=0.05, first_bucket_mb=0.05)
+    for one, other in zip(whole.rounds, parts.rounds, strict=True):
+        assert [each.kind for each in one] == [each.kind for each in other]
+        assert other[0].nbytes == pytest.approx(one[0].nbytes, rel=0.01)
+
+
 class Slow(Compressor):
     """Takes known seconds in each phase."""
 

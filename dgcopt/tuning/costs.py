@@ -345,7 +345,7 @@ def ddp_recipes(
     wide = torch.cat([gradient.flatten() for gradient in gradients.values()])
     views = wide.split([gradient.numel() for gradient in gradients.values()])
     comm = Recorder(2, 1, Link(), wide.device, clock)
-    fill, down, up = [], [], []
+    spent: tuple[list[float], list[float], list[float]] = ([], [], [])
     for _ in range(1 + STEPS):
         before_step()
         times = [comm.now()]
@@ -356,9 +356,9 @@ def ddp_recipes(
         times.append(comm.now())
         wide.copy_(half)
         times.append(comm.now())
-        for seconds, start, end in zip((fill, down, up), times, times[1:], strict=False):
+        for seconds, start, end in zip(spent, times, times[1:], strict=False):
             seconds.append(end - start)
-    filling, rounding, widening = (min(seconds[1:]) for seconds in (fill, down, up))
+    filling, rounding, widening = (min(seconds[1:]) for seconds in spent)
     exact = Recording(2, [[Round("AllReduce", 4 * numel)]], filling, [step], 0, step)
     rounded = Recording(2, [[Round(HALF, 2 * numel)]], filling + rounding, [widening + step], 0, step)
     return [

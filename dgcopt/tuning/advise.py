@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import BF16, DGC, QSGD, ByteGrad, Compressor, ConfigError, Hierarchical, NoCompression, OneBit, PowerSGD
 from ..collectives import Link
+from ..compressors import BF16, DGC, QSGD, ByteGrad, Compressor, Hierarchical, NoCompression, OneBit, PowerSGD
+from ..errors import ConfigError
 from .costs import Recipe, ddp_recipes, record_recipe
 from .models import Model
 from .timeline import Timeline, break_even, fill_buckets, timeline

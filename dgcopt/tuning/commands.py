@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from .. import ConfigError, init, shutdown
 from ..collectives import Link
+from ..comm import init, shutdown
+from ..errors import ConfigError
 from .advise import (
     ACCURACY,
     BASELINES,

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .. import Comm, Compressor, ConfigError, DistributedOptimizer
 from ..collectives import AllGather, AllReduce, AllToAll, Collective, Link, ReduceScatter
-from ..comm import Handle
+from ..comm import Comm, Handle
+from ..compressors import Compressor
+from ..errors import ConfigError
 from ..gradients.layout import bucket_sizes
+from ..gradients.optimizer import DistributedOptimizer
 from ..gradients.settings import Settings
 from .timeline import Method, Round
 from .wire import HALF

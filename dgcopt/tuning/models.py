@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ConfigError
+from ..errors import ConfigError
 from .timeline import Parameter
 
 __all__ = ["FORWARD", "MODELS", "Model", "known_models", "load_model", "model_on_paper", "tensors_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .. import ConfigError
+from ..errors import ConfigError
 from .advise import BASELINES, Prediction
 
 __all__ = ["RANKS", "RATES", "plot_regions"]

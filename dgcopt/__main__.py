@@ -8,6 +8,7 @@ dgcopt env                  what is installed and in use here, for a report of a
 dgcopt run -np 4 train.py     start a script on several ranks, by torchrun, horovodrun, mpirun or srun
 dgcopt probe                latency and bandwidth of every collective between the ranks that a launcher has started
 dgcopt advise               whether compression pays for a model on a network, predicted without it
+dgcopt doctor               the same on the ranks that a launcher has started, everything measured
 """
 
 from __future__ import annotations

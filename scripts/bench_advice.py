@@ -9,10 +9,14 @@ few cores do not slow each other there: a parameter's gradient is ready when the
 made up for by the next ones. Everything else runs.
 
 A prediction uses a probe of the link (`dgcopt probe`) and the processor seconds of each exchange, recorded on all ranks
-at once without the link. No number of a measured step enters it. Predicted and measured numbers are the minimum over
-repetitions. A cell is a model, a number of ranks and a link; a cell's choice is the exchange with the least predicted
-seconds. Prints a table of all cells, the median error, and the share of cells whose choice is measured within 5% of the
-best one; --json writes everything.
+at once without the link; each the minimum over repetitions. No number of a measured step enters it. Ranks share cores
+here with each other and with other work, and have their own elsewhere: a measured step leaves out the seconds that a
+rank spent runnable without a core (of the rank with the longest such waits). Measured is the median over steps. With
+--wall nothing is left out, and measured is the minimum.
+
+A cell is a model, a number of ranks and a link; a cell's choice is the exchange with the least predicted seconds.
+Prints a table of all cells, the median error, and the share of cells whose choice is measured within 5% of the best;
+--json writes everything.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,7 +56,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("100mbit", "300mbit", "1gbit", "none")
 SYSTEMS = (
     *BASELINES,
-    *("NoCompression()", "BF16()", "ByteGrad()", "PowerSGD(rank=4, start_step=0)", "DGC(ratio=0.01, warmup=None)"),
+    *("NoCompression()", "BF16()", "PowerSGD(rank=4, start_step=0)", "DGC(ratio=0.01, warmup=None)"),
     "DGC.compact(warmup=None)",
 )
 PATIENCE = timedelta(seconds=300)
@@ -67,19 +71,21 @@ NEAR = 1.05
 class Sleeper:
     """The clock of a device that computes while the processor does something else.
 
-    Sleeps overshoot, more so on a busy machine; what one was too long is taken off the next.
+    Sleeps overshoot, more so on a busy machine; the excess is taken off the next one. `queued` is the part of it for
+    which this process could have run.
     """
 
     def __init__(self) -> None:
-        self.credit = 0.0
+        self.credit, self.queued = 0.0, 0.0
 
     def sleep(self, seconds: float) -> None:
         """Sleep `seconds`, less the credit of earlier sleeps."""
         self.credit -= seconds
         if self.credit < 0:
-            start = time.perf_counter()
+            start, queued = time.perf_counter(), waited_for_core()
             time.sleep(-self.credit)
             self.credit += time.perf_counter() - start
+            self.queued += waited_for_core() - queued
 
 
 class Layer(torch.autograd.Function):
@@ -102,7 +108,7 @@ class Sleeping(nn.Module):
         super().__init__()
         self.params = nn.ParameterList(torch.zeros(shape) for shape in model.shapes.values())
         gradients = heavy_tailed(model.shapes, torch.device("cpu"))
-        self.gradients = [gradient.mul_(1 + rank / 16) for gradient in gradients.values()]
+        self.gradients = [gradient * (1 + rank / 16) for gradient in gradients.values()]
         self.before = seconds * model.forward
         total = sum(model.shares)
         self.shares = [seconds * (1 - model.forward) * share / total for share in model.shares]
@@ -144,6 +150,11 @@ def build(system: str, model: Sleeping) -> tuple[nn.Module, Optimizer]:
     return model, dgcopt.DistributedOptimizer(sgd, model.named_parameters(), CANDIDATES[system][1]())
 
 
+def waited_for_core() -> float:
+    """Return the seconds for which this process could have run, and others did."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 class Rank:
     """One rank: carries out the commands that it reads, and tells their results."""
 
@@ -166,8 +177,21 @@ class Rank:
         from dgcopt.tuning.advise import recipes_of
 
         wanted = [name for name in names if name not in BASELINES]
-        found = recipes_of(self.model.shapes, wanted, (self.comm.size,), before_step=dist.barrier)
+        found = recipes_of(
+            *(self.model.shapes, wanted, (self.comm.size,)), before_step=dist.barrier, clock=time.process_time
+        )
         return [asdict(recipe) for recipe in found]
+
+    def bare(self, repeats: int) -> float:
+        """Return the CPU seconds of forward and backward, sleeps apart: the benchmark's own, without any exchange."""
+        model, times = Sleeping(self.model, self.comm.rank, self.seconds), []
+        for _ in range(repeats):
+            for param in model.params:
+                param.grad = None
+            start = time.process_time()
+            model().backward()
+            times.append(time.process_time() - start)
+        return min(times)
 
     def build(self, system: str) -> Any:
         """Build a system and warm it up."""
@@ -175,12 +199,12 @@ class Rank:
         model = Sleeping(self.model, self.comm.rank, self.seconds)
         module, optimizer = build(system, model)
 
-        def step() -> float:
-            start = time.perf_counter()
+        def step() -> list[float]:
+            start, queued = time.perf_counter(), waited_for_core() - model.sleeper.queued
             optimizer.zero_grad()
             module().backward()
             optimizer.step()
-            return time.perf_counter() - start
+            return [time.perf_counter() - start, waited_for_core() - model.sleeper.queued - queued]
 
         self.step = step
         return [step() for _ in range(WARMUP)]
@@ -191,11 +215,11 @@ class Rank:
         Rank 0 decides when to stop.
         """
         dist.barrier()
-        taken: list[float] = []
-        go = torch.ones(1)
+        taken: list[list[float]] = []
+        go, end = torch.ones(1), time.monotonic() + limit
         while go.item():
             taken.append(self.step())
-            go.fill_(len(taken) < 2 or (len(taken) < most and sum(taken) + taken[-1] < limit))
+            go.fill_(len(taken) < 2 or (len(taken) < most and time.monotonic() + taken[-1][0] < end))
             dist.broadcast(go, 0)
         return taken
 
@@ -236,6 +260,7 @@ class Ranks:
                     stdout=subprocess.PIPE,
                     stderr=self.errors,
                     text=True,
+                    start_new_session=True,  # as torchrun does
                 )
                 self.processes.append(process)
             self.replies()
@@ -272,19 +297,21 @@ class Ranks:
 def measure(network: Loopback, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return everything measured: probes by link, costs by rank, steps by link and system."""
     probes: dict[str, list[Any]] = {link: [] for link in arguments.links}
-    steps: dict[str, dict[str, list[float]]] = {
+    steps: dict[str, dict[str, list[Any]]] = {
         link: {system: [] for system in arguments.candidates} for link in arguments.links
     }
     costs: list[Any] = []
+    bare: list[float] = []
     with Ranks(model, arguments.step[model], network) as ranks:
         for number in range(arguments.rounds):
             network.shape("none")
             note(f"{model}, {network.size} ranks, round {number + 1}: costs")
+            bare.append(statistics.mean(ranks.call("bare", 5)))
             costs.append(ranks.call("record", arguments.candidates))
             for link in arguments.links:
                 network.shape(link)
                 note(f"{model}, {network.size} ranks, round {number + 1}: probe of {link}")
-                probes[link].append(ranks.call("probe", arguments.seconds)[0])
+                probes[link].append(ranks.call("probe", arguments.probe)[0])
             for system in arguments.candidates:
                 network.shape("none")
                 note(f"{model}, {network.size} ranks, round {number + 1}: {system}")
@@ -292,8 +319,9 @@ def measure(network: Loopback, model: str, arguments: argparse.Namespace) -> dic
                 for link in arguments.links:
                     network.shape(link)
                     taken = ranks.call("steps", arguments.seconds, arguments.steps)
-                    steps[link][system] += [statistics.mean(each) for each in zip(*taken, strict=True)]
-    return {"model": model, "ranks": network.size, "probes": probes, "costs": costs, "steps": steps}
+                    steps[link][system] += zip(*taken, strict=True)  # the ranks' numbers of each step
+    about = {"model": model, "ranks": network.size, "load": os.getloadavg()[0], "step": arguments.step[model]}
+    return about | {"bare": min(bare), "probes": probes, "costs": costs, "steps": steps}
 
 
 # -- predicted against measured ----------------------------------------------------------------------------------------
@@ -332,25 +360,49 @@ def wire_from(probes: Sequence[Any]) -> Fitted:
     return Fitted(fits)
 
 
-def cells(found: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def merged(runs: Sequence[Any]) -> list[Any]:
+    """Return runs with those of one model, number of ranks and step joined, as if they were rounds of one."""
+    found: dict[tuple[str, int, float], Any] = {}
+    for run in runs:
+        key = run["model"], run["ranks"], run["step"]
+        if key not in found:
+            found[key] = run
+            continue
+        known = found[key]
+        known["costs"] += run["costs"]
+        known["bare"] = min(known["bare"], run["bare"])
+        for link, systems in run["steps"].items():
+            known["probes"].setdefault(link, []).extend(run["probes"][link])
+            for system, taken in systems.items():
+                known["steps"].setdefault(link, {}).setdefault(system, []).extend(taken)
+    return list(found.values())
+
+
+def cells(found: Sequence[Any], wall: bool) -> Iterator[dict[str, Any]]:
     """Yield every cell with the predicted and the measured seconds of each exchange."""
     for run in found:
         recipes = {recipe.name: recipe for recipe in recipes_from(run["costs"])}
         for link, systems in run["steps"].items():
-            setting = Setting(known_models()[run["model"]], run["ranks"], wire_from(run["probes"][link]))
+            wire = wire_from(run["probes"][link])
+            model = replace(known_models()[run["model"]], seconds=run["step"] + run["bare"])
+            setting = Setting(model, run["ranks"], wire)
             rows = {}
-            for system, seconds in systems.items():
-                rows[system] = {"predicted": setting.step(recipes[system]).seconds, "measured": min(seconds)}
+            for system, taken in systems.items():
+                if wall:
+                    measured = min(statistics.mean(seconds for seconds, _ in step) for step in taken)
+                else:
+                    measured = statistics.median(min(seconds - queued for seconds, queued in step) for step in taken)
+                rows[system] = {"predicted": setting.step(recipes[system]).seconds, "measured": measured}
             yield {"model": run["model"], "ranks": run["ranks"], "link": link, "rows": rows}
 
 
-def report(found: Sequence[Any]) -> str:
+def report(found: Sequence[Any], wall: bool) -> str:
     """Return the table, a line for each cell, and the sums of it."""
     names = list(dict.fromkeys(system for run in found for rows in run["steps"].values() for system in rows))
     lines = [" | ".join(["| model", "ranks", "link", *names, "choice", "of the best", "median error"]) + " |"]
     lines.append("|---" * (6 + len(names)) + "|")
     errors, good, number = [], 0, 0
-    for cell in cells(found):
+    for cell in cells(found, wall):
         rows = cell["rows"]
         own = [abs(row["predicted"] / row["measured"] - 1) for row in rows.values()]
         errors += own
@@ -375,24 +427,27 @@ def note(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_s"], choices=known_models())
+    parser.add_argument("--models", nargs="+", default=["mobilenet_v2", "resnet18"], choices=known_models())
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--links", nargs="+", default=LINKS, help="rates as tc writes them")
     parser.add_argument("--candidates", nargs="+", default=SYSTEMS, choices=[*BASELINES, *CANDIDATES], metavar="NAME")
     parser.add_argument("--steps", type=int, default=6, help="most steps of an exchange on a link in a round")
     parser.add_argument("--seconds", type=float, default=4, help="fewer steps where they would take longer than this")
+    parser.add_argument("--probe", type=float, default=10, help="seconds of a probe")
+    parser.add_argument("--batch", type=int, default=512, help="samples of a rank in a step")
     parser.add_argument("--rounds", type=int, default=1, help="how often the exchanges take turns")
+    parser.add_argument("--wall", action="store_true", help="measured steps include waits for a core")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
-    parser.add_argument("--again", type=Path, help="file of --json to predict from, in place of measuring")
+    parser.add_argument("--again", type=Path, nargs="+", help="files of --json to predict from, in place of measuring")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         return serve(arguments.serve[0], float(arguments.serve[1]))
-    arguments.step = {name: model.seconds for name, model in known_models().items()}
+    arguments.step = {name: model.seconds * arguments.batch / model.batch for name, model in known_models().items()}
     # an exit by signal, too, must leave the blocks that remove processes and namespaces
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if arguments.again is not None:
-        found = json.loads(arguments.again.read_text())
+        found = merged([run for path in arguments.again for run in json.loads(path.read_text())])
     else:
         if reason := lacking():
             parser.error(f"no shaped links: {reason}")
@@ -404,7 +459,7 @@ def main() -> None:
                 if arguments.json:
                     arguments.json.write_text(json.dumps(found) + "\n")
     print("Seconds of a step, predicted / measured.\n")
-    print(report(found))
+    print(report(found, arguments.wall))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,20 @@ def vit_s() -> nn.Module:
     return torchvision.models.VisionTransformer(224, 16, num_layers=12, num_heads=6, hidden_dim=384, mlp_dim=1536)
 
 
+def resnet18() -> nn.Module:
+    """ResNet-18 (He et al., 2015)."""
+    import torchvision
+
+    return torchvision.models.resnet18()
+
+
+def mobilenet_v2() -> nn.Module:
+    """MobileNetV2 (Sandler et al., 2018)."""
+    import torchvision
+
+    return torchvision.models.mobilenet_v2()
+
+
 def vit_b() -> nn.Module:
     """ViT-B/16, whose rate the language models take."""
     import torchvision
@@ -100,6 +114,8 @@ class Source:
 
 
 SOURCES = {
+    "mobilenet_v2": Source(mobilenet_v2, images, 64, "images of 224 x 224", 2313.1, images(1)),
+    "resnet18": Source(resnet18, images, 64, "images of 224 x 224", 3481.78, images(1)),
     "resnet50": Source(resnet50, images, 64, "images of 224 x 224", 1218.01, images(1)),
     "vgg16": Source(vgg16, images, 32, "images of 224 x 224", 546.06, images(1)),
     "bert_base": Source(bert_base, tokens(128), 32, "sequences of 128 tokens", None, tokens(128)(1)),

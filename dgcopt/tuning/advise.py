@@ -12,7 +12,7 @@ import torch
 from ..collectives import Link
 from ..compressors import BF16, DGC, QSGD, ByteGrad, Compressor, Hierarchical, NoCompression, OneBit, PowerSGD
 from ..errors import ConfigError
-from .costs import Recipe, ddp_recipes, record_recipe
+from .costs import STEPS, Recipe, ddp_recipes, record_recipe
 from .models import Model
 from .timeline import Timeline, break_even, fill_buckets, timeline
 from .wire import Network, Wire
@@ -81,6 +81,7 @@ def recipes_of(
     before: Callable[[str], None] = lambda name: None,
     before_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
+    steps: int = STEPS,
 ) -> list[Recipe]:
     """Record the costs of all candidates on a model, or of those named; dense ones come first.
 
@@ -88,7 +89,7 @@ def recipes_of(
         shapes: parameters by name.
         names: of CANDIDATES; None is all.
         sizes: numbers of ranks at which to record.
-        local_size, link, device, before_step, clock: see `record`.
+        local_size, link, device, before_step, clock, steps: see `record`.
         before: called with each name before it is recorded.
     """
     check_candidates(names)
@@ -111,6 +112,7 @@ def recipes_of(
                     device=device,
                     before_step=before_step,
                     clock=clock,
+                    steps=steps,
                 )
             )
     before(DENSE)

@@ -1,4 +1,4 @@
-"""The commands `dgcopt probe` and `dgcopt advise`: their arguments and their tables."""
+"""The commands `dgcopt probe`, `advise` and `doctor`: their arguments and their tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from .advise import (
     table,
 )
 from .costs import Recipe, load_recipes, save_recipes
-from .models import Model, model_on_paper
+from .doctor import Diagnosis, diagnose, profile_model
+from .models import Model, load_model, model_on_paper
 from .plot import plot_regions
 from .probe import probe, save_probe
 from .wire import Fitted, Network
@@ -50,6 +51,12 @@ divided by --speed.
 
   dgcopt advise --ranks 16 --link 1gbit --latency 100us --model resnet50
   dgcopt advise --ranks 16 --link 1gbit --model torchvision.models:resnet101 --step 0.12 --speed 60
+"""
+DOCTOR = """\
+Measures a model's step, the link, and the cost of every exchange on the ranks that are running, predicts a step with
+each, and recommends one. Start it on all ranks, as a training script:
+
+  torchrun --nproc-per-node 4 -m dgcopt doctor --model torchvision.models:resnet50 --batch 32 --input 3,224,224
 """
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -101,6 +108,26 @@ def add_commands(commands: Any) -> None:
     advising.add_argument("--save-costs", type=Path, help="file for the recorded costs")
     advising.add_argument("--json", type=Path, help="file for the predictions")
     advising.add_argument("--plot", type=Path, help="figure of the exchange to use over bandwidth and ranks")
+
+    healing = commands.add_parser(
+        "doctor", help="measure everything on running ranks and recommend", description=DOCTOR, formatter_class=form
+    )
+    healing.add_argument("--model", required=True, help="module:callable that returns the model")
+    healing.add_argument("--batch", type=int, default=32, help="samples of a rank in a step (default: 32)")
+    healing.add_argument("--input", type=shape_of, default=(3, 224, 224), help="shape of a sample (default: 3,224,224)")
+    healing.add_argument("--vocab", type=int, help="samples are token numbers below this one, not real numbers")
+    healing.add_argument("--seconds", type=float, default=8.0, help="time to measure the link (default: 8)")
+    healing.add_argument("--deadline", type=float, default=300.0, help="seconds to wait for the other ranks")
+    healing.add_argument("--allow", nargs="+", choices=ACCURACY, default=ACCURACY, help="accuracy classes")
+    healing.add_argument("--candidates", nargs="+", help="some of the exchanges only")
+    healing.add_argument("--json", type=Path, help="file for all that was measured and predicted")
+
+
+def shape_of(text: str) -> tuple[int, ...]:
+    """Return the shape that 3,224,224 means. Raises ArgumentTypeError for others."""
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write 3,224,224")
+    return tuple(map(int, text.split(",")))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -161,6 +188,51 @@ def _advise(arguments: argparse.Namespace) -> int:
         names = [*CANDIDATES, *(recipe.name for recipe in recipes if recipe.name not in CANDIDATES)]
         plot_regions([(title, choice_of(setting, recipes, arguments.allow))], names, 1, arguments.plot)
     return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    """Measure, and print on rank 0."""
+    if arguments.batch < 1:
+        raise ConfigError(f"--batch must be 1 or more, not {arguments.batch}")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    model = load_model(arguments.model, str(device))
+    shape = (arguments.batch, *arguments.input)
+    if arguments.vocab is not None:
+        inputs = torch.randint(arguments.vocab, shape, device=device)
+    else:
+        inputs = torch.randn(shape, device=device)
+    comm = init(deadline=arguments.deadline)
+    try:
+        found = diagnose(
+            comm,
+            arguments.model,
+            profile_model(model, [inputs]),
+            names=arguments.candidates,
+            seconds=arguments.seconds,
+            deadline=arguments.deadline,
+            device=device,
+            before=lambda name: print(f"recording {name}", file=sys.stderr) if comm.rank == 0 else None,
+        )
+        if comm.rank == 0:
+            print(diagnosis(found, comm.size, comm.nodes, arguments.allow))
+            if arguments.json is not None:
+                fits = [{"kind": kind, "group": group, **asdict(one)} for (kind, group), one in found.wire.fits.items()]
+                content = {"seconds": found.model.seconds, "forward": found.model.forward, "fits": fits}
+                content["predictions"] = [asdict(one) for one in found.predictions]
+                _write(arguments.json, json.dumps(content, indent=1) + "\n")
+    finally:
+        shutdown()
+    return 0
+
+
+def diagnosis(found: Diagnosis, size: int, nodes: int, allow: Sequence[str]) -> str:
+    """Return the text for a user: compute, exposed communication, a line for each exchange, the recommendation."""
+    dense = next(one for one in found.predictions if one.name == BASELINES[0])
+    return (
+        f"{found.model.name}: {found.model.numel:,} parameters; {size} ranks on {nodes} machine(s)\n"
+        f"forward and backward {found.model.seconds:.4f} s; {dense.name} exposes {dense.exposed:.4f} s of "
+        f"communication\n\n{table(found.predictions)}\n\n{recommend(found.predictions, allow)[1]}"
+    )
 
 
 def choice_of(
@@ -241,5 +313,5 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-COMMANDS = {"probe": _probe, "advise": _advise}
+COMMANDS = {"probe": _probe, "advise": _advise, "doctor": _doctor}
 """Commands by name: each takes its arguments and returns the exit status."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from .wire import HALF
 __all__ = ["Recipe", "Recording", "ddp_recipes", "load_recipes", "record", "record_recipe", "save_recipes"]
 
 STEPS = 3
-"""Recorded steps, of which the fastest counts, after one that lays out buckets and one that allocates memory."""
+"""Recorded steps by default, after one that lays out buckets and one that allocates memory."""
 
 LABEL = re.compile(r"(bucket .*?) round \d+")
 """A bucket's name in the label of a collective; see `exchange/scheduler.py`."""
@@ -174,10 +175,18 @@ def _echo(collective: Collective, size: int) -> Tensor:
 
 
 def heavy_tailed(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> dict[str, Tensor]:
-    """Return gradients with the heavy tails of real ones: cubes of normal numbers, at another scale per tensor."""
+    """Return gradients with the heavy tails of real ones: cubes of normal numbers, at another scale per tensor.
+
+    The same tensors are returned for the same shapes: do not write to them.
+    """
+    return _made(tuple(shapes.items()), device)
+
+
+@lru_cache(maxsize=1)
+def _made(shapes: tuple[tuple[str, tuple[int, ...]], ...], device: torch.device) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     gradients = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes:
         scale = float((torch.rand(1, generator=random) * 4 - 5).exp())
         gradients[name] = torch.randn(shape, generator=random).pow_(3).mul_(scale).to(device)
     return gradients
@@ -194,6 +203,7 @@ def record(
     optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
     before_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
+    steps: int = STEPS,
     **settings: Any,
 ) -> Recording:
     """Run a few steps of `DistributedOptimizer` on rank 0 of `size`, without any other rank, and record the fastest.
@@ -209,6 +219,7 @@ def record(
         optimizer: makes the optimizer; SGD with momentum by default.
         before_step: called before each step, so that ranks on shared cores record at the same time.
         clock: `time.process_time` on a machine with other work, whose seconds it leaves out.
+        steps: recorded steps, of which the fastest counts.
         settings: others of `DistributedOptimizer`.
     """
     device = torch.device("cpu") if device is None else device
@@ -216,10 +227,10 @@ def record(
     params = {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}
     made = SGD(params.values(), lr=1e-6, momentum=0.9) if optimizer is None else optimizer(params.values())
     comm = Recorder(size, local_size, link or Link(), device, clock)
-    backward, step = _bare(made, params, gradients, comm, before_step)
+    backward, step = _bare(made, params, gradients, comm, before_step, steps)
     wrapped = DistributedOptimizer(made, list(params.items()), copy.deepcopy(compressor), comm=comm, **settings)
     found = []
-    for _ in range(2 + STEPS):
+    for _ in range(2 + steps):
         wrapped.zero_grad()
         before_step()
         comm.begin()
@@ -243,10 +254,11 @@ def _bare(
     gradients: Mapping[str, Tensor],
     comm: Recorder,
     before_step: Callable[[], None],
+    steps: int,
 ) -> tuple[float, float]:
     """Return the seconds of that backward pass, and of a step, without any exchange."""
     backward, step = [], []
-    for _ in range(1 + STEPS):
+    for _ in range(1 + steps):
         optimizer.zero_grad()
         before_step()
         times = [comm.now()]

@@ -35,6 +35,7 @@ class Model:
         seconds: of forward and backward; `forward`, the share of them before backward.
         source: where `seconds` is from; "" if the user gave it.
         device: that they are measured on, and `memory`, its bytes per second; "" and 0.0 if the user gave them.
+        batch: samples of the step; 0 if the user gave its time.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Model:
     source: str = ""
     device: str = ""
     memory: float = 0.0
+    batch: int = 0
 
     @property
     def numel(self) -> int:
@@ -70,7 +72,8 @@ def known_models() -> dict[str, Model]:
         shares = [share for _, _, share in entry["parameters"]]
         source = f"{entry['batch']} on one {entry['device']}: {entry['source']}"
         found[name] = Model(
-            *(name, shapes, shares, entry["seconds"], entry["forward"], source, entry["device"], entry["memory"])
+            *(name, shapes, shares, entry["seconds"], entry["forward"], source, entry["device"], entry["memory"]),
+            batch=int(entry["batch"].split()[0]),
         )
     return found
 

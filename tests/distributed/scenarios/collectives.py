@@ -30,6 +30,7 @@ from dgcopt.collectives import (
 from dgcopt.comm.base import lowered
 from dgcopt.comm.horovod import horovod_torch
 from dgcopt.comm.launch import check_alike
+from dgcopt.tuning.doctor import diagnose, profile_model
 from dgcopt.tuning.probe import probe
 from dgcopt.tuning.wire import KINDS
 
@@ -262,6 +263,24 @@ def measured_link(comm: Comm) -> dict[str, Any]:
     return {}
 
 
+def diagnosed(comm: Comm) -> dict[str, Any]:
+    """All ranks predict alike from a model's step; ranks that were given different candidates are told so."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10))
+    profile = profile_model(model, [torch.randn(8, 64)])
+    if comm.size < 2:
+        return {}
+    found = diagnose(comm, "toy", profile, names=["BF16()"], seconds=0.3)
+    assert {one.name for one in found.predictions} == {"DDP fp32", "DDP bf16", "BF16()"}
+    assert found.model.numel == 64 * 256 + 256 + 2560 + 10
+    assert all(one.seconds > found.model.seconds > 0 for one in found.predictions)
+    mine = torch.tensor([one.seconds for one in sorted(found.predictions, key=lambda one: one.name)])
+    assert all(row.equal(mine) for row in comm.run(AllGather(mine, label="predictions")))
+    names = ["BF16()"] if comm.rank else ["ByteGrad()"]
+    with pytest.raises(MismatchError, match=f"rank {comm.rank}: ranks 0 and 1 were given different candidates"):
+        diagnose(comm, "toy", profile, names=names, seconds=0.3)
+    return {}
+
+
 SCENARIOS = {
     f"collectives: {function.__name__}": function
     for function in (
@@ -269,5 +288,6 @@ SCENARIOS = {
         ranks_start_with_different_settings,
         ranks_share_a_device,
         measured_link,
+        diagnosed,
     )
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import re
 import time
@@ -222,6 +223,7 @@ def record(
         steps: recorded steps, of which the fastest counts.
         settings: others of `DistributedOptimizer`.
     """
+    gc.collect()  # optimizers recorded before are in reference cycles, with the memory of a model each
     device = torch.device("cpu") if device is None else device
     gradients = heavy_tailed(shapes, device)
     params = {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}

@@ -143,9 +143,9 @@ class Fit:
     sizes: tuple[float, ...] = ()
     seconds: tuple[float, ...] = ()
 
-    def cost(self, nbytes: float) -> Cost:
+    def cost(self, nbytes: float, most: float = math.inf) -> Cost:
         """Return the cost of a message: interpolated between measurements, beyond them along the line through the first
-        and the last, as the fit weighs small messages like large ones.
+        and the last, as the fit weighs small messages like large ones, but by at most `most` seconds per byte.
         """
         total = self.alpha + self.beta * nbytes
         if self.sizes and nbytes <= self.sizes[0]:
@@ -158,7 +158,7 @@ class Fit:
             slope = self.beta
             if len(self.sizes) > 1:
                 slope = max(0.0, self.seconds[-1] - self.seconds[0]) / (self.sizes[-1] - self.sizes[0])
-            total = self.seconds[-1] + slope * (nbytes - self.sizes[-1])
+            total = self.seconds[-1] + min(slope, most) * (nbytes - self.sizes[-1])
         latency = min(self.alpha, total)
         return Cost(latency, total - latency)
 
@@ -188,6 +188,10 @@ def fit(nbytes: Sequence[float], seconds: Sequence[float], size: int) -> Fit:
     return Fit(alpha, beta, size, tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
 
 
+PIPELINED = ("AllReduce", HALF, "Broadcast", "SendRecv")
+"""Collectives that reach a link's full rate with large messages; Gloo's alltoall, and all made of it, do not."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A wire as `dgcopt probe` has measured it, by kind and group; among other numbers of ranks it is extrapolated."""
@@ -197,6 +201,9 @@ class Fitted:
     def cost(self, kind: str, nbytes: float, size: int, group: str = "world") -> Cost:
         """As `Wire.cost`. Among other ranks than measured, latency grows with the hops, transfer with the bytes.
 
+        Messages of a ring that are larger than measured add bytes at the fastest rate that any collective has reached:
+        the wait between two hops is shorter than their transfer then.
+
         Raises ConfigError for a collective that was not measured.
         """
         if size == 1:
@@ -204,9 +211,20 @@ class Fitted:
         known = self.fits.get((kind, group)) or self.fits.get((kind, "world"))
         if known is None:
             raise ConfigError(f"no measurement of {kind} in group {group!r}: `dgcopt probe` measures all collectives")
-        measured = known.cost(nbytes)
+        most = math.inf
+        if kind in PIPELINED and known.sizes:
+            most = wire_bytes(kind, 1, known.size) / self.fastest(known.size)
+        measured = known.cost(nbytes, most)
         if size == known.size:
             return measured
         longer = hops(kind, nbytes, size) / max(1, hops(kind, nbytes, known.size))
         more = wire_bytes(kind, nbytes, size) / wire_bytes(kind, nbytes, known.size) if nbytes else 1.0
         return Cost(measured.latency * longer, measured.transfer * more)
+
+    def fastest(self, size: int) -> float:
+        """Return the most bytes per second that a rank has sent in the largest message of any collective of `size`."""
+        return max(
+            wire_bytes(kind, one.sizes[-1], size) / one.seconds[-1]
+            for (kind, _), one in self.fits.items()
+            if one.size == size and one.sizes
+        )

@@ -15,13 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
 from .comm.membership import MEMBER, STORE, gone_key, trains_key
 from .errors import ConfigError
 
-__all__ = ["Agent", "Plan"]
+__all__ = ["Agent", "Plan", "Process"]
 
 log = logging.getLogger("dgcopt")
 
@@ -37,6 +38,18 @@ GRACE = 10.0
 PATIENCE = timedelta(seconds=300)
 
 AGENTS, ENDED, FINISHED = "dgcopt/agents", "dgcopt/agents ended", "dgcopt/finished"
+
+
+class Process(Protocol):
+    """A rank's process, as `subprocess.Popen` has it."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ class _Slot:
     exit status once it is not to be started any more."""
 
     number: int
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     starts: int = 0
     due: float = 0.0
     tries: int = 0
@@ -176,10 +189,14 @@ class Agent:
             "LOCAL_RANK": str(slot.number),
             "LOCAL_WORLD_SIZE": str(plan.ranks),
         }
+        slot.process = self.spawn(env)
+
+    def spawn(self, env: Mapping[str, str]) -> Process:
+        """Start a rank with these environment variables."""
         try:
-            slot.process = subprocess.Popen(plan.words, env=env)
+            return subprocess.Popen(self.plan.words, env=env)
         except (OSError, ValueError) as error:  # not executable, too long, or with a NUL character
-            raise ConfigError(f"{plan.words[0]} cannot be started ({error}): correct the command") from error
+            raise ConfigError(f"{self.plan.words[0]} cannot be started ({error}): correct the command") from error
 
     def _end(self, *_: object) -> None:
         """Ask all ranks to end."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -268,36 +269,58 @@ class SurvivingComm(GlooComm):
             self._connected = epoch.number
         watcher = threading.Thread(target=self._watch, args=(epoch,), name="dgcopt watches the ranks", daemon=True)
         watcher.start()
-        groups: list[tuple[Channel, tuple[int, ...]]] = [(self.ranks(), self.ranks())]
-        groups += [("control", self.ranks()), ("agreement", self.ranks())]
-        groups += [(members, members) for members in self._subgroups if self.rank in members]
-        for channel, members in groups if self.size > 1 else []:
-            self._groups[channel] = self._build(epoch, str(channel), [epoch.members[rank] for rank in members])
+        channels: list[tuple[Channel, tuple[int, ...]]] = [(self.ranks(), self.ranks())]
+        channels += [("control", self.ranks()), ("agreement", self.ranks())]
+        channels += [(members, members) for members in self._subgroups if self.rank in members]
+        named = {key: [epoch.members[rank] for rank in ranks] for key, ranks in channels if len(ranks) > 1}
+        self._groups = self._build(epoch, "", named)
 
-    def _build(self, epoch: Epoch, name: str, members: list[str]) -> dist.ProcessGroupGloo:
-        """Build a group of some members, which waits for no rank that is known to have ended.
+    def _build(self, epoch: Epoch, prefix: str, channels: dict[Channel, list[str]]) -> dict[Channel, Any]:
+        """Build a group of the members of each channel.
 
-        Raises CommError or RuntimeError if they do not all come.
+        Raises CommError or RuntimeError if they do not all come; at once if one is known to have ended, of which Gloo
+        takes no notice. Its attempt is left to a thread then.
         """
-        rank, size, name = members.index(self._me.member), len(members), f"dgcopt/groups/{epoch.number}/{name}"
-        start, counter, tcp = time.monotonic(), f"{name}/here", self._store.tcp
-        tcp.add(counter, 1)
-        while tcp.add(counter, 0) < size:
-            lost = [one for one in members if self._store.get(gone_key(one)) is not None]
-            if lost or self._connected != epoch.number or time.monotonic() - start > min(self.deadline, BUILD):
-                raise CommError(f"{', '.join(lost) or 'a rank'} did not come to build the groups of {epoch.number}")
-            time.sleep(PAUSE)
+        built: dict[Channel, Any] = {}
+        failures: list[Exception] = []
+
+        def build() -> None:
+            try:
+                store = TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
+                for channel, members in channels.items():
+                    built[channel] = self._group(store, f"{epoch.number}/{prefix}{channel}", members)
+            except RuntimeError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=build, name="dgcopt builds groups", daemon=True)
+        thread.start()
+        thread.join(LOOK)
+        everyone = {one for members in channels.values() for one in members}
+        while thread.is_alive():
+            gone = [one for one in everyone if self._store.get(gone_key(one)) is not None]
+            if gone or self._connected != epoch.number:
+                raise CommError(
+                    f"{' and '.join(gone) or 'a rank'} has left epoch {epoch.number} before its groups were built"
+                )
+            thread.join(LOOK)
+        if failures:
+            raise failures[0]
+        return built
+
+    def _group(self, store: TCPKeyValueStore, name: str, members: list[str]) -> dist.ProcessGroupGloo:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
         options._timeout = timedelta(seconds=min(self.deadline, BUILD))
-        group = dist.ProcessGroupGloo(dist.PrefixStore(name, tcp), rank, size, options)
+        place = members.index(self._me.member)
+        prefixed = dist.PrefixStore(f"dgcopt/groups/{name}", store.tcp)
+        group = dist.ProcessGroupGloo(prefixed, place, len(members), options)
         group._set_default_timeout(timedelta(seconds=self.deadline))
         return group
 
     def _watch(self, epoch: Epoch) -> None:
         """Shut this rank's connections down as soon as another one has left the epoch."""
         with contextlib.suppress(CommError):
-            # a connection of its own: while groups are built torch keeps other threads from the main one
+            # a connection of its own: torch keeps other threads from one that waits
             store = TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
             while self._connected == epoch.number:
                 time.sleep(LOOK)
@@ -339,10 +362,13 @@ class SurvivingComm(GlooComm):
         start, before, step = time.monotonic(), self.epoch, self.commits
         patience = self._rules.notice if isinstance(error, TimeoutExceeded) else None
         while True:
+            times = [time.monotonic()]
             self._leave()
+            times.append(time.monotonic())
             status = replace(self._me, commits=self.commits, prepared=self._prepared, admits=self._admits)
             negotiation = agree(status, self.epoch, self._rules, time.monotonic, patience)
             epoch = drive(negotiation, self._store)
+            times.append(time.monotonic())
             if self.commits not in (-1, epoch.commits):
                 self.commits, self._admits = epoch.commits, False
             self._prepared = self._change_due = False
@@ -355,11 +381,11 @@ class SurvivingComm(GlooComm):
         self.lost_seconds += seconds
         ended = "committed" if self.commits > step else "aborted"
         log.warning(
-            "dgcopt: epoch %d has %d ranks, after %d: lost %s, new %s. This one is rank %d. It took %.2f s; the step "
-            "under way was %s",
+            "dgcopt: epoch %d has %d ranks, after %d: lost %s, new %s. This one is rank %d. It took %.2f s (to leave "
+            "%.2f, agree %.2f, build groups %.2f); the step under way was %s",
             *(epoch.number, len(epoch.members), len(before.members)),
             *(sorted({*before.members} - {*epoch.members}), sorted({*epoch.members} - {*before.members})),
-            *(self.rank, seconds, ended),
+            *(self.rank, seconds, *(later - sooner for sooner, later in pairwise([*times, time.monotonic()])), ended),
         )
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -456,9 +482,7 @@ class SurvivingComm(GlooComm):
         giver = next(member for member in epoch.members if member not in epoch.newcomers)
         members = [giver, *epoch.newcomers]
         comm = GlooComm(members.index(self._me.member), len(members), self.deadline)
-        channels: list[Channel] = [comm.ranks(), "agreement"]
-        for channel in channels:
-            comm._groups[channel] = self._build(epoch, f"handover/{channel}", members)
+        comm._groups = self._build(epoch, "handover/", {comm.ranks(): members, "agreement": members})
         comm.checksums = True
         return comm
 

@@ -47,7 +47,8 @@ class Kill:
     """SIGKILL of a rank by itself: at its place in a step, once all ranks are there.
 
     `place` is "before" or "after" the start of a collective, by a part of its label; "backward", before the first
-    gradient of a step; or "committed", before the optimizer's own step.
+    gradient of a step; "committed", before the optimizer's own step; or "build", while the groups are built with a rank
+    that comes back.
     """
 
     rank: int
@@ -86,6 +87,7 @@ SCENARIOS = {
     "down to one": Scenario(
         4, [Kill(1, "after vote"), Kill(0, "after bucket"), Kill(1, "after commit")], restart=False
     ),
+    "built": Scenario(3, [Kill(1, "after vote"), Kill(0, "build"), Kill(2, "after bucket"), Kill(1, "build")]),
     "frozen": Scenario(3, [Kill(1, "after vote", stop=5.0)], deadline=2.0, more=300),
     "too few": Scenario(3, [Kill(1, "after vote")], restart=False, min_ranks=3, deadline=2.0),
 }
@@ -108,6 +110,13 @@ class Plan:
             return handle
 
         comm._start = starting
+        group = comm._group
+
+        def building(*args: Any) -> Any:
+            self.at("build")
+            return group(*args)
+
+        comm._group = building
 
     def done(self) -> list[int]:
         """The steps of the kills so far."""
@@ -120,8 +129,9 @@ class Plan:
         if len(done) == len(kills):
             return step < last + self.scenario.more
         kill = kills[len(done)]
-        there = self.comm.size == (size if self.scenario.restart else size - len(done))
-        if kill.rank == self.comm.rank and there and step >= last + APART:
+        is_build = kill.place == "build"
+        there = self.comm.size == (size - is_build if self.scenario.restart else size - len(done))
+        if kill.rank == self.comm.rank and there and step >= last + (0 if is_build else APART):
             self.armed = kill
             with open(self.path, "a") as file:
                 file.write(f"{step}\n")
@@ -180,6 +190,7 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
             optimizer.step()
             after = weights()
             line = {
+                "time": time.monotonic(),
                 "step": state.step,
                 "size": plan.size,
                 "rank": comm.rank,

@@ -83,6 +83,12 @@ def test_sums_are_preserved(results: dict[str, Any], name: str) -> None:
     assert len(sizes) > 1
 
 
+def test_a_death_while_groups_are_built_is_noticed(results: dict[str, Any]) -> None:
+    """Gloo itself would wait for 20 s or more."""
+    times = [min(line["time"] for line in lines) for lines in by_step(results["built"]).values()]
+    assert max(later - sooner for sooner, later in pairwise(times)) < 15
+
+
 def test_a_rank_that_comes_back_has_nothing_to_send(results: dict[str, Any]) -> None:
     """Its residual is empty; weights and step are those of the others, else a step would fail above."""
     lines = sorted(results["four"]["lines"], key=lambda line: line["member"])

@@ -232,7 +232,7 @@ class SurvivingComm(GlooComm):
         self.give: Transfer | None = None
         self._prepared = self._admits = self._change_due = self._trains = False
         self._handed = -1
-        self._looked = 0.0
+        self._is_asked = False  # set on rank 0 if a process asks to join
         self._live = threading.Lock()
         self._connected: int | None = None  # the epoch whose connections are open
         if not drive(has_begun(), store):
@@ -264,6 +264,7 @@ class SurvivingComm(GlooComm):
         self._set_nodes([machines.index(machine) for machine in machines])
         self.link = None
         self._users.clear()
+        self._is_asked = False
         self._peers = {(host, port) for _, host, port in places} - {self._address}
         with self._live:
             self._connected = epoch.number
@@ -318,12 +319,13 @@ class SurvivingComm(GlooComm):
         return group
 
     def _watch(self, epoch: Epoch) -> None:
-        """Shut this rank's connections down as soon as another one has left the epoch."""
+        """Shut this rank's connections down once another one has left the epoch; on rank 0, look for newcomers."""
         with contextlib.suppress(CommError):
             # a connection of its own: torch keeps other threads from one that waits
             store = TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
             while self._connected == epoch.number:
                 time.sleep(LOOK)
+                self._is_asked = self.rank == 0 and self.give is not None and store.get(next_ask(epoch)) is not None
                 if store.get(failed_key(epoch)) is not None:
                     self._disconnect(epoch)
                     store.set(noticed_key(epoch.number, self._me.member), "")
@@ -393,7 +395,7 @@ class SurvivingComm(GlooComm):
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
         """As `Comm.confirm`; if it raises CommError the next epoch has begun."""
         self._prepared = True
-        wanted = torch.tensor([self._is_asked()], dtype=torch.int32)
+        wanted = torch.tensor([self._is_asked], dtype=torch.int32)
         before = self.commits
         try:
             told = self.wait(start(AllReduce(wanted, op="max", group="control"), "commit"))
@@ -408,14 +410,6 @@ class SurvivingComm(GlooComm):
         self.commits += 1
         self._change_due = bool(told)
         return True
-
-    def _is_asked(self) -> bool:
-        """True on rank 0 if a process asks to join."""
-        assert self.epoch is not None
-        if self.rank != 0 or self.give is None or time.monotonic() - self._looked < LOOK:
-            return False
-        self._looked = time.monotonic()
-        return self._store.get(next_ask(self.epoch)) is not None
 
     def begin_step(self) -> None:
         """Take in those that have asked to join; every rank calls it between two steps.

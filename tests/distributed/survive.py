@@ -47,8 +47,8 @@ class Kill:
     """SIGKILL of a rank by itself: at its place in a step, once all ranks are there.
 
     `place` is "before" or "after" the start of a collective, by a part of its label; "backward", before the first
-    gradient of a step; "committed", before the optimizer's own step; or "build", while the groups are built with a rank
-    that comes back.
+    gradient of a step; "committed", before the optimizer's own step; or "build", while groups are built after the kill
+    before.
     """
 
     rank: int
@@ -113,7 +113,11 @@ class Plan:
         group = comm._group
 
         def building(*args: Any) -> Any:
-            self.at("build")
+            done = self.done()
+            kill = scenario.kills[len(done)] if len(done) < len(scenario.kills) else None
+            if kill is not None and kill.place == "build" and kill.rank == comm.rank:
+                self.next(kill, done[-1])
+                self.at("build")
             return group(*args)
 
         comm._group = building
@@ -129,14 +133,16 @@ class Plan:
         if len(done) == len(kills):
             return step < last + self.scenario.more
         kill = kills[len(done)]
-        is_build = kill.place == "build"
-        there = self.comm.size == (size - is_build if self.scenario.restart else size - len(done))
-        if kill.rank == self.comm.rank and there and step >= last + (0 if is_build else APART):
-            self.armed = kill
-            with open(self.path, "a") as file:
-                file.write(f"{step}\n")
+        there = self.comm.size == (size if self.scenario.restart else size - len(done))
+        if kill.rank == self.comm.rank and there and step >= last + APART and kill.place != "build":
+            self.next(kill, step)
             self.at("backward")
         return True
+
+    def next(self, kill: Kill, step: int) -> None:
+        self.armed = kill
+        with open(self.path, "a") as file:
+            file.write(f"{step}\n")
 
     def at(self, place: str) -> None:
         kill = self.armed
@@ -228,7 +234,7 @@ def run(name: str, scenario: Scenario) -> dict[str, Any]:
                     ends[f"{slot}.{number}"] = process.exitcode
                     store.set(gone_key(f"{slot}.{number}"), str(process.exitcode))
                     del living[slot]
-                    over = len((folder / "kills").read_text().split()) == len(scenario.kills)
+                    over = hung or len((folder / "kills").read_text().split()) == len(scenario.kills)
                     if process.exitcode and scenario.restart and (not over or stopped):
                         living[slot] = (number + 1, start(slot, number + 1))
                 elif (until := stopped.get(process.pid)) is not None and time.monotonic() > until:
@@ -237,7 +243,7 @@ def run(name: str, scenario: Scenario) -> dict[str, Any]:
                 elif until is None and _is_stopped(process.pid):
                     stopped[process.pid] = time.monotonic() + scenario.kills[0].stop
             if time.monotonic() - begun > scenario.limit:
-                hung = [f"{slot}.{number}" for slot, (number, _) in living.items()]
+                hung += [f"{slot}.{number}" for slot, (number, _) in living.items()]
                 for _, process in living.values():
                     process.kill()
             time.sleep(0.01)

@@ -35,7 +35,7 @@ LABELS = {
     "sleep": "a rank that sleeps longer than the deadline",
 }
 SIZE, STEPS, STRUCK = 2, 5, 3
-DEADLINE, BRIEF, LONG, SLACK = 2.0, 0.5, 4.0, 150.0
+DEADLINE, BRIEF, LONG, SLACK = 6.0, 0.5, 9.0, 150.0
 """Seconds: of waiting for a rank, of a stop that is shorter, of one that is longer, and more until all must have ended.
 """
 

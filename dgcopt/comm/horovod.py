@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import sys
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any, ClassVar
@@ -118,6 +119,8 @@ class HorovodComm(Comm):
         if HorovodComm._latest is None or HorovodComm._latest.is_over():
             HorovodComm._latest = _Session(hvd)
         self._session = HorovodComm._latest
+        self._patience = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_TIMEOUT))
+        self._heard = self._since = time.monotonic()
         self.elastic = _is_elastic()
         where = hvd.global_process_set if process_set is None else process_set
         super().__init__(where.rank(), where.size(), deadline)
@@ -193,6 +196,24 @@ class HorovodComm(Comm):
                 f"wait for that one, or give this one another name"
             )
         return super()._refused(collective, error)
+
+    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
+        self._since = time.monotonic()
+        result = super().wait(handle, deadline)
+        self._heard = time.monotonic()
+        return result
+
+    def _failed(self, collective: Collective, error: Exception) -> CommError:
+        """As `Comm._failed`; Gloo's own timeout, which names no rank, as dgcopt's deadline.
+
+        Told by the time since a collective ended, for which all ranks were there: Horovod's error gives no reason.
+        """
+        failed, now = super()._failed(collective, error), time.monotonic()
+        if now - self._heard < self._patience - 1:
+            return failed
+        late = self._late(collective, round(now - self._since, 1))
+        late.args = (f"{late} Horovod gave up first: {failed}",)
+        return late
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
         return _elastic(kind)(message)  # type: ignore[arg-type]  # mypy finds that types cannot be hashed

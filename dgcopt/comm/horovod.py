@@ -120,7 +120,7 @@ class HorovodComm(Comm):
             HorovodComm._latest = _Session(hvd)
         self._session = HorovodComm._latest
         self._patience = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_TIMEOUT))
-        self._heard = self._since = time.monotonic()
+        self._heard = time.monotonic()
         self.elastic = _is_elastic()
         where = hvd.global_process_set if process_set is None else process_set
         super().__init__(where.rank(), where.size(), deadline)
@@ -195,23 +195,26 @@ class HorovodComm(Comm):
                 f"rank {self.rank}: {collective.describe()} was started while another of the same name is under way: "
                 f"wait for that one, or give this one another name"
             )
-        return super()._refused(collective, error)
+        refused = super()._refused(collective, error)
+        return self._late_or(refused, collective) if isinstance(refused, CommError) else refused
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        self._since = time.monotonic()
         result = super().wait(handle, deadline)
         self._heard = time.monotonic()
         return result
 
     def _failed(self, collective: Collective, error: Exception) -> CommError:
-        """As `Comm._failed`; Gloo's own timeout, which names no rank, as dgcopt's deadline.
+        return self._late_or(super()._failed(collective, error), collective)
+
+    def _late_or(self, failed: CommError, collective: Collective) -> CommError:
+        """Return the error of dgcopt's deadline where it was Gloo's own timeout, whose error names no rank.
 
         Told by the time since a collective ended, for which all ranks were there: Horovod's error gives no reason.
         """
-        failed, now = super()._failed(collective, error), time.monotonic()
-        if now - self._heard < self._patience - 1:
+        silent = time.monotonic() - self._heard
+        if silent < self._patience - 1:
             return failed
-        late = self._late(collective, round(now - self._since, 1))
+        late = self._late(collective, round(silent, 1))
         late.args = (f"{late} Horovod gave up first: {failed}",)
         return late
 

@@ -14,7 +14,7 @@ from worlds import small_batch, small_model
 import dgcopt
 from dgcopt import Comm, CommError, ConfigError, LocalSGD
 from dgcopt.collectives import AllReduce
-from dgcopt.comm import Handle, SimulatedComm
+from dgcopt.comm import SimulatedComm
 from dgcopt.comm.horovod import HorovodComm
 from dgcopt.gradients.optimizer import synchronised
 
@@ -134,27 +134,28 @@ def test_gloos_own_deadline_under_horovod_is_later_than_dgcopts(elastic, seconds
 
 
 @pytest.mark.parametrize("silent", [0.0, 64.5])
-def test_a_timeout_of_gloo_names_the_ranks_that_were_waited_for(silent: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_timeout_of_gloo_names_the_ranks_that_were_waited_for(
+    starts: bool, silent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Horovod's error says that it was shut down, whether a rank has ended or stood still for too long."""
     comm = HorovodComm.__new__(HorovodComm)
     Comm.__init__(comm, 0, 2, 60.0)
-    comm._patience, now = 65.0, [100.0]
-    comm._heard = 100.0 - silent
-    monkeypatch.setattr("dgcopt.comm.horovod.time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    comm._patience, comm._heard = 65.0, 100.0 - silent
+    monkeypatch.setattr("dgcopt.comm.horovod.time", types.SimpleNamespace(monotonic=lambda: 100.0))
     monkeypatch.setattr(comm, "_error", lambda kind, message: kind(message))
+    collective = AllReduce(torch.zeros(3), label="bucket 0")
 
-    class Broken(Handle):
-        collective = AllReduce(torch.zeros(3), label="bucket 0")
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("Horovod has been shut down.")
 
-        def done(self) -> bool:
-            now[0] += 0.5
-            return True
-
-        def result(self) -> torch.Tensor:
-            raise RuntimeError("Horovod has been shut down.")
-
-    with pytest.raises(CommError, match="failed over horovod: Horovod has been shut down") as failed:
-        comm.wait(Broken())
+    monkeypatch.setattr(comm, "_start", broken)
+    handle = types.SimpleNamespace(collective=collective, done=lambda: True, result=broken)
+    with pytest.raises(CommError, match="Horovod has been shut down") as failed:
+        if starts:
+            comm.start(collective)
+        else:
+            comm.wait(handle)
     assert isinstance(failed.value, dgcopt.TimeoutExceeded) == bool(silent)
-    words = "rank 0 waited 0.5 s for AllReduce[3 float32] of bucket 0 over horovod, which also needs rank(s) 1."
+    words = "rank 0 waited 64.5 s for AllReduce[3 float32] of bucket 0 over horovod, which also needs rank(s) 1."
     assert str(failed.value).startswith(words) == bool(silent)

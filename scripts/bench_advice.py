@@ -11,8 +11,8 @@ made up for by the next ones. Everything else runs.
 A prediction uses a probe of the link (`dgcopt probe`) and the processor seconds of each exchange, recorded on all ranks
 at once without the link; each the minimum over repetitions. No number of a measured step enters it. Ranks share cores
 here with each other and with other work, and have their own elsewhere: a measured step leaves out the seconds that a
-rank spent runnable without a core (of the rank with the longest such waits). Measured is the median over steps. With
---wall nothing is left out, and measured is the minimum.
+rank spent runnable without a core (of the rank with the longest such waits), but is no shorter than its bytes take at
+the link's rate. Measured is the median over steps. With --wall nothing is left out, and measured is the minimum.
 
 A cell is a model, a number of ranks and a link; a cell's choice is the exchange with the least predicted seconds.
 Prints a table of all cells, the median error, and the share of cells whose choice is measured within 5% of the best;
@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from links import Loopback, Namespaces, lacking
+from links import Loopback, Namespaces, bits_per_second, lacking
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
@@ -388,11 +388,14 @@ def cells(found: Sequence[Any], wall: bool) -> Iterator[dict[str, Any]]:
             setting = Setting(model, run["ranks"], wire)
             rows = {}
             for system, taken in systems.items():
+                step = setting.step(recipes[system])
                 if wall:
-                    measured = min(statistics.mean(seconds for seconds, _ in step) for step in taken)
+                    measured = min(statistics.mean(seconds for seconds, _ in ranks) for ranks in taken)
                 else:
-                    measured = statistics.median(min(seconds - queued for seconds, queued in step) for step in taken)
-                rows[system] = {"predicted": setting.step(recipes[system]).seconds, "measured": measured}
+                    quiet = statistics.median(min(seconds - queued for seconds, queued in ranks) for ranks in taken)
+                    # such waits may pass beside a transfer, which takes its time whatever the rank does
+                    measured = max(quiet, 8 * step.sent / bits_per_second(link))
+                rows[system] = {"predicted": step.seconds, "measured": measured}
             yield {"model": run["model"], "ranks": run["ranks"], "link": link, "rows": rows}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def plot_regions(panels: Sequence[tuple[str, Choice]], names: Sequence[str], col
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    colours = {name: f"C{number}" for number, name in enumerate(name for name in names if name not in BASELINES)}
+    shades = [*(f"C{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 9)), "gold", "navy", "teal"]  # none is grey
+    colours = dict(zip((name for name in names if name not in BASELINES), itertools.cycle(shades), strict=False))
     rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(1 + 4.4 * columns, 1.4 + 3.4 * rows), squeeze=False)
     used = set()

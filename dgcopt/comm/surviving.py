@@ -306,6 +306,8 @@ class SurvivingComm(GlooComm):
             thread.join(LOOK)
         if failures:
             raise failures[0]
+        if self._connected != epoch.number:  # another rank has left it meanwhile, whose thread may still have built
+            raise CommError(f"a rank has left epoch {epoch.number} while its groups were built")
         return built
 
     def _group(self, store: TCPKeyValueStore, name: str, members: list[str]) -> dist.ProcessGroupGloo:

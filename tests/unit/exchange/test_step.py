@@ -446,6 +446,43 @@ def test_a_flush_comes_after_memory_and_before_gradients() -> None:
         other.marker.check(0)
 
 
+def test_a_flush_leaves_memory_of_parameters_without_a_gradient() -> None:
+    world = World(TOPK, Flushes)
+    world.backward(0)
+    assert not world.step()
+    before = [caller.store.memory()["residual"]["t1"].clone() for caller in world.callers]
+    world.backward(1)
+    for caller in world.callers:
+        caller.shards[1].grad = None
+    assert not world.step()
+    assert equal([caller.store.memory()["residual"]["t1"] for caller in world.callers], before)
+    assert all(tensor.any() for tensor in before)
+
+
+def test_each_step_is_confirmed_once_before_anything_changes() -> None:
+    """As ranks do that may be lost while others go on."""
+    world, asked = World(Halves()), list[int]()
+    for rank, caller in enumerate(world.callers):
+
+        def confirm(start: Callable[..., Any], rank: int = rank, caller: Shards = caller) -> bool:
+            caller.marker.check(rank)
+            assert len(caller.outcomes) == caller.scheduler.telemetry.skipped + asked.count(rank)
+            asked.append(rank)
+            return len(asked) <= SIZE
+
+        caller.comm.confirm = confirm
+    world.backward(0)
+    assert not world.step() and sorted(asked) == [0, 1, 2, 3]
+    assert all(caller.same_ranks_left for caller in world.callers)
+    world.backward(1)
+    world.callers[0].shards[0].grad.fill_(torch.inf)
+    assert not world.step() and sorted(asked) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not any(caller.same_ranks_left for caller in world.callers)
+    world.backward(2)
+    world.callers[3].scheduler.start = spoiling(world.callers[3].scheduler.start)
+    assert not world.step() and asked.count(2) == 3, "an abort for what has arrived is confirmed too"
+
+
 def test_a_step_without_a_vote_is_completed_alone() -> None:
     world = World(dgcopt.NoCompression())
     means = world.backward(0)

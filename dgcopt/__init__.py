@@ -54,8 +54,8 @@ from .compressors import (
     TopK,
     from_ddp_hook,
 )
-from .compressors.memory import LocalClip
-from .compressors.schedule import Warmup
+from .compressors.sparse.memory import LocalClip
+from .compressors.sparse.schedule import Warmup
 from .errors import (
     CheckpointError,
     CommError,
@@ -82,7 +82,7 @@ from .version import __version__
 
 
 def __getattr__(name: str) -> Any:
-    """Modules that are imported only where they are used."""
+    """Import modules on first use."""
     if name in ("data", "elastic", "hvd", "sharded", "survive", "testing"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

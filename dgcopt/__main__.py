@@ -2,9 +2,9 @@
 
 dgcopt compressors          every compressor with its cost and one line
 dgcopt compressors TopK     one of them in full
-dgcopt averaging            every algorithm that averages weights now and then, with one line
+dgcopt averaging            every algorithm that averages weights periodically, with one line
 dgcopt averaging SlowMo     one of them in full
-dgcopt env                  what is installed and in use here, for a report of a problem
+dgcopt env                  versions, wires and kernels in use here, for a bug report
 dgcopt run -np 4 train.py     start a script on several ranks, by torchrun, horovodrun, mpirun or srun
 dgcopt probe                latency and bandwidth of every collective between the ranks that a launcher has started
 dgcopt advise               whether compression pays for a model on a network, predicted without it
@@ -97,7 +97,7 @@ def algorithms() -> list[type[Averaging]]:
 
 def list_compressors() -> None:
     """Print a line for each, with its cost."""
-    print(f"{'compressor':16} {'bytes*':>9} {'vs fp32':>8} {'rounds':>6}  what it is")
+    print(f"{'compressor':16} {'bytes*':>9} {'vs fp32':>8} {'rounds':>6}  description")
     for kind in library():
         sent, rounds = cost(kind)
         smaller = f"{4 * SHAPE[0] * SHAPE[1] / sent:.1f}x" if sent else "-"
@@ -112,7 +112,7 @@ def list_algorithms() -> None:
 
 
 def show_environment() -> int:
-    """Print versions, wires and kernels in use here; the exit status."""
+    """Print versions, wires and kernels in use here; return the exit status."""
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     wires = {"torch": "torch", "horovod": "horovod", "mpi": "mpi4py"}
     here = [wire for wire, module in wires.items() if importlib.util.find_spec(module) is not None]
@@ -136,15 +136,15 @@ def show_environment() -> int:
 
 
 def first_line(kind: type) -> str:
-    """What a class says of itself in one line."""
+    """Return the first line of a class's docstring."""
     return (inspect.getdoc(kind) or "").splitlines()[0]
 
 
 def show(kinds: Sequence[type], name: str, command: str) -> int:
-    """Print the documentation of one of them; the exit status."""
+    """Print the documentation of one of them; return the exit status."""
     found = [kind for kind in kinds if kind.__name__.lower() == name.lower()]
     if not found:
-        print(f"there is no {name!r}: `dgcopt {command}` lists what there is", file=sys.stderr)
+        print(f"there is no {name!r}: `dgcopt {command}` lists all", file=sys.stderr)
         return 2
     _, *settings = inspect.signature(found[0].__init__, eval_str=True).parameters.values()  # type: ignore[misc]
     print(f"dgcopt.{found[0].__name__}{inspect.Signature(settings)}\n\n{inspect.getdoc(found[0])}")
@@ -152,7 +152,7 @@ def show(kinds: Sequence[type], name: str, command: str) -> int:
 
 
 def main() -> int:
-    """Read the command line and do what it says; the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="dgcopt", description="Compressed data-parallel training with torch.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -160,7 +160,7 @@ def main() -> int:
     listing.add_argument("name", nargs="?", help="a compressor, such as TopK")
     listing = commands.add_parser("averaging", help="list algorithms that average weights, or show one of them in full")
     listing.add_argument("name", nargs="?", help="an algorithm, such as SlowMo")
-    commands.add_parser("env", help="show what is installed and in use here")
+    commands.add_parser("env", help="show versions, wires and kernels in use here")
     launcher.add_arguments(
         commands.add_parser("run", help="start a script on several ranks, here or on other machines")
     )
@@ -182,7 +182,7 @@ def main() -> int:
 
 
 def answer(arguments: argparse.Namespace) -> int:
-    """Print what was asked for; the exit status."""
+    """Print the answer to a command; return the exit status."""
     if arguments.command == "env":
         return show_environment()
     if arguments.name is not None:

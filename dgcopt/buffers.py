@@ -20,11 +20,11 @@ def sync_buffers(model: nn.Module, optimizer: Optimizer, every: int = 1, how: Ho
         optimizer = dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.DGC())
         dgcopt.sync_buffers(model, optimizer)
 
-    Buffers are exchanged in the optimizer's step, after the gradients, whatever the number of forward passes before it;
+    Buffers are exchanged in the optimizer's step, after the gradients, for any number of forward passes before it;
     a skipped step exchanges none. If ranks run out of data (`dgcopt.join`, torch's Join), ranks with data send theirs,
     so all end with the buffers of the last rank with data. With `dgcopt.averaging`, buffers are exchanged before the
     weights in rounds at multiples of `every` steps, and in `optimizer.averaging.average()`. All ranks take part, even
-    in gossip, where a larger `every` saves time.
+    in gossip, for which a larger `every` saves time.
 
     Args:
         model: the model; all its buffers are exchanged, non-persistent ones too, in the same order on all ranks.

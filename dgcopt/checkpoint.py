@@ -2,16 +2,16 @@
 
     directory/
       step-00000100/
-        rank-0.pt  rank-1.pt ...     what each rank gave, `torch.save`d, read with `weights_only=True`
+        rank-0.pt  rank-1.pt ...     each rank's state, by `torch.save`, read with `weights_only=True`
         manifest.json                step, number of ranks, SHA-256 of every file, versions, writer; written last
 
-The directory must be shared by all machines. A checkpoint can be loaded by more or fewer ranks than wrote it: what
-they held back is shared out anew (`reshare`). Only folders with a manifest of dgcopt are ever replaced or deleted.
+The directory must be shared by all machines. A checkpoint can be loaded by more or fewer ranks than wrote it: their
+memory is resharded (`reshare`). Only folders with a manifest of dgcopt are ever replaced or deleted.
 
-One run at a time may write to a directory. Every process remembers the identities of the checkpoints that it has found,
-when it first used the directory or last loaded from it, and of those that its ranks have saved since. A further one
-was written by another run that is still going on, and `save` refuses. Nothing outlives a process that was killed, so
-a new process goes on from any directory.
+One run at a time may write to a directory. Every process remembers the identities of the checkpoints that it found when
+it first used the directory or last loaded from it, and of those that its ranks have saved since. Any other checkpoint
+is another running job's, and `save` refuses. A killed process leaves no such record, so a new process can continue
+from any directory.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ __all__ = [
 log = logging.getLogger("dgcopt")
 
 STATE_KEY = "dgcopt"
-"""Where an optimizer's `state_dict()` keeps what dgcopt adds: rank, world_size, step, order and memory."""
+"""Key of dgcopt's entry in an optimizer's `state_dict()`: rank, world_size, step, order and memory."""
 
 MARKS = {
-    STATE_KEY: ("dgcopt_step", "dgcopt_held", "what ranks had held back"),
-    "averaging": ("dgcopt_averaging_step", "dgcopt_averaging_kept", "what averaging kept"),
+    STATE_KEY: ("dgcopt_step", "dgcopt_held", "the unsent gradients of all ranks"),
+    "averaging": ("dgcopt_averaging_step", "dgcopt_averaging_kept", "the memory of averaging"),
 }
-"""Numbers beside the settings in an optimizer's first parameter group, where torch keeps what it does not know, for
-each entry in its state: the step, and how many tensors were kept; and what they are."""
+"""For each entry in an optimizer's state: the marks for step and number of tensors, and the tensors' description. Marks
+are kept in the first parameter group, since torch passes unknown keys on."""
 
 SHARD = "shard"
-"""Where what a rank of sharded parameters keeps records which shards: "rank" of "size" within the replica, "place"."""
+"""Key for a rank's shard of sharded parameters: "rank" of "size" within the replica, "place"."""
 
 THROUGH_TORCH = (
     "Save dgcopt.sharded.state(optimizer) through torch.distributed.checkpoint, and load it by dgcopt.sharded.load: "
@@ -77,36 +77,36 @@ THROUGH_TORCH = (
 )
 
 HOW_TO_KEEP = (
-    "To keep it, save with dgcopt.checkpoint.save, which writes every rank's own, and load with dgcopt.checkpoint.load."
+    "To keep them, save with dgcopt.checkpoint.save, which writes every rank's, and load with dgcopt.checkpoint.load."
 )
 
 MANIFEST = "manifest.json"
 FINISHED, REPLACED, UNFINISHED = "step-", ".replaced-step-", ".unfinished-step-"
 LARGEST_STEP = 2**63 - 1
-"""Ranks tell each other steps as int64."""
+"""Ranks exchange steps as int64."""
 
 _known: dict[str, set[str]] = {}
-"""Identities of the checkpoints that this process has found, or saved with its ranks, by directory."""
+"""Identities of known checkpoints by directory: found by this process, or saved with its ranks."""
 
 
 def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | None = None, keep: int = 2) -> Path:
     """Write one checkpoint of all ranks; collective. Returns its folder.
 
     Args:
-        directory: where checkpoints go, shared by all machines; made if missing.
-        state: this rank's own: tensors, numbers, text, and lists or dicts of them, such as
+        directory: the folder for checkpoints, shared by all machines; made if missing.
+        state: this rank's state: tensors, numbers, text, and lists or dicts of them, such as
             `{"model": model.state_dict(), "optimizer": optimizer.state_dict()}`.
         step: names the checkpoint; a later one must be larger, and the same one again replaces it.
         comm: the wire; None is that of `dgcopt.init()`.
-        keep: number of checkpoints that stay, this one included. Only those whose files still have their checksums
-            count; each rank verifies its share. Older ones are deleted. Folders without a manifest of dgcopt, and
-            files of others in a checkpoint's folder, stay.
+        keep: number of checkpoints to keep, this one included. Only those with intact checksums count; each rank
+            verifies its share. Older ones are deleted. Folders without a manifest of dgcopt, and other files in a
+            checkpoint's folder, are not.
 
     An interrupted save leaves the previous checkpoint valid; the next save deletes its leftovers. Raises
-    CheckpointError on every rank if any could not write (disk full, no permission, directory not shared); if a valid
-    checkpoint of a later step is there, as of an earlier run, which would be loaded in place of this one (later ones
-    that are damaged stay, and do not count); if the folder of this step is not a checkpoint of dgcopt; and if another
-    run has written to the directory since this one first used it or last loaded from it.
+    CheckpointError on every rank if any could not write (disk full, no permission, directory not shared); if the
+    directory has a valid checkpoint of a later step, such as an earlier run's, which would be loaded in place of this
+    one (damaged ones do not count); if the folder of this step is not a checkpoint of dgcopt; and if another run has
+    written to the directory since this one first used it or last loaded from it.
     """
     _check_directory(directory)
     if not isinstance(state, dict):
@@ -119,13 +119,12 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
 
 
 def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str, Any]] | None:
-    """The newest checkpoint that is valid on every rank, as `(step, this rank's state)`; collective.
+    """Return the newest checkpoint that is valid on every rank as `(step, this rank's state)`; collective.
 
-    None if the `directory` holds no checkpoint, or is missing. Damaged and half-written ones are passed over in favour
-    of older ones; a log warning names them and says why. Loaded by as many ranks as wrote it, every rank gets its own,
-    bit for bit; by more or fewer, see `reshare`. `comm` is the wire; None is that of `dgcopt.init()`. Raises
-    CheckpointError if there are only damaged ones, saying what is wrong with the newest, and ConfigError for a file, or
-    the folder of one checkpoint.
+    None if the `directory` holds no checkpoint, or is missing. Damaged and half-written ones are skipped in favour of
+    older ones, with a log warning. At the same world size every rank gets its own state, bit for bit; at another, see
+    `reshare`. `comm` is the wire; None is that of `dgcopt.init()`. Raises CheckpointError, with the newest one's fault,
+    if all are damaged, and ConfigError for a file, or the folder of one checkpoint.
     """
     _check_directory(directory)
     comm = current_comm(comm)
@@ -134,28 +133,28 @@ def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str
 
 def _check_directory(directory: Any) -> None:
     if not isinstance(directory, str | os.PathLike):
-        raise ConfigError(f"directory must be a path, where checkpoints are, not {directory!r:.200}")
+        raise ConfigError(f"directory must be a path of checkpoints, not {directory!r:.200}")
     if "\0" in str(directory):
         raise ConfigError(f"directory {str(directory)!r:.200} contains a NUL character: give a path without it")
     path = Path(directory)
     if path.is_file() or (path / MANIFEST).exists():
-        what = "a file" if path.is_file() else "one checkpoint"
-        raise ConfigError(f"{directory} is {what}: give the directory that holds checkpoints, here maybe {path.parent}")
+        found = "a file" if path.is_file() else "one checkpoint"
+        raise ConfigError(f"{directory} is {found}: give the directory of checkpoints, here maybe {path.parent}")
 
 
 def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """What rank `rank` of `size` starts from, where `states` are those of all the ranks that there were.
+    """Return the state for rank `rank` of `size`, from the `states` of all ranks that saved.
 
-    The state is that of old rank `rank % len(states)`: random-number states too, so whoever draws numbers with more
-    ranks than before has to seed them anew. Memory, wherever the state holds an optimizer's, is shared out so that
-    its sum over ranks stays what it was: rank r gets the sum of old ranks r, r + size, ..., or zeros if there are
-    none. What is pending moves the parameters by lr * sum / size, so with lr proportional to the number of ranks (the
-    linear scaling rule) it does what it would have done. The lr in the state is the one that was saved: scale it.
+    The state is that of old rank `rank % len(states)`, with its random-number states: with more ranks than before, seed
+    them anew. The optimizers' memory in it is resharded with its sum over ranks preserved: rank r gets the sum of old
+    ranks r, r + size, ..., or zeros if there are none. Unsent memory moves parameters by lr * sum / size, so with lr
+    proportional to the number of ranks (the linear scaling rule) its effect is unchanged. The lr in the state is the
+    saved one: scale it.
 
     Of sharded parameters, ranks must be numbered replica by replica, as in a mesh ("replicate", "shard"), and shard
     groups must keep their size: memory is shared out among the ranks of one shard.
 
-    Nothing in `states` is changed. They are used one at a time and only where needed, so they may be read on demand.
+    Nothing in `states` is changed. They are used one at a time and only if needed, so they may be read on demand.
     Raises ConfigError for a rank that does not exist, CheckpointError for states that are not of one run, or whose
     shards these ranks cannot hold.
     """
@@ -186,11 +185,11 @@ class _OfOneShard(Sequence[dict[str, Any]]):
 
     def __getitem__(self, replica: Any) -> Any:
         state = self._states[replica * self._shards + self._shard]
-        for where, held in _held_in(state):
+        for place, held in _held_in(state):
             found = (held.get(SHARD) or {}).get("rank", self._shard)
             if found != self._shard:
                 raise CheckpointError(
-                    f"{where} of rank {replica * self._shards + self._shard} is that of shard {found}, so ranks are "
+                    f"{place} of rank {replica * self._shards + self._shard} is that of shard {found}, so ranks are "
                     f"not numbered replica by replica. {THROUGH_TORCH}"
                 )
         return state
@@ -202,15 +201,15 @@ def _shards_in(state: dict[str, Any]) -> int:
 
 
 def _reshared(first: dict[str, Any], states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
-    """What `reshare` returns, where `first` is the state of old rank `rank % len(states)`."""
+    """Return the result of `reshare`; `first` is the state of old rank `rank % len(states)`."""
     before = len(states)
     mine = copy.deepcopy(first)
     kept = dict(_kept_in(mine, rank % before, before))
     if rank % before and kept:
         # some compressors keep shared state on the first rank of each machine only, and rank 0 is always one
-        for where, held in _kept_in(states[0], 0, before):
-            if where in kept and "shared" in held:
-                kept[where]["shared"] = copy.deepcopy(held["shared"])
+        for place, held in _kept_in(states[0], 0, before):
+            if place in kept and "shared" in held:
+                kept[place]["shared"] = copy.deepcopy(held["shared"])
     for held in kept.values():
         held |= {"rank": rank, "world_size": size}
         for by_name in held["memory"].values() if rank >= before else ():
@@ -219,17 +218,17 @@ def _reshared(first: dict[str, Any], states: Sequence[dict[str, Any]], rank: int
         theirs = dict(_kept_in(states[other], other, before))
         if theirs.keys() != kept.keys():
             raise CheckpointError(f"ranks {rank} and {other} gave the memory of other optimizers: {[*kept], [*theirs]}")
-        for where, held in theirs.items():
+        for place, held in theirs.items():
             for kind, by_name in held["memory"].items():
-                sums = kept[where]["memory"].setdefault(kind, {})
+                sums = kept[place]["memory"].setdefault(kind, {})
                 for name, tensor in by_name.items():
                     if name in sums and sums[name].shape != tensor.shape:
-                        raise CheckpointError(f"{where}: {kind} of {name!r} has other shapes on ranks {rank}, {other}")
+                        raise CheckpointError(f"{place}: {kind} of {name!r} has other shapes on ranks {rank}, {other}")
                     sums[name] = sums[name] + tensor if name in sums else tensor.clone()
     return mine
 
 
-# -- what one rank has saved for all -----------------------------------------------------------------------------------
+# -- state that one rank has saved for all ----------------------------------------------------------------------------
 
 
 def kept_by(
@@ -240,20 +239,19 @@ def kept_by(
     memory: dict[str, dict[str, Tensor]] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """What rank `rank` of `size` keeps, under `STATE_KEY`, as a checkpoint holds it; by default nothing.
+    """Return the `STATE_KEY` entry of rank `rank` of `size`, for a checkpoint; by default without memory.
 
-    `order` is that of the gradients, `memory` what it has not sent, by kind and parameter name; `reshare` needs both
-    numbers and the memory.
+    `order` is the order of the gradients, `memory` the tensors by kind and parameter name.
     """
     kept = {"rank": rank, "world_size": size, "step": step, "order": list(order)}
     return {**Store().state(), **kept, "memory": memory or {}, **more}
 
 
-def check_owner(state: dict[str, Any], rank: int, size: int, what: str, why: str) -> None:
-    """Raises ConfigError if a state is another rank's, saying of `what`, and `why` that matters and what to do."""
+def check_owner(state: dict[str, Any], rank: int, size: int, owner: str, why: str) -> None:
+    """Raise ConfigError if a state is another rank's; `owner` and `why` complete its text."""
     if (state["rank"], state["world_size"]) != (rank, size):
         raise ConfigError(
-            f"this state{what} belongs to rank {state['rank']} of {state['world_size']} and cannot be loaded on rank "
+            f"this state{owner} belongs to rank {state['rank']} of {state['world_size']} and cannot be loaded on rank "
             f"{rank} of {size}: {why}"
         )
 
@@ -285,45 +283,45 @@ def _place(shard: dict[str, Any], name: str) -> Any:
 
 
 def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """What rank `rank` of `size` may take over of `state`: without memory if another rank has saved it.
+    """Return the part of `state` that rank `rank` of `size` may load: without memory if another rank has saved it.
 
-    Says in the log what is lost. Training scripts let rank 0 save what every rank loads.
+    Logs a warning for lost memory. In training scripts rank 0 often saves one state for all ranks.
     """
     if (state["rank"], state["world_size"]) == (rank, size):
         return state
     lost = sorted(kind for kind, by_name in state["memory"].items() if by_name)
     if lost:
         log.warning(
-            "dgcopt: rank %d of %d loads what rank %d of %d has saved: step and shared state go on, but what rank %d "
-            "had held back (%s) is not in it and starts from zero. %s",
+            "dgcopt: rank %d of %d loads the state of rank %d of %d: step and shared state continue, but the unsent "
+            "gradients of rank %d (%s) are not in it and start from zero. %s",
             *(rank, size, state["rank"], state["world_size"], rank, ", ".join(lost), HOW_TO_KEEP),
         )
     return {**state, "rank": rank, "world_size": size, "memory": {}}
 
 
 def put_mark(state_dict: dict[str, Any], entry: str, step: int, *kept: dict[str, dict[str, Tensor]]) -> None:
-    """Note the step and how many tensors are `kept` in a parameter group, so that the loss of `entry` is noticed."""
+    """Note the step and the number of `kept` tensors in a parameter group, so that the loss of `entry` is noticed."""
     step_mark, count_mark, _ = MARKS[entry]
     count = sum(len(by_name) for memory in kept for by_name in memory.values())
     state_dict["param_groups"][0] |= {step_mark: step, count_mark: count}
 
 
 def unmarked(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a parameter group without marks."""
+    """Return a copy of a parameter group without marks."""
     marks = {mark for step, count, _ in MARKS.values() for mark in (step, count)}
     return {key: value for key, value in group.items() if key not in marks}
 
 
 def take_mark(groups: list[dict[str, Any]], entry: str, rank: int, tell: Callable[..., object] = log.warning) -> int:
-    """Take an entry's mark out of parameter groups; returns the step, or 0. Calls `tell` as a log if memory is lost."""
-    step_mark, count_mark, what = MARKS[entry]
+    """Remove an entry's mark from parameter groups, and return the step, or 0. Log by `tell` if memory is lost."""
+    step_mark, count_mark, lost = MARKS[entry]
     step, count = groups[0].pop(step_mark, 0), groups[0].pop(count_mark, 0)
     if step and count:
         tell(
-            "dgcopt: rank %d: the optimizer's state is that of step %d, where training goes on, but %s until then (%d "
-            "tensors) did not come along and starts anew: it was loaded before the optimizer was wrapped, or lost its "
+            "dgcopt: rank %d: the optimizer's state is of step %d, and training continues from it, but %s (%d tensors) "
+            "did not come along and starts anew: it was loaded before the optimizer was wrapped, or lost its "
             "entry %r on the way. %s",
-            *(rank, step, what, count, entry, HOW_TO_KEEP),
+            *(rank, step, lost, count, entry, HOW_TO_KEEP),
         )
     return step
 
@@ -334,7 +332,7 @@ def take_mark(groups: list[dict[str, Any]], entry: str, rank: int, tell: Callabl
 def _save(
     directory: Path, state: dict[str, Any], step: int, comm: Comm, keep: int
 ) -> Generator[Collective, Tensor, Path]:
-    # the identity is rank 0's number; all ranks know it before anything is written, as any may be rank 0 after a loss
+    # rank 0's number is the identity; all ranks know it before the first write, as any may be rank 0 after a loss
     mine = torch.tensor([secrets.randbits(63)])
     numbers = yield AllGather(comm.to_wire(mine), label="checkpoint.save, which all ranks call")
     number = int(numbers.flatten()[0])
@@ -380,10 +378,10 @@ def _save(
 
 
 def _manifest(step: int, size: int, number: int, sums: list[str] | None = None) -> str:
-    """The text of a manifest; without checksums, the one that marks a folder as a save in progress."""
+    """Return the text of a manifest; without checksums, that of a save in progress."""
     written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     writer = f"process {os.getpid()} on {socket.gethostname()}, {written}"
-    # first, so that a manifest that was cut short is still recognised
+    # first, so that a truncated manifest is still recognised
     fields: dict[str, Any] = {"dgcopt": __version__, "torch": torch.__version__, "format": FORMAT, "step": step}
     fields |= {"world_size": size, "identity": _identity(number), "writer": writer}
     return json.dumps(fields if sums is None else fields | {"sha256": sums}, indent=1)
@@ -398,8 +396,8 @@ def _unfinished(directory: Path, step: int, number: int) -> Path:
 
 
 def _check_can_write(directory: Path, step: int) -> None:
-    """Raises CheckpointError if another run writes here, a valid checkpoint of a later step is there, which `load`
-    would take, or the folder of this step is not dgcopt's.
+    """Raise CheckpointError if another run writes here, a valid checkpoint of a later step exists, which `load` would
+    prefer, or the folder of this step is not dgcopt's.
     """
     _check_sole_writer(directory)
     for later, folder in _checkpoints(directory).items():
@@ -412,7 +410,7 @@ def _check_can_write(directory: Path, step: int) -> None:
         except CheckpointError:
             continue
         raise CheckpointError(
-            f"{folder} is of a later step than {step}, and would be loaded in its place: load it to go on from there, "
+            f"{folder} is of a later step than {step}, and would be loaded in its place: load it to continue from it, "
             f"delete it, or use another directory"
         )
     for name in (f"{FINISHED}{step:08d}", f"{REPLACED}{step:08d}"):
@@ -424,19 +422,19 @@ def _check_can_write(directory: Path, step: int) -> None:
 
 
 def _check_sole_writer(directory: Path) -> None:
-    """Raises CheckpointError if another run has written here, or is about to."""
+    """Raise CheckpointError if another run has written here, or is about to."""
     known = _known_in(directory)
     for identity, (folder, writer) in _identities(directory).items():
         if identity not in known:
             raise CheckpointError(
                 f"{folder} is of another run ({writer}), which writes to {directory} at the same time as this one "
                 f"(process {os.getpid()} on {socket.gethostname()}): each would delete and load the other's "
-                f"checkpoints. Give each run its own directory, or end the other one and start this one anew"
+                f"checkpoints. Give each run its own directory, or end the other run and restart this one"
             )
 
 
 def _announce(unfinished: Path, step: int, size: int, number: int) -> None:
-    """Make the folder of a save in progress, with a manifest that says whose it is."""
+    """Make the folder of a save in progress, with a manifest that names its writer."""
     unfinished.mkdir(parents=True)
     try:
         _write_text(unfinished / MANIFEST, _manifest(step, size, number))
@@ -447,11 +445,11 @@ def _announce(unfinished: Path, step: int, size: int, number: int) -> None:
 
 
 def _put(unfinished: Path, final: Path, replaced: Path) -> None:
-    """Rename the new checkpoint into place. One that it replaces can be loaded under its REPLACED name until then."""
+    """Rename the new checkpoint into place. The replaced one can be loaded under its REPLACED name until then."""
     if final.exists():
         _remove(replaced)
         os.replace(final, replaced)
-    os.replace(unfinished, final)  # fails if another run has put its own there since
+    os.replace(unfinished, final)  # fails if another run has made the same folder since
     _flush_folder(final.parent)
     _remove(replaced)
 
@@ -478,7 +476,7 @@ def _prune(directory: Path, older: list[int], keep: int, comm: Comm) -> Generato
 
 
 def _share_is_valid(directory: Path, step: int, comm: Comm) -> bool:
-    """True if this rank's share of a checkpoint's files is undamaged: those of ranks `rank`, `rank + size`, ..."""
+    """Return True if this rank's share of a checkpoint's files, `rank`, `rank + size`, ..., is undamaged."""
     try:
         folder = _checkpoints(directory)[step]
         parts = _Parts(folder, _checksums(folder, step))
@@ -490,7 +488,7 @@ def _share_is_valid(directory: Path, step: int, comm: Comm) -> bool:
 
 
 def _clear_leftovers(directory: Path) -> None:
-    """Delete the folders of interrupted saves, so that they take no space from this one."""
+    """Delete the folders of interrupted saves, to free their space."""
     leftovers = [*directory.glob(UNFINISHED + "*")]
     leftovers += [path for path in directory.glob(REPLACED + "*") if path not in _checkpoints(directory).values()]
     for path in leftovers:
@@ -499,7 +497,7 @@ def _clear_leftovers(directory: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete what a save writes, the manifest last, and the folder unless it holds something else."""
+    """Delete the files of a save, the manifest last, and the folder if it is empty then."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if re.fullmatch(r"rank-\d+\.pt", path.name):
@@ -508,11 +506,11 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-# -- whose it is -----------------------------------------------------------------------------------------------------
+# -- owners of checkpoints --------------------------------------------------------------------------------------------
 
 
 def _is_ours(folder: Path) -> bool:
-    """True if a folder has a manifest of dgcopt, even a damaged one."""
+    """Return True if a folder has a manifest of dgcopt, even a damaged one."""
     try:
         return b'"dgcopt"' in (folder / MANIFEST).read_bytes()
     except OSError:
@@ -520,7 +518,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _identities(directory: Path) -> dict[str, tuple[Path, str]]:
-    """The folder and the writer of every checkpoint, finished or not, by its identity."""
+    """Return the folder and the writer of every checkpoint, finished or not, by its identity."""
     found: dict[str, tuple[Path, str]] = {}
     for prefix in (FINISHED, REPLACED, UNFINISHED):
         for path in directory.glob(prefix + "*"):
@@ -532,7 +530,7 @@ def _identities(directory: Path) -> dict[str, tuple[Path, str]]:
 
 
 def _known_in(directory: Path) -> set[str]:
-    """The identities that this process knows of a directory; at first all that are there."""
+    """Return the identities that this process knows in a directory; at first all."""
     place = os.path.realpath(directory)
     if place not in _known:
         _known[place] = {*_identities(directory)}
@@ -579,7 +577,7 @@ def _read(directory: Path, step: int, comm: Comm) -> dict[str, Any]:
 
 
 class _Parts(Sequence[dict[str, Any]]):
-    """The ranks' states, by rank. Each file is verified and read when asked for: one at a time is in memory."""
+    """The ranks' states, by rank. Each file is verified and read on access, so one at a time is in memory."""
 
     def __init__(self, folder: Path, sums: list[str]) -> None:
         self.folder, self.sums = folder, sums
@@ -588,7 +586,7 @@ class _Parts(Sequence[dict[str, Any]]):
         return len(self.sums)
 
     def check(self, rank: int) -> Path:
-        """A rank's file. Raises CheckpointError if it is damaged."""
+        """Return a rank's file. Raises CheckpointError if it is damaged."""
         path = self.folder / _part(rank)
         try:
             intact = _sha256(path).hex() == self.sums[rank]
@@ -608,7 +606,7 @@ class _Parts(Sequence[dict[str, Any]]):
 
 
 def _checksums(folder: Path, step: int) -> list[str]:
-    """SHA-256 of every rank's file, from the manifest. Raises CheckpointError if the manifest cannot be right."""
+    """Return the SHA-256 of every rank's file from the manifest. Raises CheckpointError for an invalid manifest."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -630,35 +628,35 @@ def _checksums(folder: Path, step: int) -> list[str]:
 
 
 def _kept_in(value: Any, rank: int, size: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every STATE_KEY entry in a nested `value`, with its place. Raises CheckpointError for another rank's entry."""
-    for where, held in _held_in(value):
+    """Yield the STATE_KEY entries in a nested `value` with their places. Raises CheckpointError for another rank's."""
+    for place, held in _held_in(value):
         if (held["rank"], held["world_size"]) != (rank, size):
             raise CheckpointError(
-                f"{where} was given by rank {rank} of {size}, but is that of rank {held['rank']} of "
-                f"{held['world_size']}: save each rank's own"
+                f"{place} was given by rank {rank} of {size}, but is that of rank {held['rank']} of "
+                f"{held['world_size']}: save each rank's own state"
             )
-        yield where, held
+        yield place, held
 
 
-def _held_in(value: Any, where: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every STATE_KEY entry in a nested `value`, with its place."""
+def _held_in(value: Any, place: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every STATE_KEY entry in a nested `value` with its place."""
     if isinstance(value, dict):
         held = value.get(STATE_KEY)
         if isinstance(held, dict) and {"rank", "world_size", "memory"} <= held.keys():
-            yield where, held
+            yield place, held
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     for key, item in items:
         if key != STATE_KEY:
-            yield from _held_in(item, f"{where}[{key!r}]")
+            yield from _held_in(item, f"{place}[{key!r}]")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
 def _checkpoints(directory: Path) -> dict[int, Path]:
-    """The folders of the finished checkpoints by step, newest first."""
+    """Return the folders of the finished checkpoints by step, newest first."""
     found: dict[int, Path] = {}
-    for prefix in (REPLACED, FINISHED):  # the latter is newer where there are both
+    for prefix in (REPLACED, FINISHED):  # the latter is newer if there are both
         for path in directory.glob(prefix + "*") if directory.is_dir() else ():
             step = path.name[len(prefix) :]
             if step.isdecimal() and int(step) <= LARGEST_STEP:
@@ -670,16 +668,16 @@ def _part(rank: int) -> str:
     return f"rank-{rank}.pt"
 
 
-def _agree(comm: Comm, problem: str, what: str) -> Generator[Collective, Tensor, None]:
-    """Raise CheckpointError on every rank if any rank has a problem; a rank that has one says what it is."""
+def _agree(comm: Comm, problem: str, task: str) -> Generator[Collective, Tensor, None]:
+    """Raise CheckpointError on every rank if any rank has a problem; that rank's error describes it."""
     ranks = yield AllGather(
         comm.to_wire(torch.tensor([int(bool(problem))])), label="checkpoint.save, which all ranks call"
     )
     affected = ranks.flatten().nonzero().flatten().tolist()
     if problem:
-        raise CheckpointError(f"rank {comm.rank}: {what}: {problem}")
+        raise CheckpointError(f"rank {comm.rank}: {task}: {problem}")
     if affected:
-        raise CheckpointError(f"rank {comm.rank}: {what}: rank(s) {affected} failed, and say why")
+        raise CheckpointError(f"rank {comm.rank}: {task}: rank(s) {affected} failed, and say why")
 
 
 def _write(path: Path, state: dict[str, Any]) -> bytes:

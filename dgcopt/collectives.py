@@ -45,7 +45,7 @@ Yielded = TypeVar("Yielded")
 Op: TypeAlias = Literal["average", "sum", "min", "max"]
 Group: TypeAlias = Literal["world", "node", "across", "replica", "control", "agreement"]
 """`world`: all ranks. `node`: the ranks of one machine. `across`: one rank of each machine, with equal local ranks.
-`replica`: the ranks that hold shards of one replica of the model, for small CPU tensors; this rank alone where
+`replica`: the ranks that hold shards of one replica of the model, for small CPU tensors; this rank alone if
 parameters are not sharded.
 
 `control`: all ranks, for small CPU tensors, matched separately: ranks may start a vote at different places among the

@@ -1,4 +1,4 @@
-"""Settings from files and the command line, by jsonargparse, with errors that say what would have been right.
+"""Settings from files and the command line, by jsonargparse, with errors that name the valid ones.
 
 A config chooses classes and functions by name, which are imported and called: run only configs that you trust, as you
 would a script.
@@ -21,13 +21,13 @@ __all__ = ["Parser"]
 class Parser(ArgumentParser):
     """Refuses an unknown key in one line that names it, its file, and the keys that exist in its place.
 
-    Where a setting is a function that makes an object (`Callable[..., Optimizer]`), a class_path must be a class of
+    If a setting is a function that makes an object (`Callable[..., Optimizer]`), a class_path must be a class of
     such objects, or a function that is annotated to return one or to return such a function. It is refused before it
     is called.
     """
 
     _reading: Any = ""
-    """The file whose settings are looked at."""
+    """The file that is being parsed."""
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
         """As jsonargparse does, but errors name the file."""
@@ -54,7 +54,7 @@ class Parser(ArgumentParser):
         return super().instantiate(namespace, *args, **kwargs)
 
     def _wrong_factory(self, settings: Namespace) -> str:
-        """The problem with the first setting whose function is not known to make what the setting is for."""
+        """Return the problem of the first setting with a function that may return another type than it needs."""
         for action in self._actions:
             wanted = tuple(_made_by(getattr(action, "_typehint", None)))
             value = settings.get(action.dest) if wanted else None
@@ -76,13 +76,13 @@ class Parser(ArgumentParser):
             message = "a config has a line `setting: value` for each, and this one names none"
         if self._reading:
             message = f"{self._reading}: {message}"
-        if not self.exit_on_error:  # a class's own parser, which reports to the one that it is part of
+        if not self.exit_on_error:  # a class's own parser, which reports to its outer one
             super().error(message, ex)
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
 
 
 def _made_by(hint: Any) -> Iterator[type]:
-    """The classes of objects that functions of a type hint return: Optimizer of `Callable[..., Optimizer] | None`."""
+    """Yield the types that functions of a type hint return: Optimizer of `Callable[..., Optimizer] | None`."""
     if get_origin(hint) is Callable:
         returned = get_args(hint)[-1]
         yield from [returned] if inspect.isclass(returned) else _made_by(returned)
@@ -92,7 +92,7 @@ def _made_by(hint: Any) -> Iterator[type]:
 
 
 def _makes(made: Any, wanted: tuple[type, ...]) -> bool:
-    """True for a class of what is wanted, and for a function annotated to return it, or to return such a function."""
+    """Return True for a class of a wanted type, and for a function annotated to return one, or such a function."""
     if inspect.isclass(made):
         return issubclass(made, wanted)
     try:

@@ -1,4 +1,4 @@
-"""Continue when workers are lost or come, without losing what the lost ones held back.
+"""Continue when workers are lost or join, with the unsent gradients of lost ones.
 
     optimizer = dgcopt.DistributedOptimizer(torch.optim.SGD(...), model.named_parameters(), dgcopt.DGC())
     state = dgcopt.elastic.State("/shared/run1", model=model, optimizer=optimizer, epoch=0, batch=0)
@@ -11,12 +11,12 @@
 
     train(state)
 
-Under Horovod Elastic those that are left go on in the same process. Under torchrun all workers start the same script
-anew, and go on from the newest commit too.
+Under Horovod Elastic the remaining workers continue in the same process. Under torchrun all workers restart the script
+and continue from the newest commit too.
 
-With Horovod's own TorchState the optimizer rejoins by itself too, but what is committed stays in each worker's memory,
-where a residual dies with its worker. Here it is a checkpoint of all ranks in a directory that all machines share,
-shared out anew by `dgcopt.checkpoint.load`.
+With Horovod's own TorchState the optimizer rejoins by itself too, but a commit stays in each worker's memory, so a
+residual dies with its worker. Here a commit is a checkpoint of all ranks in a directory that all machines share, which
+`dgcopt.checkpoint.load` reshards.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = ["State", "run"]
 
 
 def run(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `train`, a function of a State, go on from the newest commit: `hvd.elastic.run` under every launcher.
+    """Make `train`, a function of a State, continue from the newest commit: `hvd.elastic.run` under every launcher.
 
-    Under Horovod Elastic it is called again whenever workers were lost or have come. Elsewhere it is called once: a
-    launcher that goes on after a loss (`torchrun --max-restarts`) starts the script anew.
+    Under Horovod Elastic it is called again whenever workers are lost or join. Elsewhere it is called once: a launcher
+    that continues after a loss (`torchrun --max-restarts`) restarts the script.
     """
 
     if not callable(train):
@@ -64,31 +64,30 @@ def run(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **values: Any) -> Any:
-    """What training goes back to after workers were lost or have come; over Horovod, a `horovod.common.elastic.State`.
+    """The state to which training returns after workers are lost or join; over Horovod, its own elastic `State` too.
 
     Args:
-        directory: where commits go, shared by all machines. If it holds commits, training continues from the newest.
+        directory: the folder of commits, shared by all machines. If it holds any, training continues from the newest.
         model: its parameters and buffers; after a loss, each rank takes those of one rank.
         optimizer: as `DistributedOptimizer` or an algorithm of `dgcopt.averaging` returned it, for all ranks.
-        values: become attributes and are committed: where training is, and whatever else has to be taken back with it.
-            Tensors, numbers, text, None, and dicts, lists and tuples of them, as rank 0 has them; and what has a
-            `state_dict()` and a `load_state_dict()`, such as a scheduler, as each rank has it. A number named `step`
-            names the commits, which are counted otherwise.
+        values: attributes that are committed, such as the position in training. Tensors, numbers, text, None, and
+            dicts, lists and tuples of them, of rank 0; and objects with `state_dict()` and `load_state_dict()`, such as
+            a scheduler, of each rank. A number named `step` names the commits; without it they are counted.
 
-    Methods that are used, besides those for `run`:
-        `commit()` writes a checkpoint and then looks for hosts that were added or are to be removed. Collective.
-        `check_host_updates()` only looks; if the hosts have changed, it commits before it says so.
+    Methods, besides those for `run`:
+        `commit()` writes a checkpoint and then checks for added and removed hosts. Collective.
+        `check_host_updates()` only checks; if the hosts have changed, it commits first.
         `sync()` loads the newest commit, or takes rank 0's state and returns False if there is none. Collective; `run`
         does it.
-        `register_reset_callbacks(callbacks)`: called on every rank, new ones too, whenever a commit has been loaded,
-        so that none of them keeps a learning rate that was scaled for another number of ranks.
+        `register_reset_callbacks(callbacks)`: called on every rank, new ones too, after a commit is loaded, so that
+        none keeps a learning rate that was scaled for another number of ranks.
 
-    As with every Horovod Elastic script, nothing between wrapping the optimizer and `run` may be collective: workers
-    that come later have nobody to do it with. Parameters need no broadcast: `run` begins by taking rank 0's. An error
-    in the middle of a step costs what was done since the last commit.
+    As in every Horovod Elastic script, nothing between wrapping the optimizer and `run` may be collective: workers that
+    join later would wait for it alone. Parameters need no broadcast: `run` begins with rank 0's. An error in the middle
+    of a step loses the steps since the last commit.
 
-    Give `dgcopt.init(deadline=...)` fewer seconds than the default: a worker that is left may have to wait so long for
-    another that has already given up. Horovod 0.28.1 as released sometimes hangs after a worker has died (about
+    Give `dgcopt.init(deadline=...)` fewer seconds than the default: a remaining worker may wait that long for one that
+    has already given up. Horovod 0.28.1 as released sometimes hangs after a worker has died (about
     once in ten times here, inside the call that hands it a tensor; or it loses a tensor that it is handed while it
     shuts down, and the worker waits for that until its deadline); the one that scripts/install_horovod.sh builds does
     not. It aborts if process sets are registered; the groups "node" and
@@ -113,7 +112,7 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
 
 
 def _member(optimizer: Any) -> Any:
-    """What rejoins: the averaging of an optimizer's weights, or of its gradients; None if there is neither."""
+    """Return the averaging of an optimizer's weights, or of its gradients, which rejoins; None for neither."""
     return held(optimizer).averaging or held(optimizer).gradients
 
 
@@ -126,7 +125,7 @@ def _over_horovod() -> type[_State]:
 
 
 class _State:
-    """What is committed and loaded, whatever the wire."""
+    """The commits of any wire."""
 
     def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
         self._member = _member(optimizer)  # of the current world
@@ -171,10 +170,10 @@ class _State:
         if values.keys() != set(self._names) or parts.keys() != self._parts.keys():
             raise CheckpointError(
                 f"rank {self._comm.rank}: a commit in {self._directory} has the values {[*values]} and states of "
-                f"{[*parts]}, where this State has {self._names} and {[*self._parts]}: give it the same, or another "
+                f"{[*parts]}, but this State has {self._names} and {[*self._parts]}: give it the same, or another "
                 f"directory"
             )
-        # a single rank commits no memory, and what was held back since must not stay
+        # a single rank commits no memory, and residuals since then must not stay
         nothing = checkpoint.kept_by(self._comm.rank, self._comm.size)
         kept = {checkpoint.STATE_KEY: nothing} | state["optimizer"]
         self._take_over(self.model, state["model"], "model")
@@ -186,20 +185,20 @@ class _State:
             callback()
         return True
 
-    def _take_over(self, part: Any, state: dict[str, Any], what: str) -> None:
+    def _take_over(self, part: Any, state: dict[str, Any], kind: str) -> None:
         try:
             part.load_state_dict(state)
         except Exception as error:
-            if type(error) not in (RuntimeError, ValueError):  # torch's own; others have said what is wrong
+            if type(error) not in (RuntimeError, ValueError):  # torch's own; other errors name the fault
                 raise
             lines = [line.strip(" \t.") for line in str(error).splitlines()] or ["?"]
             raise CheckpointError(
-                f"rank {self._comm.rank}: the newest commit in {self._directory} is of another {what}: "
+                f"rank {self._comm.rank}: the newest commit in {self._directory} is of another {kind}: "
                 f"{lines[min(1, len(lines) - 1)]}; take the one that it was saved with, or another directory"
             ) from error
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """As Horovod's, but run after the commit is loaded, which would undo what they change."""
+        """As Horovod's, but run after the commit is loaded, which would undo their changes."""
         self._after_loading.extend(callbacks)
 
     def _values_of_rank_0(self) -> dict[str, Any]:
@@ -211,7 +210,7 @@ class _State:
 
 
 class _Fixed(_State):
-    """Where the ranks stay the same for as long as the process lives."""
+    """A State whose ranks stay the same for as long as the process lives."""
 
     def commit(self) -> None:
         self.save()
@@ -221,7 +220,7 @@ class _Fixed(_State):
 
 
 class _Rejoining(_State, _HorovodsState):
-    """What differs from Horovod's base class, which listens for changes of hosts."""
+    """A State over Horovod Elastic; its base class there listens for changes of hosts."""
 
     def __init__(self, directory: str | Path, model: nn.Module, optimizer: Any, values: dict[str, Any]) -> None:
         self._joined = True
@@ -232,7 +231,7 @@ class _Rejoining(_State, _HorovodsState):
         super().__init__(directory, model, optimizer, values)
 
     def restore(self) -> None:
-        """Drop the gradients of the step that failed; the rest is for `sync`, when it is known who is left."""
+        """Delete the gradients of the failed step; `sync` restores the rest, once the remaining ranks are known."""
         for param in self.model.parameters():
             param.grad = None
 

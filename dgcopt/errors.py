@@ -21,23 +21,23 @@ class DGCError(Exception):
 
 
 class ConfigError(DGCError, ValueError):
-    """A setting that cannot work: says which one and what to change."""
+    """A setting that cannot work; names it and the change to make."""
 
 
 class CommError(DGCError, RuntimeError):
-    """A collective failed: says on which rank, which collective, and what is known of the cause."""
+    """A failed collective; names the rank, the collective and the known cause."""
 
 
 class TimeoutExceeded(CommError):
-    """A collective did not finish within its deadline: says which rank waited for what, and for how long."""
+    """A collective that did not finish by its deadline; names the waiting rank, the collective and the time."""
 
 
 class QuorumLost(CommError):
-    """Too few ranks are left to go on: says how many there are and how many it takes."""
+    """Too few ranks are left to continue; names their number and the number needed."""
 
 
 class VotedOut(CommError):
-    """The other ranks have gone on without this one: says since when, and how it rejoins."""
+    """The other ranks have continued without this one; names the step, and how to rejoin."""
 
 
 class MismatchError(DGCError, RuntimeError):
@@ -45,15 +45,15 @@ class MismatchError(DGCError, RuntimeError):
 
 
 class DivergenceError(DGCError, RuntimeError):
-    """Replicas that should be equal are not: says which parameter, on which ranks."""
+    """Replicas that differ but should be equal; names the parameter and the ranks."""
 
 
 class InterruptedStep(DGCError, RuntimeError):
-    """A step was interrupted while memory and weights took their new values: says on which rank, and to restore."""
+    """A step that was interrupted during its commit; names the rank. Restore a checkpoint."""
 
 
 class OutOfData(DGCError, RuntimeError):
-    """Some ranks have run out of data before others, where that was to be an error: says which."""
+    """Some ranks ran out of data before others, and the user asked for an error; names them."""
 
 
 class PayloadError(DGCError, RuntimeError):

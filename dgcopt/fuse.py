@@ -219,7 +219,7 @@ class Run:
         return [count._version for count in self._counts.values()]
 
     def fits(self, states: dict[Tensor, dict[str, Any]]) -> bool:
-        """Return True if parameters, gradients and state are where they were. All parameters have gradients."""
+        """Return True if parameters, gradients and state have not moved in memory. All parameters have gradients."""
         now = list(map(states.get, self.params)) if self.state else self._states
         if list(map(Tensor.data_ptr, self.params)) != self._addresses or not all(map(is_, now, self._states)):
             return False

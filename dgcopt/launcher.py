@@ -1,7 +1,7 @@
 """`dgcopt run`: one command in front of torchrun, horovodrun, mpirun and srun.
 
-It builds the command line that one would write by hand, with settings that people forget, and becomes that command; it
-has no protocol of its own. `--dry-run` shows it.
+It builds the command line, with settings that are easy to forget, and becomes that command. It has no protocol of its
+own. `--dry-run` shows the command.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .errors import ConfigError
 __all__ = ["Command", "Here", "add_arguments", "hosts_in", "launch", "plan"]
 
 KUBEFLOW = "PET_NNODES"
-"""Set by Kubeflow's PyTorchJob, with the other PET_ variables that tell torchrun where it is and whom to meet."""
+"""Set by Kubeflow's PyTorchJob, with the other PET_ variables for torchrun's node rank and rendezvous."""
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
 PORT, LAST_PORT = 29500, 65535
 GRACE = 10.0
-"""Seconds that the other machines' commands have to end once one has failed."""
+"""Seconds for the other machines' commands to end after one has failed."""
 
 INSTALL = {
     "horovodrun": "bash scripts/install_horovod.sh installs it, or use --launcher torchrun",
     "mpirun": "bash scripts/install_horovod.sh installs it, or use --launcher torchrun",
     "ssh": "it starts ranks on other machines. Install openssh-client, or give the command on each with --nnodes",
-    "srun": "it is a part of Slurm: run this where Slurm is, or use --launcher torchrun",
+    "srun": "it is a part of Slurm: run this in Slurm, or use --launcher torchrun",
 }
 
 DESCRIPTION = """\
@@ -58,7 +58,7 @@ command line and becomes it, so that signals and the exit status are its own. Op
 
 @dataclass(frozen=True)
 class Host:
-    """A machine, and how many ranks it is to have at most."""
+    """A machine, and its largest number of ranks."""
 
     name: str
     slots: int
@@ -69,7 +69,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, and what is added to the environment for it."""
+    """A command line, with its additions to the environment."""
 
     words: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Command:
 
 
 def cores() -> int:
-    """How many this process may use: those that it is bound to, or fewer where a container is granted less time."""
+    """Return the number of cores that this process may use: its affinity, or a container's share of their time."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -90,7 +90,7 @@ def cores() -> int:
 
 @dataclass(frozen=True)
 class Here:
-    """What is known of this machine: its names, cores, environment and programs, and the Python that runs."""
+    """This machine: its names, cores, environment and programs, and the running Python."""
 
     names: tuple[str, ...] = ("localhost", "127.0.0.1", socket.gethostname())
     cores: int = field(default_factory=cores)
@@ -100,7 +100,7 @@ class Here:
     folder: str = field(default_factory=os.getcwd)
 
     def find(self, program: str) -> str:
-        """Where a launcher is: beside this Python, or on the PATH. Raises ConfigError if it is nowhere."""
+        """Return the path of a launcher, beside this Python or on the PATH. Raises ConfigError if there is none."""
         path = os.pathsep.join([str(Path(self.python).parent), self.env.get("PATH", "")])
         found = shutil.which(program, path=path)
         if found is None:
@@ -109,7 +109,7 @@ class Here:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `dgcopt run`."""
+    """Add the options of `dgcopt run`."""
     parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
     parser.usage = "dgcopt run [options] train.py ..."
     option = parser.add_argument
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("-H", "--hosts", metavar="HOST:N,...", help="machines, and how many ranks each may have")
     option("--hostfile", metavar="FILE", help="the same, a line `HOST slots=N` or `HOST:N` each")
     option("--nnodes", metavar="MIN[:MAX]", help="this command is given on so many machines; torchrun only")
-    option("--rdzv-endpoint", metavar="HOST:PORT", help="where machines meet: the first of them, and a free port")
+    option("--rdzv-endpoint", metavar="HOST:PORT", help="rendezvous of all machines: the first, and a free port")
     option("--max-restarts", type=int, metavar="N", help="start all ranks anew so many times; torchrun only")
     option("--survive", action="store_true", help="train on when a rank dies, and start it anew alone: docs/survive.md")
     option("--restart-after", type=float, metavar="S", help="with --survive: seconds from a death to the next start")
@@ -130,18 +130,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option("--threads", type=int, metavar="N", help="OMP_NUM_THREADS of each rank; the cores shared out, if left out")
     option("--interface", metavar="NAME", help="the network interface of all collectives, such as eth0")
-    option("--ssh-port", type=int, metavar="PORT", help="where the machines' ssh listens")
-    option("--dry-run", action="store_true", help="show what would be started, and start nothing")
+    option("--ssh-port", type=int, metavar="PORT", help="the machines' ssh port")
+    option("--dry-run", action="store_true", help="show the command, and start nothing")
     option("-m", dest="module", action="store_true", help="the script is a module, as in python -m")
     option("program", nargs=argparse.REMAINDER, help="the script and its arguments")
 
 
 def hosts_in(text: str) -> list[Host]:
-    """Machines from `-H`, or from the lines of a hostfile. Raises ConfigError for what is none."""
+    """Parse machines of `-H`, or of the lines of a hostfile. Raises ConfigError for invalid ones."""
     lines = [line.partition("#")[0].strip() for line in re.split(r"[,\n]", text)]
     hosts = []
     for line in filter(None, lines):
-        # a name that begins with a dash would be an option of ssh, or of what horovodrun and mpirun start
+        # a name that begins with a dash would be an option of ssh, horovodrun or mpirun
         match = re.fullmatch(r"([^\W_][\w.@-]*)(?:(?::|\s+slots\s*=\s*)([1-9][0-9]{0,5}))?", line, re.ASCII)
         if match is None:
             raise ConfigError(
@@ -158,7 +158,7 @@ def hosts_in(text: str) -> list[Host]:
 
 
 def plan(args: argparse.Namespace, here: Here) -> list[Command]:
-    """The command that does it; or with torchrun on several machines, one for each.
+    """Return the command; with torchrun on several machines, one for each.
 
     Raises ConfigError for options that are out of range or do not go together, and for a launcher that is missing.
     """
@@ -215,7 +215,7 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
 
 
 def _number(here: Here, name: str, default: int) -> int:
-    """A whole number from the environment. Raises ConfigError for anything else."""
+    """Read a whole number from the environment. Raises ConfigError for anything else."""
     text = here.env.get(name, str(default))
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise ConfigError(
@@ -226,7 +226,7 @@ def _number(here: Here, name: str, default: int) -> int:
 
 
 def _more(args: argparse.Namespace) -> list[str]:
-    """The words of --launcher-args. Raises ConfigError for an unclosed quote."""
+    """Return the words of --launcher-args. Raises ConfigError for an unclosed quote."""
     try:
         return shlex.split(args.launcher_args)
     except ValueError as error:
@@ -236,7 +236,7 @@ def _more(args: argparse.Namespace) -> list[str]:
 
 
 def _environment(args: argparse.Namespace, here: Here, on_one_machine: int) -> dict[str, str]:
-    """What every rank is to have: threads, so that ranks of one machine share its cores, and the interface."""
+    """Return every rank's environment: its number of threads, so that ranks share cores, and the network interface."""
     env = {}
     if args.threads or "OMP_NUM_THREADS" not in here.env:
         env["OMP_NUM_THREADS"] = str(args.threads or max(1, here.cores // on_one_machine))
@@ -246,7 +246,7 @@ def _environment(args: argparse.Namespace, here: Here, on_one_machine: int) -> d
 
 
 def _script(args: argparse.Namespace, here: Here) -> list[str]:
-    """The program as a command, by this Python if it is a script or module."""
+    """Return the program as a command, by this Python if it is a script or module."""
     if args.module:
         return [here.python, "-m", *args.program]
     return [here.python, *args.program] if args.program[0].endswith(".py") else list(args.program)
@@ -256,7 +256,7 @@ def _torchrun(
     args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]
 ) -> list[Command]:
     env = {**env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] "}
-    if args.max_restarts:  # else restarted ranks are handed the addresses of those that are gone
+    if args.max_restarts:  # else restarted ranks get the addresses of lost ones
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     run = [here.python, "-m", "torch.distributed.run"]
     more = ["--tee", "3"]
@@ -272,7 +272,7 @@ def _torchrun(
         else:
             place = ["--standalone", "--nproc-per-node", str(ranks)]
         return [Command((*run, *place, *more), env)]
-    if args.np is None and not hosts:  # the variables say it
+    if args.np is None and not hosts:  # the variables have the number
         return [Command((*run, *more), env)]
     if len(hosts) < 2 and all(host.name in here.names for host in hosts):
         return [Command((*run, "--standalone", "--nproc-per-node", str(ranks), *more), env)]
@@ -289,15 +289,15 @@ def _torchrun(
             ranks -= host.slots
     commands = []
     for place_, (name, share) in enumerate(shares):
-        where = ["--nnodes", str(len(shares)), "--node-rank", str(place_), "--nproc-per-node", str(share)]
-        words = [*run, *where, "--master-addr", first, "--master-port", str(port), *more]
+        nodes = ["--nnodes", str(len(shares)), "--node-rank", str(place_), "--nproc-per-node", str(share)]
+        words = [*run, *nodes, "--master-addr", first, "--master-port", str(port), *more]
         local = Command(tuple(words), env)
         commands.append(local if name in here.names else _over_ssh(name, local, args, here))
     return commands
 
 
 def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here) -> Command:
-    """In the same folder there; it ends when this one does (-tt), and asks for no password."""
+    """Return a command to run by ssh in the same folder, which ends with this one (-tt) and asks for no password."""
     port = ["-p", str(args.ssh_port)] if args.ssh_port else []
     passed = {key: here.env[key] for key in ("PYTHONPATH", "OMP_NUM_THREADS", *_settings(here)) if key in here.env}
     there = f"cd {shlex.quote(here.folder)} && {Command(command.words, {**passed, **command.env})}"
@@ -306,7 +306,7 @@ def _over_ssh(host: str, command: Command, args: argparse.Namespace, here: Here)
 
 
 def _settings(here: Here) -> list[str]:
-    """Variables that the ranks must have alike."""
+    """Return the environment variables to pass to all ranks."""
     return sorted(name for name in here.env if name.startswith(("DGCOPT_", "GLOO_", "NCCL_")))
 
 
@@ -323,7 +323,7 @@ def _horovodrun(
 
 
 def _mpirun(args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]) -> list[Command]:
-    """Open MPI's."""
+    """Return Open MPI's command."""
     words = [here.find("mpirun"), "-np", str(ranks), "--bind-to", "none", "--tag-output"]
     words += ["-H", ",".join(map(str, hosts))] if hosts else ["--oversubscribe"]
     words += ["--allow-run-as-root"] if here.is_root else []
@@ -358,7 +358,7 @@ def _endpoint(endpoint: str) -> str:
     match = re.fullmatch(r"[^\s:]+:([0-9]{1,5})", endpoint)
     if match is None or int(match[1]) > LAST_PORT:
         said = f", not {endpoint!r}" if endpoint else ""
-        raise ConfigError(f"several machines need --rdzv-endpoint HOST:PORT, where they meet{said}")
+        raise ConfigError(f"several machines need --rdzv-endpoint HOST:PORT, their rendezvous{said}")
     return endpoint
 
 
@@ -366,7 +366,7 @@ def _endpoint(endpoint: str) -> str:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Do what the options say; the exit status. A single command takes this process's place."""
+    """Run the command of the options; return the exit status. A single command replaces this process."""
     if args.survive:
         return survive(args, Here())
     if args.restart_after is not None:

@@ -9,7 +9,7 @@
     dgcopt.sharded.load(optimizer, path)
 
 torch saves one replica's tensors for all. Residuals and momenta of `DistributedOptimizer` differ between replicas, and
-so do Adam's moments where updates are sent: they are an entry of their own.
+so do Adam's moments if updates are sent: they have their own entry.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MEMORY, OWN, SHARED, SETTINGS = "memory of replica ", "own state of replica ", "
 
 
 def state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what `DistributedOptimizer` keeps of sharded parameters, for `torch.distributed.checkpoint.save`.
+    """Return the memory of sharded parameters of a DistributedOptimizer, for `torch.distributed.checkpoint.save`.
 
     Every rank gives its own; tensors are DTensors of the parameters' placements, under a key of the replica. Raises
-    ConfigError for an optimizer whose parameters are whole.
+    ConfigError for an optimizer of whole parameters.
     """
     steps = _sharded(optimizer)
     kept = _engine_of(steps).state()
@@ -56,17 +56,17 @@ def state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load(optimizer: Optimizer, checkpoint_id: Any = None, key: str = "dgcopt", storage_reader: Any = None) -> None:
-    """Load what `state` gave, saved under `key`, onto this mesh; collective, after `set_optimizer_state_dict`.
+    """Load a `state` that was saved under `key` onto this mesh; collective, after `set_optimizer_state_dict`.
 
     Args:
         optimizer: wrapped by `DistributedOptimizer`, of sharded parameters.
         checkpoint_id: the checkpoint, as for `torch.distributed.checkpoint.load`.
-        key: where the saved dict holds `state(optimizer)`.
+        key: key of `state(optimizer)` in the saved dict.
         storage_reader: reads the checkpoint; None reads files in the folder `checkpoint_id`.
 
     Onto as many replicas and shards as saved it, training goes on with the same bits. Another size of shard groups cuts
     memory anew. Among other numbers of replicas, replica r of n takes the sum of the saved replicas r, r + n, ..., or
-    zeros where there are none, so the sum of residuals stays. Adam's moments are those of one saved replica.
+    zeros if there are none, so the sum of residuals stays. Adam's moments are those of one saved replica.
 
     Raises CheckpointError if the checkpoint has no such entry, ConfigError for other parameters.
     """

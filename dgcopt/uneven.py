@@ -34,7 +34,7 @@ def join(
             for inputs, targets in loader:  # longer on some ranks than on others
                 ...
 
-    A rank whose loop has ended takes part in the others' steps with zero gradients: its residual is still sent, and its
+    A rank that is out of data takes part in the others' steps with zero gradients: its residual is still sent, and its
     parameters stay equal. Works on every wire. Other collectives of the loop (a logged loss) are not served, except
     `dgcopt.sync_buffers`: all ranks end with the statistics of the last rank with data.
 
@@ -95,7 +95,7 @@ def _part_of(optimizer: Any, throws: bool) -> Sequence[Engine | Rounds]:
     steps = synchronised(optimizer)
     if averaging is not None:
         if steps is not None:
-            raise ConfigError("join does not work where both gradients and weights are averaged")
+            raise ConfigError("join does not work if both gradients and weights are averaged")
         if throws and isinstance(averaging.rule, AsyncAverage):
             raise ConfigError(
                 "throw_on_early_termination does not support AsyncAverage, in which no rank waits for another"

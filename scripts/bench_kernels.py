@@ -48,8 +48,8 @@ from dgcopt.__main__ import LATE, library
 from dgcopt.coding import SparseCode
 from dgcopt.collectives import Collective
 from dgcopt.compressors import Compressor, whole
-from dgcopt.compressors.memory import ErrorFeedback
-from dgcopt.compressors.selection import Selection
+from dgcopt.compressors.sparse.memory import ErrorFeedback
+from dgcopt.compressors.sparse.selection import Selection
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -72,8 +72,8 @@ SYSTEMS = (
 DENSE = ("PowerSGD(rank=4, start_step=0)",)
 """What names no coordinates."""
 PHASES: dict[str, list[tuple[Any, str]]] = {
-    "look": [(ErrorFeedback, "look"), (ErrorFeedback, "ahead")],
-    "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "move_on"), (ErrorFeedback, "correct")],
+    "preview": [(ErrorFeedback, "preview_block_maxima"), (ErrorFeedback, "preview_blocks")],
+    "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "update_momentum"), (ErrorFeedback, "correct")],
     "select": [(Selection, "largest"), (Selection, "largest_of")],
     "encode": [(SparseCode, "send"), (whole, "encode_dense_rows")],
     "decode": [(SparseCode, "receive"), (whole, "decode_dense_rows")],

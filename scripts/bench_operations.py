@@ -49,11 +49,11 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
     for dtype, g in ((float32, flat(n, half)), (half, flat(n))):
         v, u, maxima = flat(n, dtype), flat(n, dtype), flat(blocks, dtype)
         rule = Momentum(0.9, 0.1, True) if dtype == half else Momentum(0.9)
-        for operation in ("accumulate", "look"):
+        for operation in ("accumulate", "preview_block_maxima"):
             yield operation, (v, u, g, maxima, rule, 0.5)
-        yield "look", (v, u, g, maxima, rule, 0.5, flat(n, dtype))
-        yield "move_on", (u, g, rule, 0.5)
-        yield "ahead", (v, u, g, some, flat(64 * len(some), dtype).view(-1, 64), rule)
+        yield "preview_block_maxima", (v, u, g, maxima, rule, 0.5, flat(n, dtype))
+        yield "update_momentum", (u, g, rule, 0.5)
+        yield "preview_blocks", (v, u, g, some, flat(64 * len(some), dtype).view(-1, 64), rule)
         yield "block_maxima", (v,)
         found = kernels.torch.block_maxima(v)
         yield "select", (v, found, groups)

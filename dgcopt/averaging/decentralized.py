@@ -11,7 +11,7 @@ from torch import Tensor
 from ..checks import check_flag, check_whole
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import Collective, Exchange, SendRecv
-from ..compressors.bytegrad import chunk_length, into_chunks, out_of_chunks
+from ..compressors.quantised.bytegrad import chunk_length, into_chunks, out_of_chunks
 from ..errors import ConfigError
 from .base import Averaging
 from .graphs import ShiftOne, mix

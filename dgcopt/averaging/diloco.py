@@ -15,9 +15,9 @@ from torch.optim import LBFGS, SGD, Optimizer
 from ..checkpoint import STATE_KEY, kept_by
 from ..checks import check_positive, check_whole
 from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
+from ..compressors.adam.base import FrozenAdam
 from ..compressors.context import at_least_float32
-from ..compressors.frozen_adam import FrozenAdam
-from ..compressors.schedule import Warmup
+from ..compressors.sparse.schedule import Warmup
 from ..errors import ConfigError
 from ..exchange.commit import NotFinite
 from ..exchange.runner import Job

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..checks import check_flag, check_fraction, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
-from ..compressors.selection import count_of
+from ..compressors.sparse.selection import count_of
 from ..errors import ConfigError
 from ..exchange.parameters import number
 from ..kernels import BLOCK, chunks, sent

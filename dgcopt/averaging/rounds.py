@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..checkpoint import STATE_KEY, check_owner, kept_by, put_mark, take_mark, unmarked
 from ..collectives import AllReduce
-from ..comm import Comm, broadcasting_root, current_comm
+from ..comm import Comm, current_comm
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError, PayloadError
 from ..exchange.agreement import SAME_MODEL, compare
@@ -36,6 +36,7 @@ from ..exchange.telemetry import Telemetry
 from ..flat.buckets import Bucket
 from ..flat.store import check_format
 from ..gradients.engine import Engine
+from ..gradients.introspection import broadcasting_root
 from ..gradients.optimizer import Distributed, DistributedOptimizer, synchronised
 from ..gradients.stepping import Mode, in_own_step
 from .amp import ScaledSteps

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..collectives import AllReduce, Broadcast, Collective, Exchange, watched
 from ..comm import Comm
 from ..compressors.context import Context
-from ..compressors.hierarchical import send_across
+from ..compressors.wrappers.hierarchical import send_across
 from ..flat.buckets import Bucket
 
 __all__ = ["Weights", "between_machines", "distance", "mean"]

@@ -1,4 +1,4 @@
-"""Checks of what has arrived, whose outcomes stay on the device until all of a step are read at once."""
+"""Checks of received messages, with outcomes on the device until all of a step are read at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Checks:
         self._pending = []
 
     def take(self) -> list[tuple[Tensor, Callable[[int], object]]]:
-        """All numbers that are yet to be read, and what they are for; none is pending afterwards."""
+        """Take all unread numbers, with the functions that use them."""
         taken, self._pending = self._pending, []
         return taken
 

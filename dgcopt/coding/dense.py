@@ -63,7 +63,7 @@ def decode_dense_rows(
     expected = dense_bytes(numel, kind)
     if messages.dtype != torch.uint8 or messages.shape != (len(ranks), expected):
         raise PayloadError(
-            f"what came from {named(ranks)} has {messages.numel()} bytes of values where {numel} take {expected} "
+            f"the message from {named(ranks)} has {messages.numel()} bytes of values, but {numel} take {expected} "
             f"from each"
         )
     return code.decode(take_parts(messages, code.sizes(counts)), counts, ranks, checks).view(len(ranks), numel)

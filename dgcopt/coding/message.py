@@ -22,12 +22,12 @@ __all__ = ["Sent", "SparseCode", "largest", "what_fits"]
 
 @dataclass(frozen=True)
 class Sent:
-    """One message of coordinates, and what of them its receivers will read.
+    """One message of coordinates, and its values as receivers decode them.
 
     Attributes:
         message: uint8.
         indices: all coordinates, those that travel first; ascending, if all do.
-        values: as they arrive, in the dtype of those that were given; 0 where they do not travel.
+        values: as decoded, in the dtype of those given; 0 if they are omitted.
         travels: which coordinates travel; None if all.
     """
 
@@ -111,9 +111,9 @@ class SparseCode:
     def receive(
         self, messages: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The indices and values, `[rows, count]` each, of what `ranks` have made by `send`, without a wait.
+        """Decode messages that `ranks` have made by `send` to indices and values, `[rows, count]` each, without a wait.
 
-        Where fewer travel, their last index is repeated, with a value of 0. Indices lie in [0, numel) also in messages
+        If fewer travel, their last index is repeated, with a value of 0. Indices lie in [0, numel) also in messages
         that cannot be right, of which `checks` tell as they are read. Raises PayloadError for a wrong length.
         """
         self._check_length(messages, count, numel, ranks)
@@ -183,7 +183,7 @@ class SparseCode:
     def _check_length(self, messages: Tensor, count: int, numel: int, ranks: Sequence[int]) -> None:
         if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes(count, numel)):
             raise PayloadError(
-                f"what came from {named(ranks)} has {messages.numel()} bytes where {count} coordinates take "
+                f"the message from {named(ranks)} has {messages.numel()} bytes, but {count} coordinates take "
                 f"{self.nbytes(count, numel)} from each"
             )
 

@@ -56,7 +56,7 @@ class MinMaxUInt8:
         return message
 
     def decode(self, messages: Tensor, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
-        """Decode messages from `ranks` into float32 `[chunks, length]`. Raises what `parts` does."""
+        """Decode messages from `ranks` into float32 `[chunks, length]`. Raises the errors of `parts`."""
         return self.decode_parts(*self.parts(messages, ranks, checks))
 
     def decode_parts(self, ends: Tensor, codes: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class MinMaxUInt8:
         """
         if messages.dtype != torch.uint8 or messages.shape != (len(ranks), self.nbytes):
             raise PayloadError(
-                f"messages from ranks {list(ranks)} have {messages.numel()} bytes where chunks of {self.length} values "
+                f"messages from ranks {list(ranks)} have {messages.numel()} bytes, but chunks of {self.length} values "
                 f"take {len(ranks) * self.nbytes}"
             )
         ends = messages[:, :_HEADER].clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -41,7 +41,7 @@ def remainder_bits(count: int, numel: int) -> int:
 
 
 def _unary_bits(count: int, numel: int) -> int:
-    """Room for the unary parts of all gaps: their mean for random positions and some more, at most what they can take.
+    """Return the room for the unary parts of all gaps: their mean for random positions and some more, or their maximum.
 
     The gaps' sum is fixed, and so the sum of the unary parts varies only with that of the remainders, each of which
     has a variance of nearly 1/12 in units of 2^b.
@@ -134,7 +134,7 @@ def read_rows(
     """
     if messages.dtype != torch.uint8 or messages.shape != (len(ranks), rice_bytes(count, numel)):
         raise PayloadError(
-            f"what came from {named(ranks)} has {messages.numel()} bytes of indices where {count} of {numel} take "
+            f"the message from {named(ranks)} has {messages.numel()} bytes of indices, but {count} of {numel} take "
             f"{rice_bytes(count, numel)} from each"
         )
     if count == 0:
@@ -148,7 +148,7 @@ def read_rows(
         row = int(wrong.nonzero()[0])
         number = int(claimed[row])
         if not 0 <= number <= count:
-            return f"the message from rank {ranks[row]} claims {number} indices where at most {count} are sent"
+            return f"the message from rank {ranks[row]} claims {number} indices, but at most {count} are sent"
         return (
             f"the message from rank {ranks[row]} holds more or fewer indices than the {number} that it claims, or one "
             f"beyond {numel}: it was damaged on the way, or that rank runs another model or version"

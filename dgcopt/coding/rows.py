@@ -1,4 +1,4 @@
-"""Messages of equal length as rows of a matrix, whose parts have different lengths per row."""
+"""Messages of equal length as rows of a matrix; parts have different lengths per row."""
 
 from __future__ import annotations
 

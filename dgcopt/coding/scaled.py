@@ -34,7 +34,7 @@ def decode_scaled(
     """
     if message.dtype != torch.uint8 or message.shape != (scaled_bytes(scales, nbytes),):
         raise PayloadError(
-            f"the message from rank {rank} has {message.numel()} bytes where {scales} scales and their fields take "
+            f"the message from rank {rank} has {message.numel()} bytes, but {scales} scales and their fields take "
             f"{scaled_bytes(scales, nbytes)}"
         )
     head = scaled_bytes(scales, 0)

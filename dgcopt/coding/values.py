@@ -242,7 +242,7 @@ def decode_one(code: ValueCode, payload: Tensor, count: int, rank: int) -> Tenso
     expected = sum(code.sizes(count))
     if payload.dtype != torch.uint8 or payload.shape != (expected,):
         raise PayloadError(
-            f"the message from rank {rank} has {payload.numel()} bytes of values where {count} take {expected}"
+            f"the message from rank {rank} has {payload.numel()} bytes of values, but {count} take {expected}"
         )
     counts = one_row(count)
     return code.decode(take_parts(payload.unsqueeze(0), code.sizes(counts)), counts, [rank])

@@ -1,7 +1,7 @@
 """The wires: one interface (`Comm`), carried out by torch.distributed, Horovod, MPI, one process, or a simulator."""
 
 from .base import DEADLINE, Comm, Finished, Handle, LocalComm, lowered
-from .horovod import broadcasting_root, horovod_torch
+from .horovod import horovod_torch
 from .launch import current_comm, init, shutdown, wire_in_use
 from .simulated import SimulatedComm, simulate, simulated_world
 
@@ -12,7 +12,6 @@ __all__ = [
     "Handle",
     "LocalComm",
     "SimulatedComm",
-    "broadcasting_root",
     "current_comm",
     "horovod_torch",
     "init",

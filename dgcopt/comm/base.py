@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class RankSet(Protocol):
-    """Whatever names its ranks, as Horovod's ProcessSet does."""
+    """An object with `ranks`, such as Horovod's ProcessSet."""
 
     ranks: Iterable[int] | None
 
@@ -58,7 +58,7 @@ class Handle(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the result is there. Never blocks; lets the library make progress where it needs calls to."""
+        """Return True if the result has arrived. Never blocks; lets the library make progress if it needs calls."""
 
     @abstractmethod
     def result(self) -> Tensor:
@@ -93,15 +93,15 @@ class Comm(ABC):
     checksums: bool = False
     streams: int = 1
     takes_turns: ClassVar[bool] = False
-    """True where ranks take turns in one thread, so that none can wait for what another has yet to call."""
+    """True if ranks take turns in one thread, so that none can wait for a later call of another."""
     elastic: bool = False
-    """True where ranks may come while others train, so that none may wait before it has taken over their state."""
+    """True if ranks may join while others train, so that none may wait before it has their state."""
     survives: bool = False
-    """True where ranks may be lost, or come, while the others train on: see `confirm` and `recover`."""
+    """True if ranks may be lost, or join, while the others train on: see `confirm` and `recover`."""
     generation: int = 0
-    """Counts the memberships that this comm has had."""
+    """Number of memberships that this comm has had."""
     commits: int = 0
-    """Steps that were confirmed, where ranks survive."""
+    """Confirmed steps, if ranks survive."""
     link: Link | None = None
     """How fast it is, the same on all ranks; None before it was measured."""
     is_part: bool = False
@@ -157,9 +157,9 @@ class Comm(ABC):
         self._subgroups = sorted(group for group in groups if len(group) > 1)
 
     def _find_nodes(self, launched_on: str = "") -> None:
-        """Ask every rank for the name of its machine: what the launcher calls it, or its own.
+        """Ask every rank for the name of its machine: the launcher's, or its own.
 
-        DGCOPT_NODE overrides it where host names do not tell.
+        DGCOPT_NODE overrides it if host names are not distinct.
         """
         name = os.environ.get("DGCOPT_NODE") or launched_on or socket.gethostname()
         mine = torch.zeros(256, dtype=torch.uint8)
@@ -173,13 +173,13 @@ class Comm(ABC):
         self.link = link
 
     def to_wire(self, tensor: Tensor) -> Tensor:
-        """Move a small bookkeeping tensor to where this wire's collectives live (the GPU for NCCL)."""
+        """Move a small bookkeeping tensor to the device of this wire's collectives (the GPU for NCCL)."""
         return tensor
 
     def spread(self, streams: int) -> None:
         """Use so many connections to each other rank from now on. Every rank must call it with the same number.
 
-        Raises ConfigError where the library has no more than one.
+        Raises ConfigError if the library has only one.
         """
         if streams > 1 and self.size > 1:
             instead = f": mpirun --mca btl_tcp_links {streams} has MPI use so many" if self.wire == "mpi" else ""
@@ -291,7 +291,7 @@ class Comm(ABC):
     # -- one collective ----------------------------------------------------------------------------------------------
 
     def start(self, collective: Collective) -> Handle:
-        """Start a collective; returns at once where the library is asynchronous.
+        """Start a collective; returns at once if the library is asynchronous.
 
         Raises CommError if its shape does not fit the group, or the library refuses it.
         """
@@ -301,7 +301,7 @@ class Comm(ABC):
             return Finished(collective, alone(collective))
         tensor = collective.tensor.contiguous()
         if tensor.numel() == 1 and set(tensor.stride()) - {1}:
-            # contiguous whatever its strides, but with some of them no view of its bytes can be made
+            # contiguous by any strides, but some do not allow a view of its bytes
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         collective.tensor = tensor
         try:
@@ -335,7 +335,7 @@ class Comm(ABC):
         """Wait for collectives that a device still runs after `wait`; call it before the host reads from the device.
 
         `deadline` in seconds from now, this comm's own by default. Raises TimeoutExceeded past it, CommError if a
-        collective failed. Returns at once on wires whose `wait` blocks the host.
+        collective failed. Returns at once on wires with a `wait` that blocks the host.
         """
 
     def sent(self, collective: Collective) -> int:
@@ -345,11 +345,11 @@ class Comm(ABC):
         return collective.sent(self.size_of(collective.group))
 
     def run(self, collective: Collective, deadline: float | None = None) -> Tensor:
-        """Start a collective and wait for it, `lowered` where need be."""
+        """Start a collective and wait for it, `lowered` if need be."""
         return self.drive(_one(collective), deadline)
 
     def drive(self, exchange: Generator[Collective, Tensor, Result], deadline: float | None = None) -> Result:
-        """Run a whole exchange, waiting at each of its collectives; returns what it returns."""
+        """Run a whole exchange, waiting at each of its collectives; return its result."""
         exchange = lowered(exchange, self)
         result: Tensor | None = None
         while True:
@@ -383,18 +383,18 @@ class Comm(ABC):
     def emulate(self, collective: Collective) -> Exchange:
         """A collective that the library lacks, as an exchange of those it has, at the same cost in bytes."""
         size = self.size_of(collective.group)
-        where = {"group": collective.group, "label": collective.label}
+        same = {"group": collective.group, "label": collective.label}
         tensor = collective.tensor
         if isinstance(collective, ReduceScatter):
             self._check(collective, size)
-            rows = yield AllToAll(tensor.reshape(size, -1), **where)  # type: ignore[arg-type]
+            rows = yield AllToAll(tensor.reshape(size, -1), **same)  # type: ignore[arg-type]
             return reduce_rows(rows, collective.op).view(tensor.shape[0] // size, *tensor.shape[1:])
         if isinstance(collective, AllReduce):
             padded = tensor.new_zeros(-(-tensor.numel() // size) * size)
             padded[: tensor.numel()] = tensor.reshape(-1)
-            rows = yield AllToAll(padded.view(size, -1), **where)  # type: ignore[arg-type]
+            rows = yield AllToAll(padded.view(size, -1), **same)  # type: ignore[arg-type]
             mine = reduce_rows(rows, collective.op)
-            whole = yield AllGather(mine, **where)  # type: ignore[arg-type]
+            whole = yield AllGather(mine, **same)  # type: ignore[arg-type]
             return whole.view(-1)[: tensor.numel()].view(tensor.shape)
         raise CommError(f"rank {self.rank}: {self.wire} does not have {collective.describe()}")
 
@@ -403,8 +403,8 @@ class Comm(ABC):
         """Whether ranks may wait for each other as soon as each is there, before any has taken a step."""
         return not (self.takes_turns or self.elastic or self.survives)
 
-    def nudge(self, user: int | None = None) -> None:  # noqa: B027  # where ranks run by themselves there is no need
-        """Move what all ranks have under way on, of one user or of all, as far as it gets where they take turns."""
+    def nudge(self, user: int | None = None) -> None:  # noqa: B027  # no need if ranks run by themselves
+        """If ranks take turns, run the pending jobs of all ranks, of one user or of all, as far as they get."""
 
     def attend(self, progress: Callable[[], None]) -> int:
         """Register a user of this wire and return its number, by which all ranks know it.
@@ -437,7 +437,7 @@ class Comm(ABC):
             raise error
 
     def abort(self, code: int = 1) -> NoReturn:
-        """Exit with this code, and end the other ranks where the launcher would not."""
+        """Exit with this code, and end the other ranks if the launcher would not."""
         sys.exit(code)
 
     def before_close(self, leave: Callable[[], None]) -> None:
@@ -476,9 +476,9 @@ class Comm(ABC):
         return self.rank
 
     def _waiting(self, words: str) -> dict[int, str] | None:
-        """Tell the other ranks that this one's deadline for `words` has passed; return what theirs has passed for.
+        """Tell the other ranks that this one's deadline for `words` has passed; return those of theirs.
 
-        By rank; None where the wire has no way to tell.
+        By rank; None if the wire cannot exchange it.
         """
         return None
 
@@ -496,7 +496,7 @@ class Comm(ABC):
         )
 
     def _who_is_gone(self) -> str:
-        """For an error: the ranks that can no longer be reached, where the library does not name them by itself."""
+        """Return the ranks that can no longer be reached, for errors of libraries that do not name them."""
         ranks = ", ".join(map(str, self._gone()))
         return f" Rank(s) {ranks} closed the connection: look there first." if ranks else ""
 

@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Generator[Collective, Tensor, Result]:
-    """The same exchange, of this `rank`, whose messages carry a CRC-32 and are verified on arrival.
+    """Return the same exchange of this `rank` with a CRC-32 behind each message, which is verified on arrival.
 
     A sum has no sender: after an AllReduce the ranks compare checksums of its result instead, in one more round. A
-    ReduceScatter has come as an AllToAll of its summands. Raises PayloadError, naming the sender where there is one.
+    ReduceScatter has come as an AllToAll of its summands. Raises PayloadError, naming the sender if there is one.
     """
 
     def carry(collective: Collective) -> Exchange:
@@ -39,7 +39,7 @@ def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Gener
 
 
 def _sealed(collective: _Messages, rank: int) -> Exchange:
-    """Send the collective's tensor as bytes with a checksum behind each message; returns what the plain one would."""
+    """Send the collective's tensor as bytes with a checksum behind each message; return the plain result."""
     tensor = collective.tensor.detach()
     to_each = isinstance(collective, AllToAll) and tensor.dim() > 0
     messages = tensor.reshape(len(tensor) if to_each else 1, -1).view(torch.uint8)

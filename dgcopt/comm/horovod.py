@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import sys
 import time
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -18,13 +16,13 @@ from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Co
 from ..errors import CommError, ConfigError, DGCError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
-__all__ = ["HorovodComm", "broadcasting_root", "horovod_torch"]
+__all__ = ["HorovodComm", "horovod_torch"]
 
 _REDUCED = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64)
 _GLOO_TIMEOUT = 30
 """Seconds after which Horovod has Gloo give up, unless told otherwise."""
 _LATER = 5
-"""Seconds between dgcopt's deadline, whose error names the missing rank, and Gloo's, whose error does not.
+"""Seconds between dgcopt's deadline, with an error that names the missing rank, and Gloo's, with one that does not.
 
 Gloo counts from the moment at which a rank stands still, dgcopt from that at which another rank waits for it.
 """
@@ -113,7 +111,7 @@ class HorovodComm(Comm):
                 os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(patience))
             try:
                 hvd.init()
-            except Exception as error:  # Horovod raises whatever its controller did
+            except Exception as error:  # Horovod raises its controller's errors
                 raise CommError(f"Horovod could not start: {error}") from error
             HorovodComm._latest = None
         if HorovodComm._latest is None or HorovodComm._latest.is_over():
@@ -122,16 +120,16 @@ class HorovodComm(Comm):
         self._patience = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", _GLOO_TIMEOUT))
         self._heard = time.monotonic()
         self.elastic = _is_elastic()
-        where = hvd.global_process_set if process_set is None else process_set
-        super().__init__(where.rank(), where.size(), deadline)
+        joined = hvd.global_process_set if process_set is None else process_set
+        super().__init__(joined.rank(), joined.size(), deadline)
         self._unnamed: dict[Channel, int] = {}
-        self._sets: dict[tuple[int, ...], Any] = {self.ranks(): where}
+        self._sets: dict[tuple[int, ...], Any] = {self.ranks(): joined}
         self._in_world = tuple(range(hvd.size())) if process_set is None else tuple(process_set.ranks)
         self._name = name or next(str(number) for number in itertools.count() if str(number) not in self._session.open)
         self._session.open.add(self._name)
         self._subsets = 0
         if process_set is None:
-            self._session.registered[self.ranks()] = where
+            self._session.registered[self.ranks()] = joined
             if self.elastic:
                 self.node, self.nodes = self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
                 self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
@@ -237,44 +235,44 @@ class HorovodComm(Comm):
                 f"one that averages weights does so with dgcopt.elastic.State. Make all others anew, comms too"
             )
         self._session.leave_mark()
-        where, channel = self._sets[ranks], self._channel(collective.group)
+        joined, channel = self._sets[ranks], self._channel(collective.group)
         # the channels of a comm, too, may share a process set
         name = f"dgcopt.{self._name}.{f'{channel}.' if isinstance(channel, str) else ''}{collective.label}"
-        if not collective.label:  # number those of each channel, whose ranks start them alike
+        if not collective.label:  # number those of each channel: its ranks start them alike
             self._unnamed[channel] = self._unnamed.get(channel, 0) + 1
             name += f"{type(collective).__name__} {self._unnamed[channel]} of ranks {ranks[0]}..{ranks[-1]}"
         dtype, shape = tensor.dtype, tuple(tensor.shape)
         if isinstance(collective, AllReduce):
             op = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}[collective.op]
-            handle = hvd.allreduce_async_(tensor, name=name, op=op, process_set=where)
+            handle = hvd.allreduce_async_(tensor, name=name, op=op, process_set=joined)
         elif isinstance(collective, ReduceScatter):
             op = hvd.Average if collective.op == "average" else hvd.Sum
-            handle = hvd.reducescatter_async(tensor, name=name, op=op, process_set=where)
+            handle = hvd.reducescatter_async(tensor, name=name, op=op, process_set=joined)
             shape = (shape[0] // len(ranks), *shape[1:])
         else:
             # The rest only moves bytes, so dtypes that Horovod does not know travel as bytes.
             raw = tensor.view(-1) if dtype in _MOVED else tensor.view(-1).view(torch.uint8)
             if isinstance(collective, AllGather):
-                handle = hvd.allgather_async(raw, name=name, process_set=where)
+                handle = hvd.allgather_async(raw, name=name, process_set=joined)
                 shape = (len(ranks), *shape)
             elif isinstance(collective, AllToAll):
                 each = torch.full((len(ranks),), raw.numel() // len(ranks), dtype=torch.int32)
-                handle = hvd.alltoall_async(raw, splits=each, name=name, process_set=where)
+                handle = hvd.alltoall_async(raw, splits=each, name=name, process_set=joined)
             elif isinstance(collective, Broadcast):
                 # a process set's root is named by its rank in the world
                 root = self._in_world[ranks[collective.root]]
                 message = tensor if dtype in _MOVED else raw  # in its shape, which Horovod compares
-                handle = hvd.broadcast_async(message, root, name=name, process_set=where)
+                handle = hvd.broadcast_async(message, root, name=name, process_set=joined)
             elif isinstance(collective, SendRecv):
                 splits = torch.zeros(len(ranks), dtype=torch.int32)
                 if collective.to is not None:
                     splits[collective.to] = raw.numel()
                 message = raw if collective.to is not None else raw[:0]
-                handle = hvd.alltoall_async(message, splits=splits, name=name, process_set=where)
+                handle = hvd.alltoall_async(message, splits=splits, name=name, process_set=joined)
                 if collective.source is None:
                     return _Unchanged(collective, handle, (0,), dtype)
             elif isinstance(collective, Barrier):
-                handle = hvd.allreduce_async(torch.zeros(1), name=name, op=hvd.Sum, process_set=where)
+                handle = hvd.allreduce_async(torch.zeros(1), name=name, op=hvd.Sum, process_set=joined)
                 shape = (1,)
                 dtype = torch.float32
             else:
@@ -309,21 +307,3 @@ def _elastic(kind: type[CommError]) -> type[CommError]:
     from horovod.common.exceptions import HorovodInternalError
 
     return type(kind.__name__, (kind, HorovodInternalError), {"__module__": kind.__module__})
-
-
-def broadcasting_root() -> int | None:
-    """The root rank if Horovod's `broadcast_optimizer_state` is what calls an optimizer's `state_dict()`; else None.
-
-    Read from the call stack, because the call itself shows no difference.
-    """
-    theirs = sys.modules.get("horovod.torch.functions")
-    frame = sys._getframe(2)
-    while frame.f_back is not None and (_is_torchs(frame) or frame.f_code.co_name == "state_dict"):
-        frame = frame.f_back
-    if theirs is None or frame.f_code is not theirs.broadcast_optimizer_state.__code__:
-        return None
-    return int(frame.f_locals["root_rank"])
-
-
-def _is_torchs(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.")

@@ -32,7 +32,7 @@ SIZES = {
 }
 """Variables by which launchers announce the number of ranks, and the wire that joins them.
 
-SLURM_NTASKS is not one: it is set in batch scripts and shells of an allocation too, where no srun has started ranks.
+SLURM_NTASKS is not one: it is set in batch scripts and shells of an allocation too, without an srun.
 """
 
 ASKED, SCRIPT = "asked for", "the script has initialised"
@@ -52,9 +52,9 @@ def init(
     """Join the other ranks and return this rank's end of the wire; called again, the same one.
 
     Args:
-        wire: "torch", "horovod", "mpi" or "local". None takes what the script has already initialised (Horovod or
-            torch.distributed), else the environment variable DGCOPT_WIRE, else what the launcher's environment
-            variables say: horovodrun -> horovod, torchrun -> torch, mpirun -> mpi, srun -> torch, none -> local.
+        wire: "torch", "horovod", "mpi" or "local". None takes the library that the script has initialised (Horovod or
+            torch.distributed), else the environment variable DGCOPT_WIRE, else the wire by the launcher's environment
+            variables: horovodrun -> horovod, torchrun -> torch, mpirun -> mpi, srun -> torch, none -> local.
         deadline: seconds after which a rank that waits for another gives up with an error.
         checksums: verify every message of an exchange, so that a damaged one raises PayloadError instead of training
             on it; all ranks must say the same. Costs 4 bytes per message, a CRC-32 of every byte on the CPU of sender
@@ -118,7 +118,7 @@ def init(
 
 
 def _surviving(wire: str | None, rules: Rules, streams: int) -> Comm:
-    """Join ranks of which some may be lost. Raises ConfigError where that cannot be."""
+    """Join ranks of which some may be lost. Raises ConfigError if that is impossible."""
     if wire not in (None, "torch") or streams != 1:
         raise ConfigError(
             "dgcopt.init(survive=True) has the wire 'torch' and one connection: leave wire and streams out"
@@ -138,7 +138,7 @@ def _surviving(wire: str | None, rules: Rules, streams: int) -> Comm:
 
 
 def _announced(env: Mapping[str, str]) -> dict[str, int]:
-    """Number of ranks by the variable that announces it. Raises ConfigError for what is no number."""
+    """Return the number of ranks by the variable that announces it. Raises ConfigError if it is not a number."""
     present = {name for name in SIZES if name in env}
     # ranks of mpirun may be children of daemons, one on each machine, that srun has started
     if "SLURM_PROCID" not in env or present & {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}:
@@ -196,13 +196,13 @@ def current_comm(given: Comm | None = None) -> Comm:
     """The comm that was given; else that of `init`, joining now if it has not been called, and again if the library was
     restarted.
 
-    Raises ConfigError for what is no comm.
+    Raises ConfigError for any other object.
     """
     if isinstance(given, Comm):
         return given
     if given is not None:
         raise ConfigError(
-            f"comm must be what dgcopt.init() returns, or be left away, not {given!r:.200}. For some of the ranks: "
+            f"comm must be the result of dgcopt.init(), or None, not {given!r:.200}. For some of the ranks: "
             f"DistributedOptimizer(process_set=[...]), or comm=dgcopt.init().among([...])"
         )
     _renew()
@@ -223,7 +223,7 @@ def wire_in_use() -> str:
 
 
 def shutdown() -> None:
-    """Forget the comm, so that `init` joins anew; ends torch.distributed where `init` started it."""
+    """Forget the comm, so that `init` joins again; ends torch.distributed if `init` started it."""
     global _current
     if _current is not None:
         _current.close()
@@ -231,7 +231,7 @@ def shutdown() -> None:
 
 
 def _detect(env: Mapping[str, str]) -> tuple[str, str]:
-    """Which wire, and why. What the script has started comes before what the launcher says."""
+    """Return the wire and the reason. A library that the script has started comes before the launcher's."""
     hvd = sys.modules.get("horovod.torch")
     if hvd is not None and hvd.is_initialized():
         return "horovod", f"{SCRIPT} Horovod"
@@ -252,7 +252,7 @@ def _detect(env: Mapping[str, str]) -> tuple[str, str]:
         if missing:
             raise ConfigError(
                 f"the environment looks like torchrun's but {', '.join(missing)} is missing; start with torchrun, "
-                f"set what is missing, or choose the wire with dgcopt.init(wire=...) or DGCOPT_WIRE"
+                f"set the missing variables, or choose the wire with dgcopt.init(wire=...) or DGCOPT_WIRE"
             )
         return "torch", "started by torchrun"
     if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
@@ -305,7 +305,7 @@ _makers: dict[str, Callable[[float], Comm]] = {
 
 
 def slurm_meeting_place(env: Mapping[str, str]) -> str:
-    """Where the tasks of an srun step meet: its first host, and a port derived from the job and step.
+    """Return the rendezvous of an srun step: its first host, and a port derived from the job and step.
 
     MASTER_ADDR and MASTER_PORT override. Raises ConfigError if the node list cannot be read.
     """

@@ -50,7 +50,7 @@ class _Meeting:
         for other, theirs in itertools.islice(self.parts.items(), 1):
             if collective.describe() != theirs.describe() or getattr(collective, "op", 0) != getattr(theirs, "op", 0):
                 raise MismatchError(
-                    f"rank {rank} started {collective.describe()} where rank {other} started {theirs.describe()}"
+                    f"rank {rank} started {collective.describe()}, but rank {other} started {theirs.describe()}"
                 )
         self.parts[rank] = collective
         if len(self.parts) == len(self.ranks):
@@ -177,7 +177,7 @@ class SimulatedComm(Comm):
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
         """Wait by moving the missing ranks' exchanges on.
 
-        Raises what their own code raises, as it is, and CommError if they cannot get there.
+        Raises the errors of their own code unchanged, and CommError if they cannot get there.
         """
         while not handle.done():
             assert isinstance(handle, _Seat)

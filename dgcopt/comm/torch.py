@@ -45,10 +45,10 @@ NCCL_STREAMS = "NCCL_SOCKET_NTHREADS"
 """How many threads, each with a connection of its own, serve one of NCCL's connections between machines."""
 
 CUT = 2**18
-"""Bytes of a piece of a message, at least, where it is cut to travel over several connections."""
+"""Least bytes of a piece of a message that is cut for several connections."""
 
 COPIES, PACKET = 2**20, 1400
-"""Bytes that a rank sends to all others together, at most, where everyone tells everyone: of a message to be gathered,
+"""Bytes that a rank sends to all others together, at most, in an exchange of all with all: of a message to be gathered,
 and of numbers to be reduced.
 
 Gloo passes both around a ring, in which each of N - 1 or 2 (N - 1) messages waits for the one before: eight ranks on
@@ -57,18 +57,18 @@ grow with N.
 """
 
 LATE = "dgcopt waits, rank "
-"""Where the store has the collective for which a rank's deadline has passed, with the rank behind."""
+"""Store key, before a rank's number, of the collective for which its deadline has passed."""
 
 PROBE = 1_000_003
 """The tag of messages that test whether a rank can be reached; nothing else uses it."""
 
 _GIVEN_UP: list[dist.Work] = []
-"""What nobody waits for any more: a deadline has passed, or the wire has failed."""
+"""Collectives without a waiter: their deadline has passed, or the wire has failed."""
 
 REDUCED = {
     getattr(torch, name) for name in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 }
-"""Which Gloo and NCCL add up; both have bool too, whose sum on Gloo is no bool any more."""
+"""Dtypes that Gloo and NCCL sum; both take bool too, but Gloo returns no bool."""
 MOVED = {*REDUCED, torch.bool}
 
 REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -120,10 +120,10 @@ class Works(Handle):
 class TorchComm(Comm):
     """torch.distributed among the ranks of its default process group, or over another of all given as `process_group`.
 
-    Beside the default one it makes its own, so that what the script itself reduces in the middle of a step never mixes
+    Beside the default one it makes its own, so that the script's own collectives in the middle of a step never mix
     with buckets, which some ranks have sent by then and others have not. A given one of fewer ranks needs two more, of
     Gloo, as `apart`, by name: `among` makes all three. If the script has not called `init_process_group`, `init_method`
-    must say where the ranks meet ("env://" under torchrun), and `close` ends what was started here. Raises CommError if
+    must name the rendezvous ("env://" under torchrun), and `close` ends a group started here. Raises CommError if
     the ranks do not all come before `deadline`.
     """
 
@@ -391,7 +391,7 @@ class TorchComm(Comm):
                 raise self._failed(collective, error)
 
     def _waiting(self, words: str) -> dict[int, str] | None:
-        """By the store where the ranks met. A thread asks it, because its machine may be the one that is lost."""
+        """Through the rendezvous store. A thread asks it, because its machine may be the lost one."""
         group = self._groups.get("control")
         if group is None:  # it was late while they were made
             return None
@@ -452,7 +452,7 @@ def _has_succeeded(work: dist.Work) -> bool:
 
 
 def tells_all(collective: Collective, size: int) -> bool:
-    """Whether each rank sends its tensor to all others: where the sum of whole numbers is the same in any order."""
+    """Return True if each rank sends its tensor to all others: for sums of integers, the same in any order."""
     tensor, nbytes = collective.tensor, (size - 1) * collective.nbytes
     if tensor.device.type != "cpu" or not nbytes:
         return False
@@ -464,7 +464,7 @@ def tells_all(collective: Collective, size: int) -> bool:
 def _release_gil() -> None:
     """Release the GIL for a moment at exit: Gloo's threads need it to free their last tensors, or they abort.
 
-    What was given up ends when others close their connections, which they mostly do in the same moment.
+    Abandoned collectives end when others close their connections, mostly at the same moment.
     """
     end = time.monotonic() + 2 * NOTICE
     while time.monotonic() < end and not all(work.is_completed() for work in _GIVEN_UP):

@@ -1,36 +1,36 @@
-"""What is sent: one file per algorithm, each reading like its paper."""
+"""Compressors of gradients: one file per algorithm, each reading like its paper."""
 
-from .adasum import Adasum
+from .adam.onebit_adam import OneBitAdam
+from .adam.qadam import QAdam
 from .base import Compressor, GradientExchange, Source
-from .bytegrad import ByteGrad
-from .chunked import ChunkedTopK
-from .cltk import CLTK
 from .context import Context
-from .csc import CSC
-from .demo import DeMo
 from .dense import NoCompression, Noop
-from .dgc import DGC
-from .encoded import Encoded
 from .from_ddp import from_ddp_hook
-from .half import BF16, FP16
-from .hierarchical import Hierarchical
 from .horovod import HorovodCompression, accept
-from .natural import Natural
-from .onebit import OneBit
-from .onebit_adam import OneBitAdam
-from .per_parameter import PerParameter
-from .powersgd import PowerSGD
-from .qadam import QAdam
-from .qsgd import QSGD
-from .randomk import RandomK
+from .lowrank.powersgd import PowerSGD
+from .quantised.base import Encoded
+from .quantised.bytegrad import ByteGrad
+from .quantised.natural import Natural
+from .quantised.onebit import OneBit
+from .quantised.qsgd import QSGD
+from .quantised.sign import EFSignSGD, SignSGD, Signum
+from .quantised.terngrad import TernGrad
 from .reduction import OwnerReduction, PartitionReduction
-from .schedule import ScheduledRatio
-from .sign import EFSignSGD, SignSGD, Signum
-from .sparse import Sparse
-from .terngrad import TernGrad
-from .threshold import Threshold
-from .topk import TopK
-from .wrapper import Wrapper
+from .sparse.base import Sparse
+from .sparse.chunked import ChunkedTopK
+from .sparse.cltk import CLTK
+from .sparse.csc import CSC
+from .sparse.demo import DeMo
+from .sparse.dgc import DGC
+from .sparse.randomk import RandomK
+from .sparse.schedule import ScheduledRatio
+from .sparse.threshold import Threshold
+from .sparse.topk import TopK
+from .wrappers.adasum import Adasum
+from .wrappers.base import Wrapper
+from .wrappers.half import BF16, FP16
+from .wrappers.hierarchical import Hierarchical
+from .wrappers.per_parameter import PerParameter
 
 __all__ = [
     "BF16",

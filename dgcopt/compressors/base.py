@@ -105,7 +105,7 @@ class Compressor:
 
     @property
     def conserves(self) -> bool:
-        """True if the applied sum and all memory whose kind starts with "residual" add up to the gradients."""
+        """True if the applied sum and all memory of kinds that start with "residual" add up to the gradients."""
         return False
 
     @property
@@ -159,13 +159,13 @@ class Compressor:
         if self.source != "auto":
             return
         if sends == "update":
-            log.info("dgcopt: what travels are the updates that %s makes on each rank", name)
+            log.info("dgcopt: updates of %s on each rank are sent, not gradients", name)
             if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
-                log.info("dgcopt: what waits to be sent is momentum enough: betas=(0.0, ...) should do better")
+                log.info("dgcopt: the residual acts as momentum already: betas=(0.0, ...) should do better")
         elif not isinstance(optimizer, SGD | LBFGS):
             log.info(
-                "dgcopt: what travels are gradients, as it is not known that updates of %s add up: if they do, and "
-                "weights depend on nothing else, give the compressor source='update'",
+                "dgcopt: gradients are sent, as updates of %s may not be additive: if they are, and weights depend on "
+                "nothing else, set source='update' in the compressor",
                 name,
             )
 

@@ -1,4 +1,4 @@
-"""What an exchange may know of its place, and all that lasts from one step to the next."""
+"""Read-only facts that an exchange may use about its bucket, step and rank, and its memory from step to step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..kernels import BLOCK, Mixture, gather
 __all__ = ["SUMS", "Absorbed", "Context", "at_least_float32"]
 
 SUMS = "residual of the owner"
-"""The memory of owners: what they have been sent and have not forwarded."""
+"""The kind of owners' memory: sums of received coordinates that are not forwarded yet."""
 
 
 class Absorbed(Enum):
@@ -46,39 +46,39 @@ class _Absorption:
 
 @dataclass(eq=False)
 class Context:
-    """What an exchange may know of its place.
+    """Facts about the bucket, step and rank, and transactional memory, for one exchange.
 
     Attributes:
         rank, size: this rank among all.
-        op: "average" or "sum", what the user asked for.
+        op: "average" or "sum", the user's choice.
         step: optimizer steps completed before this one.
-        kind: what `Compressor.kind` said of the bucket's parameters.
+        kind: `Compressor.kind` of the bucket's parameters.
         index: the bucket's place in the order in which all ranks launch them.
-        node, nodes, local_rank, local_size: which machine this rank runs on, and its place there.
-        segments: which span of the flat gradient belongs to which parameter.
-        memory: flat tensors of the gradient's layout that persist from step to step and follow their parameters
-            through checkpoints and new buckets, as the last step left them. Change them through `remember` or
-            `advance`, whose result replaces them once the whole step has succeeded on every rank.
-        link: how fast the wire is, the same on all ranks; measured if the compressor `asks_link`, else a guess.
-        shards: memory of which this rank holds only the coordinates that it owns; see `shard`.
+        node, nodes, local_rank, local_size: index of this rank's machine, number of machines, and its rank on it.
+        segments: the parameters' spans in the flat gradient.
+        memory: flat tensors of the gradient's layout as of the last commit, which follow their parameters through
+            checkpoints and new buckets. Change them through `remember` or `advance`: the new tensors replace them when
+            all ranks commit the step.
+        link: latency and bandwidth of the wire, equal on all ranks; measured if the compressor `asks_link`, else a
+            guess.
+        shards: memory of the coordinates that this rank owns; see `shard`.
         shared: small tensors of any shape that are the same on all ranks, by kind and parameter name; they persist
             as `memory` does. Change them through `share`.
-        scratch: whatever else the compressor keeps for this bucket; gone when buckets are built anew.
-        local: the gradient where autograd left it, for compressors that read it there (`Compressor.in_place`).
-        tally: what exchanges have counted, by the name of a `dgcopt.Telemetry` field, of which the caller takes it; see
-            `count`.
-        mixture: what the gradient becomes before it travels, and the result is to be taken out of again; only for
+        scratch: the compressor's cache for this bucket; lost when buckets are laid out anew.
+        local: the gradient in autograd's tensors, for compressors that read it in place (`Compressor.in_place`).
+        tally: counts by the name of a `dgcopt.Telemetry` field, which the caller collects; see `count`.
+        mixture: the moving average to apply to the gradient before it travels, and to invert in the result; only for
             compressors that do both themselves (`Compressor.mixes`).
-        certain: whether all ranks have voted to take the step, so that only a wire that fails can keep them from it.
-        peak: the largest magnitude that the exchange has met, if it has looked for it: NaN or Inf tells of a gradient
-            that is not finite.
-        looked_at: what has arrived and may hold NaN or Inf, see `look_at`.
-        by_sender: messages as they are decoded, each a row per rank, to name the senders of NaN or Inf.
-        refused: ranks whose messages hold NaN or Inf; see `refuse`.
-        idle: kinds of unsent memory that the last exchange has not taken up: they are added to the gradient before this
-            one, by `add_unsent`.
-        prescale: what the gradient is multiplied by before the exchange, but memory is not.
-        checks: of what has arrived, which are read together with those of other exchanges, before the step is settled.
+        certain: True once all ranks have voted to commit, so that only a failing wire can abort the step.
+        peak: the largest magnitude in the gradient, if the exchange has computed it: NaN or Inf for a gradient that is
+            not finite.
+        looked_at: received tensors that may hold NaN or Inf, see `look_at`.
+        by_sender: decoded messages with a row per rank, to name the senders of NaN or Inf.
+        refused: ranks with NaN or Inf in their messages; see `refuse`.
+        idle: kinds of unsent memory that the last exchange did not use; `add_unsent` adds them to the gradient before
+            this one.
+        prescale: factor on the gradient, but not on memory, before the exchange.
+        checks: checks of received messages, read together with those of other exchanges before the commit.
     """
 
     rank: int
@@ -137,7 +137,7 @@ class Context:
 
     @property
     def divisor(self) -> int:
-        """What a sum over ranks is divided by."""
+        """The divisor of a sum over ranks."""
         return self.size if self.op == "average" else 1
 
     @property
@@ -157,7 +157,7 @@ class Context:
 
     @property
     def absorbed(self) -> Absorbed:
-        """Whether memory in place contains this step's gradient already; see `absorbing`."""
+        """How far memory in place already contains this step's gradient; see `absorbing`."""
         return self._absorption.progress
 
     @property
@@ -168,17 +168,17 @@ class Context:
         return self.scratch["tensors"]
 
     def dense(self, result: Tensor | SparseSum) -> Tensor:
-        """What an exchange returned as a flat tensor of the parameters' dtype."""
+        """Return the result of an exchange as a flat tensor of the parameters' dtype."""
         if isinstance(result, Tensor):
             return result.to(self.dtype)
         return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
 
     def all_reduce(self, values: Tensor) -> tuple[AllReduce, Tensor]:
-        """Return the allreduce of `values` in the parameters' dtype as `op` says, and the part of them that it adds up.
+        """Return the allreduce of `values` by `op` in the parameters' dtype, and the part of them that it sends.
 
-        In half precision wires may add up before they divide: so each rank divides first, and values are clamped such
-        that no sum of finite ones overflows. The residual keeps the rest. The part is in the dtype of `values`, and may
-        share memory with the message, which the allreduce overwrites.
+        In half precision each rank divides before the sum, and values are clamped so that no sum of finite ones
+        overflows. The residual keeps the rest. The sent part has the dtype of `values`, and may share memory with the
+        message, which the allreduce overwrites.
         """
         if at_least_float32(self.dtype) == self.dtype:
             message = values.to(self.dtype)
@@ -189,15 +189,15 @@ class Context:
         return AllReduce(message, op="sum"), (message.to(wide.dtype) * self.divisor).to(values.dtype)
 
     def add_residual(self, grad: Tensor, decay: float = 1.0) -> Tensor:
-        """Error feedback: `grad` plus `decay` times what has not been sent; `grad` stays.
+        """Return `grad` plus `decay` times the residual (error feedback), without changing `grad`.
 
-        The result lies where the memory's next state may, so that `keep_residual` need not copy it.
+        The result is in the memory's spare tensor, so that `keep_residual` need not copy it.
         """
         residual, ahead = self.residual()
         return torch.add(grad, residual, alpha=decay, out=ahead)
 
     def residual(self) -> tuple[Tensor, Tensor]:
-        """`add_residual` without its sum: what has not been sent, and where the sum may lie, yet to be written."""
+        """Return the residual and an unwritten tensor for its sum with the gradient, as `add_residual` uses them."""
         residual = self.hold("residual")
         ahead = self._spare.get("residual")
         if ahead is None or ahead.dtype != residual.dtype:
@@ -205,14 +205,14 @@ class Context:
         return residual, ahead
 
     def keep_residual(self, left: Tensor) -> None:
-        """What has not been sent this time. `left` must stay as it is until the exchange is over.
+        """Make `left` the residual after this step. It must not change until the exchange has ended.
 
-        Of several calls the last counts. Raises ConfigError for another shape than the gradient's.
+        The last of several calls counts. Raises ConfigError if its shape is not the gradient's.
         """
         if left.shape != (self.numel,):
             raise ConfigError(
-                f"what is kept must have the shape of the gradient, {(self.numel,)}, not {tuple(left.shape)}: zeros "
-                f"where nothing waits"
+                f"a residual must have the shape of the gradient, {(self.numel,)}, not {tuple(left.shape)}: use zeros "
+                f"for coordinates that were sent"
             )
         self.tensors.clear_gaps(left)
         self._next.pop("residual", None)
@@ -223,25 +223,25 @@ class Context:
             self.on_commit(lambda: residual.copy_(left) if left is self._left else None)
 
     def key(self, seed: int, own: bool = True) -> int:
-        """64 bits, from which `dgcopt.kernels.draws` makes random numbers: of this step, bucket and, if `own`, rank."""
+        """Return a 64-bit seed for `dgcopt.kernels.draws`, distinct for each step, bucket and, if `own`, rank."""
         return int.from_bytes(hashlib.blake2b(self._place(seed, own), digest_size=8).digest(), "little")
 
     def generator(self, seed: int, own: bool = False) -> torch.Generator:
-        """Random numbers (on the CPU) of this step and bucket: the same on all ranks, or this rank's `own`."""
+        """Return a CPU generator for this step and bucket: the same on all ranks, or this rank's `own`."""
         return torch.Generator().manual_seed(zlib.crc32(self._place(seed, own)))
 
     def _place(self, seed: int, own: bool) -> bytes:
-        """What random numbers are made from: they are the same wherever this is."""
+        """Return the text that seeds random numbers."""
         return f"{seed} {self.step} {self.index} {self.rank if own else 'all'}".encode()
 
     def share(self, kind: str, segment: Segment, value: Tensor) -> None:
-        """Once the step has succeeded, `shared[kind]` of a parameter is `value`: the same bits on all ranks."""
+        """Set `shared[kind]` of a parameter at commit; `value` has the same bits on all ranks."""
         self._shares.append((kind, segment, value))
 
     def remember(self, kind: str, like: Tensor) -> Tensor:
-        """The memory called `kind`, to be changed in place; zero at first, float32 where `like` is of half precision.
+        """Return the next memory of a kind, to change in place; zero at first, float32 if `like` has half precision.
 
-        What was held back is called "residual".
+        The kind of unsent gradient is "residual".
         """
         if kind in self._next:
             return self._next[kind]
@@ -254,7 +254,7 @@ class Context:
         start: Callable[[Segment], Tensor | None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`remember` without its copy: the memory as it is, and as it will be, yet to be written, all but the gaps."""
+        """Return the current memory of a kind, and the next one: unwritten except for its gaps, without a copy."""
         held = self.hold(kind, start, dtype)
         if kind not in self._next:
             spare = self._spare.pop(kind, None)
@@ -267,15 +267,15 @@ class Context:
         start: Callable[[Segment], Tensor | None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The memory as it is, to be read now, and to be changed in place only by what runs `on_commit`.
+        """Return the current memory of a kind, to read now, and to change in place only `on_commit`.
 
-        `start` gives what a parameter's memory begins with, where that is not zero. `dtype` None is the parameters',
-        but float32 where that is of half precision.
+        `start` returns a parameter's initial memory, or None for zeros. `dtype` None is the parameters' dtype, or
+        float32 if that has half precision.
         """
         held = self.memory.get(kind)
         self._taken.add(kind)
         if held is not None and held is self._added.get(kind):
-            held = None  # it is in the gradient already
+            held = None  # already in the gradient
         wanted = at_least_float32(self.dtype) if dtype is None else dtype
         if held is None:
             held = torch.zeros(self.numel, dtype=wanted, device=self.device)
@@ -284,15 +284,15 @@ class Context:
                 if value is not None:
                     segment.view(held).copy_(value)
             self.memory[kind] = held
-        elif held.dtype != wanted:  # as a checkpoint left it
+        elif held.dtype != wanted:  # loaded from a checkpoint
             held = self.memory[kind] = held.to(wanted)
         return held
 
     def shard(self, kind: str, sharding: Sharding) -> Shard:
-        """The memory called `kind`, of which this rank has its share; zero at first, float32 at least.
+        """Return this rank's shard of the memory of a kind; zero at first, float32 at least.
 
-        What a checkpoint of other ranks left it of other shares is added to "residual", which there has to be, as it is
-        and as it will be.
+        Coordinates that a checkpoint of another world size gave this rank, but that it does not own now, are added to
+        the current and the next "residual", which must exist.
         """
         self._taken.add(kind)
         if kind not in self.shards and kind not in self.memory:
@@ -304,9 +304,9 @@ class Context:
         return self.shards[kind]
 
     def merge_into_residual(self, kind: str) -> None:
-        """Add memory called `kind`, whole or this rank's share, to "residual", which there has to be, and forget it.
+        """Add the memory of a kind, whole or this rank's shard, to "residual", which must exist, and remove it.
 
-        "residual" as it is, and as it will be: so it does not matter whether the step succeeds.
+        Both the current and the next residual get it, so a commit and an abort keep it alike.
         """
         whole = self.memory.pop(kind) if kind in self.memory else self.shards.pop(kind).whole()
         if whole.any():
@@ -315,9 +315,9 @@ class Context:
                     residual.add_(whole)
 
     def add_unsent(self, grad: Tensor, kinds: Sequence[str] | None = None, weight: float = 1.0) -> None:
-        """Add unsent memory, all or of some kinds, to a gradient that is sent whole: `weight` times.
+        """Add `weight` times unsent memory, of all kinds or some, to a gradient that is sent whole.
 
-        Once the step has succeeded it waits no more. If the exchange then asks for it, it finds zeros.
+        The memory is cleared at commit. An exchange that reads it meanwhile finds zeros.
         """
         for kind in [kind for kind in self.memory if is_unsent(kind)] if kinds is None else kinds:
             held = self._added[kind] = self.memory[kind]
@@ -326,49 +326,49 @@ class Context:
             self.on_commit(held.zero_)
 
     def take_unsent(self) -> Tensor | None:
-        """All unsent memory, which waits no more; None if there is none. Between exchanges."""
+        """Remove and return the sum of all unsent memory, or None if there is none. Call it between exchanges."""
         kinds = [kind for kind in (*self.memory, *self.shards) if is_unsent(kind)]
         held = [self.memory.pop(kind) if kind in self.memory else self.shards.pop(kind).whole() for kind in kinds]
         self.idle = ()
         return torch.stack([each.to(at_least_float32(self.dtype)) for each in held]).sum(0) if held else None
 
     def keep_unsent(self) -> None:
-        """What is unsent is for a later exchange to take up."""
+        """Keep all unsent memory for a later exchange."""
         self._taken.update(filter(is_unsent, (*self.memory, *self.shards)))
 
     def on_commit(self, change: Callable[[], object]) -> None:
-        """Run `change` when the step has succeeded, which changes memory in place."""
+        """Run `change`, which changes memory in place, at commit."""
         self._later.append(change)
 
     def count(self, **numbers: int) -> None:
-        """Add numbers to the tally when the step has succeeded."""
+        """Add numbers to the tally at commit."""
         self.on_commit(lambda: self.tally.update(numbers))
 
     def count_sent(self, sent: Sent) -> None:
-        """Add the coordinates of a message to the tally, and how many of them are left out."""
+        """Add the numbers of selected and of omitted coordinates of a message to the tally."""
         self.count(selected=len(sent.indices))
         if sent.travels is not None:
             self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
 
     def look_at(self, arrived: Tensor, by_sender: Tensor | None = None) -> None:
-        """Abort the step, on all ranks, if a tensor that has arrived on all of them holds NaN or Inf.
+        """Abort the step on all ranks if a tensor that all have received holds NaN or Inf.
 
-        For what is small beside the gradient, and not part of a SparseSum, which is looked at in any case. If the error
-        is to name the senders, `by_sender` is what it was made of, with a row per rank.
+        For tensors that are small compared with the gradient; a SparseSum is checked in any case. `by_sender` holds the
+        same data with a row per rank, so that the error can name the senders.
         """
         self.looked_at.append(arrived)
         if by_sender is not None:
             self.by_sender.append(by_sender)
 
     def refuse(self, ranks: Iterable[int]) -> None:
-        """Abort the step, as messages of `ranks` hold NaN or Inf; all ranks must do so alike."""
+        """Abort the step because messages of `ranks` hold NaN or Inf; all ranks must call it alike."""
         self.refused.update(ranks)
 
     @contextmanager
     def for_now(self, flat: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """Memory that may be changed in place at some positions: afterwards it is again what it was."""
+        """Context in which memory may be changed in place at `positions`; their values are restored on exit."""
         before = (flat, positions, gather(flat, positions))
-        self._before.append(before)  # should something interrupt the end of it
+        self._before.append(before)  # for `rollback`, if the restore itself is interrupted
         try:
             yield flat
         finally:
@@ -376,7 +376,7 @@ class Context:
             self._before = [other for other in self._before if other is not before]
 
     def prepare(self, used: Sequence[bool] | None = None) -> None:
-        """Before `commit`: copy what stays as it is, the memory of parameters that no rank `used`."""
+        """Prepare `commit`: copy the memory of parameters that no rank `used`, which does not change."""
         kept: list[tuple[Mapping[str, Any], str, slice, Tensor]] = []
         unused = set()
         for segment, was_used in zip(self.segments, used or [True] * len(self.segments), strict=True):
@@ -399,11 +399,11 @@ class Context:
         self._absorption.progress = Absorbed.WHOLLY
 
     def commit(self, used: Sequence[bool] | None = None) -> None:
-        """The step succeeded: what was to be remembered is, except of parameters that no rank `used`.
+        """Make the next memory current, except for parameters that no rank `used`.
 
-        Unsent memory that the exchange has not taken up, as another compressor may have left it in a checkpoint, is
-        added to "residual", or is `idle` where the exchange has none. Raises PayloadError for a check that fails, which
-        whoever commits a step has read before.
+        Unsent memory that the exchange did not use, such as another compressor's from a checkpoint, is added to
+        "residual", or becomes `idle` if the exchange has no residual. Raises PayloadError if a check fails that the
+        caller has not read before.
         """
         read_checks([self.checks])
         if used is not None:
@@ -422,7 +422,7 @@ class Context:
         self._pass_on(taken, added)
 
     def _pass_on(self, taken: Collection[str], added: Collection[str]) -> None:
-        """Unsent memory that the exchange has not `taken` up is for the next one; what was `added` is gone, if zero."""
+        """Keep unsent memory that the exchange has not `taken` for the next one; remove `added` memory that is zero."""
         idle = [kind for kind in (*self.memory, *self.shards) if is_unsent(kind) and kind not in taken]
         for kind in idle:
             if "residual" in taken:
@@ -435,7 +435,7 @@ class Context:
         self.idle = [kind for kind in idle if kind in self.memory]
 
     def rollback(self) -> None:
-        """The step is void: the memory stays what it was before."""
+        """Abort the step: memory is as of the last commit."""
         for flat, positions, values in self._before:
             flat.index_copy_(0, positions, values)
         self._spare |= self._next
@@ -453,7 +453,7 @@ class Context:
 
 
 def largest_addend(dtype: torch.dtype, size: int) -> float:
-    """Return the largest number of `dtype` of which `size` add up to a finite sum, however partial sums are rounded."""
+    """Return the largest number of `dtype` such that a sum of `size` of them is finite in any rounding."""
     most = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
     addend = (most / size).to(dtype)
     if addend.double() * size > most:
@@ -462,5 +462,5 @@ def largest_addend(dtype: torch.dtype, size: int) -> float:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which memory adds up what gradients of `dtype` hold."""
+    """Return the dtype of memory that accumulates gradients of `dtype`."""
     return torch.promote_types(dtype, torch.float32)

@@ -127,10 +127,10 @@ class DDPHook(Compressor):
         if isinstance(result, list | tuple) and len(result) == 1:  # the form of torch's futures of collectives
             (result,) = result
         if not isinstance(result, Tensor) or result.numel() != bucket.numel:
-            what = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
             raise ConfigError(
                 f"{_name_of(self.hook)} must return a future of the averaged gradient, a tensor of {bucket.numel} "
-                f"elements, not {what}"
+                f"elements, not {found}"
             )
         parts = result.reshape(-1).split([segment.numel for segment in ctx.segments])
         for segment, part in zip(ctx.segments, parts, strict=True):
@@ -228,12 +228,12 @@ class Turns:
         threading.Thread(target=self._run, name="dgcopt DDP hook", daemon=True).start()
         try:
             while True:
-                what, thing = self._said.get()
-                if what == "failed":
-                    raise thing
-                if what == "done":
-                    return thing
-                self._heard.put((yield thing))
+                event, value = self._said.get()
+                if event == "failed":
+                    raise value
+                if event == "done":
+                    return value
+                self._heard.put((yield value))
         finally:
             self._heard.put(None)  # unblock a hook that still waits
 
@@ -276,7 +276,7 @@ class Turns:
 
 
 class Later(Future):
-    """A future whose `wait()` resumes the exchange and whose callbacks run in the hook's thread."""
+    """A future with a `wait()` that resumes the exchange, and with callbacks in the hook's thread."""
 
     def __init__(self, turns: Turns, finish: Callable[[Tensor], Any] = lambda result: result) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Asked:
 
 
 class Group(ProcessGroup):
-    """A torch process group whose collectives are made by the running exchange."""
+    """A torch process group with collectives of the running exchange."""
 
     def getBackendName(self) -> str:
         return "dgcopt"
@@ -389,7 +389,7 @@ def _ask(collective: Collective, finish: Callable[[Tensor], Any]) -> Asked:
 
 
 def _into(tensor: Tensor, result: Tensor) -> Tensor:
-    """Write a collective's result to the place where torch's own would."""
+    """Write a collective's result to the tensors that torch's own would use."""
     return tensor if tensor.data_ptr() == result.data_ptr() else tensor.copy_(result)
 
 

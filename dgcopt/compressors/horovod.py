@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .base import Compressor
 from .context import Context
 from .dense import NoCompression
-from .half import FP16
+from .wrappers.half import FP16
 
 __all__ = ["HorovodCompression", "accept"]
 

@@ -1,4 +1,4 @@
-"""Optimizers whose `step()` may run before the exchange, so that updates are sent instead of gradients.
+"""Optimizers that may step before the exchange, so that updates are sent instead of gradients.
 
 torch's own optimizers are recognised by the function behind `step`: a subclass that overrides it is not recognised, a
 wrapped optimizer is.

@@ -1,4 +1,4 @@
-"""How coordinates that every rank has chosen for itself become one sum: all to all ranks, or by owners."""
+"""Reductions: the ranks' selected coordinates become one sum, by an allgather or by owners."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ __all__ = [
 ]
 
 Reduce: TypeAlias = Literal["gather", "owner", "partition", "auto"]
-"""Whether every rank hears all that others have chosen, only the largest sums of it from the ranks that own them, or
-ranks choose for each other.
+"""How selected coordinates become a sum: an allgather of all, the largest sums from their owners, or coordinates that
+ranks select in turn.
 
-"auto" is the faster one of the first two: see `Reduction.seconds`.
+"auto" is the faster one of the first two, by `Reduction.seconds`.
 """
 
 log = logging.getLogger("dgcopt")
 
-# What a processor takes, as bench_reduce.py has it: to read one coordinate of a message, to pass over one place of an
-# owner's share, and to code and read a bucket's messages one time more.
+# Seconds on one core, measured by bench_reduce.py: to read one coordinate of a message, to pass over one element of an
+# owner's shard, and to code and read a bucket's messages one more time.
 _READING, _PASSING, _CODING = 20e-9, 2e-9, 1e-3
 
-_SIGMAS = 2  # of the coordinates that fall to one owner at random, less than 1% find no room then
+_SIGMAS = 2  # room for random numbers of coordinates per owner: less than 1% are omitted
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one rank has chosen of a bucket.
+    """One rank's selected coordinates of a bucket.
 
     Attributes:
-        indices: where, int64, ascending. values: what is there.
-        at: what is at any positions.
-        forget: told the positions that are sent, and their values as they arrive: what the residual loses; and which
-            of them travel, None if all do. The value of one that does not is 0.
+        indices: positions, int64, ascending. values: their values.
+        at: returns the values at any positions.
+        forget: called with the sent positions, their decoded values, to subtract from the residual, and a mask of those
+            that fit into the message, None if all do. The value of one that does not fit is 0.
     """
 
     indices: Tensor
@@ -68,28 +68,28 @@ class Choice:
 
 
 class Reduction(Protocol):
-    """What becomes of the coordinates that each rank has chosen.
+    """A sum of the ranks' selected coordinates.
 
-    Attributes: `count`, how many a rank may choose.
+    Attributes: `count`, the number of coordinates that a rank may select.
     """
 
     @property
     def count(self) -> int: ...
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        """The sum over ranks, divided as `ctx.op` says. Raises PayloadError for a message that cannot be right."""
+        """Return the sum over ranks, divided by `ctx.divisor`. Raises PayloadError for an invalid message."""
 
     def nbytes(self, ctx: Context) -> int | None:
-        """Bytes that this rank hands to collectives; None if data decide."""
+        """Return the payload bytes of this rank; None if they depend on data."""
 
     def seconds(self, ctx: Context) -> float:
-        """How long an exchange of this bucket should take over `ctx.link`, but for what all ways have in common."""
+        """Return the estimated time of an exchange over `ctx.link`, without the parts that all reductions share."""
 
 
 def reduction(
     way: Reduce, code: SparseCode, count: int, ctx: Context, keep: float = 1.0, decay: float = 1.0
 ) -> Reduction:
-    """What a setting means for `count` coordinates of each rank, at most; the others are `OwnerReduction`'s."""
+    """Return the reduction that a setting names, for at most `count` coordinates per rank; see `OwnerReduction`."""
     if way == "partition":
         return PartitionReduction(count)
     ways: dict[str, Reduction] = {
@@ -100,7 +100,7 @@ def reduction(
 
 
 class Timed(Protocol):
-    """What says how long it should take."""
+    """A reduction with an estimated time."""
 
     def seconds(self, ctx: Context) -> float: ...
 
@@ -109,7 +109,7 @@ Way = TypeVar("Way", bound=Timed)
 
 
 def faster(ways: dict[str, Way], ctx: Context) -> Way:
-    """The way that should take the least time, alike on all ranks; the log says when it is another one."""
+    """Return the reduction with the least estimated time, the same on all ranks; log every change."""
     seconds = {name: one.seconds(ctx) for name, one in ways.items()}
     chosen = min(seconds, key=lambda name: seconds[name])
     if ctx.rank == 0 and ctx.scratch.get("reduce") != chosen:
@@ -123,21 +123,21 @@ def faster(ways: dict[str, Way], ctx: Context) -> Way:
 
 
 def check_reduce(way: Reduce, keep: float) -> None:
-    """Raises ConfigError for settings that do not exist."""
+    """Raise ConfigError for invalid settings."""
     if way not in ("gather", "owner", "partition", "auto"):
         raise ConfigError(f'reduce must be "gather", "owner", "partition" or "auto", not {way!r}')
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
     if keep != 1 and way in ("gather", "partition"):
         raise ConfigError(
-            f'keep={keep!r} says how many sums owners forward, and with reduce="{way}" there are none: leave it away '
-            f'or give reduce="owner" or "auto"'
+            f'keep={keep!r} is the number of sums that owners forward, and reduce="{way}" has no owners: remove keep, '
+            f'or set reduce="owner" or "auto"'
         )
 
 
 @dataclass(frozen=True)
 class AllGatherReduction:
-    """Everyone's message to everyone, by one allgather: what a rank receives and decodes grows with their number."""
+    """One allgather of all messages: received bytes and decoding grow with the number of ranks."""
 
     code: SparseCode
     count: int
@@ -158,23 +158,23 @@ class AllGatherReduction:
 
 @dataclass(frozen=True)
 class OwnerReduction:
-    """Each coordinate has an owner, which adds up what ranks send of it, and forwards only the largest sums.
+    """Each coordinate has an owner, which sums the ranks' values and forwards only the largest sums.
 
-        s = decay * s + what ranks have sent me, in rank order
-        forward the keep * count / N largest |s|;  s = s minus what arrives
+        s = decay * s + all ranks' messages to this rank, in rank order
+        forward the keep * count / N largest |s|;  s = s - decoded(forwarded)
 
-    So a rank sends and receives about twice its own choice, however many ranks there are, and what all apply is as
-    sparse as that. What does not fit into a message to an owner, the smallest first, stays with its sender; what an
-    owner does not forward stays with it, apart from its own residual, in which its own choice would drown. This is the
-    scheme of Ok-Topk (Li & Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022) with owners drawn by a hash, fixed
-    lengths, and nothing lost.
+    So a rank sends and receives about twice its own selection at any world size, and the result is as sparse as that.
+    Coordinates that do not fit into a message to an owner, the smallest first, stay in the sender's residual. Sums that
+    an owner does not forward stay with it, apart from its own residual, which they would outweigh. This is the scheme
+    of Ok-Topk (Li & Hoefler, "Near-Optimal Sparse Allreduce", PPoPP 2022) with owners drawn by a hash, fixed lengths,
+    and nothing lost.
 
     Args:
-        code: how coordinates travel. Positions always travel as Rice-coded gaps, as their number varies.
-        count: how many coordinates each rank selects.
-        keep: how many sums are forwarded by all owners together, as a multiple of `count`; infinity forwards all that
-            has arrived in this step, and costs one more allreduce of 8 bytes.
-        decay: of what waits with owners; 0 throws it away.
+        code: the code of values. Positions always travel as Rice-coded gaps, as their number varies.
+        count: number of coordinates that each rank selects.
+        keep: number of sums that all owners together forward, as a multiple of `count`; infinity forwards all sums of
+            this step, and costs one more allreduce of 8 bytes.
+        decay: factor on the owners' memory at every step; 0 keeps none.
     """
 
     code: SparseCode
@@ -183,7 +183,7 @@ class OwnerReduction:
     decay: float = 1.0
 
     def _encode(self, choice: Choice, ctx: Context) -> Tensor:
-        """The messages to all owners, and their part forgotten."""
+        """Return the messages to all owners, and subtract them from the residual."""
         length = _sharding(ctx).length
         order, places, counts = by_owner(choice.indices, ctx.size)
         values = gather(choice.values, order)
@@ -203,7 +203,7 @@ class OwnerReduction:
             received, lambda rows, ranks: code.decode_rows(rows, capacity, length, ranks), ctx
         )
         values = values.to(held.dtype)
-        # in rank order: a device other than a CPU adds what one call brings in any order
+        # in rank order: devices other than a CPU add the values of one call in any order
         rows = [len(arrived)] if held.is_cpu else counts.tolist()
 
         def add_to(sums: Tensor) -> None:
@@ -244,14 +244,14 @@ class OwnerReduction:
         return (yield from self._forward(message, count, ctx))
 
     def _held(self, ctx: Context) -> Tensor:
-        """What this rank has been sent in earlier steps and has not forwarded."""
+        """Return the sums of earlier steps that this rank has not forwarded."""
         sharding = _sharding(ctx)
         if self.decay:
             return ctx.shard(SUMS, sharding).held
         return torch.zeros(sharding.length, dtype=at_least_float32(ctx.dtype), device=ctx.device)
 
     def _largest(self, sums: Tensor, arrived: Tensor, size: int) -> Tensor:
-        """Where the sums are that this rank forwards."""
+        """Return the places of the sums that this rank forwards."""
         if math.isinf(self.keep):
             return arrived.unique()
         groups = Groups([[(0, len(sums))]], [self._forwarded(size, len(sums))], sums.device)
@@ -259,7 +259,7 @@ class OwnerReduction:
         return places[gather(sums, places) != 0]
 
     def _forward(self, message: Tensor, count: int, ctx: Context) -> GradientExchange:
-        """What all owners forward, on all ranks."""
+        """Return the forwarded sums of all owners, on all ranks."""
         gathered = heed_refusals((yield AllGather(message)), ctx)
         places, sums, counts = self._code.decode_rows(gathered, count, _sharding(ctx).length, range(ctx.size))
         total = SparseSum()
@@ -272,11 +272,11 @@ class OwnerReduction:
         return SparseCode("rice", self.code.values)
 
     def _capacity(self, size: int) -> int:
-        """For how many coordinates a message to one owner has room."""
+        """Return the number of coordinates that fit into a message to one owner."""
         return _room(self.count, size)
 
     def _forwarded(self, size: int, length: int) -> int:
-        """How many sums each owner forwards."""
+        """Return the number of sums that each owner forwards."""
         return min(length, math.ceil(self.keep * self.count / size))
 
     def nbytes(self, ctx: Context) -> int | None:
@@ -297,18 +297,18 @@ class OwnerReduction:
 
 @dataclass(frozen=True)
 class PartitionReduction:
-    """Each rank's choice counts only where it is the rank's turn to choose, and all ranks send what they have there.
+    """Each rank selects in its share of the coordinates, which changes every step; all ranks send their values there.
 
-    (a) of its choice a rank keeps what lies in its share, which is another one in every step; (b) these positions,
-    k/N of them in the mean, go to all ranks; (c) an allreduce adds up what all have there.
+    (a) a rank keeps the selected positions in its share; (b) an allgather sends these positions, k/N in the mean, to
+    all ranks; (c) an allreduce sums all ranks' values there.
 
-    So all apply about `count` coordinates, of which every rank has sent its whole value: nothing waits on other ranks
-    when a coordinate is applied, but a rank waits for its turn to choose one. In the manner of ExDyna (Yoon & Oh,
-    "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGRID 2024), without
-    its adaptive thresholds; shares are hashed as those of owners are.
+    So about `count` coordinates are applied, with the whole values of all ranks: no residual of an applied coordinate
+    stays on other ranks, but a rank waits for its turn to select it. In the manner of ExDyna (Yoon & Oh, "Preserving
+    Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning", CCGRID 2024), without its
+    adaptive thresholds; shares are hashed as owners are.
 
     Args:
-        count: how many coordinates each rank selects, of which about one in N counts.
+        count: number of coordinates that each rank selects; about one in N is in its share.
 
     Costs one allgather of Rice-coded positions, and one allreduce of `count` values of the parameters' dtype.
     """
@@ -330,11 +330,11 @@ class PartitionReduction:
         positions = sharding.positions(places, turns.to(places.device)).sort().values
         if len(positions) and int(positions[-1]) >= ctx.numel:
             raise PayloadError(
-                f"rank {ctx.rank}: in bucket {ctx.index}, a rank has chosen position {int(positions[-1])} of "
+                f"rank {ctx.rank}: in bucket {ctx.index}, a rank has selected position {int(positions[-1])} of "
                 f"{ctx.numel}: its message was damaged on the way, or that rank runs another model or version"
             )
         summing, sent = ctx.all_reduce(choice.at(positions))
-        choice.forget(positions, sent.to(choice.values.dtype, copy=True), None)  # which may be later
+        choice.forget(positions, sent.to(choice.values.dtype, copy=True), None)  # a copy, as it may be called later
         total = SparseSum()
         if len(positions):
             total.add(positions, (yield summing))
@@ -349,13 +349,13 @@ class PartitionReduction:
 
 
 def _not_finite(values: Tensor, counts: Tensor, owner: int) -> int:
-    """Return the first rank whose values hold NaN or Inf; the owner, if only its sums do."""
+    """Return the first rank with NaN or Inf among its values; the owner, if only its sums do."""
     parts = [bool(part.isfinite().all()) for part in values.split(counts.tolist())]
     return next((rank for rank, finite in enumerate(parts) if not finite), owner)
 
 
 def _room(count: int, size: int) -> int:
-    """For how many coordinates a message has room, of `count` that fall to `size` ranks."""
+    """Return the room in a message for one rank's share, if `count` coordinates fall to `size` ranks at random."""
     mean = count / size
     return min(count, math.ceil(mean + _SIGMAS * math.sqrt(mean * (1 - 1 / size))))
 
@@ -365,7 +365,7 @@ def _sharding(ctx: Context) -> Sharding:
 
 
 def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:
-    """The ranks' coordinates, in rank order, divided by N. `Context.checks` tell of a message that cannot be right."""
+    """Return the sum of the ranks' coordinates, in rank order, over N. `Context.checks` detect invalid messages."""
     total = SparseSum()
     positions, values = code.receive(messages, count, ctx.numel, range(len(messages)), ctx.checks)
     values = values.to(at_least_float32(ctx.dtype)) / ctx.divisor

@@ -1,7 +1,8 @@
 """How an owner of coordinates makes all ranks abort the step when a message to it is damaged.
 
 Only the owner has received that message. Its part of the gather that follows is then a refusal: 8 bytes of ones, with
-which no valid message begins, and 2 that say whose message is damaged and how. This adds no collective and no byte.
+which no valid message begins, and 2 that name the damaged message's sender and fault. This adds no collective and no
+byte.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Refusal:
     """A damaged message that an owner has received.
 
     Attributes:
-        sender: the rank that has sent it; the owner where that is not known.
+        sender: the rank that has sent it; the owner if that is not known.
         readable: True if it could be decoded, to NaN or Inf.
     """
 
@@ -56,7 +57,7 @@ Decoded = TypeVar("Decoded")
 def decode_or_refuse(
     messages: Tensor, decode: Callable[[Tensor, Sequence[int]], Decoded], ctx: Context
 ) -> tuple[Decoded, Refusal | None]:
-    """Return what `decode` makes of the messages `[ranks, nbytes]` to this owner; if it refuses one, of zeros.
+    """Decode the messages `[ranks, nbytes]` to this owner by `decode`; zeros if it refuses one.
 
     `decode` takes messages and the ranks that have sent them, and raises PayloadError. Zeros must be valid.
     """
@@ -81,7 +82,7 @@ def find_damaged(messages: Tensor, decode: Callable[[Tensor, int], object], ctx:
 def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
     """Abort the step, on all ranks, if a row of owners' messages is a refusal; return the messages, refusals as zeros.
 
-    Ends it as a step in which NaN or Inf has arrived or, where a message cannot be decoded, with PayloadError.
+    Ends it as a step in which NaN or Inf has arrived or, if a message cannot be decoded, with PayloadError.
     """
     width = min(_NBYTES, messages.shape[1] // 2 * 2)
     words = messages[:, :width].clone(memory_format=torch.contiguous_format).cpu().view(torch.int16).tolist()
@@ -100,8 +101,8 @@ def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
 
 
 def _describe(rank: int, owner: int, sender: int) -> str:
-    whose = "a message" if sender == owner else f"a message from rank {sender}"
+    refused = "a message" if sender == owner else f"a message from rank {sender}"
     return (
-        f"rank {rank}: rank {owner} has refused {whose}: it was damaged on the way, or that rank runs another model or "
-        f"version"
+        f"rank {rank}: rank {owner} has refused {refused}: it was damaged on the way, or that rank runs another model "
+        f"or version"
     )

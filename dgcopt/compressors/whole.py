@@ -1,4 +1,4 @@
-"""How vectors that travel whole, in few bits per element, become one sum: all to all ranks, or by owners."""
+"""Sums of quantised vectors over ranks: by one allgather, or by owners of their parts."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from .refusal import Refusal, decode_or_refuse, heed_refusals
 
 __all__ = ["WholeGather", "WholeOwner", "whole_sum"]
 
-# What a processor takes, as of messages of 50,000 elements: to read one element, and to code once more.
+# Seconds on one core, measured on messages of 50,000 elements: to read one element, and to code one more time.
 _READING, _CODING = 3e-9, 1e-3
 
 
 def whole_sum(way: Reduce, kind: str, ctx: Context) -> WholeGather | WholeOwner:
-    """What a setting means for vectors; where ranks take turns to choose coordinates, vectors go by owners."""
+    """Return the reduction that a setting names. For vectors, "partition" is "owner"."""
     ways: dict[str, WholeGather | WholeOwner] = {"gather": WholeGather(kind), "owner": WholeOwner(kind)}
     return faster(ways, ctx) if way == "auto" else ways["owner" if way == "partition" else way]
 
 
 @dataclass(frozen=True)
 class WholeGather:
-    """Everyone's message to everyone, by one allgather: what a rank receives and decodes grows with their number.
+    """One allgather of all messages: received bytes and decoding grow with the number of ranks.
 
     Args:
-        kind: how elements travel, one of DENSE_CODES.
+        kind: the code of elements, one of DENSE_CODES.
     """
 
     kind: str
 
     def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
-        """The sum over ranks, divided as `ctx.op` says; what arrives is taken from the residual.
+        """Return the sum over ranks, divided by `ctx.divisor`; subtract the decoded values from the residual.
 
-        Raises PayloadError for a message that cannot be right.
+        Raises PayloadError for an invalid message.
         """
         message, arriving = encode_dense_rows(values.unsqueeze(0), self.kind)
         _forget(arriving.view(-1), ctx)
@@ -53,26 +53,26 @@ class WholeGather:
         return total
 
     def nbytes(self, ctx: Context) -> int:
-        """Bytes that this rank hands to collectives."""
+        """Return the payload bytes of this rank."""
         return dense_bytes(ctx.numel, self.kind)
 
     def seconds(self, ctx: Context) -> float:
-        """How long an exchange should take over `ctx.link`, but for what both ways have in common."""
+        """Return the estimated time of an exchange over `ctx.link`, without the parts that both reductions share."""
         received = (ctx.size - 1) * self.nbytes(ctx)
         return ctx.link.latency + received / ctx.link.bandwidth + _READING * ctx.size * ctx.numel
 
 
 @dataclass(frozen=True)
 class WholeOwner:
-    """Each rank adds up one part of all vectors, and sends its sum to all: about twice a message, whatever N is.
+    """Each rank sums one part of all vectors and sends the sum to all ranks: about two messages at any world size.
 
-        s = s + what ranks have sent me, in rank order
-        send s;  s = s minus what arrives
+        s = s + all ranks' messages to this rank, in rank order
+        send s;  s = s - decoded(s)
 
-    What rounding the sums loses waits with their owner, apart from its own residual.
+    The rounding error of the sums stays with their owner, apart from its own residual.
 
     Args:
-        kind: how elements travel, one of DENSE_CODES.
+        kind: the code of elements, one of DENSE_CODES.
     """
 
     kind: str
@@ -119,18 +119,18 @@ class WholeOwner:
 
 
 def _forget(arriving: Tensor, ctx: Context) -> None:
-    """Once the step has succeeded, what arrives waits no more, and nothing of what codes make of gaps does."""
+    """Subtract decoded values from the residual at commit, and clear the gaps, in which codes leave values."""
     v = ctx.memory["residual"]
     ctx.on_commit(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
 
 
 def _not_finite(rows: Tensor, owner: int) -> int:
-    """Return the first rank whose message holds NaN or Inf; the owner, if only its sums do."""
+    """Return the first rank with NaN or Inf in its message; the owner, if only its sums do."""
     return next((rank for rank, row in enumerate(rows) if not row.isfinite().all()), owner)
 
 
 def _is_of_parameters(chunks: Chunks, ctx: Context) -> Tensor:
-    """Which of the elements that this rank owns lie in no gap, and not behind the last parameter."""
+    """Return a mask of the elements that this rank owns and that belong to a parameter, not to a gap."""
     if "owned" not in ctx.scratch:
         rows = torch.zeros(ctx.size, chunks.length, dtype=torch.bool, device=ctx.device)
         ctx.tensors.clear_gaps(rows.view(-1)[: ctx.numel].fill_(True))

@@ -54,7 +54,7 @@ class CacheLoader:
             try:
                 value = decode(kept, self.pickle)
             except PayloadError as error:
-                self.store.warn(f"what the cache has for {key!r} is made anew: {error}")
+                self.store.warn(f"the cached value of {key!r} is damaged and is computed again: {error}")
             else:
                 self.hits += 1
                 return value

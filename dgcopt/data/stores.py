@@ -1,6 +1,6 @@
-"""Where cached samples are kept: in this process, on this node's disk, or on Redis servers that all nodes share.
+"""Stores of cached samples: in this process, on this node's disk, or on Redis servers that all nodes share.
 
-A store maps keys to bytes. When it is full it keeps what it has: an epoch visits every sample once, in an order that
+A store maps keys to bytes. When it is full it evicts nothing: an epoch visits every sample once, in an order that
 differs from the last one's, so that a sample which made place for another would be missed as often as it.
 """
 
@@ -36,11 +36,11 @@ class Store:
     _said: bool = False
 
     def get(self, key: bytes) -> bytes | None:
-        """What was put there; None if nothing was, or it is not there any more."""
+        """Return the stored value; None if there is none, or it was evicted."""
         raise NotImplementedError
 
     def put(self, key: bytes, value: bytes) -> None:
-        """Keep it, in place of what was there."""
+        """Store a value, in place of an earlier one."""
         raise NotImplementedError
 
     def clear(self) -> None:
@@ -51,11 +51,11 @@ class Store:
         """How many keys there are."""
         raise NotImplementedError
 
-    def warn(self, what: str) -> None:
+    def warn(self, problem: str) -> None:
         """Say it in the log, once."""
         if not self._said:
             self._said = True
-            log.warning("dgcopt: %s", what)
+            log.warning("dgcopt: %s", problem)
 
 
 class MemoryStore(Store):
@@ -99,7 +99,7 @@ class DiskStore(Store):
     anew: training goes on. The file must not lie on a network's file system.
 
     Args:
-        path: a folder, which is made where it is missing, for this user alone. None is `dgcopt` in $XDG_CACHE_HOME or
+        path: a folder, made for this user alone if it is missing. None is `dgcopt` in $XDG_CACHE_HOME or
             ~/.cache.
         capacity: bytes that its file may grow to, as this process sees it.
 
@@ -172,7 +172,7 @@ class DiskStore(Store):
             raise ConfigError(f"the cache {str(self.file)!r} cannot be opened ({error}): choose another path") from None
         try:
             connection.execute(f"PRAGMA page_size = {PAGE}")
-            # readers do not wait for a writer, and nothing is lost but what was written last
+            # readers do not wait for a writer, and only the last write can be lost
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA max_page_count = {self.capacity // PAGE}")
@@ -196,7 +196,7 @@ PATIENCE = 60.0
 """Seconds to wait for another process that writes."""
 
 _inherited: list[Any] = []
-"""What a forked process must neither use nor close: it is the parent's."""
+"""Connections of the parent, which a forked process must neither use nor close."""
 
 
 class RedisStore(Store):
@@ -295,11 +295,11 @@ def _named(url: str) -> str:
 def open_store(store: str | Sequence[str] | Store, capacity: int | None = None) -> Store:
     """The store of a name: "memory", "disk", "disk:PATH", or one or several URLs of Redis servers.
 
-    Raises ConfigError for others, and for a capacity where the store has one of its own.
+    Raises ConfigError for others, and for a capacity if the store has its own.
     """
     if isinstance(store, Store):
         if capacity is not None:
-            raise ConfigError("capacity goes to the store, where that is given as an object")
+            raise ConfigError("a store that is given as an object has its own capacity: set it there")
         return store
     size = {} if capacity is None else {"capacity": capacity}
     if store == "memory":

@@ -1,1 +1,1 @@
-"""Flat memory: where each parameter lies in it, and which share a bucket."""
+"""Flat memory: spans of parameters, buckets, gradients, and per-parameter state."""

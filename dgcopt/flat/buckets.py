@@ -1,4 +1,4 @@
-"""Which parameters lie in flat memory together: one after another, each a named view on block boundaries."""
+"""Buckets: parameters laid out in one flat tensor, each a named view that starts at a block boundary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Bucket", "build_buckets"]
 class Bucket:
     """Parameters of one dtype, device and kind that lie in flat tensors together.
 
-    Attributes: `numel`, the length of its flat tensors; `kind`, what an algorithm said of its parameters.
+    Attributes: `numel`, the length of its flat tensors; `kind`, the algorithm's kind for its parameters.
     """
 
     index: int
@@ -29,7 +29,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """For messages: its place, its first parameter and its last."""
+        """The name of the bucket in messages: its index, its first and its last parameter."""
         first, last = self.segments[0].name, self.segments[-1].name
         return f"bucket {self.index} ({first}{f' ... {last}' if len(self.segments) > 1 else ''})"
 
@@ -42,23 +42,23 @@ class Bucket:
         return self.device.type == "cpu"
 
     def empty(self) -> Tensor:
-        """A flat tensor of zeros, of the parameters' dtype."""
+        """Return a flat tensor of zeros in the parameters' dtype."""
         return self.segments[0].param.new_zeros(self.numel, requires_grad=False)
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        """A flat copy of the parameters themselves."""
+        """Return a flat copy of the parameters."""
         flat = self.empty()
         torch._foreach_copy_([s.view(flat) for s in self.segments], [s.param.detach() for s in self.segments])
         return flat
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        """Make the parameters what `flat` holds."""
+        """Copy `flat` to the parameters."""
         torch._foreach_copy_([s.param.detach() for s in self.segments], [s.view(flat) for s in self.segments])
 
     def by_name(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's view of a flat tensor."""
+        """Yield each parameter's name and its view of a flat tensor."""
         for segment in self.segments:
             yield segment.name, segment.view(flat)
 
@@ -78,13 +78,13 @@ def build_buckets(
 
     Args:
         named: parameters in gradient-ready order.
-        kind_of: parameters share a bucket only if this, their dtype and their device are equal.
-        bucket_bytes: a bucket is closed once it holds as much.
+        kind_of: returns a parameter's kind; a bucket has one kind, dtype and device.
+        bucket_bytes: size at which a bucket is full.
         first_bucket_bytes: the same for the first one, small so that the exchange starts early.
-        group_of: names of parameters that the user put in groups, which share one bucket of any size.
+        group_of: the user's group by parameter name; a group has one bucket of any size.
         make: the class of the buckets.
 
-    Returns the buckets by the time when their last gradient is ready: the order to launch them in.
+    Returns the buckets in the order in which their last gradients become ready: the launch order.
     """
     closed: list[tuple[int, Hashable, list[tuple[str, Tensor]]]] = []
     filling: dict[Hashable, list[tuple[str, Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""The gradient of several parameters: in one piece, where autograd left its parts, or as a sum of few coordinates."""
+"""The gradient of a bucket: flat, in place in autograd's tensors, or as a sparse sum."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ __all__ = [
 
 
 LARGE = 2**14
-"""Elements of a large gradient: to copy so many takes about as long as to make a view of them."""
+"""Elements of a large gradient: copying them takes about as long as making a view."""
 
 SMALL = 2**12
-"""Elements of a small gradient: to look at one takes longer than to copy it, where many are copied at once."""
+"""Elements of a small gradient: checking it alone takes longer than copying it with many others."""
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """What a gradient holds; of a sparse one only the elements that it has."""
+    """Return the elements of a gradient; of a sparse one its stored values."""
     return grad._values() if grad.is_sparse else grad
 
 
 def is_finite(grad: Tensor) -> bool:
-    """Whether no element is NaN or Inf. Waits for the device."""
+    """Return True if no element is NaN or Inf. Waits for the device."""
     return bool(peaks([values_of(grad)]).isfinite())
 
 
 class HiddenGradients:
-    """Gradients out of an optimizer's sight: its own step passes over parameters without one."""
+    """Gradients that are set to None during an optimizer's own step, which skips their parameters."""
 
     def __init__(self) -> None:
         self._hidden: list[tuple[Tensor, Tensor | None]] = []
@@ -55,21 +55,20 @@ class HiddenGradients:
             param.grad = None
 
     def show(self) -> None:
-        """Put all back that were hidden."""
+        """Restore all hidden gradients."""
         while self._hidden:
             param, grad = self._hidden.pop()
             param.grad = grad
 
 
 class SparseSum:
-    """What an exchange returns that knows all but a few coordinates of the result to be zero.
+    """The result of an exchange in which all but a few coordinates are zero.
 
-    Holds positions in the flat gradient (int64, strictly ascending within one message) and values, which are added up
-    in the order in which they were added here; for a gradient of half precision in float32, and the sum is rounded
-    once, to a finite number if it is one. What that rounding loses is lost, as it is where dense gradients of half
-    precision are added up.
+    Holds positions in the flat gradient (int64, strictly ascending within one message) and values, summed in the order
+    of `add`. For a gradient of half precision the sum is made in float32 and rounded once, to a finite number if it is
+    finite. The rounding error is lost, as in a dense sum of half precision.
 
-    Attributes: `messages`, positions and values of each; `whole`, the same in fewer pieces, in which they came.
+    Attributes: `messages`, positions and values of each; `whole`, the same in the fewer tensors that arrived.
     """
 
     def __init__(self) -> None:
@@ -82,26 +81,25 @@ class SparseSum:
         self.whole.append((positions, values))
 
     def add_rows(self, positions: Tensor, values: Tensor, counts: Tensor) -> None:
-        """Add messages that follow one another, of `counts` coordinates each."""
+        """Add several messages, concatenated, with `counts` coordinates each."""
         rows = counts.tolist()
         self.messages += zip(positions.split(rows), values.split(rows), strict=True)
         self.whole.append((positions, values))
 
     def add_to(self, flat: Tensor) -> Tensor:
-        """Add the sum to a flat gradient, and return that."""
+        """Add the sum to a flat gradient, and return it."""
         for positions, values in self.addends(flat.dtype):
             flat.index_add_(0, positions, values)
         return flat
 
     def addends(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Positions and values that are to be added one after the other to a flat gradient of `dtype`."""
+        """Return positions and values to add, one pair after the other, to a flat gradient of `dtype`."""
         return [(positions, rounded(values, dtype)) for positions, values in self._for(dtype)]
 
     def _for(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Messages to be added to what is of `dtype`: one, with the sums of all, where that would round every sum.
+        """Return the messages for a gradient of `dtype`; one with the sum of all if each addition would be rounded.
 
-        Of positions that several messages name one has the sum and the others zero, so that nobody waits for a device
-        to count them.
+        Of a position in several messages one has the sum and the others zero: merging them would wait for the device.
         """
         wider = torch.promote_types(dtype, torch.float32)
         if wider == dtype or len(self.messages) < 2:
@@ -113,12 +111,12 @@ class SparseSum:
         number = first.cumsum(0) - 1
         places = torch.empty_like(order).index_copy_(0, order, number)
         sums = torch.zeros(len(positions), dtype=wider, device=positions.device)
-        for where, (_, values) in zip(places.split(lengths), self.messages, strict=True):
-            sums.index_add_(0, where, values.to(wider))
+        for target, (_, values) in zip(places.split(lengths), self.messages, strict=True):
+            sums.index_add_(0, target, values.to(wider))
         return [(positions, torch.where(first, sums.index_select(0, number), 0))]
 
     def times(self, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """All positions, some of them twice, and `factor` times the values to be added there to what is of `dtype`."""
+        """Return all positions, some of them twice, and `factor` times their values, for a gradient of `dtype`."""
         if not self.messages:
             return torch.empty(0, dtype=torch.int64), torch.empty(0)
         positions, values = (torch.cat(column) for column in zip(*self._for(dtype), strict=True))
@@ -126,12 +124,12 @@ class SparseSum:
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in another floating dtype; those that are finite stay finite, as the largest number that there is."""
+    """Return values in another floating dtype; finite values stay finite, clamped to its range."""
     return _in_range(values, dtype).to(dtype)
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values whose rounding to `dtype` is finite where they are."""
+    """Return values clamped so that their rounding to `dtype` is finite if they are."""
     limit = torch.finfo(dtype).max
     if limit >= torch.finfo(values.dtype).max:
         return values
@@ -139,13 +137,13 @@ def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LocalGradient:
-    """One rank's gradient of a bucket, read where it lies: in one piece, or where autograd left its parts.
+    """One rank's gradient of a bucket, read in place: flat, or in autograd's tensors.
 
     Args:
-        whole: each parameter's gradient as `Segment.flatten` gives it, or all of them in one piece; None is zero.
-        scale: what it is multiplied by.
+        whole: each parameter's gradient as `Segment.flatten` returns it, or one flat gradient; None is zero.
+        scale: its factor.
 
-    Attributes: `is_clear`, whether whoever took it has made it zero.
+    Attributes: `is_clear`, True once its reader has set it to zero.
     """
 
     def __init__(self, whole: Tensor | Parts, scale: float = 1.0) -> None:
@@ -154,7 +152,7 @@ class LocalGradient:
         self.is_clear = False
 
     def within(self, start: int, stop: int) -> Tensor | Parts:
-        """The gradient from `start` to `stop`, between which its parts lie whole; yet to be multiplied by `scale`."""
+        """Return the gradient from `start` to `stop`, which are bounds of parameters, without the factor `scale`."""
         if not isinstance(self.whole, Parts):
             return self.whole[start:stop]
         starts, stops = self.whole.starts, self.whole.stops
@@ -164,15 +162,14 @@ class LocalGradient:
         return Parts(self.whole.tensors[first:last], starts[first:last] - start, stops[first:last] - start)
 
     def has_cleared(self, place: int) -> bool:
-        """Whether the gradient of a parameter, by its place in the bucket, was there and has been made zero."""
+        """Return True if the gradient at a place in the bucket existed and has been set to zero."""
         return self.is_clear and isinstance(self.whole, Parts) and self.whole.tensors[place] is not None
 
 
 class Flat:
-    """Memory for one gradient of a bucket, in one piece.
+    """Flat memory for the gradient of a bucket.
 
-    Attributes: `parts`, each parameter's view; `gaps` behind them, where there are any; `spans`, each part flat, with
-    its gap.
+    Attributes: `parts`, each parameter's view; `gaps`, the gaps behind them; `spans`, each part flat, with its gap.
     """
 
     def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
@@ -184,14 +181,14 @@ class Flat:
         self._places = {part.data_ptr() for part in self.parts}
 
     def holds_any(self, grads: Iterable[Tensor | None]) -> bool:
-        """True if the gradient of a parameter lives here."""
+        """Return True if any of the gradients is a view of this memory."""
         plain = [grad for grad in grads if type(grad) is Tensor and grad.layout is torch.strided]
         return not self._places.isdisjoint(map(Tensor.data_ptr, plain))
 
 
 @dataclass(eq=False)
 class Touched:
-    """The gradients of a bucket as a sparse sum left them: `values` at `positions` of the flat one, else zero."""
+    """The gradients of a bucket after a sparse sum: `values` at `positions` of the flat gradient, else zero."""
 
     bucket: GradientBucket
     positions: Tensor
@@ -200,7 +197,7 @@ class Touched:
     versions: Sequence[int]
 
     def unchanged(self) -> Iterator[tuple[int, Segment]]:
-        """Parameters whose gradient nobody has changed since, and their places in the bucket."""
+        """Yield the parameters with unchanged gradients, and their places in the bucket."""
         for place, segment in enumerate(self.bucket.segments):
             grad = segment.param.grad
             if grad is not None and grad is self.grads[place] and grad._version == self.versions[place]:
@@ -209,17 +206,16 @@ class Touched:
 
 @dataclass(eq=False)
 class GradientBucket(Bucket):
-    """A bucket with its gradients, on their way into an exchange and out of it.
+    """A bucket with its gradients: copied into flat memory for an exchange, and written back after it.
 
-    What goes into the exchange is flat, and is overwritten by it. Until then each `param.grad` is this rank's own,
-    wherever autograd left it, so that it can be sent anew. Afterwards it is the same tensor still, but part of the flat
-    one. There are two of these where gradients are set to zero and not to None: one of them holds what was averaged,
-    and is added to, while the other is sent.
+    An exchange overwrites the flat gradient. Until the write-back each `param.grad` is this rank's own tensor, so that
+    it can be sent again. Afterwards it is the same tensor object, as a view of the flat gradient. If gradients are set
+    to zero and not to None there are two flat gradients: one holds the average, to which backward adds, while the other
+    is sent.
 
-    Attributes: `in_place`, whether gradients stay where autograd left them, and are not copied into a flat one;
-    `leaves_early`, whether it may be sent while backward runs; `elements`, how many gradients have, without gaps;
-    `has_small_parts`, whether gradients are small, on average; `touched`, what a sparse sum has left, until the step is
-    over.
+    Attributes: `in_place`, True if gradients are not copied into flat memory; `leaves_early`, True if it may be sent
+    during backward; `elements`, number of elements without gaps; `has_small_parts`, True if gradients are small on
+    average; `touched`, the coordinates of a sparse sum, until the end of the step.
     """
 
     in_place: bool = False
@@ -249,7 +245,7 @@ class GradientBucket(Bucket):
 
     @property
     def grad(self) -> Tensor:
-        """The flat gradient, for exchanges that take it in one piece."""
+        """The flat gradient."""
         return self._to_send.tensor
 
     @property
@@ -259,33 +255,32 @@ class GradientBucket(Bucket):
         return self._sent
 
     def grads(self) -> list[Tensor | None]:
-        """The parameters' gradients, as they are now."""
+        """Return the parameters' current gradients."""
         return [param.grad for param in self._params]
 
     def keep_clear(self, grads: Sequence[Tensor | None]) -> None:
-        """Before a step's first gradient is copied: send the other flat gradient if `grads` live in this one.
+        """Switch to the other flat gradient if `grads` are views of this one; called before a step's first copy.
 
-        They do after `write_back(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites what is sent,
-        and what the user's code accumulated must outlive an exchange that has to be repeated.
+        They are after `write_back(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites the flat
+        gradient, and accumulated gradients must survive an exchange that is repeated.
         """
         sent = self._to_send
         if sent.holds_any(grads):
             self._sent, self._other = self._other, sent
 
     def release(self, place: int) -> None:
-        """Autograd has made a parameter's gradient: free what it had allocated for the one before, on a CPU.
+        """Free the memory of a parameter's previous gradient on a CPU, once autograd has made the new one.
 
-        If that of all parameters were freed together, at the end of a step, malloc would return it to the system, which
-        clears every page that it hands out again: that takes longer than to copy the gradients.
+        If all were freed together at the end of a step, malloc would return the pages to the system, which clears them
+        before it hands them out again: that takes longer than copying the gradients.
         """
         self._before[place] = None
 
     @torch.no_grad()
     def fill(self, places: Sequence[int], grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
-        """Take `scale` times these parameters' gradients in, and make the gaps behind them zero; None counts as zero.
+        """Copy `scale` times these parameters' gradients in, and clear the gaps behind them; None counts as zero.
 
-        What the last exchange left in the flat gradient, where it worked in place or its result was copied to, fills
-        gaps as well, and would count as gradient where compressors take means and norms of blocks.
+        The last exchange may have left values in the gaps, which would count in means and norms of blocks.
 
         Returns their largest magnitudes, in float32 at least: NaN or Inf if any element is. Shape `[len(places)]`.
         """
@@ -299,7 +294,7 @@ class GradientBucket(Bucket):
 
     @torch.no_grad()
     def fill_whole(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
-        """`fill` for all parameters at once, in a few operations however many there are.
+        """`fill` for all parameters at once, in a fixed number of operations.
 
         Returns the largest magnitude of all: shape `[1]`.
         """
@@ -318,7 +313,7 @@ class GradientBucket(Bucket):
         return peaks([whole.tensor]) if scale == 1 else copy_scaled([whole.tensor], [whole.tensor], scale)
 
     def _that_fit(self) -> list[Tensor | None]:
-        """The gradients that can live in a flat one and stay the tensors that they are; None in place of others."""
+        """Return the gradients that can become views of flat memory in place; None for others."""
         dtype, device = self.segments[0].param.dtype, self.device
         return [
             grad
@@ -332,20 +327,20 @@ class GradientBucket(Bucket):
         ]
 
     def local(self, active: bool, scale: float) -> LocalGradient:
-        """The gradient where autograd left it; zero unless `active`."""
+        """Return the gradient in autograd's tensors; zero unless `active`."""
         grads = [segment.param.grad if active else None for segment in self.segments]
         flat = [None if g is None else s.flatten(g) for s, g in zip(self.segments, grads, strict=True)]
         self._local = LocalGradient(self.parts(flat), scale)
         return self._local
 
     def write_back(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
-        """Make every parameter's gradient its part of `result` times `factor`, or None where no rank `used` it."""
+        """Set every parameter's gradient to its part of `result` times `factor`, or to None if no rank `used` it."""
         self.prepare(result, used, factor)()
 
     def prepare(
         self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0
     ) -> Callable[[], None]:
-        """Do all of `write_back` that may fail or allocate, and change no gradient; returns what does the rest."""
+        """Do the parts of `write_back` that may fail or allocate, but change no gradient; return the rest to call."""
         if isinstance(result, SparseSum):
             if self.in_place:
                 return self._prepare_sum(result, used, factor)
@@ -365,14 +360,14 @@ class GradientBucket(Bucket):
             if grad is not None and (used is None or used[place]):
                 before[place] = grad.detach()
         flags = used or itertools.repeat(True)
-        # `data` counts its changes by itself
+        # changes through `data` are not counted in the version
         values = [
             None if not is_used else part if grad is not None else part.data
             for grad, part, is_used in zip(grads, parts, flags, strict=False)
         ]
 
         def write() -> None:
-            if fill is not None:  # which memory may have read until now
+            if fill is not None:  # only now, as the commit of memory may read the gradient
                 fill()
             self.touched = None
             self._before = before
@@ -385,7 +380,7 @@ class GradientBucket(Bucket):
         return write
 
     def filled_with(self, result: SparseSum, factor: float = 1.0) -> Callable[[], object]:
-        """What makes the flat gradient `factor` times a sum."""
+        """Return the function that sets the flat gradient to `factor` times a sparse sum."""
         flat, addends = self.grad, result.addends(self.segments[0].param.dtype)
 
         def fill() -> None:
@@ -398,7 +393,7 @@ class GradientBucket(Bucket):
         return fill
 
     def _prepare_sum(self, result: SparseSum, used: Sequence[bool] | None, factor: float) -> Callable[[], None]:
-        """A sum is written over the gradients where autograd left them, so that it needs no memory of its own."""
+        """Prepare to write a sparse sum over autograd's own gradients, so that it needs no more memory."""
         count = len(self.segments)
         kept = [self._kept(place) if used is None or used[place] else (None, None, True) for place in range(count)]
         grads = [grad for grad, _, _ in kept]
@@ -445,11 +440,11 @@ class GradientBucket(Bucket):
         return write
 
     def parts(self, tensors: Sequence[Tensor | None]) -> Parts:
-        """Flat tensors of the parameters, as parts of one."""
+        """Return flat tensors of the parameters as parts of one."""
         return Parts(tensors, self._starts, self._stops)
 
     def _kept(self, place: int) -> tuple[Tensor | None, Tensor | None, bool]:
-        """The parameter's gradient, if a sum can be written over it, else zeros; the same flat; whether it is new."""
+        """Return a gradient to write a sum over, or new zeros; its flat alias; and True if it is new."""
         segment = self.segments[place]
         param, grad = segment.param, segment.param.grad
         if grad is not None and grad.layout == torch.strided and grad.grad_fn is None and grad.dtype == param.dtype:
@@ -457,7 +452,7 @@ class GradientBucket(Bucket):
             if flat.data_ptr() == grad.data_ptr():
                 return grad, flat, False
         flat = param.new_zeros(segment.numel, requires_grad=False)
-        return Segment(segment.name, param, 0).view(flat), flat, True  # in whatever order the bucket has its elements
+        return Segment(segment.name, param, 0).view(flat), flat, True  # in the bucket's memory order
 
     @torch.no_grad()
     def clear_gradients(self) -> None:
@@ -467,10 +462,10 @@ class GradientBucket(Bucket):
                 segment.param.grad.zero_()
 
     def release_gradients(self) -> None:
-        """Keep no gradient alive that autograd made: the exchange, or the optimizer's step, is over."""
+        """Release references to autograd's gradients, after the exchange or the optimizer's step."""
         self._local = self.touched = None
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """A wire may return another view of the tensor that it was given."""
+    """Return True for two views of the same memory: a wire may return a new view of its input."""
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype

@@ -1,7 +1,7 @@
 """This rank's shard of a DTensor parameter, as a plain tensor with a plain gradient.
 
-FSDP2's `fully_shard` and tensor parallelism make parameters DTensors: each rank has a part of them. What a rank
-exchanges, keeps and steps by itself is that part.
+FSDP2's `fully_shard` and tensor parallelism make parameters DTensors: each rank has a part of them. A rank exchanges,
+keeps and steps that part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LocalShard(Tensor):
         return shard
 
     def follow(self) -> None:
-        """Alias the memory of `dtensor` again where torch replaced it, as `fully_shard` may before a forward pass."""
+        """Alias the memory of `dtensor` again if torch replaced it, as `fully_shard` may before a forward pass."""
         data = _data_of(self.dtensor)
         if data.data_ptr() != self.data_ptr() or data.dtype != self.dtype or data.shape != self.shape:
             self.data = data
@@ -100,9 +100,9 @@ def as_dtensor(tensor: Tensor, param: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     like = param.dtensor
-    where = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    layout = {"shape": like.shape, "stride": like.stride(), "run_check": False}
     with torch.no_grad():
-        return DTensor.from_local(tensor, like.device_mesh, like.placements, **where)
+        return DTensor.from_local(tensor, like.device_mesh, like.placements, **layout)
 
 
 def local_shards(names: Mapping[Tensor, str]) -> dict[Tensor, str]:

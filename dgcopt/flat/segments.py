@@ -1,8 +1,8 @@
-"""Where parameters lie in flat memory, and numbers of each of them, found for all at once.
+"""Spans of parameters in flat memory, and statistics of all parameters at once.
 
 A block of 64 elements belongs to one parameter only, so per-tensor work on a whole bucket is vector work on its
-blocks. The gaps behind parameters are zero in every gradient that an exchange is given, and in all memory; what it
-returns may hold anything there.
+blocks. The gaps behind parameters are zero in every gradient that an exchange is given, and in all memory; its result
+may hold anything there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Segment:
         return self.start + self.numel
 
     def check_size(self) -> None:
-        """Raises ConfigError if the parameter has got another number of elements than it has room for."""
+        """Raise ConfigError if the parameter's number of elements has changed."""
         if self.param.numel() != self.numel:
             raise ConfigError(
                 f"parameter {self.name!r} had {self.numel} elements when it was last exchanged, and has "
@@ -47,14 +47,14 @@ class Segment:
             )
 
     def view(self, flat: Tensor) -> Tensor:
-        """This parameter's part of `flat`, in its shape and, where it is channels-last, in its memory order."""
+        """Return this parameter's part of `flat` in its shape, and channels-last if the parameter is."""
         span, (order, strides) = flat[self.start : self.stop], self._lies
         return span.view(self.param.shape) if order is IN_ROWS else span.as_strided(self.param.shape, strides)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """The inverse of `view`, for a tensor of the parameter's shape: an alias of it, unless it lies otherwise.
+        """Return the inverse of `view` for a tensor of the parameter's shape, contiguous.
 
-        Either way its elements are neighbours in memory.
+        An alias of the tensor, or a copy if its memory order is another one.
         """
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
@@ -65,7 +65,7 @@ class Segment:
 
     @cached_property
     def _lies(self) -> tuple[torch.memory_format, tuple[int, ...]]:
-        """The memory order that the parameter had when this was asked first, and so its memory has, and the strides."""
+        """The parameter's memory order and strides at the first use; memory keeps them."""
         param = self.param
         for order, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
             if param.dim() == dims and not param.is_contiguous() and param.is_contiguous(memory_format=order):
@@ -74,7 +74,7 @@ class Segment:
 
 
 class PerTensor:
-    """Numbers per parameter of a flat tensor, all parameters at once.
+    """Statistics per parameter of a flat tensor, of all parameters at once.
 
     Attributes: `numels`, elements of each parameter, float32 `[parameters]`; `of_block`, the parameter that each block
     belongs to, int64 `[blocks]`.
@@ -92,21 +92,21 @@ class PerTensor:
         self._sizes = [s.numel for s in segments]
 
     def sum(self, flat: Tensor) -> Tensor:
-        """The sum of each parameter's elements, in float32 at least; the gaps must be zero. Shape `[parameters]`."""
+        """Return the sum of each parameter's elements, in float32 at least; gaps must be zero. Shape `[parameters]`."""
         by_block = flat.view(-1, BLOCK).sum(1, dtype=torch.promote_types(flat.dtype, torch.float32))
         return by_block.new_zeros(len(self.numels)).index_add_(0, self.of_block, by_block)
 
     def amax(self, flat: Tensor) -> Tensor:
-        """The largest magnitude of each parameter. Shape `[parameters]`."""
+        """Return the largest magnitude of each parameter. Shape `[parameters]`."""
         by_block = flat.view(-1, BLOCK).abs().amax(1)
         return by_block.new_zeros(len(self.numels)).scatter_reduce_(0, self.of_block, by_block, "amax")
 
     def spread(self, numbers: Tensor) -> Tensor:
-        """Each parameter's number at every one of its elements. Shape `[numel]`."""
+        """Return each parameter's number at all of its elements. Shape `[numel]`."""
         return numbers[self.of_block].repeat_interleave(BLOCK)
 
     def outside(self, positions: Tensor) -> Tensor:
-        """Whether any position (int64) is in no parameter: beyond all, or in a gap. Looks at the positions only."""
+        """Return True if any position (int64) is in a gap or out of range."""
         if not len(positions):
             return torch.zeros((), dtype=torch.bool)
         first, last = positions.aminmax()
@@ -118,12 +118,12 @@ class PerTensor:
 
     @cached_property
     def _room(self) -> Tensor:
-        """How many elements each block holds."""
+        """Return the number of elements in each block."""
         room = torch.full_like(self.of_block, BLOCK)
         last = (self.of_block.diff(append=self.of_block.new_tensor([-1])) != 0).nonzero().squeeze(1)
         room[last] = torch.tensor([(numel - 1) % BLOCK + 1 for numel in self._sizes], device=room.device)
         return room
 
     def clear_gaps(self, flat: Tensor) -> None:
-        """Make what lies between parameters zero, in place."""
+        """Set the gaps between parameters to zero, in place."""
         flat.index_fill_(0, self._gaps, 0)

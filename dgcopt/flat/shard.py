@@ -1,4 +1,4 @@
-"""One rank's share of a flat tensor: one of every `size` neighbours, so that no region, row or column crowds a rank."""
+"""Shards of a flat tensor: a rank owns one of every `size` neighbours, so that large values spread over ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Chunks", "Shard", "Sharding"]
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who of `size` ranks owns which of `numel` coordinates.
+    """The assignment of `numel` coordinates to `size` owners.
 
-    Each row of `size` neighbours has one coordinate for every rank. Who has which is rotated from row to row by a hash
-    of the row, as elements of one column of a matrix would else have one owner where `size` divides its width. A
-    coordinate's place within its owner's share is its row: so places ascend as positions do.
+    Each row of `size` neighbours has one coordinate for every rank, rotated by a hash of the row; otherwise a matrix
+    column would have one owner if `size` divides its width. A coordinate's place in its owner's shard is its row, so
+    places ascend as positions do.
     """
 
     numel: int
@@ -26,30 +26,30 @@ class Sharding:
 
     @property
     def length(self) -> int:
-        """Places in each rank's share, a multiple of 64; of the last ones some lie beyond `numel`."""
+        """Places in each rank's shard, a multiple of 64; some of the last ones are beyond `numel`."""
         return -(-self.numel // (self.size * BLOCK)) * BLOCK
 
     def owners(self, positions: Tensor) -> Tensor:
-        """The rank that owns each position."""
+        """Return the owner of each position."""
         return owner_of(positions, self.size)
 
     def places(self, positions: Tensor) -> Tensor:
-        """Where each position lies in its owner's share."""
+        """Return the place of each position in its owner's shard."""
         return positions // self.size
 
     def positions(self, places: Tensor, owner: int | Tensor) -> Tensor:
-        """The positions of places in the share of one rank, or of a rank each."""
+        """Return the positions of places in the shards of one owner, or of an owner for each place."""
         return position_of(places, owner, self.size)
 
     def within(self, span: slice, owner: int) -> Tensor:
-        """The positions of a span that a rank owns."""
+        """Return the positions in a span that a rank owns."""
         positions = self.positions(torch.arange(span.start // self.size, -(-span.stop // self.size)), owner)
         return positions[(positions >= span.start) & (positions < span.stop)]
 
 
 @dataclass(frozen=True)
 class Chunks(Sharding):
-    """The same, but a rank owns one stretch of neighbours: for what travels whole, and crowds nobody."""
+    """The same with one contiguous chunk per rank, for vectors that travel whole."""
 
     def owners(self, positions: Tensor) -> Tensor:
         return positions // self.length
@@ -66,9 +66,7 @@ class Chunks(Sharding):
 
 
 class Shard:
-    """What one rank holds of a flat tensor: the coordinates that it owns; all others are zero.
-
-    It is read and written by slices of the flat tensor, of which it has some coordinates.
+    """One rank's coordinates of a flat tensor; all others are zero. Read and written by slices of the flat tensor.
 
     Attributes: `sharding`; `owner`, the rank; `held`, its coordinates by place, `[sharding.length]`.
     """
@@ -80,7 +78,7 @@ class Shard:
 
     @staticmethod
     def taken_from(flat: Tensor, sharding: Sharding, owner: int) -> Shard:
-        """A rank's coordinates of a flat tensor, in which they become zero."""
+        """Move a rank's coordinates out of a flat tensor, in which they become zero."""
         shard = Shard(sharding, owner, flat.new_zeros(sharding.length))
         span = slice(0, sharding.numel)
         shard[span] = flat[shard._positions(span)]
@@ -88,7 +86,7 @@ class Shard:
         return shard
 
     def whole(self) -> Tensor:
-        """The flat tensor."""
+        """Return the flat tensor."""
         flat = self.held.new_zeros(self.sharding.numel)
         span = slice(0, self.sharding.numel)
         flat[self._positions(span)] = self[span]
@@ -101,5 +99,5 @@ class Shard:
         self.held[self.sharding.places(self._positions(span))] = values
 
     def _positions(self, span: slice) -> Tensor:
-        """Which positions of a span are owned."""
+        """Return the owned positions in a span."""
         return self.sharding.within(span, self.owner).to(self.held.device)

@@ -1,4 +1,4 @@
-"""What one rank keeps from step to step, by kind and parameter name: flat in buckets, or waiting for buckets."""
+"""One rank's memory from step to step, by kind and parameter name: flat in buckets, or waiting for buckets."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .shard import Shard
 __all__ = ["Memory", "Store", "check_format", "is_unsent"]
 
 Memory = dict[str, dict[str, Tensor]]
-"""What algorithms keep, by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
+"""Tensors by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
 
 
 class Store:
-    """All that lasts of one rank's algorithm.
+    """All memory of one rank's algorithm.
 
-    While there are buckets, what is kept of their parameters lies in flat tensors of their layout. In between, as when
-    other parameters are trained or state was loaded, it waits by parameter name for the buckets to come.
+    The memory of parameters in buckets is in flat tensors of their layout. After a change of buckets, or when state was
+    loaded, it waits by parameter name for new buckets.
 
-    Attributes: `shared`, small tensors that are the same on all ranks; `made_of`, by parameter name, what unsent memory
-    consists of, see `claim`.
+    Attributes: `shared`, small tensors that are the same on all ranks; `made_of`, the content of unsent memory by
+    parameter name, see `claim`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Store:
         self._shards: dict[Bucket, dict[str, Shard]] = {}
 
     def adopt(self, bucket: Bucket) -> dict[str, Tensor]:
-        """The flat tensors of a new bucket, by kind; what waits for its parameters moves in, the rest is zero."""
+        """Return a new bucket's flat tensors by kind, with the waiting memory of its parameters; the rest is zero."""
         flats: dict[str, Tensor] = {}
         for kind, by_name in self._waiting.items():
             held = [(segment, by_name[segment.name]) for segment in bucket.segments if segment.name in by_name]
@@ -45,16 +45,16 @@ class Store:
                 flat = flats[kind] = bucket.empty().to(held[0][1].dtype)
                 for segment, tensor in held:
                     segment.view(flat).copy_(tensor)
-        self._flat[bucket] = flats  # from here on it is in both, and `release` writes the same again
+        self._flat[bucket] = flats  # in both until `forget`; `release` would write the same again
         self.forget([segment.name for segment in bucket.segments])
         return flats
 
     def shards(self, bucket: Bucket) -> dict[str, Shard]:
-        """What a bucket holds of which this rank has a share only, by kind: empty at first, to be filled."""
+        """Return this rank's shards of a bucket's memory by kind, a dict to fill; empty at first."""
         return self._shards.setdefault(bucket, {})
 
     def release(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Buckets, all or some, are no more: what they hold waits for others."""
+        """Dissolve buckets, all or some: their memory waits for new ones."""
         for bucket in list(self._flat if buckets is None else buckets):
             for kind, flat in self._held(bucket):
                 self.put(kind, bucket, flat)
@@ -62,17 +62,17 @@ class Store:
             self._shards.pop(bucket, None)
 
     def put(self, kind: str, bucket: Bucket, flat: Tensor) -> None:
-        """Let a flat tensor wait by parameter name."""
+        """Make a flat tensor wait by parameter name."""
         _write(self._waiting.setdefault(kind, {}), bucket, flat)
 
     def drop(self, kind: str) -> None:
-        """Forget what waits of a kind."""
+        """Delete the waiting memory of a kind."""
         self._waiting.pop(kind, None)
 
     def claim(self, names: Iterable[str], made_of: str) -> list[str]:
-        """From now on what is kept of these parameters consists of that. What waits of something else is dropped.
+        """Set the content of these parameters' unsent memory, and delete waiting memory of another content.
 
-        Returns the names of which something unsent was.
+        Returns the names of parameters that lost unsent memory.
         """
         others = [name for name in names if self.made_of.get(name, made_of) != made_of]
         unsent = [by_name for kind, by_name in self._waiting.items() if is_unsent(kind)]
@@ -82,17 +82,17 @@ class Store:
         return lost
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what waits of these parameters."""
+        """Delete the waiting memory of these parameters."""
         for by_name in self._waiting.values():
             for name in names:
                 by_name.pop(name, None)
 
     def waiting(self) -> Iterable[tuple[str, str]]:
-        """Kind and parameter name of what no bucket has adopted yet."""
+        """Return kind and parameter name of all waiting memory."""
         return [(kind, name) for kind, by_name in self._waiting.items() for name in by_name]
 
     def memory(self) -> Memory:
-        """A copy of all that is kept, but what is shared."""
+        """Return a copy of all memory that is not shared."""
         memory = copied(self._waiting)
         for bucket in self._flat:
             for kind, flat in self._held(bucket):
@@ -100,18 +100,18 @@ class Store:
         return memory
 
     def _held(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """The flat tensors of a bucket, those of which this rank has a share among them."""
+        """Yield the flat tensors of a bucket by kind, including sharded ones."""
         yield from self._flat.get(bucket, {}).items()
         for kind, shard in self._shards.get(bucket, {}).items():
             yield kind, shard.whole()
 
     def state(self) -> dict[str, Any]:
-        """A copy of all that is kept, for a checkpoint; `restore` takes it."""
+        """Return a checkpointable copy for `restore`."""
         shared, made_of = copied(self.shared), dict(self.made_of)
         return {"format": FORMAT, "memory": self.memory(), "shared": shared, "made_of": made_of}
 
     def restore(self, state: Mapping[str, Any], shapes: Mapping[str, torch.Size] | None = None) -> None:
-        """Take over what `state` gave, in place of all that there is; it waits for buckets.
+        """Replace all memory by a `state`; it waits for buckets.
 
         `shapes` are those of the parameters, if known. Raises ConfigError for a state of another format, and for memory
         of an unknown parameter or of another shape.
@@ -138,7 +138,7 @@ class Store:
         return held
 
     def residual_norm(self) -> float:
-        """Euclidean norm of what this rank has not sent yet; 0.0 for algorithms that hold nothing back."""
+        """Return the Euclidean norm of this rank's unsent memory; 0.0 for algorithms without any."""
         held = [(kind, tensor) for kind, by_name in self._waiting.items() for tensor in by_name.values()]
         held += [(kind, flat) for flats in self._flat.values() for kind, flat in flats.items()]
         held += [(kind, shard.held) for shards in self._shards.values() for kind, shard in shards.items()]
@@ -157,12 +157,12 @@ def check_format(state: Mapping[str, Any]) -> None:
 
 
 def is_unsent(kind: str) -> bool:
-    """Whether memory of a kind is gradient that waits to be sent. All other kinds, such as momenta, are never sent."""
+    """Return True if memory of a kind is unsent gradient. Other kinds, such as momenta, are never sent."""
     return kind.startswith("residual")
 
 
 def copied(memory: Memory) -> Memory:
-    """The same, in tensors of its own."""
+    """Return a deep copy."""
     return {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
 
 

@@ -24,7 +24,7 @@ from ..checkpoint import (
     unmarked,
 )
 from ..checks import check_flag, check_positive, check_whole
-from ..comm import Comm, broadcasting_root, current_comm
+from ..comm import Comm, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
 from ..compressors.own_step import check_steps_alone
 from ..errors import CommError, ConfigError, QuorumLost, VotedOut
@@ -39,6 +39,7 @@ from ..exchange.telemetry import Telemetry
 from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
 from ..flat.store import check_format
 from .engine import Engine
+from .introspection import broadcasting_root
 from .replicas import check_shards, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .stepping import Mode, Stepping, after_step, before_step, between_hooks

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..compressors import GradientExchange
 from ..compressors.context import Absorbed
-from ..compressors.sparse_rows import gather_rows
+from ..compressors.sparse.rows import gather_rows
 from ..errors import ConfigError, MismatchError
 from ..exchange.commit import FinishedExchange, Write
 from ..exchange.flush import flush_residuals

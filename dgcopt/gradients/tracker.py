@@ -11,8 +11,6 @@ scaling change them afterwards without telling; torch counts most changes of a t
 from __future__ import annotations
 
 import operator
-import sys
-import threading
 from collections.abc import Collection, Iterable, Sequence
 from types import FrameType
 
@@ -22,6 +20,7 @@ from torch import Tensor
 from ..exchange.vote import Touch
 from ..flat.gradient import GradientBucket, is_finite, values_of
 from ..kernels import peaks
+from .introspection import user_backward_call
 
 __all__ = ["EarlyLaunch", "GradientTracker"]
 
@@ -40,8 +39,6 @@ NOTHING = object()
 """Mark of a gradient that was not taken into its bucket."""
 
 _VERSION = operator.attrgetter("_version")
-_BACKWARD = torch.autograd.backward.__code__
-_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 class _Filling:
@@ -148,7 +145,7 @@ class GradientTracker:
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._graph_task:
             self._graph_task = graph_task
-            call = _users_call()
+            call = user_backward_call()
             # the frame is kept until the end of the step, so that no later call can have the same one
             if call is None or call is not self._call:
                 self._pass, self._call = self._pass + 1, call
@@ -307,23 +304,3 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
         return [*map(_VERSION, grads)]
     except AttributeError:
         return [0 if grad is None else grad._version for grad in grads]
-
-
-def _users_call() -> FrameType | None:
-    """The call of `backward` that runs now: the user's, not one that an autograd function makes within it.
-
-    Autograd does not tell, call stacks do. Hooks run on the stack of that call, or in a thread of autograd's own, as
-    on CUDA.
-    """
-    stacks = sys._current_frames()
-    for frame in (stacks.pop(threading.get_ident(), None), *stacks.values()):
-        call = None
-        while frame is not None:
-            if frame.f_code is _BACKWARD:
-                call = frame
-            elif frame.f_code is _NODE:
-                call = None
-            frame = frame.f_back
-        if call is not None:
-            return call
-    return None

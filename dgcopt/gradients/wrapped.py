@@ -19,7 +19,7 @@ from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients
 from ..flat.local_shard import as_stepped, local
-from .hook.module import all_modules
+from .introspection import all_ddp_modules
 from .settings import Settings
 
 __all__ = ["Wrapped"]
@@ -195,7 +195,7 @@ def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     ours = set(params)
-    for module in all_modules():
+    for module in all_ddp_modules():
         size = torch.distributed.get_world_size(module.process_group)
         everyone = size == torch.distributed.get_world_size() > 1
         # False after a forward pass within DDP's no_sync()

@@ -1,11 +1,11 @@
 """Horovod's names over any wire: `import dgcopt.hvd as hvd` in place of `import horovod.torch as hvd`.
 
 The script then runs under horovodrun as before, and under torchrun, mpirun, srun or alone too. Its own collectives
-never mix with gradients in flight. What differs from Horovod: collectives are matched by their order, so all ranks
-must start them in the same one, and compare names, shapes, dtypes, operations and roots first; `_async` ones wait for
-that, too, where Horovod does it in a thread of its own: docs/migration.md says which. Objects are not pickled, so they
-must be what `dgcopt.broadcast_object` takes. `hvd.elastic` is Horovod's own. Names that are missing say what to use
-when they are asked for.
+never mix with gradients in flight. Unlike in Horovod, collectives are matched by their order, so all ranks must start
+them in the same one, and compare names, shapes, dtypes, operations and roots first; `_async` ones wait for
+that, too, while Horovod does it in a thread of its own: see docs/migration.md. Objects are not pickled, so they must
+have types that `dgcopt.broadcast_object` takes. `hvd.elastic` is Horovod's own. Access to a missing name is an error
+that names its replacement.
 
 Before `hvd.init()`, all of these but DistributedOptimizer and the `_built` functions raise ConfigError, a ValueError.
 """
@@ -150,7 +150,7 @@ __all__ = [
 ]
 
 HorovodInternalError = CommError
-"""What a collective that failed raises; over Horovod it is Horovod's own, too."""
+"""Raised by a failed collective; over Horovod it is Horovod's own, too."""
 
 _TIMELINE = "profile with torch.profiler, or with HOROVOD_TIMELINE under horovodrun; optimizer.telemetry has the sums"
 _INSTEAD = {
@@ -206,18 +206,18 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, model: Any = None) -> None:
-    """Load rank `root_rank`'s optimizer state; `model` is what Horovod wants for sparse parameters, and unused."""
+    """Load rank `root_rank`'s optimizer state; `model`, which Horovod needs for sparse parameters, is unused."""
     start_alike.broadcast_optimizer_state(optimizer, root_rank, comm_of(global_process_set))
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Rank `root_rank`'s object on every rank; see `dgcopt.broadcast_object` for what it may be."""
+    """Return rank `root_rank`'s object on every rank; see `dgcopt.broadcast_object` for the types allowed."""
     comm = comm_of(process_set)
     return start_alike.broadcast_object(obj, process_set.place_of(root_rank), comm)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, in a list by rank; they may be what `broadcast_object` takes."""
+    """Return every rank's object in a list by rank, of the types that `broadcast_object` takes."""
     return [broadcast_object(obj, root) for root in range(size())]

@@ -198,7 +198,7 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Plan:
-    """Return this rank's rows of the ranks' average or sum; the first ranks have one more where shares are uneven.
+    """Return this rank's rows of the ranks' average or sum; the first ranks have one more if shares are uneven.
 
     The gradient of the result is gathered; with `op=hvd.Sum` it is multiplied by the number of ranks, as Horovod does.
     """

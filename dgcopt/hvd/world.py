@@ -208,11 +208,11 @@ def cross_size() -> int:
 
 
 # -- which libraries there are ---------------------------------------------------------------------------------------
-# Horovod says so of itself where it is the wire; elsewhere it is what torch and mpi4py can do.
+# Horovod's own answers if it is the wire; else those of torch and mpi4py.
 
 
 def _of_horovod(question: str) -> Any:
-    """What Horovod answers; None where it is not the wire."""
+    """Return Horovod's answer; None if it is not the wire."""
     return getattr(horovod_torch(), question)() if wire_in_use() == "horovod" else None
 
 
@@ -229,7 +229,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may use MPI at the same time; as Horovod, refuses the question where MPI is not used."""
+    """Return True if several threads may use MPI at once. Raises ConfigError, as Horovod, if MPI is not used."""
     comm = _joined()
     if not mpi_enabled():
         raise ConfigError(f"messages do not travel by MPI here, but over {comm.wire}")

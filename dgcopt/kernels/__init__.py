@@ -1,9 +1,9 @@
-"""The inner loops of compression: what passes over as many elements as there are parameters.
+"""The inner loops of compression: operations on as many elements as the model has parameters.
 
 Each has one signature and several implementations that give the same bits: torch/ is the specification, and runs
-everywhere; native/ is C for the CPU; triton/ is for CUDA. Files are named after what they do:
+everywhere; native/ is C for the CPU; triton/ is for CUDA. Files are named after their operations:
 copying, memory, mixing, residual, selection, threshold, chunks, dct, drawing, hashing, products, owners, packing, rice,
-minmax, rounding, signs, trits, values; sums is what those have in common that quantise.
+minmax, rounding, signs, trits, values; sums is common to the quantisers.
 """
 
 from . import native, torch
@@ -61,7 +61,6 @@ __all__ = [
     "add_and_select_above",
     "add_and_select_chunks",
     "add_at",
-    "ahead",
     "bits_of",
     "block_maxima",
     "by_block",
@@ -85,7 +84,6 @@ __all__ = [
     "inverse_dct",
     "is_dense",
     "largest_first",
-    "look",
     "majority",
     "means",
     "minmax_codes",
@@ -93,7 +91,6 @@ __all__ = [
     "minmax_of_mean",
     "mix",
     "mix_signs",
-    "move_on",
     "nearest_levels",
     "of_levels",
     "of_owners",
@@ -103,6 +100,8 @@ __all__ = [
     "pack_small",
     "peaks",
     "position_of",
+    "preview_block_maxima",
+    "preview_blocks",
     "put",
     "put_levels",
     "put_minmax",
@@ -130,15 +129,24 @@ __all__ = [
     "tensor_norms",
     "tensor_sums",
     "unpack_small",
+    "update_momentum",
 ]
 
 accumulate = Kernel(torch.accumulate, (takes_floats, native.accumulate), in_triton(torch.accumulate, takes_cuda))
 decay = Kernel(torch.decay, (native.takes_decay, native.decay), in_triton(torch.decay, takes_cuda_pairs))
 mix = Kernel(torch.mix, (takes_float32, native.mix), in_triton(torch.mix))
 mix_signs = Kernel(torch.mix_signs, (takes_float32, native.mix_signs), in_triton(torch.mix_signs))
-look = Kernel(torch.look, (takes_floats, native.look), in_triton(torch.look, takes_cuda))
-move_on = Kernel(torch.move_on, (takes_floats, native.move_on), in_triton(torch.move_on, takes_cuda))
-ahead = Kernel(torch.ahead, (takes_floats, native.ahead), in_triton(torch.ahead, takes_cuda))
+preview_block_maxima = Kernel(
+    torch.preview_block_maxima,
+    (takes_floats, native.preview_block_maxima),
+    in_triton(torch.preview_block_maxima, takes_cuda),
+)
+update_momentum = Kernel(
+    torch.update_momentum, (takes_floats, native.update_momentum), in_triton(torch.update_momentum, takes_cuda)
+)
+preview_blocks = Kernel(
+    torch.preview_blocks, (takes_floats, native.preview_blocks), in_triton(torch.preview_blocks, takes_cuda)
+)
 block_maxima = Kernel(
     torch.block_maxima, (takes_floats, native.block_maxima), in_triton(torch.block_maxima, takes_cuda)
 )

@@ -29,7 +29,7 @@ def bits_of(flat: Tensor) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether nothing lies between the elements of a tensor, whatever their order."""
+    """Return True if a tensor's elements are dense in memory, in any order."""
     if x.layout is not torch.strided:
         return False
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)

@@ -96,7 +96,7 @@ def takes_cuda_pairs(some: Sequence[Tensor], others: Sequence[Tensor], *numbers:
 
 
 def takes_cuda_dense(tensors: Sequence[Tensor]) -> bool:
-    """The same as `takes_cuda`, of tensors of one dtype, whatever the order of their elements."""
+    """`takes_cuda`, for tensors of one dtype with elements in any order."""
     return len({x.dtype for x in tensors}) == 1 and _takes(tensors, _FLOATS, is_dense)
 
 
@@ -145,7 +145,7 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
 def in_triton(
     specification: Callable[P, R], takes: Callable[..., bool] = takes_cuda_float32
 ) -> tuple[Callable[..., bool], Callable[P, R]]:
-    """What has the same name in dgcopt.kernels.triton, on the device where its tensors are; and what it takes."""
+    """Return the operation of that name in dgcopt.kernels.triton, run on its tensors' device, and its condition."""
 
     @functools.wraps(specification)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -18,7 +18,7 @@ class Kernel(Generic[P, R]):
     """Calls the first implementation that takes the arguments: all give the same bits.
 
     Args:
-        specification: the implementation in torch, which takes whatever there is.
+        specification: the implementation in torch, which takes any arguments.
         others: implementations, each after a function that says of the arguments whether they suit it.
     """
 

@@ -1,4 +1,4 @@
-"""Flat tensors of which the parts lie apart, as gradients and moments do where autograd and optimizers keep them."""
+"""Flat tensors in parts that lie apart in memory, such as autograd's gradients and optimizers' moments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Mixture", "Parts", "tensors_in"]
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A flat tensor of which the parts lie apart; None where there is none.
+    """A flat tensor in parts that lie apart; None for a missing part.
 
     Attributes: `tensors`, all flat and of one dtype; `starts` and `stops`, int64 on the CPU, ascending: their places in
     the whole.
@@ -25,17 +25,17 @@ class Parts:
 
     @property
     def spans(self) -> Iterator[tuple[int, int, Tensor | None]]:
-        """Where each part starts and stops, and the part."""
+        """Yield the start, the stop and the tensor of each part."""
         return zip(self.starts.tolist(), self.stops.tolist(), self.tensors, strict=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """keep * x + add * y in the place of a flat x, as momentum is one of a gradient; of y the parts lie apart.
+    """The mixture keep * x + add * y of a flat x and a y in parts, such as momentum and gradient.
 
-    Kernels make it of x when they read it, or of what they write, and so spare a pass of its own.
+    Kernels apply it while they read x or write their result, which saves a pass.
 
-    Attributes: `starts`, ascending, where in x each of the `parts` of y begins, all flat. Elsewhere x stays as it is.
+    Attributes: `starts`, ascending, the positions in x of the flat `parts` of y. Elsewhere x is unchanged.
     """
 
     keep: float
@@ -45,11 +45,11 @@ class Mixture:
 
     @property
     def inverse(self) -> Mixture:
-        """What makes x of this mixture again, up to rounding; `keep` must not be zero."""
+        """Return the inverse mixture, which restores x up to rounding; `keep` must not be zero."""
         return Mixture(1 / self.keep, -self.add / self.keep, self.starts, self.parts)
 
     def within(self, start: int, stop: int) -> Mixture:
-        """The same of x from `start` to `stop`."""
+        """Return the mixture of x from `start` to `stop`."""
         starts, parts = [], []
         for first, part in zip(self.starts, self.parts, strict=True):
             if first < stop and start < first + len(part):
@@ -59,7 +59,7 @@ class Mixture:
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors among the arguments, in their parts, and in what they are mixed with."""
+    """Yield all tensors among the arguments, in parts and in mixtures."""
     for x in arguments:
         if isinstance(x, Tensor):
             yield x

@@ -14,7 +14,7 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def firsts(counts: Tensor, device: torch.device) -> Tensor:
-    """Where each row starts, of rows of `counts` elements (int64, on the CPU)."""
+    """Return the starts of rows of `counts` elements (int64, on the CPU)."""
     return sent(counts.cumsum(0) - counts, device)
 
 

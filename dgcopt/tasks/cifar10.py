@@ -21,7 +21,7 @@ _STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 def read_files(root: str, names: list[str]) -> list[bytes]:
     """The named files of the binary version, out of ``root/cifar-10-batches-bin`` or ``root/cifar-10-binary.tar.gz``.
 
-    Raises FileNotFoundError, saying what was expected and how to set it, when neither holds all of them,
+    Raises FileNotFoundError, with the files expected and the setting, when neither holds all of them,
     and ValueError when the archive is damaged.
     """
     folder, archive = Path(root, _FOLDER), Path(root, _ARCHIVE)
@@ -84,7 +84,7 @@ class CIFAR10(Dataset[tuple[Tensor, int]]):
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch normalisation around the shortcut without parameters (option A).
 
-    Where the number of channels grows, the block halves the image and the shortcut fills the new channels with zeros.
+    If the number of channels grows, the block halves the image and the shortcut fills the new channels with zeros.
     """
 
     def __init__(self, channels_in: int, channels: int) -> None:

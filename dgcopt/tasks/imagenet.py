@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 def import_torchvision() -> Any:
-    """The package torchvision; raises ImportError with the remedy where it is missing or made for another torch."""
+    """The package torchvision; raises ImportError with the remedy if it is missing or built for another torch."""
     try:
         import torchvision
     except (ImportError, RuntimeError, OSError) as error:  # the last two: its binary part does not fit

@@ -9,10 +9,10 @@ __all__ = ["Shard"]
 
 
 class Shard(Dataset):
-    """What one rank reads in one epoch, in this order.
+    """The samples that one rank reads in one epoch, in order.
 
     Each sample's augmentation draws from a seed of its own, so it depends neither on how many processes load the data
-    nor on where the run was interrupted.
+    nor on the point of interruption.
     """
 
     def __init__(self, data: Dataset, indices: list[int], seed: int, epoch: int) -> None:

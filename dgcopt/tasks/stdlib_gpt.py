@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-# Add-ons, and what some distributions package apart: without them two machines with one Python version read one text.
+# Add-ons, and packages that some distributions split off: without them one Python version has the same text everywhere.
 _NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
 _TABLES = {"encodings", "pydoc_data"}  # megabytes of character maps and help texts rather than programs
 
@@ -30,7 +30,7 @@ class StdlibText(Dataset[tuple[Tensor, Tensor]]):
 
     A character is a byte, 0..255; a zero byte ends each file. Every tenth file of ``source_files`` is validation
     text, the others are training text, so no file is in both. Reading stops before a file that would take the split
-    beyond ``max_bytes``; windows do not overlap, and what does not fill the last one is left out.
+    beyond ``max_bytes``; windows do not overlap, and an incomplete last one is left out.
 
     ``root`` is the folder to read, by default the library of the running Python, whose version decides the text.
 

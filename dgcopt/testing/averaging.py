@@ -31,11 +31,11 @@ QUIET = 24
 
 
 def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Sequence[int] = SIZES) -> Report:
-    """Train a small network on simulated ranks whose weights an algorithm averages.
+    """Train a small network on simulated ranks, with weights that an algorithm averages.
 
     Checks for each world size in `sizes`: weights stay finite, in four dtypes; ranks with equal weights and no steps
     keep them; ranks with different weights and no steps approach each other, by half in 24 exchanges; all ranks hold
-    the same bits where `identical` says so; memory is in `ctx`, where checkpoints find it, not in the algorithm; a
+    the same bits if `identical` is true; memory is in `ctx`, for checkpoints, not in the algorithm; a
     checkpoint resumes bit for bit, also between two exchanges; another world size resumes from the mean; ranks may run
     out of data (`dgcopt.join`); a second run has the same bits; settings can be compared and copied.
 
@@ -68,7 +68,7 @@ class _Case:
 
 
 class _Ranks:
-    """A simulated world whose ranks have different data."""
+    """A simulated world of ranks with different data."""
 
     def __init__(self, case: _Case, dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(1)
@@ -196,7 +196,7 @@ def _identical(case: _Case) -> str | None:
             says_so = True
             rows = ranks.weights()
             if not bool((rows == rows[:1]).all()):
-                raise AssertionError(f"ranks have other bits after step {local}, where identical({local}) is true")
+                raise AssertionError(f"ranks have other bits after step {local}, but identical({local}) is true")
     return None if says_so else "not declared"
 
 
@@ -274,7 +274,7 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "weights are finite, in four dtypes": _finite,
     "at rest and alike, nothing moves": _at_rest,
     "at rest and apart, ranks come together": _together,
-    "the same bits where it says so": _identical,
+    "the same bits if it is identical": _identical,
     "memory is in ctx, none in itself": _nothing_in_itself,
     "a checkpoint goes on bit for bit": _resume,
     "other numbers of ranks go on from the mean": _reshared,

@@ -60,8 +60,8 @@ def check_compressor(
     object that is no compressor.
     """
     compressor = accept(compressor)
-    make, where = optimizer or functools.partial(SGD, lr=0.1), torch.device(device)
-    return checked(repr(compressor), _CHECKS, [(size, _Case(compressor, make, size, where)) for size in sizes])
+    make, on = optimizer or functools.partial(SGD, lr=0.1), torch.device(device)
+    return checked(repr(compressor), _CHECKS, [(size, _Case(compressor, make, size, on)) for size in sizes])
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,12 @@ def _finite(case: _Case) -> None:
 
 def _special(case: _Case) -> None:
     special = {"zero": 0.0, "constant": 3.0, "tiny": 1e-30, "huge": 1e4}
-    for what, value in special.items():
+    for name, value in special.items():
         ranks = _Ranks(case)
         for grads in (_constant(case.size, value), _gradients(case.size, 1, scale=value)):
             for result in ranks.exchange(grads)[0]:
                 if result.isnan().any():  # values beyond a message's range may become Inf
-                    raise AssertionError(f"the result for {what} gradients holds NaN")
+                    raise AssertionError(f"the result for {name} gradients holds NaN")
 
 
 def _sum(case: _Case) -> None:
@@ -273,7 +273,7 @@ def _ledger(case: _Case) -> str | None:
             return "not declared"
         ranks.exchange(_gradients(case.size, seed))
         if ranks.sent[0] != sum(number or 0 for number in declared):
-            raise AssertionError(f"{ranks.sent[0]} bytes were sent where {declared} were declared")
+            raise AssertionError(f"{ranks.sent[0]} bytes were sent, but {declared} were declared")
     return None
 
 

@@ -12,7 +12,7 @@ from torch.optim import Adam, AdamW
 
 import dgcopt
 from dgcopt.compressors import ByteGrad, NoCompression, OneBitAdam, PowerSGD, QAdam, Wrapper
-from dgcopt.compressors.onebit_adam import OneBitReduce
+from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.gradients.optimizer import synchronised

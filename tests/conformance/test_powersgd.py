@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt.checkpoint import STATE_KEY
 from dgcopt.compressors import PowerSGD
-from dgcopt.compressors.powersgd import first_seed, orthogonal
+from dgcopt.compressors.lowrank.powersgd import first_seed, orthogonal
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.testing import check_compressor

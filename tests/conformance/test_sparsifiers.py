@@ -221,7 +221,7 @@ def test_a_count_that_cannot_be_names_its_rank(count):
     ranks = Ranks(dgcopt.Threshold(1.0), 2)
     exchange = ranks.start(0, gradients(2)[0][0])
     mine = next(exchange).tensor
-    with pytest.raises(PayloadError, match=f"rank 1 says that it sends {count} values"):
+    with pytest.raises(PayloadError, match=f"rank 1 claims {count} values"):
         exchange.send(torch.stack((mine, torch.tensor([count]))))
 
 

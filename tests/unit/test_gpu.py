@@ -20,7 +20,7 @@ from worlds import Ranks, bucket_of, flat_gradient, small_model
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from dgcopt.comm.torch import TorchComm
-from dgcopt.compressors.selection import Selection
+from dgcopt.compressors.sparse.selection import Selection
 from dgcopt.exchange import commit
 from dgcopt.gradients.tracker import GradientTracker
 from dgcopt.kernels.torch import block_maxima

@@ -165,14 +165,14 @@ def test_root_may_use_mpirun(here: Here) -> None:
         ("-H a:1 --nnodes 2 train.py", "choose one"),
         ("-np 2 --nnodes 4:1 train.py", "MIN:MAX, not '4:1'"),
         ("-np 2 --nnodes 2 train.py", "several machines need --rdzv-endpoint HOST:PORT"),
-        ("-np 2 --nnodes 2 --rdzv-endpoint a train.py", "HOST:PORT, where they meet, not 'a'"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint a train.py", "HOST:PORT, their rendezvous, not 'a'"),
         ("-np 2 --launcher mpirun --max-restarts 1 train.py", "are torchrun's, not mpirun's"),
         ("-np 2 --launcher srun train.py", "srun wants an allocation of Slurm"),
         ("--hosts=-oProxyCommand:1 train.py", "'-oProxyCommand:1' names no machine"),
         ("-np 2 --hostfile BINARY train.py", "/binary' is no text file: write a line `HOST slots=N`"),
         ("-np 2 --hostfile a\0b train.py", "'a\\x00b' is no text file"),
         ("-np 2 --ssh-port 65536 train.py", "--ssh-port 65536 is no port: give one from 1 to 65535"),
-        ("-np 2 --nnodes 2 --rdzv-endpoint a:65536 train.py", "HOST:PORT, where they meet, not 'a:65536'"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint a:65536 train.py", "HOST:PORT, their rendezvous, not 'a:65536'"),
         *(
             (f"-np 2 --launcher {launcher} --dry-run --launcher-args=--x='y train.py", "has an unclosed quote")
             for launcher in ("torchrun", "horovodrun", "mpirun", "srun")

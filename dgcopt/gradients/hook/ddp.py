@@ -69,13 +69,14 @@ def ddp_hook(
     """
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise ConfigError(f"scaler must be the loop's torch.amp.GradScaler, not {scaler!r:.200}")
-    if comm is not None and comm.survives:
+    wire = None if comm is None else current_comm(comm)
+    if wire is not None and wire.survives:
         raise ConfigError(
             "DistributedDataParallel cannot train on after ranks are lost: use dgcopt.DistributedOptimizer with "
             "dgcopt.init(survive=True)"
         )
     state = compressor if isinstance(compressor, HookState) else HookState(compressor)
-    state.use(given_names(named_parameters), None if comm is None else current_comm(comm), scaler, may_differ)
+    state.use(given_names(named_parameters), wire, scaler, may_differ)
     if optimizer is not None:
         state.attach(optimizer)
     return state, exchange_bucket

@@ -90,7 +90,7 @@ class HookMemory:
             check_owner(
                 self._saved,
                 *(comm.rank, comm.size),
-                what=" of ddp_hook",
+                owner=" of ddp_hook",
                 why="each rank keeps what it has not sent yet. Let every rank save and load a file of its own, or "
                 "begin with a new ddp_hook, which loses what was held back.",
             )

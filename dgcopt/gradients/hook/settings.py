@@ -16,9 +16,9 @@ from ...compressors.own_step import updates_add_up
 from ...errors import ConfigError
 from ...exchange.group_settings import GroupSettings, check_may_differ
 from ...exchange.parameters import check_trainable, inner_optimizer, unique_names
+from ..introspection import ddp_module_of_hook
 from ..stepping import stepping_of
 from .attached import AttachedOptimizer, parameters_of
-from .module import module_with
 
 __all__ = ["HookSettings"]
 
@@ -67,7 +67,7 @@ class HookSettings:
         Raises ConfigError if the DistributedDataParallel that has `hook_state` averages among other ranks.
         """
         self._comm = self._comm or current_comm()
-        module = module_with(hook_state)
+        module = ddp_module_of_hook(hook_state)
         if module is not None and module.process_group.size() != self._comm.size:
             raise ConfigError(
                 f"this DistributedDataParallel averages among {module.process_group.size()} rank(s), and its ddp_hook "

@@ -17,8 +17,8 @@ from ...compressors import Compressor
 from ...exchange.commit import CommitMarker
 from ...exchange.runner import Runner
 from ...exchange.telemetry import Telemetry
+from ..introspection import uncounted_parameters
 from .memory import HookMemory
-from .module import uncounted_parameters
 from .settings import HookSettings
 from .step import HookStep
 

@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ...compressors.sparse_rows import gather_rows
+from ...compressors.sparse.rows import gather_rows
 from ...errors import PayloadError
 from ...exchange.commit import CommitMarker, FinishedExchange, Write
 from ...exchange.parameters import plain
@@ -25,6 +24,7 @@ from ...exchange.step import Aborted, Description, Step
 from ...exchange.vote import Ballot, Verdict, checksum, fingerprint
 from ...flat.gradient import SparseSum, values_of
 from ...kernels import peaks
+from ..introspection import ddp_module_without_data
 from .bucket import PartGradients, gradients_of
 from .memory import HookMemory
 from .settings import HookSettings
@@ -128,7 +128,7 @@ class HookStep(Step):
         self.comm.finish_on_device()
         magnitudes = [number for pending in self._exchanges for number in pending.of.tells.tolist()]
         self._used = [magnitude != 0 for magnitude in magnitudes]
-        self._served = served = _served_without_data()
+        self._served = served = ddp_module_without_data(memory.names)
         return Ballot(
             active=served is None,
             finite=all(map(math.isfinite, magnitudes)),
@@ -264,17 +264,3 @@ class HookStep(Step):
     def ended(self) -> None:
         self._exchanges: Exchanges = []
         self._arrived: list[tuple[Tensor, Exchanges, Future[Tensor]]] = []
-
-
-def _served_without_data() -> DistributedDataParallel | None:
-    """The model whose `join()` calls the hook for this rank, which has run out of data; None in a backward pass.
-
-    DDP does not tell its hooks.
-    """
-    frame = sys._getframe() if torch._C._current_graph_task_id() < 0 else None
-    while frame is not None:
-        model = frame.f_locals.get("self")
-        if isinstance(model, DistributedDataParallel):
-            return model
-        frame = frame.f_back
-    return None

@@ -71,7 +71,7 @@ def step_at(weights: Parts, rates: Sequence[float], positions: Tensor, grads: Te
 
 
 def _spans(parts: Parts) -> tuple[int, int, int]:
-    """Where parts start and stop in the whole, and how many there are."""
+    """Return the parts' starts and stops in the whole, and their number."""
     check_flat(len(parts.tensors), parts.starts, parts.stops, dtype=torch.int64)
     return parts.starts.data_ptr(), parts.stops.data_ptr(), len(parts.tensors)
 

@@ -62,7 +62,7 @@ def peaks(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _shared_tops(count: int, numel: int, loop: Callable[[int, int, int], object]) -> Tensor:
-    """The largest of what the threads find for each of `count` tensors, as integers, in whose order magnitudes are."""
+    """The largest of the threads' results for each of `count` tensors, as integers, which sort as magnitudes do."""
     tops: list[Tensor] = []
 
     def span(start: int, stop: int) -> None:

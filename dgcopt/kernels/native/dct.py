@@ -53,7 +53,7 @@ def _shared_strips(loop: Callable[[Tensor], None], matrices: Matrices, numel: in
 
 
 def _checked(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> tuple[int, int]:
-    """Where the numbers are that tiles of 64, 1, 2 ... 63 elements are multiplied by, and where each of them starts."""
+    """Return the addresses of the factors for sides of 64, 1, 2 ... 63 elements, and their starts."""
     check_flat(len(flat), flat, frequencies, dtype=torch.float32)
     if any(start < 0 or start + rows * columns > len(flat) for start, rows, columns in matrices.shapes):
         raise ValueError(f"matrices reach beyond the {len(flat)} elements that there are")

@@ -1,8 +1,8 @@
-"""The library of loops in C (native.c), through ctypes: each one pass over memory, where torch's take several.
+"""The library of loops in C (native.c), through ctypes: one pass over memory each; torch takes several.
 
-The library is built when dgcopt is installed, if there is a C compiler. Without it, on a processor that it has no loops
-for, or with DGCOPT_KERNELS=torch, everything runs in torch, to the same bits. Loops let go of the GIL, and share their
-work between as many threads as torch has in this process.
+The library is built when dgcopt is installed, if there is a C compiler. Without it, on an unknown processor, or with
+DGCOPT_KERNELS=torch, everything runs in torch, with the same bits. Loops release the GIL, and use as many threads as
+torch in this process.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ log = logging.getLogger("dgcopt")
 _LIBRARY = Path(__file__).parent.with_name("libdgcopt.so")
 REBUILD = "with a C compiler run `python setup.py build_ext --inplace --force` in the sources, or install dgcopt again"
 _SHARE = 2**16
-"""Elements that are worth a thread of their own."""
+"""Least number of elements for a further thread."""
 
 FLOATS = {torch.float32: "f32", torch.bfloat16: "bf16"}
-"""The floating dtypes that there are loops for, and what their names end with."""
+"""The floating dtypes of the loops, and the endings of their names."""
 Pointer, Length, Float, Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
 @functools.cache
 def _library() -> tuple[ctypes.CDLL | None, str, str]:
-    """The library, or None if it is not used; the instruction set in use; and why there is none. The log says it once:
-    a warning where a library is expected.
+    """Return the library or None, the instruction set, and the reason if there is none, which is logged once.
 
-    Raises ConfigError if DGCOPT_KERNELS asks for what there is not.
+    A missing library that was expected is a warning.
+
+    Raises ConfigError if DGCOPT_KERNELS asks for a library that is missing.
     """
     choice = os.environ.get("DGCOPT_KERNELS", "")
     if choice not in ("", "native", "torch"):
@@ -98,7 +99,7 @@ def _text(library: ctypes.CDLL, function: str) -> str:
 
 
 def _is_of_these_sources(library: ctypes.CDLL) -> bool:
-    """Whether it was built from the sources that lie here, as they do where dgcopt is installed as editable."""
+    """Return True if the library was built from the present sources, which an editable install may have changed."""
     here = Path(__file__).parent
     if not (here / "native.c").exists():
         return True
@@ -111,19 +112,19 @@ def _is_of_these_sources(library: ctypes.CDLL) -> bool:
 
 
 def instructions() -> str:
-    """The instruction set of the loops in use, "avx512", "avx2" or "neon"; empty if torch is used."""
+    """Return the instruction set of the loops in use, "avx512", "avx2" or "neon"; empty if torch is used."""
     return _library()[1]
 
 
 def in_use() -> str:
-    """What compression on a CPU runs in, and why not in C if so. Raises ConfigError as every kernel does."""
+    """Describe the kernels in use on a CPU, with the reason if they are not C. Raises ConfigError as they do."""
     _, variant, problem = _library()
     return f"native ({variant})" if variant else f"torch, as {problem}"
 
 
 @functools.cache
 def function(name: str, *arguments: type) -> Callable[..., int]:
-    """The loop of that name for the instructions in use."""
+    """Return the loop of that name for the instructions in use."""
     library, variant, _ = _library()
     assert library is not None
     loop = getattr(library, f"{name}_{variant}")
@@ -132,12 +133,12 @@ def function(name: str, *arguments: type) -> Callable[..., int]:
 
 
 def is_flat(tensor: Tensor) -> bool:
-    """Whether a loop can run over a tensor's memory."""
+    """Return True if a loop can run over a tensor's memory."""
     return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def takes_flat(*arguments: Any) -> bool:
-    """Whether loops can run over all tensors among the arguments."""
+    """Return True if loops can run over all tensors among the arguments."""
     for x in tensors_in(arguments):
         if not is_flat(x):
             return False
@@ -145,7 +146,7 @@ def takes_flat(*arguments: Any) -> bool:
 
 
 def takes_float32(*arguments: Any) -> bool:
-    """Whether loops can run over all tensors among the arguments, and floats among them are of float32."""
+    """Return True if loops can run over all tensors among the arguments, with float32 as the only float dtype."""
     for x in tensors_in(arguments):
         if (x.is_floating_point() and x.dtype != torch.float32) or not is_flat(x):
             return False
@@ -153,7 +154,7 @@ def takes_float32(*arguments: Any) -> bool:
 
 
 def takes_floats(*arguments: Any) -> bool:
-    """Whether loops can run over all tensors among the arguments, and know the dtypes of those that hold floats."""
+    """Return True if loops can run over all tensors among the arguments, and exist for their float dtypes."""
     for x in tensors_in(arguments):
         if (x.is_floating_point() and x.dtype not in FLOATS) or not is_flat(x):
             return False
@@ -161,13 +162,13 @@ def takes_floats(*arguments: Any) -> bool:
 
 
 def check_bytes(packed: Tensor, least: int) -> None:
-    """Raises ValueError unless there are so many bytes."""
+    """Raise ValueError if there are fewer bytes than `least`."""
     if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) < least or not is_flat(packed):
         raise ValueError(f"at least {least} bytes are needed, not {tuple(packed.shape)} of {packed.dtype}")
 
 
 def check_flat(numel: int, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError before a loop could read or write what is not there."""
+    """Raise ValueError for tensors of another length or dtype, which a loop would read or write out of bounds."""
     for tensor in tensors:
         if tensor.dim() != 1 or tensor.numel() != numel or not is_flat(tensor):
             raise ValueError(f"a flat tensor of {numel} elements is needed, not {tuple(tensor.shape)}")
@@ -176,7 +177,7 @@ def check_flat(numel: int, *tensors: Tensor, dtype: torch.dtype | None = None) -
 
 
 def pointers(parts: Parts, dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
-    """Where each part lies; None for a missing one. Raises ValueError for what does not fit its place."""
+    """Return the address of each part, None for a missing one. Raises ValueError for a part of another length."""
     check_flat(len(parts.tensors), parts.starts, parts.stops, dtype=torch.int64)
     for start, stop, part in parts.spans:
         if part is not None:
@@ -185,12 +186,12 @@ def pointers(parts: Parts, dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def array(kind: type[Any], numbers: Sequence[int]) -> Any:
-    """Numbers, or addresses, as loops take them."""
+    """Return numbers or addresses as a C array."""
     return (kind * len(numbers))(*numbers)
 
 
 def at(tensor: Tensor | None, start: int) -> int | None:
-    """Where an element lies."""
+    """Return the address of an element."""
     return None if tensor is None else tensor.data_ptr() + start * tensor.element_size()
 
 
@@ -200,7 +201,7 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 
 
 def shared(loop: Callable[[int, int], None], numel: int) -> None:
-    """Run `loop` over spans of blocks, in as many threads as torch has, if there is enough to do."""
+    """Run `loop` over spans of blocks, in as many threads as torch has if there are enough elements."""
     threads = min(torch.get_num_threads(), numel // _SHARE)
     if threads <= 1:
         loop(0, numel)

@@ -1,4 +1,4 @@
-"""Adding a gradient to what has not been sent, in C."""
+"""Adding a gradient to momentum and residual, in C."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .library import (
     shared,
 )
 
-__all__ = ["accumulate", "ahead", "decay", "look", "move_on", "takes_decay"]
+__all__ = ["accumulate", "decay", "preview_block_maxima", "preview_blocks", "takes_decay", "update_momentum"]
 
 _MOMENTUM, _DAMPENED, _NESTEROV, _COMMIT, _LOOK, _BESIDE, _REST = (2**bit for bit in range(7))
 
@@ -42,7 +42,7 @@ def accumulate(
         increment_version(changed)  # as torch's own operations do: autograd looks for it
 
 
-def look(
+def preview_block_maxima(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | Parts | None,
@@ -51,7 +51,7 @@ def look(
     scale: float = 1.0,
     new: Tensor | None = None,
 ) -> None:
-    """See `dgcopt.kernels.torch.look`."""
+    """See `dgcopt.kernels.torch.preview_block_maxima`."""
     if new is None:
         _pass(v, v, u, g, maxima, rule, scale, _LOOK)
     else:
@@ -60,8 +60,8 @@ def look(
         increment_version(new)
 
 
-def move_on(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 1.0) -> None:
-    """See `dgcopt.kernels.torch.move_on`."""
+def update_momentum(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 1.0) -> None:
+    """See `dgcopt.kernels.torch.update_momentum`."""
     _pass(u, u, u, g, None, rule, scale, _COMMIT | _REST)
     for changed in tensors_in((u if rule.momentum else None, g)):
         increment_version(changed)
@@ -90,7 +90,7 @@ def _pass(
     shared(span, v.numel())
 
 
-def ahead(
+def preview_blocks(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | Parts | None,
@@ -99,7 +99,7 @@ def ahead(
     rule: Momentum | None,
     scale: float = 1.0,
 ) -> None:
-    """See `dgcopt.kernels.torch.ahead`."""
+    """See `dgcopt.kernels.torch.preview_blocks`."""
     momentum, m, keep, mode = _checked(v, u, rule)
     check_flat(blocks.numel(), blocks, dtype=torch.int64)
     if rows.dtype != v.dtype or rows.shape != (blocks.numel(), BLOCK) or not is_flat(rows):
@@ -142,7 +142,7 @@ def decay(weights: Sequence[Tensor], buffers: Sequence[Tensor], rule: Momentum, 
 
 
 def _checked(v: Tensor, u: Tensor | None, rule: Momentum | None) -> tuple[Tensor, float, float, int]:
-    """What the loops need to know of momentum: where it is, or anything in its place; its numbers and its mode."""
+    """Return momentum as the loops take it: its tensor, or any other if there is none; its numbers and its mode."""
     if rule is None or rule.momentum == 0:
         check_flat(v.numel(), v)
         return v, 0.0, 1.0, 0
@@ -153,7 +153,7 @@ def _checked(v: Tensor, u: Tensor | None, rule: Momentum | None) -> tuple[Tensor
 
 
 def _parts(g: Tensor | Parts | None, numel: int) -> tuple[Parts, tuple[Any, int, int, int]]:
-    """The gradient in parts, and where the loops find those; raises ValueError for what does not fit."""
+    """Return the gradient in parts, and their addresses. Raises ValueError for parts that do not fit."""
     if not isinstance(g, Parts):
         g = Parts([g], torch.tensor([0]), torch.tensor([numel]))
     end = 0

@@ -111,7 +111,7 @@ def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Te
 
 
 def _outermost(parts: list[Tensor]) -> Tensor:
-    """The ends of rows whose parts have these."""
+    """Return the ends of rows from those of their parts."""
     if len(parts) == 1:
         return parts[0]
     every = torch.stack(parts)
@@ -119,7 +119,7 @@ def _outermost(parts: list[Tensor]) -> Tensor:
 
 
 def _check_rows(rows: Tensor, count: int, dtype: torch.dtype, length: int | None = None) -> None:
-    """Raises ValueError before a loop could read or write what is not there."""
+    """Raise ValueError for rows of other shapes, which a loop would read or write out of bounds."""
     wanted = (count, rows.shape[-1] if length is None else length)
     if rows.dim() != 2 or rows.shape != wanted or rows.dtype != dtype or rows.stride(-1) != 1:
         raise ValueError(f"rows of {dtype}, {wanted}, are needed, not {tuple(rows.shape)} of {rows.dtype}")

@@ -14,7 +14,7 @@ from .library import Float, Length, Pointer, check_flat, function, shared
 __all__ = ["MIXTURE", "mix", "weights_of"]
 
 MIXTURE = (Pointer, Length, Float, Float)
-"""The types of what loops are told of a mixture."""
+"""The C types of a mixture's arguments."""
 
 
 def mix(x: Tensor, mixture: Mixture) -> None:
@@ -31,7 +31,7 @@ def mix(x: Tensor, mixture: Mixture) -> None:
 
 
 def weights_of(mixture: Mixture | None, numel: int) -> tuple[ctypes.Array[ctypes.c_int64], int, float, float]:
-    """What loops are told of a mixture: of each part where it lies, where in x it begins, and where it ends there.
+    """Return a mixture's arguments for loops: the address of each part, and its start and stop in x.
 
     Raises ValueError for a part that is not among the elements of x, or begins before the one ahead of it has ended.
     """

@@ -1,4 +1,4 @@
-"""Whose positions are, in C."""
+"""Owners of positions, in C."""
 
 from __future__ import annotations
 

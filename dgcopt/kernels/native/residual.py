@@ -1,4 +1,4 @@
-"""A gradient and what has not been sent, added up, and numbers of each block of the sum, in C."""
+"""The sum of a gradient and a residual, with statistics of each block, in C."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def add_and_norms(g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
     return _add_and("norms", g, e, decay, out)
 
 
-def _add_and(what: str, g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
+def _add_and(statistic: str, g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
     check_flat(len(out) // BLOCK * BLOCK, g, e, out, dtype=torch.float32)
     numbers = torch.empty(len(out) // BLOCK)
-    loop = function(f"add_and_{what}", *[Pointer] * 2, Float, Length, *[Pointer] * 2)
+    loop = function(f"add_and_{statistic}", *[Pointer] * 2, Float, Length, *[Pointer] * 2)
 
     def span(start: int, stop: int) -> None:
         loop(at(g, start), at(e, start), decay, stop - start, at(out, start), at(numbers, start // BLOCK))

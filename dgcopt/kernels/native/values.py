@@ -69,7 +69,7 @@ def _blocks(values: Tensor, block: int, cuts: Tensor | None) -> int:
 
 
 def _count(numel: int, block: int, cuts: Tensor | None) -> int:
-    """How many blocks there are. Raises ValueError unless they are what the loops take them for."""
+    """Return the number of blocks. Raises ValueError unless the blocks have the size that the loops expect."""
     if cuts is None:
         return -(-numel // block)
     check_flat(len(cuts), cuts, dtype=torch.int64)

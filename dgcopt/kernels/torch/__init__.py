@@ -1,4 +1,4 @@
-"""The inner loops in torch: what every other implementation must equal bit for bit; they run everywhere."""
+"""The inner loops in torch: the specification, which other implementations equal bit for bit; they run everywhere."""
 
 from .chunks import *
 from .coordinates import *

@@ -20,9 +20,9 @@ class Chunks:
     """Which chunks of a flat tensor there are, and how many elements of each are selected.
 
     Args:
-        spans: where chunks start and stop, in order; each starts on a block boundary.
+        spans: start and stop of each chunk, in order; each starts on a block boundary.
         counts: how many elements of each are selected, at least one and at most all.
-        device: where the flat tensor lives.
+        device: the device of the flat tensor.
     """
 
     spans: Sequence[tuple[int, int]]
@@ -41,7 +41,7 @@ class Chunks:
         return starts, stops, torch.tensor(self.counts, dtype=torch.int64)
 
     def placed(self, numel: int) -> tuple[Tensor, int]:
-        """Where each chunk starts, and stops, and the gap behind it, of `numel` elements in all; its count, and the
+        """Start and stop of each chunk, and the gap behind it, of `numel` elements in all; its count, and the
         counts before it: int64 `[5, chunks]`, on the device. And how long the longest is, with its gap."""
         if numel not in self._placed:
             starts, stops = zip(*self.spans, strict=True) if self.spans else ((), ())
@@ -72,7 +72,7 @@ class Chunks:
 
 
 def select_chunks(flat: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """Positions of each chunk's largest magnitudes in `flat`, whose gaps are zero: int64, ascending; and their values.
+    """Return positions (int64, ascending) and values of each chunk's largest magnitudes in `flat`, with zero gaps.
 
     Of equal magnitudes those that come first are taken. NaN counts as largest.
     """

@@ -2,7 +2,7 @@
 
 By Lee's recursion ("A new algorithm to compute the discrete cosine transform", 1984): one of n numbers takes two of
 n / 2, and those of an odd length are sums in order. Every operation is rounded by itself, so that all processors get
-the same bits, where those of a matrix product depend on the library and on its blocks.
+the same bits, while those of a matrix product depend on the library and on its blocks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Matrices", "dct", "inverse_dct", "waves", "waves_of_sides"]
 
 @dataclass(frozen=True, eq=False)
 class Matrices:
-    """Where matrices lie in a flat tensor: start, rows and columns of each, in order, none empty."""
+    """Matrices in a flat tensor: start, rows and columns of each, in order, none empty."""
 
     shapes: Sequence[tuple[int, int, int]]
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Where each tile's frequencies start and stop, by `dct`: only a matrix's last tile may end within a block."""
+        """Yield start and stop of each tile's frequencies: only a matrix's last tile may end within a block."""
         for start, rows, columns in self.shapes:
             for top in range(0, rows, BLOCK):
                 height = min(BLOCK, rows - top)
@@ -39,7 +39,7 @@ class Matrices:
                     yield first + height * left, first + height * min(left + BLOCK, columns)
 
     def tiles_on(self, device: torch.device) -> Tensor:
-        """Where each tile starts, how far its rows are apart, its height and width, and where its frequencies start.
+        """Return each tile's start, row stride, height, width, and start of its frequencies.
 
         int64 `[5, tiles]`, on the device.
         """
@@ -58,7 +58,7 @@ class Matrices:
 
     @cached_property
     def table(self) -> Tensor:
-        """The shapes of strips that are a tile high, from which tiles are the same: int64 on the CPU, `[strips, 3]`."""
+        """The shapes of strips of tiles, one tile high: int64 on the CPU, `[strips, 3]`."""
         return torch.tensor(self._strips, dtype=torch.int64).view(-1, 3)
 
     @property
@@ -71,9 +71,9 @@ class Matrices:
 
 
 def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
-    """The orthonormal DCT-II along both sides of every tile of 64 by 64, into `out`, where the matrix was in `flat`.
+    """Write the orthonormal DCT-II along both sides of every tile of 64 by 64 to `out`, at the matrix's place.
 
-    Tiles follow one another row by row, each column by column; those at the right and lower edges may be smaller.
+    Tiles are ordered row by row, each one column by column; those at the right and lower edges may be smaller.
     """
     for tiles, frequencies in _regions(flat, matrices, out):
         found = _forward(_forward(tiles.movedim(1, 0)).movedim(3, 0))  # width, height, tiles down and across
@@ -81,7 +81,7 @@ def dct(flat: Tensor, matrices: Matrices, out: Tensor) -> None:
 
 
 def inverse_dct(frequencies: Tensor, matrices: Matrices, flat: Tensor, how: Put | Literal["sign"]) -> None:
-    """Let the matrices whose `dct` these frequencies are take effect on `flat`; "sign" sets it to their signs."""
+    """Combine the inverse `dct` of frequencies with `flat`; "sign" sets it to the signs."""
     for tiles, of_tiles in _regions(flat, matrices, frequencies):
         found = _inverse(_inverse(of_tiles.permute(2, 3, 0, 1)).movedim(1, 0))  # height, width, tiles down and across
         made = found.permute(2, 0, 3, 1)
@@ -105,7 +105,7 @@ def _regions(flat: Tensor, matrices: Matrices, frequencies: Tensor) -> Iterator[
 
 
 def _cuts(n: int, step: int) -> Iterator[tuple[int, int, int]]:
-    """From where to where n elements are cut, and into what: 64s, at most `step` at once; and what is left over."""
+    """Yield start, stop and width of cuts of n elements: runs of 64s, at most `step` of them, and the remainder."""
     whole = n // BLOCK * BLOCK
     for first in range(0, whole, max(step, BLOCK)):
         yield first, min(first + max(step, BLOCK), whole), BLOCK
@@ -115,9 +115,9 @@ def _cuts(n: int, step: int) -> Iterator[tuple[int, int, int]]:
 
 @functools.cache
 def waves(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What both directions multiply by, for n numbers: what makes the transform orthonormal, n of them; then for n,
-    n / 2 ... while they are even 1 / (2 cos(pi (2 i + 1) / 2n)) for every i below n / 2; and for what is left, if it is
-    not 1, cos(pi k (2 j + 1) / 2n) for every k and j.
+    """Return the factors of both directions for n numbers: n that make the transform orthonormal; then, for n, n / 2
+    ... while they are even, 1 / (2 cos(pi (2 i + 1) / 2n)) for every i below n / 2; and for an odd rest above 1,
+    cos(pi k (2 j + 1) / 2n) for every k and j.
     """
     numbers = [math.sqrt((2 if k else 1) / n) for k in range(n)]
     while n % 2 == 0:
@@ -130,14 +130,14 @@ def waves(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def waves_of_sides(device: torch.device) -> tuple[Tensor, Tensor]:
-    """`waves` for tiles' sides of 64, 1, 2 ... 63 elements, one after the other, and where each of them starts."""
+    """`waves` for tiles' sides of 64, 1, 2 ... 63 elements, one after the other, and their starts."""
     of_each = [waves(side or BLOCK, torch.float32, torch.device("cpu")) for side in range(BLOCK)]
     lengths = torch.tensor([len(numbers) for numbers in of_each])
     return torch.cat(of_each).to(device), (lengths.cumsum(0) - lengths).to(device)
 
 
 def _cosine(turns: int, n: int) -> float:
-    """cos(pi turns / 2n), exactly zero where it is: no more than its sign may be asked for."""
+    """Return cos(pi turns / 2n), exact if it is zero."""
     turns %= 4 * n
     return 0.0 if turns in (n, 3 * n) else math.cos(math.pi * turns / (2 * n))
 

@@ -1,4 +1,4 @@
-"""A hash of a tensor's memory, on the device where it lies."""
+"""A hash of a tensor's memory, on its device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def hash_by(sums_of_rows: Callable[[Tensor, Tensor], Tensor], data: Tensor) -> T
 
 def _sums_of_rows(words: Tensor, factors: Tensor) -> Tensor:
     whole = len(words) // HASHED * HASHED
-    at_once = HASHED * (32 if words.is_cpu else 1024)  # words, whose products fit into a CPU's cache
+    at_once = HASHED * (32 if words.is_cpu else 1024)  # number of words with products that fit into a CPU's cache
     rows = [(part.view(-1, 1, HASHED) * factors).sum(2) for part in words[:whole].split(at_once)]
     rest = words[whole:]
     return torch.cat([*rows, (rest * factors[:, : len(rest)]).sum(1, keepdim=True).T])

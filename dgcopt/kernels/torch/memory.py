@@ -1,4 +1,4 @@
-"""Adding a gradient to what has not been sent."""
+"""Adding a gradient to momentum and residual: DGC's momentum correction."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..blocks import BLOCK, chunks
 from ..parts import Parts
 from .selection import block_maxima
 
-__all__ = ["Momentum", "accumulate", "ahead", "decay", "look", "move_on"]
+__all__ = ["Momentum", "accumulate", "decay", "preview_block_maxima", "preview_blocks", "update_momentum"]
 
 
 @dataclass(frozen=True)
 class Momentum:
-    """How SGD treats momentum: u' = momentum u + (1 - dampening) g adds itself to v, or g + momentum u' by Nesterov."""
+    """SGD's momentum rule: u' = momentum u + (1 - dampening) g is added to v, or g + momentum u' with Nesterov."""
 
     momentum: float
     dampening: float = 0.0
     nesterov: bool = False
 
     def of(self, g: Tensor, u: Tensor, out: Tensor | None = None) -> Tensor:
-        """u', from u."""
+        """Return u' from u."""
         if self.dampening:
             wide = u.to(torch.promote_types(g.dtype, u.dtype))
             return torch.add(wide * self.momentum, g, alpha=1 - self.dampening, out=out)
@@ -34,12 +34,12 @@ class Momentum:
 def accumulate(
     v: Tensor, u: Tensor | None, g: Tensor | Parts | None, maxima: Tensor, rule: Momentum | None, scale: float = 1.0
 ) -> None:
-    """u <- u', v <- v + what g adds to it, g <- 0; and the block maxima of v.
+    """Update u <- u', v <- v + (u' or Nesterov's addend), g <- 0, and write the block maxima of v.
 
-    All are flat and begin on a block boundary, and so do parts of g; what lies between those stays, and blocks of which
-    a part has none have no maxima. `maxima` has an element per block of 64, of the dtype of v. g is taken in float32 at
-    least and multiplied by `scale` first; None counts as zero. Without a rule, or with momentum 0, g itself is added,
-    and u stays.
+    All are flat and begin on a block boundary, and so do parts of g. Elements between the parts are unchanged, and
+    blocks without a part get no maxima. `maxima` has an element per block of 64, in the dtype of v. g is multiplied by
+    `scale` first, in float32 at least; None counts as zero. Without a rule, or with momentum 0, g itself is added and u
+    is unchanged.
     """
     for whole, blocks, part in _pieces(g, len(v)):
         mine, momentum, tops = v[whole], None if u is None else u[whole], maxima[blocks]
@@ -50,7 +50,7 @@ def accumulate(
                 part[span].zero_()
 
 
-def look(
+def preview_block_maxima(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | Parts | None,
@@ -59,7 +59,7 @@ def look(
     scale: float = 1.0,
     new: Tensor | None = None,
 ) -> None:
-    """The block maxima that `accumulate` would give, and in `new`, if given, its v; nothing else is written."""
+    """Write the block maxima that `accumulate` would give, and to `new`, if given, its v; change nothing else."""
     for whole, blocks, part in _pieces(g, len(v)):
         mine, momentum, tops = v[whole], None if u is None else u[whole], maxima[blocks]
         for span in chunks(0, len(mine), v.device):
@@ -69,8 +69,8 @@ def look(
                 new[whole][span] = made
 
 
-def move_on(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 1.0) -> None:
-    """u <- u', g <- 0: what is left of `accumulate` where `look` has written v."""
+def update_momentum(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 1.0) -> None:
+    """Update u <- u' and g <- 0: the rest of `accumulate` after `preview_block_maxima` has written v."""
     for whole, _, part in _pieces(g, len(u)):
         mine = u[whole]
         for span in chunks(0, len(mine), u.device):
@@ -79,7 +79,7 @@ def move_on(u: Tensor, g: Tensor | Parts | None, rule: Momentum, scale: float = 
                 part[span].zero_()
 
 
-def ahead(
+def preview_blocks(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | Parts | None,
@@ -88,9 +88,9 @@ def ahead(
     rule: Momentum | None,
     scale: float = 1.0,
 ) -> None:
-    """`rows`, `[len(blocks), 64]` of the dtype of v: what `accumulate` would make of some blocks of v.
+    """Write some blocks of v to `rows`, `[len(blocks), 64]` in the dtype of v, as `accumulate` would update them.
 
-    `blocks` are int64 numbers of blocks, ascending where g lies apart. What lies behind the end of v, or of a part, is
+    `blocks` are int64 numbers of blocks, ascending if g is in parts. Elements behind the end of v, or of a part, are
     zero.
     """
     rows.zero_()
@@ -111,14 +111,14 @@ def ahead(
 
 
 def _pieces(g: Tensor | Parts | None, numel: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Where each part of g lies, in elements and in blocks, and the part."""
+    """Yield the span of each part of g, in elements and in blocks, and the part."""
     spans = g.spans if isinstance(g, Parts) else [(0, numel, g)]
     for start, stop, part in spans:
         yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK)), part
 
 
 def decay(weights: Sequence[Tensor], buffers: Sequence[Tensor], rule: Momentum, weight_decay: float, lr: float) -> None:
-    """SGD's step of the weight-decay term alone, for weights w of one dtype, and a buffer b of each.
+    """Step the weight-decay term of SGD alone, for weights w of one dtype, each with a buffer b.
 
     b <- m b + (1 - dampening) wd w, and w <- w - lr b; with Nesterov w <- w - lr (wd w + m b). In float32 at least.
     """
@@ -139,7 +139,7 @@ def _added(
     scale: float,
     commit: bool = False,
 ) -> Tensor:
-    """What a span of g, in float32 at least, adds to v; with `commit`, u becomes u'."""
+    """Return the addend of v from a span of g, in float32 at least; with `commit`, update u to u'."""
     dtype = torch.promote_types(v.dtype if g is None else g.dtype, torch.float32)
     x = v.new_zeros((), dtype=dtype).expand(span.stop - span.start) if g is None else g[span].to(dtype)
     if scale != 1:
@@ -149,7 +149,7 @@ def _added(
     assert u is not None
     rounds = commit and torch.promote_types(dtype, u.dtype) != u.dtype
     after = rule.of(x, u[span], out=u[span] if commit and not rounds else None)
-    if rounds:  # u, but not what it adds to v
+    if rounds:  # u, but not the addend of v
         u[span] = after
     return torch.add(x, after, alpha=rule.momentum) if rule.nesterov else after
 

@@ -45,7 +45,7 @@ def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixt
 
 
 def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:
-    """The ends of the sum over `divisor` of what the rows of `codes` stand for, in order; `out` becomes its codes."""
+    """Sum the decoded rows of `codes` in order, over `divisor`; return the ends, and write the sum's codes to `out`."""
     mean = torch.empty(len(out), device=out.device)
     for rank, (theirs, of) in enumerate(zip(codes, ends, strict=True)):
         put_minmax(theirs, of, mean, "add" if rank else "set")
@@ -56,7 +56,7 @@ def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Te
 
 
 def _levels(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """By what the values of each row are multiplied, and its highest level."""
+    """Return the factor of each row's values, and its highest level."""
     low, high = ends.split(1, dim=1)
     scale = torch.full_like(high, _TOP) / (high - low + _EPSILON)  # a number over a tensor is rounded twice
     return scale, (high * scale).round()

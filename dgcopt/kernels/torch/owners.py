@@ -1,4 +1,4 @@
-"""Whose positions are: each row of as many neighbours as there are owners has one for every owner.
+"""Owners of positions: each row of as many neighbours as owners has one position for every owner.
 
 Who has which is rotated from row to row by a hash of the row.
 """
@@ -29,8 +29,8 @@ def position_of(places: Tensor, owner: int | Tensor, size: int) -> Tensor:
 def by_owner(positions: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort int64 positions, 0 or more, by their owner, those of one owner as they were.
 
-    Returns which position comes where, its place in its owner's share, and how many each owner has; all int64, the last
-    `[size]` and on the CPU.
+    Returns the order of positions, their places in their owners' shards, and their number per owner; all int64, the
+    last `[size]` and on the CPU.
     """
     owners = owner_of(positions, size)
     order = owners.argsort(stable=True)

@@ -31,7 +31,7 @@ def unpack_small(packed: Tensor, count: int, width: int) -> Tensor:
 def _folds(width: int) -> list[tuple[int, int, int]]:
     """Steps that close the gaps between eight fields in a word: of pairs, of pairs of pairs, and of all.
 
-    Each is (gap, mask of the lower half, mask of where the upper half goes).
+    Each is (gap, mask of the lower half, mask of the upper half's place).
     """
     folds = []
     for lane in (8, 16, 32):

@@ -1,4 +1,4 @@
-"""A gradient and what has not been sent, added up, and numbers of each block of the sum."""
+"""The sum of a gradient and a residual, with statistics of each block."""
 
 from __future__ import annotations
 

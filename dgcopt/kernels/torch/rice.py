@@ -29,26 +29,26 @@ def rice_measure(indices: Tensor, counts: Tensor, b: int, numel: int) -> tuple[T
 
 
 def rice_pack(indices: Tensor, counts: Tensor, b: int, nbytes: int) -> Tensor:
-    """The gaps between ascending indices of each row, each gap g as g mod 2^b in b bits, g div 2^b in unary.
+    """Pack the gaps between ascending indices of each row, each gap g as g mod 2^b in b bits, g div 2^b in unary.
 
     Returns uint8 `[rows, nbytes]`: the whole bytes of each remainder, their other bits, the unary parts as zeros that
-    end with a one, and zeros. What does not fit is left out, or a ValueError where that is known without waiting: who
-    packs has measured, and who unpacks finds too few.
+    end with a one, and zeros. Indices that do not fit are omitted, or raise ValueError if that is known without a wait:
+    senders measure before, and receivers find too few.
     """
     (rows, length), (whole, rest) = indices.shape, divmod(b, 8)
     there, gaps = _there(indices, counts), _gaps(indices)
-    packed = indices.new_zeros(rows, nbytes + 1, dtype=torch.uint8)  # the last column is for what has no place
+    packed = indices.new_zeros(rows, nbytes + 1, dtype=torch.uint8)  # the last column takes bits that do not fit
 
     by_bytes = gaps.view(torch.uint8).view(rows, length, 8)
-    where = torch.arange(length * whole, device=indices.device).expand(rows, -1)
-    _put(by_bytes[..., :whole].reshape(rows, -1), where, where < whole * counts.unsqueeze(1), packed)
+    target = torch.arange(length * whole, device=indices.device).expand(rows, -1)
+    _put(by_bytes[..., :whole].reshape(rows, -1), target, target < whole * counts.unsqueeze(1), packed)
 
     eights = -(-length // 8)
     fields = packed.new_zeros(rows, 8 * eights)
     fields[:, :length] = torch.where(there, by_bytes[..., whole] & (1 << rest) - 1, 0)
-    where = torch.arange(eights * rest, device=indices.device).expand(rows, -1)
-    some = where < (-(-counts // 8) * rest).unsqueeze(1)
-    _put(pack_small(fields.view(-1), rest).view(rows, -1), where + whole * counts.unsqueeze(1), some, packed)
+    target = torch.arange(eights * rest, device=indices.device).expand(rows, -1)
+    some = target < (-(-counts // 8) * rest).unsqueeze(1)
+    _put(pack_small(fields.view(-1), rest).view(rows, -1), target + whole * counts.unsqueeze(1), some, packed)
 
     bits = packed.new_zeros(rows, 8 * nbytes + 1)
     ends = torch.where(there, (gaps >> b) + 1, 0).cumsum(1) - 1 + 8 * _unary(counts, b).unsqueeze(1)
@@ -99,13 +99,13 @@ def _gaps(indices: Tensor) -> Tensor:
     return indices.diff(dim=1, prepend=indices.new_full((len(indices), 1), -1)) - 1
 
 
-def _put(values: Tensor, where: Tensor, there: Tensor, rows: Tensor) -> None:
+def _put(values: Tensor, target: Tensor, there: Tensor, rows: Tensor) -> None:
     """Write values that are `there` into rows; the others, and those beyond, into the last column."""
     last = rows.shape[1] - 1
-    rows.scatter_(1, torch.where(there, where, last).clamp(max=last), values)
+    rows.scatter_(1, torch.where(there, target, last).clamp(max=last), values)
 
 
-def _read(packed: Tensor, where: Tensor) -> Tensor:
+def _read(packed: Tensor, target: Tensor) -> Tensor:
     """Bytes of each row, as int64; 0 beyond it."""
     padded = torch.nn.functional.pad(packed, (0, 1))
-    return padded.gather(1, where.clamp(max=packed.shape[1])).long()
+    return padded.gather(1, target.clamp(max=packed.shape[1])).long()

@@ -1,7 +1,7 @@
-"""Values rounded at random, to one of the neighbours that may travel, so that their mean stays what it was.
+"""Unbiased stochastic rounding of values to one of two neighbouring codes.
 
-The random numbers are part of what all implementations agree on: they follow from a key of 64 bits and the place of a
-value, so that none waits for another.
+All implementations use the same random numbers, which follow from a 64-bit key and the place of a value, independent of
+each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MANTISSA = 23
 
 
 def draws(count: int, key: int, device: torch.device | str = "cpu") -> Tensor:
-    """32 random bits for each of `count` places below 2^32, int32.
+    """Return 32 random bits for each of `count` places below 2^32, int32.
 
     Weyl's sequence, mixed by two rounds of multiplication and shifts that Wellons searched for ("Prospecting for hash
     functions", 2018), with half of the 64 bits of `key` before each. Keys should differ in many bits, as hashes do.
@@ -42,15 +42,15 @@ def draws(count: int, key: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def halves(key: int) -> tuple[int, int]:
-    """The lower and the upper half of 64 bits, each as an int32."""
+    """Return the lower and the upper half of 64 bits, each as an int32."""
     return tuple((half + 2**31) % 2**32 - 2**31 for half in (key % 2**32, key >> 32))  # type: ignore[return-value]
 
 
 def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key: int) -> Tensor:
-    """Each value as a multiple, `levels` at most, of `norms[place[b]] / levels`; with a bit on top if it is negative.
+    """Round each value to a multiple, at most `levels`, of `norms[place[b]] / levels`, with a sign bit on top.
 
-    The multiple is rounded up with the probability of what it has behind the point. Returns fields packed as
-    `pack_small` does, or bytes if each takes all bits of one. No norm may be below the largest magnitude.
+    The multiple is rounded up with a probability of its fractional part. Returns fields packed by `pack_small`, or
+    bytes if each takes all bits of one. No norm may be below the largest magnitude.
     """
     v, bits = finite(values), levels.bit_length()
     scales = (torch.full_like(norms, levels) / norms).clamp_(max=torch.finfo(norms.dtype).max)  # if it is denormal
@@ -62,9 +62,9 @@ def round_levels(values: Tensor, norms: Tensor, place: Tensor, levels: int, key:
 
 
 def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Tensor, how: Put) -> Tensor:
-    """Let what `round_levels` wrote take effect on `out`: levels of `bits` bits, times `scales[place[b]]`, and a sign.
+    """Decode the message of `round_levels` into `out`: levels of `bits` bits times `scales[place[b]]`, with a sign.
 
-    Returns the highest level there is, a number on the device, for which nobody has waited.
+    Returns the highest level, a number on the device, without a wait.
     """
     fields = packed if bits == 7 else unpack_small(packed, len(out), 1 + bits)
     level, minus = fields & (1 << bits) - 1, (fields >> bits).bool()
@@ -74,9 +74,9 @@ def put_levels(packed: Tensor, bits: int, scales: Tensor, place: Tensor, out: Te
 
 
 def round_powers(values: Tensor, key: int) -> Tensor:
-    """Each value as one of the two powers of two beside it: bytes, its exponents in float32 and then packed signs.
+    """Round each value to one of its two neighbouring powers of two: float32 exponents as bytes, then packed signs.
 
-    A random number below 2^23 that is added to the bits of |v| carries into the exponent as often as it should.
+    A random number below 2^23, added to the bits of |v|, carries into the exponent with the right probability.
     """
     v = finite(values)
     up = _shifted(draws(len(v), key, v.device), 32 - _MANTISSA)
@@ -85,7 +85,7 @@ def round_powers(values: Tensor, key: int) -> Tensor:
 
 
 def put_powers(message: Tensor, out: Tensor, how: Put) -> Tensor:
-    """Let what `round_powers` wrote take effect on `out`. Returns the highest exponent there is, as `put_levels`."""
+    """Decode the message of `round_powers` into `out`. Returns the highest exponent, as `put_levels`."""
     exponents, signs = message[: len(out)], message[len(out) :]
     sizes = (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)
     put(torch.where(unpack_small(signs, len(out), 1).bool(), -sizes, sizes), out, how)
@@ -93,10 +93,10 @@ def put_powers(message: Tensor, out: Tensor, how: Put) -> Tensor:
 
 
 def chances(count: int, key: int, device: torch.device) -> Tensor:
-    """In [0, 1), multiples of 2^-24."""
+    """Return random multiples of 2^-24 in [0, 1)."""
     return _shifted(draws(count, key, device), 8).float().mul_(2.0**-24)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """int32 without sign, shifted down."""
+    """Return int32 shifted right without its sign."""
     return x >> bits & (1 << 32 - bits) - 1

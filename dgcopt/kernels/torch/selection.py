@@ -15,20 +15,20 @@ from ..blocks import BLOCK, bits_of
 
 __all__ = ["Groups", "Search", "block_maxima", "candidate_blocks", "largest_first", "select", "select_ahead"]
 
-_DIGITS = 6  # bits of the mantissa that a bin tells apart: magnitudes in it differ by 1.6% at most
+_DIGITS = 6  # bits of the mantissa in a bin's number: magnitudes in a bin differ by at most 1.6%
 _DEPTH = 1024  # bins of a group, from its largest magnitude down: 16 powers of two
 
 
-_TILE = 2048  # elements that a program on a GPU works on
+_TILE = 2048  # elements per program on a GPU
 
 
 @dataclass(frozen=True)
 class Search:
-    """What kernels on a GPU search, of each group: in tiles, so many elements.
+    """A search for the largest elements of each group by kernels on a GPU, in tiles.
 
-    Attributes: `count`, how many are selected of all groups; `wanted`, of each; `firsts`, `[2, groups]`, each group's
-    first tile, and the elements that are selected before its own; `tiles`, `[3, tiles]`: the group, from where on and
-    up to where; `tile`, how many elements one has at most. int64, on the device.
+    Attributes: `count`, number of elements to select in all groups; `wanted`, in each; `firsts`, `[2, groups]`, each
+    group's first tile, and the number of elements selected in groups before it; `tiles`, `[3, tiles]`: group, start and
+    stop; `tile`, largest number of elements in a tile. int64, on the device.
     """
 
     count: int
@@ -39,7 +39,7 @@ class Search:
 
     @staticmethod
     def of(spans: Sequence[tuple[int, int]], counts: Sequence[int], device: torch.device) -> Search:
-        """A search for so many elements of each span."""
+        """Return the search for `counts` elements of each span."""
         cuts = [[*range(start, stop, _TILE), stop] for start, stop in spans]
         tiles = [(i, *ends) for i, ends_of in enumerate(cuts) for ends in itertools.pairwise(ends_of)]
         firsts = [sum(map(len, cuts[:i])) - i for i in range(len(cuts))]
@@ -51,9 +51,9 @@ class Search:
 
 @dataclass(frozen=True)
 class Searches:
-    """Those for the blocks that hold what is selected, as many as that at most, and in them for elements.
+    """A search for blocks with selected elements, and one for the elements in them.
 
-    Attributes: `lengths`, uint8, on the device: how many elements each block has.
+    Attributes: `lengths`, uint8, on the device: the number of elements in each block.
     """
 
     lengths: Tensor
@@ -63,13 +63,13 @@ class Searches:
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Of which parts of a flat tensor how many elements are selected.
+    """Number of elements to select from each group of spans of a flat tensor.
 
     Args:
-        pieces: for each group the spans (start, stop) that it consists of, ascending; every one begins on a block
-            boundary, and nothing but zeros lies between them.
-        counts: how many elements of each group are selected.
-        device: where the flat tensor lives.
+        pieces: for each group its spans (start, stop), ascending; each begins on a block boundary, with only zeros
+            between them.
+        counts: number of elements to select in each group.
+        device: the device of the flat tensor.
     """
 
     pieces: Sequence[Sequence[tuple[int, int]]]
@@ -78,24 +78,24 @@ class Groups:
 
     @cached_property
     def spans(self) -> list[tuple[int, int, int]]:
-        """Where each group begins and ends, and its count."""
+        """Start, stop and count of each group."""
         return [(spans[0][0], spans[-1][1], k) for spans, k in zip(self.pieces, self.counts, strict=True)]
 
     @cached_property
     def table(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Starts and stops of all pieces, how many of them each group has, and its count: int64, on the CPU."""
+        """Starts and stops of all pieces, and each group's number of pieces and count: int64, on the CPU."""
         spans = torch.tensor([span for pieces in self.pieces for span in pieces], dtype=torch.int64).view(-1, 2)
         number, counts = [len(pieces) for pieces in self.pieces], list(self.counts)
         return spans[:, 0].contiguous(), spans[:, 1].contiguous(), torch.tensor(number), torch.tensor(counts)
 
     @property
     def stop(self) -> int:
-        """Where the last one ends."""
+        """End of the last group."""
         return max((stop for _, stop, _ in self.spans), default=0)
 
     @cached_property
     def search(self) -> Searches:
-        """What kernels on a GPU search."""
+        """The searches of kernels on a GPU."""
         lengths = torch.zeros(-(-self.stop // BLOCK), dtype=torch.uint8)
         number = []
         for pieces in self.pieces:
@@ -115,12 +115,12 @@ class Groups:
         )
 
     def among(self, blocks: Tensor, numbers: Tensor) -> Groups:
-        """The same elements where only some blocks of each piece are left, and follow one another: see `reaching`."""
+        """Return the groups of a tensor that holds only some blocks of each piece, in order: see `candidate_blocks`."""
         _, stops, _, _ = self.table
         ends, there = numbers.cumsum(0), numbers > 0
         last = blocks[(ends - 1)[there].to(blocks.device)].cpu()
         missing = torch.zeros_like(stops)
-        missing[there] = ((last + 1) * BLOCK - stops[there]).clamp(min=0)  # where the last one is not full
+        missing[there] = ((last + 1) * BLOCK - stops[there]).clamp(min=0)  # if the last block is not full
         spans = list(zip(((ends - numbers) * BLOCK).tolist(), (ends * BLOCK - missing).tolist(), strict=True))
         cuts = [0, *itertools.accumulate(map(len, self.pieces))]
         return Groups([spans[a:b] for a, b in itertools.pairwise(cuts)], self.counts, self.device)
@@ -131,13 +131,13 @@ class Groups:
 
     @cached_property
     def wanted(self) -> Tensor:
-        """The counts; 0 for groups of which every block may hold a selected element, where blocks say nothing."""
+        """The counts; 0 for groups with no more blocks than elements to select, for which block maxima are no help."""
         counts = [k if k < n else 0 for k, n in zip(self.counts, self._blocks, strict=True)]
         return torch.tensor(counts, device=self.device)
 
     @cached_property
     def whole(self) -> list[int]:
-        """The groups in which blocks say nothing."""
+        """The groups for which block maxima are no help."""
         return [i for i, (k, n) in enumerate(zip(self.counts, self._blocks, strict=True)) if k >= n]
 
     @cached_property
@@ -148,9 +148,9 @@ class Groups:
 
 
 def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
-    """The largest magnitude of each block of 64. Shape `[numel / 64]`; NaN where a block holds one.
+    """Return the largest magnitude of each block of 64. Shape `[numel / 64]`; NaN for a block with NaN.
 
-    The largest integers of rows are found several times faster than the largest floats.
+    Computed on integers, whose row maxima are several times faster than those of floats.
     """
     maxima = torch.empty(flat.numel() // BLOCK, dtype=flat.dtype, device=flat.device) if out is None else out
     bits = bits_of(flat)
@@ -159,26 +159,26 @@ def block_maxima(flat: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
-    """Positions of each group's largest magnitudes in `flat`, whose `block_maxima` are `maxima`.
+    """Return the positions of each group's largest magnitudes in `flat`, given its `block_maxima`.
 
-    Of equal magnitudes those that come first are taken. NaN counts as largest. Returns int64, ascending.
+    Of equal magnitudes the first are selected. NaN counts as largest. Returns int64, ascending.
 
     The k-th largest block maximum is a lower bound of the k-th largest magnitude, since k blocks each hold one that
-    large; so only the few blocks whose maximum reaches the bound can hold what is selected (the delegates of Gaihre
-    et al., "Dr. Top-k", SC'21). All groups are worked on at once: a histogram of each one's block maxima gives the
-    bin of the bound, a histogram of the candidates' magnitudes the bin of the k-th, and only within that are
-    magnitudes sorted.
+    large; so only the few blocks with a maximum above the bound can hold selected elements (the delegates of Gaihre et
+    al., "Dr. Top-k", SC'21). All groups are searched at once: a histogram of each group's block maxima gives the bin of
+    the bound, a histogram of the candidates' magnitudes the bin of the k-th, and only in that bin magnitudes are
+    sorted.
     """
     chosen = [_of_whole(flat, groups, group) for group in groups.whole]
     if len(groups.whole) < len(groups.spans):
         codes = bits_of(flat)
-        mantissa = 1 - math.frexp(torch.finfo(flat.dtype).eps)[1]  # so many of its bits
+        mantissa = 1 - math.frexp(torch.finfo(flat.dtype).eps)[1]  # number of its bits
         shift = mantissa - _DIGITS
         bins = bits_of(maxima) >> shift
         unreachable = (torch.iinfo(codes.dtype).max >> shift) + 1
         cuts = _cut(bins, groups.place, groups.wanted)
         cuts[groups.wanted == 0] = unreachable
-        too_deep = cuts.eq(0).nonzero().squeeze(1)  # the lowest bin there is says nothing
+        too_deep = cuts.eq(0).nonzero().squeeze(1)  # the lowest bin has no lower bound
         cuts[too_deep] = unreachable
         chosen += [_of_whole(flat, groups, group) for group in too_deep.tolist()]
         chosen.append(_of_candidates(codes, bins, cuts, shift, groups))
@@ -186,10 +186,10 @@ def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
 
 
 def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """The blocks that can hold what is selected, by their `block_maxima`, so that the others need not be made.
+    """Return the blocks that can hold selected elements, by their `block_maxima`, so that others need not be computed.
 
-    Those of each group whose maximum reaches its k-th largest; all where k is their number or more. Returns numbers of
-    blocks, int64, ascending, and how many they are of each piece, int64, on the CPU.
+    A group's blocks with a maximum of at least its k-th largest; all if it has at most k blocks. Returns numbers of
+    blocks, int64, ascending, and their count in each piece, int64, on the CPU.
     """
     starts, stops, pieces, counts = groups.table
     number = -(-(stops - starts) // BLOCK)  # blocks of each piece
@@ -210,9 +210,9 @@ def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 
 
 def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """What `select` will select of a tensor that is not there yet; and the values.
+    """Return the positions and values that `select` would return for a tensor that is not computed yet.
 
-    `rows_of` makes the blocks of those numbers (int64, ascending) of it, `[blocks, 64]`; only a few are asked for.
+    `rows_of` computes its blocks of given numbers (int64, ascending), `[blocks, 64]`; only a few are needed.
     """
     blocks, numbers = candidate_blocks(maxima, groups)
     rows = rows_of(blocks).view(-1)
@@ -221,10 +221,10 @@ def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Gr
 
 
 def largest_first(values: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """The places of all values, first those of the `number` (int64, `[1]`, on the device) largest magnitudes.
+    """Return the places of all values, first those of the `number` (int64, `[1]`, on the device) largest magnitudes.
 
-    They ascend, and so do the others. Of equal magnitudes those that come first are taken. Returns int64 places, and
-    bool, which of them are of those that come first.
+    Both parts ascend. Of equal magnitudes the first are taken. Returns int64 places, and a bool mask of the first
+    part.
     """
     number_of_each = torch.arange(len(values), device=values.device)
     down = values.abs().argsort(descending=True, stable=True)
@@ -233,7 +233,7 @@ def largest_first(values: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_whole(flat: Tensor, groups: Groups, group: int) -> Tensor:
-    """The largest of a group, by looking at every element."""
+    """Return the largest elements of a group by a search of all elements."""
     positions = [torch.arange(start, stop, device=flat.device) for start, stop in groups.pieces[group]]
     owned, k = torch.cat(positions), groups.counts[group]
     if k == len(owned):
@@ -247,7 +247,7 @@ def _of_whole(flat: Tensor, groups: Groups, group: int) -> Tensor:
 
 
 def _of_candidates(codes: Tensor, bins: Tensor, cuts: Tensor, shift: int, groups: Groups) -> Tensor:
-    """What the blocks hold whose maximum reaches the bound, but for what is too many."""
+    """Return the selected elements of blocks with a maximum above the bound, exactly as many as wanted."""
     candidates = _where(bins >= cuts.to(bins.dtype).index_select(0, groups.place))
     rows = codes.view(-1, BLOCK).index_select(0, candidates)
     rows &= torch.iinfo(codes.dtype).max  # without the sign
@@ -261,7 +261,7 @@ def _of_candidates(codes: Tensor, bins: Tensor, cuts: Tensor, shift: int, groups
 
 
 def _exactly(codes: Tensor, place: Tensor, wanted: Tensor, shift: int) -> Tensor:
-    """Marks the `wanted` largest codes of each place, which ascends."""
+    """Return a mask of the `wanted` largest codes of each place; `place` ascends."""
     bins = codes >> shift
     cut = _cut(bins, place, wanted).index_select(0, place)
     chosen, last = bins > cut, _where(bins == cut)
@@ -276,7 +276,7 @@ def _exactly(codes: Tensor, place: Tensor, wanted: Tensor, shift: int) -> Tensor
 
 
 def _cut(bins: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
-    """The highest bin of each place that at least `wanted` of its elements reach; 0 where it lies too deep."""
+    """Return the highest bin of each place that at least `wanted` of its elements reach; 0 if it lies too deep."""
     top = torch.zeros(len(wanted), dtype=bins.dtype, device=bins.device)
     top = top.scatter_reduce(0, place.long(), bins, "amax")
     depth = (top.index_select(0, place) - bins).clamp_(max=_DEPTH - 1)
@@ -286,7 +286,7 @@ def _cut(bins: Tensor, place: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _where(mask: Tensor) -> Tensor:
-    """Positions of true elements, as `nonzero` finds them, but eight at a time where they are few."""
+    """Return positions of true elements, as `nonzero`, but eight at a time, for masks with few."""
     padded = torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8)
     words = padded.view(torch.int64).view(-1).nonzero().squeeze(1)
     word, byte = padded.index_select(0, words).nonzero().unbind(1)

@@ -1,4 +1,4 @@
-"""Signs, one bit each: 1 for what is below zero."""
+"""Signs, one bit each: 1 for values below zero."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split_sum(x: Tensor, y: Tensor, out: Tensor, mixture: Mixture | None = None)
 def split_sum_of_signs(
     base: Tensor, packed: Sequence[Tensor], scales: Tensor, place: Tensor, lengths: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`split_signs` of what it writes to `out`: `base`, plus what several ranks' signs stand for, in their order.
+    """Write `base` plus several ranks' decoded signs, in their order, to `out`, and return its `split_signs`.
 
     In block b those of rank r stand for plus or minus `scales[r, place[b]]`. Only the first `lengths[b]` elements of a
     block count; the others become zero.
@@ -68,7 +68,7 @@ def put_signs(
     how: Put,
     mixture: Mixture | None = None,
 ) -> None:
-    """Let `above[place[b]]` take effect on `out` where an element of block b is plus, else `-below[place[b]]`.
+    """Combine `above[place[b]]` with elements of `out` that are plus in block b, and `-below[place[b]]` with others.
 
     If there is a mixture, `out` becomes that after it.
     """

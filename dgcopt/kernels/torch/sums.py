@@ -1,4 +1,4 @@
-"""Numbers of blocks of 64 values, and of the tensors that the blocks belong to: what quantisers share."""
+"""Statistics of blocks of 64 values and of their tensors, common to the quantisers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..blocks import BLOCK
 __all__ = ["LARGEST", "STRETCH", "Put", "by_block", "finite", "put", "sum_of_rows", "tensor_norms", "tensor_sums"]
 
 Put: TypeAlias = Literal["set", "add", "subtract"]
-"""What decoded values do to a tensor that is there: take its place, or be added to it, or be taken away from it."""
+"""How decoded values change a tensor: they replace it, are added, or are subtracted."""
 
 LARGEST = 2.0**100
 """Larger values travel as this, so that sums over a block stay finite."""
 
 
 STRETCH = 1024
-"""Blocks of a tensor whose numbers are added one after another, while other stretches of it are added."""
+"""Number of a tensor's blocks in a stretch, which is summed in order, beside other stretches."""
 
 
 def finite(values: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     stretch = (blocks - first) // STRETCH + first // STRETCH + place  # ascending by at most 2, each of one tensor
     stretches = len(place) // STRETCH + count
     sums = numbers.new_zeros(len(numbers), stretches).index_add_(1, stretch, numbers)
-    of = place.new_zeros(stretches).scatter_(0, stretch, place)  # which of its sums are zero where none is
+    of = place.new_zeros(stretches).scatter_(0, stretch, place)  # stretches without blocks have a sum of zero
     return numbers.new_zeros(len(numbers), count).index_add_(1, of, sums)
 
 

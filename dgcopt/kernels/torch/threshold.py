@@ -11,7 +11,7 @@ __all__ = ["add_and_select_above", "select_above"]
 
 
 def select_above(flat: Tensor, least: float, most: int) -> tuple[Tensor, Tensor]:
-    """Where magnitudes are `least`, above 0, or more; NaN is not. Positions, int64, ascending, and what is there.
+    """Return positions (int64, ascending) and values of magnitudes of at least `least` > 0; NaN is not selected.
 
     Of more than `most` the largest, and of equal ones those that come first.
     """

@@ -52,7 +52,7 @@ def put_trits(packed: Tensor, scales: Tensor, place: Tensor, out: Tensor, how: P
 
 
 def majority(votes: Tensor) -> Tensor:
-    """Of packed signs, a row for each voter, what most of them say: 1, -1, or 0 for a tie, as `pack_trits` has it."""
+    """Return the majority of packed signs, a row for each voter: 1, -1, or 0 for a tie, as `pack_trits` packs them."""
     count = 8 * votes.shape[1]
     minuses = torch.zeros(count, dtype=torch.int32, device=votes.device)
     for vote in votes:

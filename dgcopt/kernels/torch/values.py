@@ -18,7 +18,7 @@ SPAN = 256
 def round_steps(values: Tensor, block: int, most: int, cuts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The largest magnitude of each block over `most`, as bfloat16; and each value as a multiple of that, int8.
 
-    `cuts`, here and below: where each block starts, and the last one ends, int64; else each has `block` values.
+    `cuts`, here and below: the start of each block and the end of the last, int64; else each has `block` values.
     """
     blocks = in_blocks(finite(values), block, 0, cuts)
     steps = (blocks.abs().amax(1) / most).to(torch.bfloat16)
@@ -46,7 +46,7 @@ def nearest_levels(values: Tensor, levels: Tensor, block: int, cuts: Tensor | No
 
 
 def of_levels(fields: Tensor, levels: Tensor, block: int, cuts: Tensor | None = None) -> Tensor:
-    """What `nearest_levels` wrote: float32."""
+    """Decode the message of `nearest_levels` to float32."""
     signed = torch.stack((levels, -levels), 2).flatten(1)
     return _out_of_blocks(signed.gather(1, in_blocks(fields, block, 0, cuts).long()), len(fields), cuts)
 

@@ -57,7 +57,7 @@ def _clear(flat, numel, positions, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _in_parts(position, addresses, starts, stops, parts):
-    """Where positions are in memory, in which part, and whether that is there."""
+    """Return the addresses of positions, their parts, and a mask of parts that exist."""
     part = piece_of(position, starts, parts)
     beyond = position - tl.load(starts + part)
     there = (beyond >= 0) & (position < tl.load(stops + part)) & (tl.load(addresses + part) != 0)
@@ -154,7 +154,7 @@ def _grid(positions: Tensor) -> tuple[int]:
 
 
 def _table(parts: Parts, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Where parts are in memory, 0 for a missing one, their starts and stops, and how many they are."""
+    """Return the parts' addresses, 0 for a missing one, their starts and stops, and their number."""
     for start, stop, part in parts.spans:
         if part is not None and part.numel() != stop - start:
             raise ValueError(f"a flat tensor of {stop - start} elements is needed, not {tuple(part.shape)}")

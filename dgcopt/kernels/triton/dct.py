@@ -30,13 +30,13 @@ def _along(x, AXIS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def _picked(x, places, AXIS: tl.constexpr, SIDE: tl.constexpr):
-    """What lies at some places of a side; beyond its end is anything."""
+    """Load some places of a side; those beyond its end are undefined."""
     return tl.gather(x, _along(tl.minimum(tl.maximum(places, 0), SIDE - 1), AXIS, SIDE), AXIS)
 
 
 @triton.jit
 def _waves(waves, places, n, AXIS: tl.constexpr, SIDE: tl.constexpr):
-    """What places of a side of n are multiplied by."""
+    """Return the factors of places of a side of n."""
     return _along(tl.load(waves + places, mask=tl.arange(0, SIDE) < n, other=0), AXIS, SIDE)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels in Triton do to floats, each operation rounded as torch rounds it on a CPU.
+"""Operations on floats in Triton, each rounded as torch rounds it on a CPU.
 
 Quotients and roots are by `tl.div_rn` and `tl.sqrt_rn`: Triton's own operators are faster, and a unit off.
 """
@@ -13,7 +13,7 @@ from ..torch import LARGEST
 __all__ = ["UNFUSED", "finite", "magnitudes", "nearest", "put", "rounded", "wide"]
 
 UNFUSED = {"enable_fp_fusion": False}
-"""Tells Triton's compiler not to fuse multiplications with additions: `fma` stands where torch's own kernels fuse."""
+"""Tells Triton's compiler not to fuse multiplications with additions: `fma` is used if torch's own kernels fuse."""
 
 _MOST: tl.constexpr = tl.constexpr(LARGEST)
 
@@ -69,7 +69,7 @@ def magnitudes(x):
 
 @triton.jit
 def put(x, before, out, at, there, HOW: tl.constexpr):
-    """Write to `out` what values make of what was there `before`, as `dgcopt.kernels.put`."""
+    """Write values to `out`, combined with the elements `before`, as `dgcopt.kernels.put`."""
     if HOW == "add":
         new = tl.load(before + at, mask=there, other=0) + x
     elif HOW == "subtract":

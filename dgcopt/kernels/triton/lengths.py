@@ -1,4 +1,4 @@
-"""Lengths are looked at before a kernel could read what is not there; that needs no wait."""
+"""Checks of lengths before a kernel reads out of bounds; they need no wait."""
 
 from __future__ import annotations
 

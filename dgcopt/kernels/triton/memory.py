@@ -1,4 +1,4 @@
-"""Adding a gradient to what has not been sent, on a GPU: each operation is one pass, and waits for nothing."""
+"""Adding a gradient to momentum and residual, on a GPU: one pass each, without a wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .floats import UNFUSED, magnitudes, rounded, wide
 from .lengths import check_length
 from .pieces import Pieces, begins, tile_of
 
-__all__ = ["accumulate", "ahead", "decay", "look", "move_on"]
+__all__ = ["accumulate", "decay", "preview_block_maxima", "preview_blocks", "update_momentum"]
 
 _ROWS = 32
 """Blocks of 64 that one program works on."""
@@ -39,7 +39,7 @@ def _added(
     DAMPENED: tl.constexpr,
     NESTEROV: tl.constexpr,
 ):
-    """What g adds to v, and u'."""
+    """Return the addend of v, and u'."""
     if HAS_G:
         x = wide(tl.load(g + at, mask=there, other=0)) * scale
     else:
@@ -191,7 +191,7 @@ def accumulate(
     _pass(v, u, g, maxima, rule, scale, writes=True)
 
 
-def look(
+def preview_block_maxima(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | None,
@@ -200,19 +200,19 @@ def look(
     scale: float = 1.0,
     new: Tensor | None = None,
 ) -> None:
-    """See `dgcopt.kernels.torch.look`."""
+    """See `dgcopt.kernels.torch.preview_block_maxima`."""
     _pass(v, u, g, maxima, rule, scale, writes=False, new=new)
 
 
-def move_on(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> None:
-    """See `dgcopt.kernels.torch.move_on`."""
+def update_momentum(u: Tensor, g: Tensor | None, rule: Momentum, scale: float = 1.0) -> None:
+    """See `dgcopt.kernels.torch.update_momentum`."""
     if len(u):
         numbers, settings = _settings(g, rule, scale)
         _moves[(triton.cdiv(len(u), _ROWS * BLOCK),)](u, u if g is None else g, len(u), *numbers, **settings)
     increment_version([x for x in (u if rule.momentum else None, g) if x is not None])
 
 
-def ahead(
+def preview_blocks(
     v: Tensor,
     u: Tensor | None,
     g: Tensor | None,
@@ -221,7 +221,7 @@ def ahead(
     rule: Momentum | None,
     scale: float = 1.0,
 ) -> None:
-    """See `dgcopt.kernels.torch.ahead`."""
+    """See `dgcopt.kernels.torch.preview_blocks`."""
     if len(blocks):
         numbers, settings = _settings(g, rule, scale)
         _some_blocks[(triton.cdiv(len(blocks), _ROWS),)](

@@ -22,7 +22,7 @@ _SIZE = 2048
 
 @triton.jit
 def _levels(ends):
-    """By what the values of a row are multiplied, and its highest level."""
+    """Return the factor of a row's values, and its highest level."""
     low, high = tl.load(ends), tl.load(ends + 1)
     scale = tl.div_rn(tl.zeros(high.shape, tl.float32) + 255.0, (high - low) + 1e-7)
     return scale, nearest(high * scale)

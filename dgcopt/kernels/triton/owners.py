@@ -1,4 +1,4 @@
-"""Whose positions are, in Triton; torch sorts them."""
+"""Owners of positions, in Triton; torch sorts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that lie apart, in one launch: where each of them is, and which of them a program works on."""
+"""Many tensors in one launch: their addresses, and the pieces of each program."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def piece_of(at, firsts, count):
 
 @triton.jit
 def begins(addresses, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """Where a piece begins in memory. ALIGNED says that it is at a multiple of 16 bytes."""
+    """Return the address of a piece; with ALIGNED a multiple of 16 bytes."""
     pointer = tl.load(addresses + piece).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -55,7 +55,7 @@ class Pieces:
     """Dense tensors of one dtype, divided into tiles of as many elements each: one program works on a tile.
 
     Attributes: `table`, int64, on the device: addresses and numbers of elements, and the first tile of each; `tiles`,
-    their number; `modes`, what kernels are compiled for.
+    their number; `modes`, the constants that kernels are compiled for.
     """
 
     table: Tensor
@@ -73,5 +73,5 @@ class Pieces:
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """What the kernel takes of them: the table by its rows, and how many they are."""
+        """Return the arguments of a kernel: the rows of the table, and their number."""
         return *self.table.unbind(), self.table.shape[1]

@@ -1,4 +1,4 @@
-"""A gradient and what has not been sent, added up, in Triton; and numbers of each block."""
+"""The sum of a gradient and a residual, with statistics of each block, in Triton."""
 
 from __future__ import annotations
 

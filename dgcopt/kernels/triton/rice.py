@@ -1,8 +1,8 @@
 """Rice codes in Triton, in parallel both ways.
 
-Writing, each index finds by sums over those before it where its bits belong, and sets them in words that are zero at
-first. Reading, remainders lie where their numbers say, and the unary parts of a row are one string of bits whose ones
-end them: how many ones lie before a bit says which index it ends.
+Writing, each index finds the place of its bits by sums over those before it, and sets them in words that are zero at
+first. Reading, a remainder's place follows from its number, and the unary parts of a row are one string of bits; each
+one ends a part, so the number of ones before it is the number of its index.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BYTES = 256
 """Bytes of unary parts that one program looks through."""
 
 _VARIES = ["b"]
-"""Arguments for whose values Triton is not to compile a kernel once more."""
+"""Arguments for which Triton must not compile another kernel per value."""
 
 _MOST: tl.constexpr = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
 def _mine(counts, length, SIZE: tl.constexpr):
-    """The row of this program, where it starts and its count; and which of its indices are this program's."""
+    """Return the row of this program, its start and count, and this program's indices in it."""
     row = tl.program_id(1).to(tl.int64)
     return row, row * length, tl.load(counts + row), tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
 
@@ -68,7 +68,7 @@ def _lengths(indices, counts, length, b, lengths, SIZE: tl.constexpr):
 
 @triton.jit
 def _set(words, bit, field, there):
-    """Set the bits of fields of a byte or less, from some bits on: words are the same by whatever order of programs."""
+    """Set the bits of fields of a byte or less, from some bits on; words are the same for any order of programs."""
     shifted = field.to(tl.int64) << (bit & 31)
     low, high = (shifted & 0xFFFFFFFF).to(tl.uint32), (shifted >> 32).to(tl.uint32)
     tl.atomic_or(words + (bit >> 5), low.to(tl.int32, bitcast=True), mask=there & (low > 0))
@@ -90,7 +90,7 @@ def _pack(indices, counts, length, up_to, b, nbytes, words, SIZE: tl.constexpr):
 
 @triton.jit
 def _bits(packed, counts, b, nbytes, BYTES: tl.constexpr):
-    """The unary bits that this program looks through, `[bytes, 8]`, and where they lie in their row."""
+    """Return this program's unary bits, `[bytes, 8]`, and their places in their row."""
     row = tl.program_id(1).to(tl.int64)
     byte = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
     bits = tl.load(packed + row * nbytes + byte, mask=byte < nbytes, other=0).to(tl.int32)
@@ -107,14 +107,14 @@ def _count_ones(packed, counts, b, nbytes, ones, BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARIES)
 def _find_ends(packed, counts, b, nbytes, length, ones, up_to, ends, wrong, BYTES: tl.constexpr):
-    bits, where = _bits(packed, counts, b, nbytes, BYTES)
+    bits, position = _bits(packed, counts, b, nbytes, BYTES)
     row = tl.program_id(1)
     tile = row * tl.num_programs(0) + tl.program_id(0)
     count, found = tl.load(counts + row), tl.load(up_to + tile)
     of_byte = tl.sum(bits, 1)
     before = found - tl.load(ones + tile) + tl.cumsum(of_byte, 0) - of_byte
     number = before[:, None] + tl.cumsum(bits, 1) - 1
-    tl.store(ends + row.to(tl.int64) * length + number, where, mask=(bits > 0) & (number < count))
+    tl.store(ends + row.to(tl.int64) * length + number, position, mask=(bits > 0) & (number < count))
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(wrong + row, (found != count).to(tl.int32))
 

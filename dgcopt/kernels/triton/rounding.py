@@ -1,4 +1,4 @@
-"""Values rounded at random, in Triton: the random numbers and what comes of them in one pass."""
+"""Stochastic rounding, in Triton: random numbers and rounding in one pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .packing import GROUPS, pack, unpack
 __all__ = ["KEY", "chances", "drawn", "put_levels", "put_powers", "round_levels", "round_powers"]
 
 KEY = ["first", "second"]
-"""Arguments that are as good as random: Triton would compile a kernel once more where one is divisible by 16."""
+"""Arguments with random values: Triton would compile another kernel for those divisible by 16."""
 
 _PER_BLOCK: tl.constexpr = tl.constexpr(BLOCK // 8)
 _LARGEST_FLOAT: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
@@ -25,7 +25,7 @@ _LARGEST_FLOAT: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).max)
 
 @triton.jit
 def drawn(at, first, second):
-    """What `dgcopt.kernels.draws` has at some places, as uint32."""
+    """Return `dgcopt.kernels.draws` at some places, as uint32."""
     x = at.to(tl.uint32) * 0x9E3779B9 + first.to(tl.uint32)
     x ^= x >> 16
     x = x * 0x21F0AAAD + second.to(tl.uint32)

@@ -1,12 +1,12 @@
 """The largest magnitudes, exactly, in Triton: in a fixed number of passes, as nothing is asked of the device.
 
-Of every group as many blocks as elements are wanted hold all of these: those with the largest maxima, of equal ones the
-first. A block that is larger than one of them holds an element that is; and of equal ones each holds one, further
-behind. So both, blocks by their maxima and then elements, are found by the same search, each in memory of known length.
+To select k elements of a group, its k blocks with the largest maxima are enough (of equal ones the first k): every
+other block is smaller than k elements, or equal and further behind. So blocks by their maxima, and then elements in
+them, are found by the same search, each in memory of known length.
 
-The search finds the least magnitude of a group that is selected by its digits, from the highest down, eight bits at a
-time: how many elements have each digit is counted in all tiles of a group at once. Then it counts what is larger and
-what is equal in each tile, and writes the positions.
+The search finds the least selected magnitude of a group digit by digit, from the highest, eight bits at a time, by a
+histogram of each digit over all tiles of the group at once. Then it counts the larger and the equal elements in each
+tile, and writes the positions.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["select", "select_ahead"]
 
 @triton.jit
 def _keys(x, lengths, blocks, start, stop, HELD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Where elements of a tile lie, and their magnitudes plus one, int64; 0 for what cannot be selected.
+    """Return positions of a tile's elements, and their magnitudes plus one, int64; 0 for elements not to select.
 
-    Without BLOCK, elements are the maxima of blocks. Else those of some `blocks`, which `x` holds in `rows` of their
-    own, or HELD where they were.
+    Without BLOCK, elements are the maxima of blocks. Otherwise they are elements of some `blocks`, in rows of `x`, or
+    HELD at their original positions.
     """
     at = start + tl.arange(0, TILE)
     if BLOCK == 0:
@@ -47,12 +47,12 @@ def _keys(x, lengths, blocks, start, stop, HELD: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _digits(counts, group, groups, wanted, DIGITS: tl.constexpr):
-    """The highest digits of the least that is selected of a group; and how many more that begin with them are."""
+    """Return the highest digits of a group's least selected magnitude, and the number still to select among them."""
     number = tl.arange(0, 256)
     digits, missing = tl.zeros((), tl.int64), tl.load(wanted + group)
     for i in tl.static_range(DIGITS):
         here = tl.load(counts + (i * groups + group) * 256 + number).to(tl.int64)
-        reach = tl.sum(here, 0) - tl.cumsum(here, 0) + here  # so many have this digit or a larger one
+        reach = tl.sum(here, 0) - tl.cumsum(here, 0) + here  # number of elements with this digit or a larger one
         digit = tl.sum((reach >= missing).to(tl.int64), 0) - 1
         missing -= tl.sum(tl.where(number > digit, here, 0), 0)
         digits = digits * 256 + digit
@@ -133,7 +133,7 @@ def _write_chosen(
     group, start, stop = tl.load(mine), tl.load(mine + number), tl.load(mine + 2 * number)
     place, keys, there = _keys(x, lengths, blocks, start, stop, HELD, BLOCK, TILE)
     least, missing = _digits(counts, group, groups, wanted, DIGITS)
-    first = tl.load(firsts + group)  # tile of the group; what the tiles between it and this one have is before
+    first = tl.load(firsts + group)  # first tile of the group; counts of tiles from it to this one come before
     larger = tl.load(up_to + tile) - tl.load(chosen + tile)
     larger -= tl.load(up_to + first) - tl.load(chosen + first)
     up_to += number
@@ -168,13 +168,13 @@ def select_ahead(rows_of: Callable[[Tensor], Tensor], maxima: Tensor, groups: Gr
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where the largest magnitudes are, of equal ones the first: int64, ascending."""
+    """Return positions of the largest magnitudes, of equal ones the first: int64, ascending."""
     there = torch.ones(len(values), dtype=torch.uint8, device=values.device)
     return _search(values, values, there, Search.of([(0, len(values))], [count], values.device), block=0, held=True)
 
 
 def _search(x: Tensor, blocks: Tensor, lengths: Tensor, search: Search, block: int, held: bool) -> Tensor:
-    """The places of what is selected."""
+    """Return the places of the selected elements."""
     positions = torch.empty(search.count, dtype=torch.int64, device=x.device)
     if not search.count:
         return positions

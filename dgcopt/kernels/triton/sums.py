@@ -19,7 +19,7 @@ ROWS = 32
 """Blocks of 64 that one program works on."""
 
 _TENSORS = 128
-"""Tensors whose starts one program looks for."""
+"""Number of tensors that one program searches."""
 
 _AHEAD = 32
 """Numbers that a program reads before it adds the first of them: each sum waits for the one before it."""
@@ -65,7 +65,7 @@ def _find_starts(place, blocks, count, starts, stretches, STRETCH: tl.constexpr,
 
 @triton.jit
 def _stretch(starts, stretches, count, STRETCH: tl.constexpr):
-    """The tensor that this program's stretch is of, its first block, and where it stops."""
+    """Return the tensor of this program's stretch, its first block and its end."""
     tensor = piece_of(tl.program_id(0), stretches, count)
     first = tl.load(starts + tensor) + (tl.program_id(0) - tl.load(stretches + tensor)) * STRETCH
     return tensor, first, tl.minimum(first + STRETCH, tl.load(starts + tensor + 1))

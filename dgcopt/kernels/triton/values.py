@@ -21,7 +21,7 @@ _SPAN: tl.constexpr = tl.constexpr(SPAN)
 
 @triton.jit
 def _places(cuts, numel, block, CUTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the elements of this program's block are, and which of these places are taken."""
+    """Return the places of this program's block, and a mask of those in use."""
     number = tl.program_id(0).to(tl.int64)
     if CUTS:
         start, stop = tl.load(cuts + number), tl.load(cuts + number + 1)

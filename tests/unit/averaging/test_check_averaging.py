@@ -148,7 +148,7 @@ class Unequal(Mean):
     [
         (Grows(), "at rest and alike, nothing moves", "were moved by"),
         (Spoils(), "weights are finite, in four dtypes", "are not finite"),
-        (Halfway(), "the same bits where it says so", "where identical(2) is true"),
+        (Halfway(), "the same bits if it is identical", "but identical(2) is true"),
         (Keeps(), "at rest and apart, ranks come together", "after 24 exchanges"),
         (Remembers(), "memory is in ctx, none in itself", "attribute(s) before: keep memory in ctx"),
         (

@@ -398,7 +398,7 @@ def test_state_loaded_before_wrapping_goes_on_at_its_step(rule: Averaging, saved
     caplog.clear()
     world = loaded_before_wrapping(rule, states)
     kept = states[0]["optimizer"]["averaging"]["dgcopt"]
-    told = [text for text in caplog.messages if "what averaging kept" in text]
+    told = [text for text in caplog.messages if "the memory of averaging" in text]
     assert len(told) == 2 * any(kept["memory"].values() or kept["shared"].values())
     assert all(f"step {saved_after}," in text and "loaded before the optimizer was wrapped" in text for text in told)
     assert [optimizer.averaging.step for optimizer in world.optimizers] == [saved_after] * 2

@@ -18,7 +18,7 @@ import dgcopt
 from dgcopt.checkpoint import reshare
 from dgcopt.comm.simulated import _comms
 from dgcopt.compressors import Compressor, Threshold
-from dgcopt.compressors.onebit_adam import OneBitReduce
+from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 
 Given = dict[str, Tensor]
 """Sums of all gradients, by parameter name."""

@@ -17,8 +17,8 @@ from worlds import Ranks, same, small_model
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from dgcopt.compressors import Compressor
+from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.compressors.context import largest_addend
-from dgcopt.compressors.onebit_adam import OneBitReduce
 from dgcopt.gradients.optimizer import synchronised
 
 SIZE = 4

@@ -155,7 +155,7 @@ def test_what_is_damaged_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
     values = vars(loader.store)["_values"]
     (place,) = values
     values[place] = pickle.dumps(os.abort)
-    assert loader.get("key", lambda key: 2) == 2 and "made anew" in caplog.text
+    assert loader.get("key", lambda key: 2) == 2 and "computed again" in caplog.text
     assert loader.get("key", lambda key: 3) == 2
 
 

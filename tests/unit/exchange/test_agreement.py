@@ -257,7 +257,7 @@ def test_by_another_number_of_ranks_it_is_loaded_without_memory(size: int, caplo
     whole = trained()
     ranks = Ranks(size, sgd, compression=WARM)
     load_everywhere(ranks, whole)
-    assert len(caplog.messages) == size and f"rank 0 of {size} loads what rank 0 of 2 has saved" in caplog.messages[0]
+    assert len(caplog.messages) == size and f"rank 0 of {size} loads the state of rank 0 of 2" in caplog.messages[0]
     for seed in (3, 4):
         ranks.step(seed)
     ranks.assert_replicas_equal()

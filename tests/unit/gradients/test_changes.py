@@ -443,7 +443,7 @@ FIRST_ATTEMPTS = {
     Kinds: r"has yielded type",
     Machines: r"group must be one of world, node, across, .*, not 'machine'",
     Sparse: r"AllReduce takes a dense tensor, not layout torch.sparse_coo. Send its indices and values",
-    Parts: r"what is kept must have the shape of the gradient, \(\d+,\), not \(7,\)",
+    Parts: r"a residual must have the shape of the gradient, \(\d+,\), not \(7,\)",
 }
 UNLIKE = {
     Lengths: r"rank 0 has \[bucket 0 .*: AllGather\[\d+ .*\], rank 1 has \[.*exchange them first and pad",

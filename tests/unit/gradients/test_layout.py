@@ -15,7 +15,7 @@ from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.collectives import AllReduce
-from dgcopt.compressors.memory import ErrorFeedback
+from dgcopt.compressors.sparse.memory import ErrorFeedback
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket, LocalGradient
 from dgcopt.flat.segments import Segment

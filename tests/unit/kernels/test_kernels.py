@@ -64,21 +64,21 @@ def test_accumulate_look_and_ahead(numel, memory, gradient, rule, scale, has_gra
     blocks = torch.arange(number)[torch.rand(number, generator=torch.Generator().manual_seed(seed)) < 0.5]
     rows = [torch.full((len(blocks), 64), 7.0, dtype=memory) for _ in range(2)]
     ours, theirs, untouched = operands(), operands(), operands()
-    native.ahead(*ours[:3], blocks, rows[0], rule, scale)
-    specification.ahead(*theirs[:3], blocks, rows[1], rule, scale)
-    native.look(*ours, rule, scale)
-    specification.look(*theirs, rule, scale)
+    native.preview_blocks(*ours[:3], blocks, rows[0], rule, scale)
+    specification.preview_blocks(*theirs[:3], blocks, rows[1], rule, scale)
+    native.preview_block_maxima(*ours, rule, scale)
+    specification.preview_block_maxima(*theirs, rule, scale)
     beside = [torch.full((numel + shift,), 7.0, dtype=memory)[shift:] for _ in range(2)]
-    native.look(*ours, rule, scale, beside[0])
-    specification.look(*theirs, rule, scale, beside[1])
+    native.preview_block_maxima(*ours, rule, scale, beside[0])
+    specification.preview_block_maxima(*theirs, rule, scale, beside[1])
     for mine, other, before in zip(ours[:3], theirs[:3], untouched[:3], strict=True):
         assert_same_bits(mine, before)
         assert_same_bits(other, before)
     looked = ours[3].clone()
     assert_same_bits(looked, theirs[3])
     moved = [operands()[1:3] for _ in range(2)]
-    native.move_on(*moved[0], rule or Momentum(0.0), scale)
-    specification.move_on(*moved[1], rule or Momentum(0.0), scale)
+    native.update_momentum(*moved[0], rule or Momentum(0.0), scale)
+    specification.update_momentum(*moved[1], rule or Momentum(0.0), scale)
 
     native.accumulate(*ours, rule, scale)
     specification.accumulate(*theirs, rule, scale)
@@ -129,21 +129,21 @@ def test_a_gradient_whose_parts_lie_apart(sizes, missing, memory, gradient, rule
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        native.ahead(*ours[:3], blocks, rows[0], rule, 0.37)
+        native.preview_blocks(*ours[:3], blocks, rows[0], rule, 0.37)
         beside = ours[0].clone()  # what lies between parts stays
-        native.look(*ours, rule, 0.37, beside)
+        native.preview_block_maxima(*ours, rule, 0.37, beside)
         looked = ours[3].clone()
         rest = operands()[1:3]
-        native.move_on(*rest, rule or Momentum(0.0), 0.37)
+        native.update_momentum(*rest, rule or Momentum(0.0), 0.37)
         native.accumulate(*ours, rule, 0.37)
     finally:
         torch.set_num_threads(before)
-    specification.ahead(*theirs[:3], blocks, rows[1], rule, 0.37)
+    specification.preview_blocks(*theirs[:3], blocks, rows[1], rule, 0.37)
     specified = theirs[0].clone()
-    specification.look(*theirs, rule, 0.37, specified)
+    specification.preview_block_maxima(*theirs, rule, 0.37, specified)
     assert_same_bits(looked, theirs[3])
     specified_rest = operands()[1:3]
-    specification.move_on(*specified_rest, rule or Momentum(0.0), 0.37)
+    specification.update_momentum(*specified_rest, rule or Momentum(0.0), 0.37)
     specification.accumulate(*theirs, rule, 0.37)
     v, u, grads, maxima = apart
     for start, stop, g in grads.spans:
@@ -448,13 +448,13 @@ def test_operands_that_do_not_fit_are_refused_before_any_loop_runs():
     with pytest.raises(ValueError, match="block maxima"):
         native.accumulate(v, None, v.clone(), torch.zeros(1), None)
     with pytest.raises(ValueError, match="blocks must lie within"):
-        native.ahead(v, None, None, torch.tensor([2]), torch.zeros(1, 64), None)
+        native.preview_blocks(v, None, None, torch.tensor([2]), torch.zeros(1, 64), None)
     for starts, stops in (([0, 32], [32, 60]), ([0, 64], [65, 100]), ([0, 64], [64, 129])):
         parts = kernels.Parts([None, None], torch.tensor(starts), torch.tensor(stops))
         with pytest.raises(ValueError, match="does not fit"):
-            native.look(v, None, parts, maxima, None)
+            native.preview_block_maxima(v, None, parts, maxima, None)
     with pytest.raises(ValueError, match="as many rows"):
-        native.ahead(v, None, None, torch.tensor([1]), torch.zeros(2, 64), None)
+        native.preview_blocks(v, None, None, torch.tensor([1]), torch.zeros(2, 64), None)
     with pytest.raises(ValueError, match="beyond"):
         native.select(torch.zeros(64), torch.zeros(1), Groups([[(0, 65)]], [1], v.device))
     with pytest.raises(ValueError, match="bytes are needed"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import bucket_of
 
-from dgcopt.compressors.selection import Selection, count_of
+from dgcopt.compressors.sparse.selection import Selection, count_of
 from dgcopt.flat.buckets import Bucket
 from dgcopt.kernels.torch import block_maxima
 

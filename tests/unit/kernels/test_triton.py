@@ -69,17 +69,17 @@ def test_memory(numel, memory, gradient, rule, scale, has_gradient, kind, shift,
     ours, theirs = operands(DEVICE), operands("cpu")
     blocks = torch.arange(0, -(-numel // 64), 3)
     my_rows, their_rows = (torch.ones(len(blocks), 64, dtype=memory, device=device) for device in (DEVICE, "cpu"))
-    triton.ahead(*ours[:3], blocks.to(DEVICE), my_rows, rule, scale)
-    specification.ahead(*theirs[:3], blocks, their_rows, rule, scale)
+    triton.preview_blocks(*ours[:3], blocks.to(DEVICE), my_rows, rule, scale)
+    specification.preview_blocks(*theirs[:3], blocks, their_rows, rule, scale)
     assert_same_bits(my_rows.cpu(), their_rows)
     for of, each in ((triton, ours), (specification, theirs)):
-        of.look(*each, rule, scale)
+        of.preview_block_maxima(*each, rule, scale)
     assert_same_bits(ours[3].cpu(), theirs[3])
     news = [torch.ones_like(each[0]) for each in (ours, theirs)]
     rests = [operands(device)[1:3] for device in (DEVICE, "cpu")]
     for of, each, new, rest in ((triton, ours, news[0], rests[0]), (specification, theirs, news[1], rests[1])):
-        of.look(*each, rule, scale, new)
-        of.move_on(*rest, rule or Momentum(0.0), scale)
+        of.preview_block_maxima(*each, rule, scale, new)
+        of.update_momentum(*rest, rule or Momentum(0.0), scale)
     for mine, other in ((ours[3], theirs[3]), news, *zip(*rests, strict=True)):
         assert_same_bits(None if mine is None else mine.cpu(), other)
     for of, each in ((triton, ours), (specification, theirs)):
@@ -147,7 +147,16 @@ def test_half_precision():
         for ours, theirs in zip(*results, strict=True):
             (assert_same_bits if ours.dtype in HALVES else assert_equal)(ours, theirs)
         names.add(name)
-    assert names >= {"accumulate", "ahead", "copy_scaled", "decay", "look", "peaks", "select", "select_chunks"}
+    assert names >= {
+        "accumulate",
+        "preview_blocks",
+        "copy_scaled",
+        "decay",
+        "preview_block_maxima",
+        "peaks",
+        "select",
+        "select_chunks",
+    }
 
 
 HALVES = (torch.float16, torch.float32)
@@ -220,8 +229,8 @@ def test_what_runs_in_torch_on_cuda_is_told_once(caplog):
 @pytest.mark.skipif(not ON_CUDA, reason="no CUDA device on this machine")
 def test_cuda_tensors_come_here(monkeypatch):
     ran = []
-    monkeypatch.setattr("dgcopt.kernels.triton.look", lambda *_: ran.append(True))
-    kernels.look(torch.zeros(4, device="cuda"), None, None, torch.zeros(1, device="cuda"), None)
+    monkeypatch.setattr("dgcopt.kernels.triton.preview_block_maxima", lambda *_: ran.append(True))
+    kernels.preview_block_maxima(torch.zeros(4, device="cuda"), None, None, torch.zeros(1, device="cuda"), None)
     assert ran == [True]
 
 

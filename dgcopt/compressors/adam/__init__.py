@@ -1,0 +1,1 @@
+"""Compressors of Adam's momentum, with a frozen variance."""

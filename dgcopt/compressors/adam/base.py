@@ -1,0 +1,195 @@
+"""The base class of QAdam and 1-bit Adam: Adam with a variance that is frozen after a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from ...collectives import AllReduce
+from ...errors import ConfigError
+from ...flat.local_shard import as_stepped, local
+from ...kernels import Mixture, chunks, is_dense, mix
+from ..base import Compressor, GradientExchange
+from ..context import Context
+from ..own_step import steps_as
+from ..wrappers.base import Wrapper
+
+__all__ = ["FrozenAdam"]
+
+
+class FrozenAdam(Wrapper):
+    """Adam on dense gradients for T steps; then v is frozen, and `inner` sends each rank's momentum.
+
+    With v and its bias correction from step T, in step k > T with learning rate a and weight decay w:
+
+        m = mean(b1 m + (1 - b1) g);  x = x - a / (1 - b1^k) * m / (sqrt(v / (1 - b2^T)) + eps)
+
+    With a frozen v the step is linear in the gradient, so error feedback works as for SGD. Weight decay follows the
+    wrapped optimizer (Adam: g + w x; AdamW: x = (1 - a w) x) and is not sent. Learning rates and betas may change. A
+    coordinate with v = 0 has had no gradient yet and does not move.
+
+    Moments and step counts live in the optimizer's own state, so its `state_dict()` holds them. A parameter that is
+    added later has its own warm-up, in which its bucket is sent dense. After `synchronize()`, `param.grad` is the
+    gradient that leads to the new m, so it can be clipped.
+
+    Args:
+        warmup_steps: T, number of first steps with dense gradients. Raise it if the loss jumps afterwards, for example
+            with rare gradients: v must have seen all of them.
+        inner: compressor of the momentum.
+
+    Costs one allreduce of the gradient for T steps, then the cost of `inner`. Raises ConfigError at wrapping for
+    optimizers other than `torch.optim.Adam` and `AdamW`, and for their options amsgrad, maximize, capturable and
+    differentiable.
+    """
+
+    def __init__(self, warmup_steps: int, inner: Compressor) -> None:
+        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+            raise ConfigError(
+                f"warmup_steps must be a whole number of at least 1, since v is learned in it, not {warmup_steps!r}"
+            )
+        self.warmup_steps = warmup_steps
+        self._optimizer: Optimizer | None = None
+        super().__init__(inner)
+
+    def _follow(self) -> None:
+        if self.inner.source != "gradient":
+            self.inner.source = "gradient"
+        super()._follow()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(warmup_steps={self.warmup_steps}, inner={self.inner!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_optimizer": None}  # a copy attaches to its own optimizer
+
+    def attach(self, optimizer: Optimizer) -> None:
+        name = type(self).__name__
+        if not steps_as(optimizer, Adam, AdamW):
+            raise ConfigError(
+                f"{name} replaces Adam's step and needs torch.optim.Adam or AdamW, not {type(optimizer).__name__}. "
+                f"Choose another compressor, such as TopK."
+            )
+        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if any(group.get(option) for group in optimizer.param_groups):
+                raise ConfigError(f"{name} does not support {type(optimizer).__name__}({option}=True): remove {option}")
+        self._optimizer = optimizer
+        super().attach(optimizer)
+
+    def holds_back(self, kind: object) -> str:
+        return "Adam's momentum"
+
+    def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
+        unsent, beta1s = self.inner.as_gradient(unsent, ctx), self._beta1s()
+        for segment in ctx.segments:
+            unsent[segment.start : segment.stop] *= ctx.divisor / ctx.size / (1 - beta1s[as_stepped(segment.param)])
+        return unsent
+
+    def in_place(self, kind: object) -> bool:
+        return False
+
+    # -- the exchange ------------------------------------------------------------------------------------------------
+
+    def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
+        if not self._travels_as_momentum(ctx):
+            ctx.keep_unsent()  # it consists of momentum, and waits for momentum to be sent again
+            return (yield AllReduce(grad, op=ctx.op))
+        momenta = self._momenta(ctx)
+        if self.inner.mixes and len(momenta) == 1:
+            among = replace(ctx, op="average", mixture=momenta[0])
+            return ctx.dense((yield from self.inner.exchange(self._as_mean(grad, ctx), among)))
+        self._as_mean(grad, ctx)
+        for momentum in momenta:
+            mix(grad, momentum)
+        gradient = ctx.dense((yield from self.inner.exchange(grad, replace(ctx, op="average"))))
+        for momentum in momenta:
+            mix(gradient, momentum.inverse)
+        return gradient
+
+    def _as_mean(self, grad: Tensor, ctx: Context) -> Tensor:
+        """Return the factor from the exchange's result to the mean."""
+        return grad if ctx.divisor == ctx.size else grad.mul_(ctx.size / ctx.divisor)
+
+    def _momenta(self, ctx: Context) -> list[Mixture]:
+        """Yield, for each b1, the momentum from its parameters' gradients; m is zero at first."""
+        state_of, beta1s = self._attached.state, self._beta1s()
+        found: dict[float, tuple[list[int], list[Tensor]]] = {}
+        for segment in ctx.segments:
+            param = as_stepped(segment.param)
+            state = state_of.get(param)
+            starts, momenta = found.setdefault(beta1s[param], ([], []))
+            starts.append(segment.start)
+            momenta.append(segment.flatten(local(state["exp_avg"]) if state else torch.zeros_like(segment.param)))
+        return [Mixture(1 - beta1, beta1, *of) for beta1, of in found.items()]
+
+    def payload_bytes(self, ctx: Context) -> int | None:
+        if not self._travels_as_momentum(ctx):
+            return ctx.numel * ctx.dtype.itemsize
+        return self.inner.payload_bytes(replace(ctx, op="average"))
+
+    @property
+    def _attached(self) -> Optimizer:
+        if self._optimizer is None:
+            raise ConfigError(f"{type(self).__name__} needs the optimizer: call ddp_hook(compressor, optimizer)")
+        return self._optimizer
+
+    def _travels_as_momentum(self, ctx: Context) -> bool:
+        """Return True if all parameters of the bucket that were ever stepped have finished their warm-up."""
+        taken = [steps for segment in ctx.segments if (steps := self._steps(segment.param))]
+        return bool(taken) and min(taken) >= self.warmup_steps
+
+    def _steps(self, param: Tensor) -> int:
+        return int(self._attached.state.get(as_stepped(param), {}).get("step", 0))
+
+    def _beta1s(self) -> dict[Tensor, float]:
+        return {param: group["betas"][0] for group in self._attached.param_groups for param in group["params"]}
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Optimizer) -> Iterable[Tensor]:
+        stepped = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and self._is_frozen(param):
+                    self._step(param, optimizer.state[param], group)
+                    stepped.append(param)
+        return stepped
+
+    def _is_frozen(self, param: Tensor) -> bool:
+        return self._steps(param) >= self.warmup_steps
+
+    def _step(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        lr, decay, grad = float(group["lr"]), group["weight_decay"], param.grad
+        assert grad is not None
+        # kept with v: a run resumed from plain Adam may have made more steps than the warm-up
+        frozen_at = state.setdefault("frozen_at", int(state["step"]))
+        state["step"] += 1
+        decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
+        rate = lr / (1 - beta1 ** int(state["step"]))
+        for x, g, m, v in _in_chunks(param.detach(), grad, state["exp_avg"], state["exp_avg_sq"]):
+            if decay and decoupled:
+                x.mul_(1 - lr * decay)
+            elif decay:
+                g = g.add(x, alpha=decay)
+            m.lerp_(g, 1 - beta1)
+            spread = (v / (1 - beta2**frozen_at)).sqrt_().add_(group["eps"])
+            spread += v.sign().reciprocal_().sub_(1)  # infinite where v is zero: a mask takes three times as long
+            x.sub_(torch.div(m, spread, out=spread), alpha=rate)
+
+
+def _in_chunks(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yield tensors of the same shape in parts that fit into a CPU's cache, for several operations in a row."""
+    tensors = tuple(map(local, tensors))
+    first = tensors[0]
+    if all(is_dense(x) and x.stride() == first.stride() for x in tensors):
+        flat = [x.detach().as_strided((x.numel(),), (1,)) for x in tensors]
+        for span in chunks(0, first.numel(), first.device):
+            yield [x[span] for x in flat]
+    else:
+        yield [x.detach() for x in tensors]

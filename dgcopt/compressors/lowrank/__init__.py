@@ -1,0 +1,1 @@
+"""Low-rank compressors: matrices travel as thin factors."""

@@ -1,0 +1,1 @@
+"""Quantisers: all coordinates travel, in few bits each."""

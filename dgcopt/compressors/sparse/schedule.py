@@ -1,0 +1,112 @@
+"""Ratio schedules: dense at first, sparse once training has settled."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...checks import check_positive, check_whole
+from ...errors import ConfigError
+from ..base import Compressor
+from ..context import Context
+
+__all__ = ["ScheduledRatio", "Warmup", "check_ratio"]
+
+Chosen = TypeVar("Chosen")
+
+
+def check_ratio(ratio: float, name: str = "ratio") -> float:
+    """Return `ratio` if it is in (0, 1]. Raises ConfigError otherwise."""
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise ConfigError(
+            f"{name} is the fraction of coordinates that is sent and must lie in (0, 1], like 0.001; it is {ratio!r}"
+        )
+    return float(ratio)
+
+
+@dataclass
+class Warmup:
+    """Ratio warm-up: one stage for each of `ratios`, then the compressor's own ratio.
+
+    The default is the paper's: sparsity 75%, 93.75%, 98.4375%, 99.6%, an epoch each, then 99.9% (Lin et al., 2018,
+    section 3.3). The stage follows from the optimizer's step count, which is in its `state_dict()`.
+
+    Args:
+        ratios: densities in (0, 1], one per stage.
+        steps: optimizer steps per stage; None counts in epochs.
+        epochs: epochs per stage, if `steps` is None. Raise `steps` or `epochs` for a gentler start.
+        steps_per_epoch: optimizer steps per epoch; set it before training by `set_steps_per_epoch` of the compressor,
+            or of the copy made at wrapping (`optimizer.compressor`, `state.compressor`).
+
+    Raises ConfigError for ratios outside (0, 1], empty stages, or an unknown `steps_per_epoch`.
+    """
+
+    ratios: tuple[float, ...] = (0.25, 0.0625, 0.015625, 0.004)
+    steps: int | None = None
+    epochs: float = 1
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ratios, Sequence) or isinstance(self.ratios, str):
+            raise ConfigError(f"ratios must be densities, one per stage, like (0.25, 0.0625), not {self.ratios!r}")
+        self.ratios = tuple(check_ratio(ratio, "a warm-up ratio") for ratio in self.ratios)
+        check_positive(self.epochs, "a warm-up's epochs")
+        if self.steps is not None:
+            check_whole(self.steps, "a warm-up's steps", 1)
+        if self.steps_per_epoch is not None:
+            check_whole(self.steps_per_epoch, "steps_per_epoch", 1)
+
+    def stage_steps(self) -> int:
+        """Return the optimizer steps per stage."""
+        if self.steps is not None:
+            return self.steps
+        if self.steps_per_epoch is None:
+            raise ConfigError(
+                "the ratio warm-up counts epochs but does not know how long one is. Call "
+                "compressor.set_steps_per_epoch(len(loader)) before wrapping, which took a copy, or after it "
+                "optimizer.compressor.set_steps_per_epoch(...), with dgcopt.ddp_hook state.compressor's; or give "
+                "Warmup(steps=...)"
+            )
+        return max(1, math.ceil(self.epochs * self.steps_per_epoch))
+
+    def ratio_at(self, step: int, final: float) -> float:
+        """Return the ratio at optimizer step `step`, counted from 0; `final` after the last stage."""
+        stage = step // self.stage_steps()
+        return self.ratios[stage] if stage < len(self.ratios) else final
+
+
+class ScheduledRatio(Compressor):
+    """A compressor with a `ratio` and an optional `warmup`.
+
+    A subclass is a dataclass with both settings and calls `ratio_at(ctx.step)`. Raises ConfigError for a ratio outside
+    (0, 1] and for an invalid warm-up.
+    """
+
+    ratio: float
+    warmup: Warmup | None
+
+    def __post_init__(self) -> None:
+        self.ratio = check_ratio(self.ratio)
+        if self.warmup is not None and not isinstance(self.warmup, Warmup):
+            raise ConfigError(
+                f"warmup must be a dgcopt.Warmup, which says which ratios come first and for how long, such as "
+                f"Warmup(epochs=1) or Warmup((0.25, 0.0625), steps=500), not {self.warmup!r}"
+            )
+        super().__post_init__()
+
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """See `Compressor.set_steps_per_epoch`."""
+        check_whole(steps, "steps_per_epoch", 1)
+        if self.warmup is not None:
+            self.warmup.steps_per_epoch = steps
+
+    def ratio_at(self, step: int) -> float:
+        """Return the current ratio at optimizer step `step`, counted from 0."""
+        return self.ratio if self.warmup is None else self.warmup.ratio_at(step, self.ratio)
+
+    def chooser(self, ctx: Context, make: Callable[[float], Chosen]) -> Chosen:
+        """Return the bucket's selection for the current ratio; `make` builds it, and again when the ratio changes."""
+        ratio = self.ratio_at(ctx.step)
+        if "chooser" not in ctx.scratch or ctx.scratch["chooser"][0] != ratio:
+            ctx.scratch["chooser"] = ratio, make(ratio)
+        return ctx.scratch["chooser"][1]

@@ -1,0 +1,1 @@
+"""Compressors around other compressors."""

@@ -1,0 +1,114 @@
+"""Facts that torch and Horovod tell nobody: read from the garbage collector and from call stacks, and only here.
+
+Every function says why no public interface serves.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "all_ddp_modules",
+    "broadcasting_root",
+    "ddp_module_of_hook",
+    "ddp_module_without_data",
+    "uncounted_parameters",
+    "user_backward_call",
+]
+
+_BACKWARD = torch.autograd.backward.__code__
+_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+# -- modules of DistributedDataParallel ------------------------------------------------------------------------------
+
+
+def all_ddp_modules() -> list[DistributedDataParallel]:
+    """Return all living DistributedDataParallel modules, including subclasses.
+
+    Neither a parameter nor a communication hook refers to its module, and torch keeps no list. A registry of our own
+    would miss modules that exist before dgcopt is imported. The garbage collector knows that each refers to its class;
+    it searches all living objects, which takes milliseconds, so all classes are searched for at once.
+    """
+    classes: list[Any] = [DistributedDataParallel]
+    for each in classes:  # grows during the loop
+        classes += each.__subclasses__()
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
+
+
+def ddp_module_of_hook(hook_state: Any) -> DistributedDataParallel | None:
+    """Return the module that has this hook state; None if there is none, or if it is wrapped in a user's state."""
+    having = (m for m in all_ddp_modules() if any(state is hook_state for _, state in m._comm_hooks))
+    return next(having, None)
+
+
+def uncounted_parameters(hook_state: Any) -> set[Tensor]:
+    """Return the parameters of a first backward pass in which each bucket is said to be the first and none the last.
+
+    With `static_graph` DDP calls the hook for all buckets at the end of its first pass (torch 2.13,
+    `Reducer::delay_all_reduce`). Empty if DDP counts them.
+    """
+    module = ddp_module_of_hook(hook_state)
+    if module is None or not module.static_graph:
+        return set()
+    named, ignored = module.module.named_parameters(), module.parameters_to_ignore
+    return {param for name, param in named if param.requires_grad and name not in ignored}
+
+
+def ddp_module_without_data(params: Collection[Tensor]) -> DistributedDataParallel | None:
+    """Return the module of `params` if its `join()` calls the hook for a rank that is out of data; else None.
+
+    DDP gives its hooks no sign of that, but it calls them outside of any backward pass.
+    """
+    if torch._C._current_graph_task_id() >= 0:
+        return None
+    return next((module for module in all_ddp_modules() if {*params} <= {*module.parameters()}), None)
+
+
+# -- callers ---------------------------------------------------------------------------------------------------------
+
+
+def user_backward_call() -> FrameType | None:
+    """Return the frame of the user's running `backward()`, not of one that an autograd function calls within it.
+
+    Autograd numbers both alike. Hooks run on the stack of that call, or in a thread of autograd's own, as on CUDA.
+    """
+    stacks = sys._current_frames()
+    for frame in (stacks.pop(threading.get_ident(), None), *stacks.values()):
+        call = None
+        while frame is not None:
+            if frame.f_code is _BACKWARD:
+                call = frame
+            elif frame.f_code is _NODE:
+                call = None
+            frame = frame.f_back
+        if call is not None:
+            return call
+    return None
+
+
+def broadcasting_root() -> int | None:
+    """Return the root rank if Horovod's `broadcast_optimizer_state` calls an optimizer's `state_dict()`; else None.
+
+    Horovod calls it like any user, and its own broadcast hangs if ranks keep different memory for a parameter.
+    """
+    theirs = sys.modules.get("horovod.torch.functions")
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (_is_torchs(frame) or frame.f_code.co_name == "state_dict"):
+        frame = frame.f_back
+    if theirs is None or frame.f_code is not theirs.broadcast_optimizer_state.__code__:
+        return None
+    return int(frame.f_locals["root_rank"])
+
+
+def _is_torchs(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.")

@@ -354,7 +354,7 @@ def test_no_store_there(tmp_path: Path) -> None:
         (lambda path: CacheLoader("lmdb"), "store must be"),
         (lambda path: CacheLoader(["http://x"]), "begins with redis://"),
         (lambda path: CacheLoader([]), "at least"),
-        (lambda path: CacheLoader(MemoryStore(), capacity=5), "goes to the store"),
+        (lambda path: CacheLoader(MemoryStore(), capacity=5), "has its own capacity"),
         (lambda path: CacheLoader("memory", capacity=0), "capacity must be"),
         (lambda path: CachedDataset(Squares(), f"disk:{path}"), "so the dataset needs a name"),
         (lambda path: CachedDataset(iter([1, 2]), "memory"), "no samples by index"),  # type: ignore[arg-type]

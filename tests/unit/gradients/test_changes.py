@@ -448,7 +448,7 @@ FIRST_ATTEMPTS = {
 UNLIKE = {
     Lengths: r"rank 0 has \[bucket 0 .*: AllGather\[\d+ .*\], rank 1 has \[.*exchange them first and pad",
     Rounds: r"rank 0 has \[.*: no more collectives\], rank 1 has \[.*: AllReduce",
-    State: r"rank 0 has \[compression: State\(waits.*belongs into its context",
+    State: r"rank 0 has \[compression: State\(waits.*keeps memory in its context",
 }
 """Where ranks differ."""
 

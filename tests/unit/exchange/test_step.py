@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,17 @@ class Shards(Step):
 
     def launch(self, used: Sequence[bool] | None = None, together: bool = False) -> None:
         self.log.append(f"launch {used} {'together' if together else 'apart'}")
-        for place, bucket in enumerate(self.buckets):
+        self.launch_until(len(self.buckets))
+
+    def catch_up(self, launched: int) -> None:
+        self.launch_until(launched)
+
+    def adapt(self, verdict: Verdict) -> Job:
+        self.log.append("adapt")
+        yield from ()
+
+    def launch_until(self, launched: int) -> None:
+        for place, bucket in enumerate(self.buckets[:launched]):
             if place >= len(self.pending):
                 self.pending.append(PendingExchange(bucket.label, bucket))
             if self.pending[place].exchange is None:
@@ -198,7 +209,7 @@ def test_a_commit_averages_each_shard_over_the_replicas() -> None:
             caller = world.callers[replica[place]]
             torch.testing.assert_close(caller.shards[0].grad, means[0][rows])
             assert caller.outcomes == ["committed"] and caller.steps == 1 and not caller.pending
-            assert caller.log == ["launch None together"]
+            assert caller.log == ["adapt", "launch None together"]
             assert caller.scheduler.telemetry.skipped == caller.scheduler.telemetry.repeated == 0
 
 
@@ -282,7 +293,57 @@ def test_launches_before_the_vote_are_cancelled_by_all_if_gradients_have_changed
     # shard 0's ranks 0 and 2 have not heard of it, and go on with what they have launched
     assert [caller.scheduler.telemetry.repeated for caller in world.callers] == [0, 1, 0, 1]
     assert [caller.log[-1] for caller in world.callers] == ["launch None apart", "launch None together"] * 2
+    selected = [[caller.scheduler.telemetry.selected for caller in each.callers] for each in (world, twin)]
+    assert selected[0] == selected[1], "cancelled selections do not count"
     assert equal(world.kept(), twin.kept())
+
+
+def test_a_rank_that_has_launched_less_catches_up_before_all_cancel() -> None:
+    world, twin = World(TOPK), World(TOPK)
+    for each in (world, twin):
+        each.backward(0)
+    world.callers[0].launch()
+    world.callers[2].stale = True
+    assert not world.step() and not twin.step()
+    assert [caller.scheduler.telemetry.repeated for caller in world.callers] == [1, 0, 1, 0]
+    assert equal(world.kept(), twin.kept())
+
+
+def test_launches_before_the_vote_are_cancelled_if_no_rank_takes_the_step() -> None:
+    world = World(TOPK)
+    world.backward(0)
+    assert not world.step()
+    world.backward(1)
+    world.callers[2].shards[1].grad[3, 4] = torch.nan
+    before = world.kept()
+    for caller in world.callers:
+        caller.launch()
+    assert not world.step() and equal(world.kept(), before)
+    assert all(caller.log[-1] == "cancelled" and not caller.pending for caller in world.callers)
+    assert all(caller.scheduler.telemetry.repeated == 0 for caller in world.callers), "nothing is sent again"
+    twin = World(TOPK)
+    for each, seeds in ((twin, (0, 2)), (world, (2,))):
+        for seed in seeds:
+            each.backward(seed)
+            assert not each.step()
+    assert equal(world.kept(), twin.kept()), "the cancelled exchanges have left nothing behind"
+
+
+class Begins(Shards):
+    """Takes every step for one whose gradients have changed."""
+
+    def begin(self, verdict: Verdict) -> Generator[Any, Tensor, Verdict]:
+        yield from ()
+        return replace(verdict, stale=True)
+
+
+def test_a_caller_may_act_on_the_vote_before_all_others() -> None:
+    world = World(TOPK, Begins)
+    world.backward(0)
+    for caller in world.callers:
+        caller.launch()
+    assert not world.step()
+    assert [caller.scheduler.telemetry.repeated for caller in world.callers] == [1] * SIZE
 
 
 def test_a_preliminary_vote_ends_the_step_only_if_gradients_are_not_finite() -> None:
@@ -309,8 +370,8 @@ def test_a_shard_without_a_gradient_counts_as_zero_unless_no_rank_has_one() -> N
         world.callers[rank].shards[1].grad = None
     assert not world.step()
     torch.testing.assert_close(world.callers[0].shards[0].grad, other / 2)
-    assert world.callers[0].log == ["launch [True, True] together"]
-    assert world.callers[1].log == ["launch [True, False] together"]
+    assert world.callers[0].log[-1] == "launch [True, True] together"
+    assert world.callers[1].log[-1] == "launch [True, False] together"
     assert world.callers[1].shards[1].grad is None and world.callers[0].shards[1].grad is not None
 
 
@@ -427,6 +488,37 @@ def test_each_step_is_confirmed_once_before_anything_changes() -> None:
     world.backward(2)
     world.callers[3].scheduler.start = spoiling(world.callers[3].scheduler.start)
     assert not world.step() and asked.count(2) == 3, "an abort for what has arrived is confirmed too"
+
+
+@pytest.mark.parametrize("inspects", [False, True])
+def test_dense_sums_are_inspected_where_asked_for(inspects: bool) -> None:
+    world = World(dgcopt.NoCompression())
+    world.backward(0)
+    for caller in world.callers:
+        caller.inspects_sums = inspects
+    caller.scheduler.start = spoiling(caller.scheduler.start)
+    assert not world.step()
+    assert [caller.steps for caller in world.callers] == [0 if inspects else 1] * SIZE
+
+
+class ChangesEarly(Shards):
+    """Its launch changes state already, as an optimizer's own step does that makes the update to send."""
+
+    def launch(self, used: Sequence[bool] | None = None, together: bool = False) -> None:
+        self.marker.begin("the optimizer's state")
+        super().launch(used, together)
+
+
+def test_an_abort_by_all_ranks_interrupts_no_step() -> None:
+    world = World(Halves(), ChangesEarly)
+    world.backward(0)
+    start = world.callers[0].scheduler.start
+    world.callers[0].scheduler.start = spoiling(start)
+    assert not world.step()
+    assert [caller.steps for caller in world.callers] == [0] * SIZE
+    world.callers[0].scheduler.start = start
+    world.backward(1)
+    assert not world.step() and [caller.steps for caller in world.callers] == [1] * SIZE
 
 
 def test_a_step_without_a_vote_is_completed_alone() -> None:

@@ -13,8 +13,12 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import Comm
-from ..exchange.parameters import check_optimizer
+from ..comm import Comm, current_comm
+from ..compressors import NoCompression
+from ..errors import ConfigError
+from ..exchange.parameters import check_optimizer, given_names, unique_names
+from ..flat.local_shard import is_sharded
+from ..gradients.replicas import check_on_mesh, comm_of_replicas
 from .rounds import Rounds
 from .rule import Rule
 from .sync import Round, Sync, WeightSync
@@ -31,9 +35,10 @@ class Averaging(Rule):
         averaging = dgcopt.LocalSGD(every=8)  # settings, as from a config file,
         optimizer = averaging.attach(torch.optim.SGD(...))  # for a later optimizer
 
-    Both take `named_parameters`, also as the argument after the optimizer, and `comm` like `DistributedOptimizer`. The
-    optimizer gains the attribute `averaging`, the `Rounds` of this rank, and its `state_dict()` contains their state.
-    All ranks must start from the same weights (`broadcast_parameters`); the first step checks it.
+    Both take `named_parameters`, also as the argument after the optimizer, `comm` and `mesh` like
+    `DistributedOptimizer`. The optimizer gains the attribute `averaging`, the `Rounds` of this rank, and its
+    `state_dict()` contains their state. All ranks must start from the same weights (`broadcast_parameters`); the first
+    step checks it.
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
@@ -42,7 +47,7 @@ class Averaging(Rule):
             return super().__new__(cls)
         check_optimizer(args[0])
         optimizer, *own = args
-        where = {name: settings.pop(name) for name in ("named_parameters", "comm") if name in settings}
+        where = {name: settings.pop(name) for name in ("named_parameters", "comm", "mesh") if name in settings}
         if own and isinstance(own[0], Iterable) and not isinstance(own[0], str):  # no setting of any rule comes first
             where = {"named_parameters": own.pop(0), **where}
         return cls(*own, **settings).attach(optimizer, **where)
@@ -52,15 +57,32 @@ class Averaging(Rule):
         optimizer: AnyOptimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         comm: Comm | None = None,
+        mesh: Any = None,
     ) -> AnyOptimizer:
         """Average the weights of `optimizer`, and return it. This object is copied.
 
-        Raises ConfigError for an optimizer that is averaged already, and for parameters without a name or of a dtype
-        that cannot be averaged; MismatchError if ranks differ in parameters or settings.
+        For parameters that `fully_shard` has sharded, `mesh` is the dimension of the device mesh over which the model
+        is replicated: each rank averages its shards within it. Raises ConfigError for an optimizer that is averaged
+        already, and for parameters without a name or of a dtype that cannot be averaged; MismatchError if ranks differ
+        in parameters or settings.
         """
         check_optimizer(optimizer)
-        copy.deepcopy(self).rounds(optimizer, named_parameters, comm)
+        given = given_names(named_parameters) or {}
+        names = unique_names(optimizer, given)
+        if mesh is not None or any(map(is_sharded, names)):
+            comm = self._among_replicas(current_comm(comm), names, mesh)
+        copy.deepcopy(self).rounds(optimizer, [(name, param) for param, name in given.items()], comm)
         return optimizer
+
+    def _among_replicas(self, comm: Comm, names: dict[Tensor, str], mesh: Any) -> Comm:
+        """Return the comm over which this rank's shards are averaged."""
+        check_on_mesh(names, mesh)
+        if not self.meets:
+            raise ConfigError(
+                f"{type(self).__name__} waits for some peers only, so ranks that hold shards of one replica cannot "
+                f"agree on a round. Average sharded parameters by LocalSGD, SlowMo or DiLoCo"
+            )
+        return comm_of_replicas(comm, names, NoCompression(), mesh, across=False)
 
     def rounds(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None

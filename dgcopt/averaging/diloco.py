@@ -24,6 +24,7 @@ from ..exchange.runner import Job
 from ..exchange.step import Aborted
 from ..exchange.vote import Verdict
 from ..flat.buckets import Bucket
+from ..flat.local_shard import as_stepped
 from ..flat.store import Memory
 from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
 from .base import Averaging
@@ -434,14 +435,15 @@ def _split(params: list[Tensor], parts: int) -> list[list[Tensor]]:
     """Split parameters into runs of similar size. Raises ConfigError if there are too few parameters."""
     if parts > len(params):
         raise ConfigError(f"{len(params)} parameters cannot be split into {parts} fragments")
-    total, seen = sum(param.numel() for param in params), 0
+    # of whole parameters, so that all shards of a replica are split alike
+    total, seen = sum(as_stepped(param).numel() for param in params), 0
     runs: list[list[Tensor]] = [[] for _ in range(parts)]
     place = 0
     for left, param in zip(range(len(params), 0, -1), params, strict=True):
         # next run if the middle of this parameter lies beyond it, or if as many parameters as empty runs are left
-        is_due = seen + param.numel() / 2 > total * (place + 1) / parts or left == parts - place - 1
+        is_due = seen + as_stepped(param).numel() / 2 > total * (place + 1) / parts or left == parts - place - 1
         if runs[place] and is_due and place < parts - 1:
             place += 1
         runs[place].append(param)
-        seen += param.numel()
+        seen += as_stepped(param).numel()
     return runs

@@ -16,7 +16,9 @@ from ..exchange.parameters import check_trainable, describe, number, unique_name
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, context_of
 from ..flat.buckets import Bucket, build_buckets
+from ..flat.local_shard import LocalShard, as_stepped, local_shards
 from ..flat.store import Store
+from ..gradients.replicas import check_shards
 from .rule import Rule
 from .weights import Weights
 
@@ -43,8 +45,9 @@ class Replica:
         self.rule = rule
         self.optimizer = optimizer
         self._given = given
-        self.names = unique_names(optimizer, given)
-        check_trainable(self.names)
+        names = unique_names(optimizer, given)
+        check_trainable(names, may_be_sharded=True)
+        self.names = local_shards(names)
 
     def join(self, comm: Comm) -> None:
         """Start over a wire, with empty memory."""
@@ -83,20 +86,32 @@ class Replica:
         groups = self.optimizer.param_groups
         if len(self.names) == sum(len(group["params"]) for group in groups):
             return []
-        new = []
-        for group, settings in enumerate(groups):
-            for place, param in enumerate(settings["params"]):
-                if param not in self.names:
-                    self.names[param] = self._given.get(param, number(group, place))
-                    new.append(param)
-        check_trainable(self.names)
-        return new
+        known = {*map(as_stepped, self.names)}
+        new = {
+            param: self._given.get(param, number(group, place))
+            for group, settings in enumerate(groups)
+            for place, param in enumerate(settings["params"])
+            if param not in known
+        }
+        is_sharded = any(isinstance(param, LocalShard) for param in self.names)
+        if is_sharded:
+            check_shards(new, self._comm)
+        check_trainable({**self.names, **new}, may_be_sharded=is_sharded)
+        self.names |= (added := local_shards(new))
+        return [*added]
+
+    def follow(self) -> None:
+        """Alias the memory of sharded parameters again where torch has replaced it."""
+        for param in self.names:
+            if isinstance(param, LocalShard):
+                param.follow()
 
     def lay_out(self, start: Callable[[Bucket, Weights], None]) -> dict[Bucket, Weights]:
         """Return the buckets of all trained or unsynced parameters; memory follows its parameters.
 
         Calls `start` for buckets that replace others.
         """
+        self.follow()
         trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self.unsynced)]
         groups = self.optimizer.param_groups
         if len(trained) == len(self._trained) and all(a is b for a, b in zip(trained, self._trained, strict=True)):
@@ -113,7 +128,7 @@ class Replica:
         buckets = build_buckets(
             [(self.names[param], param) for param in trained],
             # a new parameter has no memory, and must not share a bucket with parameters that have
-            lambda name, param: (group_of[param], not known or name in known, self.rule.kind(name, param)),
+            lambda name, param: (group_of[as_stepped(param)], not known or name in known, self.rule.kind(name, param)),
             BUCKET_BYTES,
             BUCKET_BYTES,
             None,

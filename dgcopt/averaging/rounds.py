@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import STATE_KEY, check_owner, kept_by, put_mark, take_mark, unmarked
+from ..checkpoint import SHARD, STATE_KEY, check_owner, check_shard, kept_by, put_mark, take_mark, unmarked
 from ..collectives import AllReduce
 from ..comm import Comm, current_comm
 from ..compressors.own_step import check_steps_alone
@@ -34,10 +34,12 @@ from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
 from ..flat.buckets import Bucket
+from ..flat.local_shard import as_stepped
 from ..flat.store import check_format
 from ..gradients.engine import Engine
 from ..gradients.introspection import broadcasting_root
 from ..gradients.optimizer import Distributed, DistributedOptimizer, synchronised
+from ..gradients.replicas import shard_of
 from ..gradients.stepping import Mode, in_own_step
 from .amp import ScaledSteps
 from .replica import Replica
@@ -106,14 +108,17 @@ class Rounds:
                 f"{type(rule).__name__} cannot go on after ranks are lost: leave out dgcopt.init(survive=True), or "
                 f"average gradients at every step with dgcopt.DistributedOptimizer"
             )
-        if not rule.warmup_steps and comm.size > 1 and self._wire_of_gradients() is comm:
+        wire = self._wire_of_gradients()
+        is_same = wire is comm or (wire is not None and wire.joins_replicas)  # of the same shards
+        if not rule.warmup_steps and comm.size > 1 and is_same:
             raise ConfigError(
                 f"this optimizer already averages gradients over all ranks at every step, so {type(rule).__name__} has "
                 f"no effect. Give it the bare optimizer or one with a smaller process_set, or set warmup_steps."
             )
         self._join_wire(comm)
         if rule.warmup_steps and synchronised(optimizer) is None:
-            DistributedOptimizer(optimizer, [(name, param) for param, name in self.names.items()], comm=comm)
+            named = [(name, as_stepped(param)) for param, name in self.names.items()]
+            DistributedOptimizer(optimizer, named, comm=comm)
         self.step = take_mark(optimizer.param_groups, KEY, comm.rank)
         self._groups = optimizer.param_groups
         self.has_loaded = False
@@ -226,6 +231,7 @@ class Rounds:
 
     def before_step(self) -> None:
         """Finish the round in flight before a local step; called by the step pre-hook."""
+        self.replica.follow()
         self._check_load()
         self._add_new_parameters()
         self.finish_round()
@@ -385,9 +391,19 @@ class Rounds:
         if not replica.needs_merge and (replica.steps_since_sync or not self.rule.identical(self.local_step)):
             # another number of ranks resumes from the mean of all weights
             state["memory"]["weights"] = self.replica.weights()
+        shard: dict[str, Any] = {SHARD: self.shard()} if self.comm.joins_replicas else {}
         return kept_by(
-            self.comm.rank, self.comm.size, step=self.step, under_way=self._missed or self.sync.in_flight, **state
+            self.comm.rank,
+            self.comm.size,
+            step=self.step,
+            under_way=self._missed or self.sync.in_flight,
+            **state,
+            **shard,
         )
+
+    def shard(self) -> dict[str, Any] | None:
+        """Return which shards this rank holds, as a checkpoint records it; None where parameters are whole."""
+        return shard_of(self.names, self.comm) if self.comm.joins_replicas else None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`; ranks compare or merge at the next step.
@@ -416,6 +432,11 @@ class Rounds:
 
         All ranks of `comm` must call it. The DistributedOptimizer of a warm-up rejoins too.
         """
+        if self.comm.joins_replicas:
+            raise ConfigError(
+                "averaging of sharded parameters cannot rejoin, as other ranks would hold other shards: restart all "
+                "ranks from a checkpoint"
+            )
         self.sync.abort()
         state, telemetry = self.state(), self.runner.scheduler.telemetry
         state["memory"]["weights"] = self.replica.weights()
@@ -483,6 +504,7 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | 
         f"each rank has its own weights. dgcopt.checkpoint.load distributes it to any number of ranks; or delete "
         f"state_dict[{KEY!r}] to start without it."
     )
+    check_shard(state, rounds.shard())
     check_owner(state, rounds.comm.rank, rounds.comm.size, "", why)
     rounds.restore(state)
     rounds.sync.load(state_dict[KEY], state)

@@ -248,6 +248,7 @@ class WeightStep(RoundStep):
     def agree_on_arrival(self, arrived: list[NotFinite]) -> Generator[Handle, Tensor, list[NotFinite]]:
         """See `Step`. Raises PayloadError where only this rank knows it, and does not meet the others."""
         step = self.round.local_step
+        arrived = yield from super().agree_on_arrival(arrived)  # which asks only ranks that hold shards
         if self.round.rule.arrives_alike(step):
             return arrived
         if self.votes:

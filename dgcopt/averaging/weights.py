@@ -75,4 +75,7 @@ def distance(buckets: Iterable[Bucket], comm: Comm) -> Generator[Collective, Ten
         x = bucket.read()
         center = yield AllReduce(x.clone(), label="weights to compare")
         square += (x - center).double().square().sum().cpu()
-    return float((yield AllReduce(comm.to_wire(square), label="consensus distance")))
+    apart = yield AllReduce(comm.to_wire(square), label="consensus distance")
+    if comm.size_of("replica") > 1:  # of which this rank holds a shard
+        apart = yield AllReduce(apart, "sum", group="replica", label="consensus distance of shards")
+    return float(apart)

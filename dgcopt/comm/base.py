@@ -104,6 +104,8 @@ class Comm(ABC):
     """Confirmed steps, if ranks survive."""
     link: Link | None = None
     """How fast it is, the same on all ranks; None before it was measured."""
+    joins_replicas: bool = False
+    """Whether it is of one rank of each replica, as `across_replicas` makes."""
     is_part: bool = False
     """Whether it is of some of the ranks only, as `among` makes."""
     no_threads: str = ""
@@ -242,6 +244,7 @@ class Comm(ABC):
             made = self.among(members)
             comm = made if self.rank in members else comm
         self._share_replica(comm, [tuple(sorted(members)) for members in replicas])
+        comm.joins_replicas = True
         return comm
 
     def place_in_replica(self) -> dict[str, int]:

@@ -184,8 +184,9 @@ def _check_whole_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) ->
         )
     if is_sharded(param) and not may_be_sharded:
         raise ConfigError(
-            f"parameter {name!r} is a DTensor (fully_shard, tensor parallelism): only DistributedOptimizer takes it: "
-            f"DistributedOptimizer(optimizer, model.named_parameters(), compressor, mesh=mesh['replicate'])"
+            f"parameter {name!r} is a DTensor (fully_shard, tensor parallelism): only DistributedOptimizer and "
+            f"averaging take it: DistributedOptimizer(optimizer, model.named_parameters(), compressor, "
+            f"mesh=mesh['replicate'])"
         )
 
 

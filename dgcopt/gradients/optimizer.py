@@ -40,7 +40,7 @@ from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_
 from ..flat.store import check_format
 from .engine import Engine
 from .introspection import broadcasting_root
-from .replicas import check_shards, comm_of_replicas
+from .replicas import check_on_mesh, check_shards, comm_of_replicas, shard_of
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .stepping import Mode, Stepping, after_step, before_step, between_hooks
 from .subclass import bare_class, become
@@ -160,11 +160,7 @@ def DistributedOptimizer(
 
 def _among_replicas(comm: Comm, names: dict[Tensor, str], compressor: Compressor, mesh: Any, process_set: Any) -> Comm:
     """Return the comm of this rank's shards. Raises ConfigError for settings that do not fit sharded parameters."""
-    if not any(map(is_sharded, names)):
-        raise ConfigError(
-            "mesh is for sharded parameters, and the optimizer has none: call fully_shard(module, mesh=mesh['shard']) "
-            "before the optimizer is made of model.parameters(), and wrap it then"
-        )
+    check_on_mesh(names, mesh)
     if process_set is not None and (mesh is not None or process_set != "across"):
         raise ConfigError(
             "sharded parameters are exchanged among the ranks that hold the same shard: give mesh=mesh['replicate'] "
@@ -229,10 +225,7 @@ class Synchronised(Stepping):
 
     def shard(self) -> dict[str, Any] | None:
         """Return which shards this rank holds, as a checkpoint records it; None where parameters are whole."""
-        if not self.is_sharded:
-            return None
-        place = {name: param.place() for param, name in self.names.items() if isinstance(param, LocalShard)}
-        return {**self.comm.place_in_replica(), "place": place}
+        return shard_of(self.names, self.comm) if self.is_sharded else None
 
     def added(self, names: Sequence[str] | None) -> None:
         """Take in the parameters of a group that the optimizer was given; raises ConfigError if that cannot be."""

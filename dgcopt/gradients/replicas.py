@@ -17,9 +17,9 @@ from ..collectives import AllGather
 from ..comm import Comm
 from ..compressors import Compressor
 from ..errors import ConfigError
-from ..flat.local_shard import is_sharded, local
+from ..flat.local_shard import LocalShard, is_sharded, local
 
-__all__ = ["check_shards", "comm_of_replicas"]
+__all__ = ["check_on_mesh", "check_shards", "comm_of_replicas", "shard_of"]
 
 SHARD_ONLY = "Give fully_shard the shard dimension alone: fully_shard(module, mesh=mesh['shard'])"
 
@@ -30,7 +30,7 @@ def comm_of_replicas(comm: Comm, names: Mapping[Tensor, str], compressor: Compre
     """Return the comm over which each shard is averaged: one rank of each replica.
 
     Args:
-        comm: the wire of all ranks.
+        comm: the wire of all ranks, or one that this function has made already.
         names: the optimizer's parameters with their names, at least one of them a DTensor.
         compressor: how gradients travel.
         mesh: the replicate dimension of the device mesh; None to derive it from the parameters' own mesh.
@@ -41,6 +41,9 @@ def comm_of_replicas(comm: Comm, names: Mapping[Tensor, str], compressor: Compre
     """
     sharded = {param: name for param, name in names.items() if is_sharded(param)}
     name = next(iter(sharded.values()))
+    if comm.joins_replicas:
+        check_shards(names, comm)
+        return comm
     _check_wire(comm, name)
     if any(getattr(getattr(each, "clip", None), "per", "") == "model" for each in compressor.parts()):
         raise ConfigError(
@@ -64,6 +67,15 @@ def comm_of_replicas(comm: Comm, names: Mapping[Tensor, str], compressor: Compre
     return made
 
 
+def check_on_mesh(names: Mapping[Tensor, str], mesh: Any) -> None:
+    """Raise ConfigError for a `mesh` without parameters that are sharded."""
+    if mesh is not None and not any(map(is_sharded, names)):
+        raise ConfigError(
+            "mesh is for sharded parameters, and the optimizer has none: call fully_shard(module, mesh=mesh['shard']) "
+            "before the optimizer is made of model.parameters(), and wrap it then"
+        )
+
+
 def check_shards(names: Mapping[Tensor, str], comm: Comm | None) -> None:
     """Raise ConfigError for a trained parameter that is not sharded within this rank's replica, once that is known."""
     replica = None if comm is None else comm.ranks("replica")
@@ -80,6 +92,12 @@ def check_shards(names: Mapping[Tensor, str], comm: Comm | None) -> None:
                 f"parameter {name!r} is sharded over ranks {[*ranks_of(param)]}, but this replica of the model is "
                 f"ranks {[*replica]}: fully_shard averages its gradient over other replicas already. {SHARD_ONLY}"
             )
+
+
+def shard_of(names: Mapping[Tensor, str], comm: Comm) -> dict[str, Any]:
+    """Return which shards this rank holds, as a checkpoint records it, by the names of its LocalShards."""
+    place = {name: param.place() for param, name in names.items() if isinstance(param, LocalShard)}
+    return {**comm.place_in_replica(), "place": place}
 
 
 def ranks_of(param: Any) -> Ranks:

@@ -25,6 +25,7 @@ from . import (
     persistence,
     powersgd,
     sharded,
+    sharded_averaging,
     sharded_state,
     subsets,
 )
@@ -58,10 +59,10 @@ simulated ranks only."""
 IN_DDP = of(powersgd, ddp)
 """Run in torch's DistributedDataParallel; the last one breaks the wire."""
 
-IN_SHARDS = of(sharded, sharded_state)
+IN_SHARDS = of(sharded, sharded_state, sharded_averaging)
 """Run by four ranks in torch's FSDP2."""
 
-IN_SHARDS_OF_SIX: Scenarios = sharded.OF_SIX | sharded_state.OF_SIX
+IN_SHARDS_OF_SIX: Scenarios = sharded.OF_SIX | sharded_state.OF_SIX | sharded_averaging.OF_SIX
 """Run by six ranks in torch's FSDP2."""
 
 ON_CUDA = of(cuda)

@@ -17,6 +17,7 @@ from library import FIRST_OF_A_KIND
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW, Optimizer
 
 import dgcopt
@@ -576,6 +577,60 @@ def wrong_meshes(comm: Comm) -> None:
     refuse(model, "clips the norm of the whole model", compression=DGC(0.1, clip=dgcopt.LocalClip(1.0)))
 
 
+def nan_in_one_shard(comm: Comm, optimizer: Any, model: Any, given: tuple[Tensor, Tensor]) -> None:
+    """The last rank's NaN in the first layer skips the step on all ranks."""
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(given[0]), given[1]).backward()
+    before, skipped = {n: local_of(p).clone() for n, p in model.named_parameters()}, optimizer.telemetry.skipped
+    if comm.rank == comm.size - 1:
+        local_of(model[0].weight.grad).fill_(torch.nan)
+    optimizer.step()
+    assert optimizer.telemetry.skipped == skipped + 1
+    assert all(torch.equal(local_of(p), before[n]) for n, p in model.named_parameters())
+
+
+def in_tensor_parallel(shards: int, comm: Comm) -> None:
+    """On a mesh (replicate, shard, tensor), layers that are split, and one that is not: as FSDP2 on all of it."""
+    tensors = 2
+    names = ("replicate", "shard", "tensor")
+    mesh = init_device_mesh("cpu", (comm.size // shards // tensors, shards, tensors), mesh_dim_names=names)
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def parallel(over: DeviceMesh) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            layers = (nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
+        return sharded(over, parallelize_module(nn.Sequential(*layers), mesh["tensor"], plan))
+
+    replica = comm.rank // tensors  # ranks of one tensor group have the same batch
+    for make in (functools.partial(SGD, lr=0.05, momentum=0.9), functools.partial(AdamW, lr=0.01, eps=1e-4)):
+        native, model, sparse = parallel(mesh["replicate", "shard"]), *(parallel(mesh["shard"]) for _ in range(2))
+        theirs = make(native.parameters())
+        ours = wrap(model, make(model.parameters()), mesh, DGC(1.0, source="gradient"))
+        selecting = wrap(sparse, make(sparse.parameters()), mesh, DGC(0.2))
+        for step in range(10):
+            x, y = batch(step, replica)
+            for one, m in ((theirs, native), (ours, model), (selecting, sparse)):
+                one.zero_grad()
+                nn.functional.mse_loss(m(x), y).backward()
+                one.step()
+        assert_close(whole(model), whole(native), TOLERANCE, "tensor parallel")
+        assert selecting.residual_norm() > 0
+        place = selecting.state_dict()[STATE_KEY]["shard"]["place"]
+        assert place["4.weight"]["size"][1] == 30 and place["2.weight"]["size"][1] == 10, place
+        steps = synchronised(selecting)
+        assert steps is not None
+        assert steps.comm.size_of("replica") == shards * tensors
+        dgcopt.check_replicas({n: local_of(p) for n, p in sparse.named_parameters()}, comm=steps.comm)
+        weights = {n: local_of(p) for n, p in sparse.named_parameters() if n.startswith("4.")}  # in no tensor group
+        rows = [comm.run(AllGather(weight.clone(), label="whole layer")) for weight in weights.values()]
+        for row in rows if shards == 1 else ():
+            assert bool((row == row[:1]).all()), "ranks of one tensor group hold other bits of a layer that both have"
+        nan_in_one_shard(comm, selecting, sparse, batch(11, replica))
+    with refused(comm, ConfigError, "several meshes", "DistributedOptimizer(..., mesh=mesh['replicate'])"):
+        dgcopt.DistributedOptimizer(SGD(sparse.parameters(), lr=0.1), sparse.named_parameters(), comm=comm)
+
+
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{f"sharded: native, {name}": functools.partial(equals_native, name, 2) for name in OPTIMIZERS},
     **{
@@ -583,6 +638,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
         for place, (compressor, _) in enumerate(FIRST_OF_A_KIND)
     },
     "sharded: whole parameters": functools.partial(as_whole_parameters, 2),
+    "sharded: tensor parallel, 2 x 1 x 2": functools.partial(in_tensor_parallel, 1),
     **{
         f"sharded: {function.__name__}": function
         for function in (

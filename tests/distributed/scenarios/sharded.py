@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import dgcopt
 from dgcopt import DGC, Comm, ConfigError, NoCompression
 from dgcopt.checkpoint import STATE_KEY
-from dgcopt.collectives import AllGather, Collective
+from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm import Handle
 from dgcopt.compressors import Compressor
 from dgcopt.gradients.optimizer import synchronised
@@ -577,6 +577,60 @@ def wrong_meshes(comm: Comm) -> None:
     refuse(model, "clips the norm of the whole model", compression=DGC(0.1, clip=dgcopt.LocalClip(1.0)))
 
 
+def reduces_in_a_code(comm: Comm) -> None:
+    """Shards of gradients are the mean over a replica within the code's rounding; NaN stays; DGC goes on from it."""
+    mesh = mesh_of(comm, 2)
+    for code, of_largest in (("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 254)):
+        exact, coded = (sharded(mesh["shard"], Wide()) for _ in range(2))
+        dgcopt.sharded.compress_reduce_scatter(coded, code)
+        for model in (exact, coded):
+            loss_of(model, comm, 0).backward()
+        wanted = [local_of(param.grad) for param in exact.parameters()]
+        largest = max(float(grad.abs().max()) for grad in wanted if grad.numel())
+        largest = float(comm.run(AllReduce(torch.tensor([largest]), op="max", label="largest")))
+        apart = [
+            float((local_of(param.grad) - grad).abs().max())
+            for param, grad in zip(coded.parameters(), wanted, strict=True)
+            if grad.numel()
+        ]
+        assert max(apart) <= 4 * of_largest * largest, f"{code}: {max(apart)} apart, of {largest}"
+        assert max(apart) > 0, f"{code} has rounded nothing"
+        coded.zero_grad()
+        x, y = batch(0, comm.rank)
+        nn.functional.mse_loss(coded(x.fill_(torch.nan) if comm.rank == 0 else x), y).backward()
+        spoiled = torch.tensor([any(bool(local_of(p.grad).isnan().any()) for p in coded.parameters())])
+        assert comm.run(AllGather(spoiled, label="spoiled")).flatten().tolist() == [True, True, False, False], code
+        coded.zero_grad()
+        optimizer = wrap(coded, SGD(coded.parameters(), lr=0.05, momentum=0.9), mesh, DGC(0.3))
+        start = comm.run(AllReduce(loss_of(coded, comm, 0).detach(), label="loss"))
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss_of(coded, comm, 0).backward()
+            optimizer.step()
+        assert comm.run(AllReduce(loss_of(coded, comm, 0).detach(), label="loss")) < start, code
+        assert optimizer.telemetry.skipped == 0
+    sizes: list[int] = []
+    whole_to_all = torch.distributed.all_to_all_single
+
+    def counted(output: Tensor, given: Tensor, **settings: Any) -> Any:
+        sizes.append(given.numel() * given.element_size())
+        return whole_to_all(output, given, **settings)
+
+    with mock.patch.object(torch.distributed, "all_to_all_single", counted):
+        model = sharded(mesh["shard"], large())
+        dgcopt.sharded.compress_reduce_scatter(model, "int8")
+        loss_of(model, comm, 0).backward()
+    numel = sum(param.numel() for param in model.parameters())
+    assert numel <= sum(sizes) < 1.03 * numel, (sizes, numel)
+    with refused(comm, ConfigError, "code must be one of fp16, bf16, int8, not 'int4'"):
+        dgcopt.sharded.compress_reduce_scatter(model, "int4")
+    with refused(comm, ConfigError, "call fully_shard first"):
+        dgcopt.sharded.compress_reduce_scatter(Wide())
+    with refused(comm, ConfigError, "adds up or averages"):
+        scatter = dgcopt.sharded.CompressedReduceScatter("bf16")
+        scatter(torch.zeros(1), torch.zeros(2), mesh["shard"].get_group(), torch.distributed.ReduceOp.MAX)
+
+
 def nan_in_one_shard(comm: Comm, optimizer: Any, model: Any, given: tuple[Tensor, Tensor]) -> None:
     """The last rank's NaN in the first layer skips the step on all ranks."""
     optimizer.zero_grad()
@@ -623,9 +677,9 @@ def in_tensor_parallel(shards: int, comm: Comm) -> None:
         assert steps.comm.size_of("replica") == shards * tensors
         dgcopt.check_replicas({n: local_of(p) for n, p in sparse.named_parameters()}, comm=steps.comm)
         weights = {n: local_of(p) for n, p in sparse.named_parameters() if n.startswith("4.")}  # in no tensor group
-        rows = [comm.run(AllGather(weight.clone(), label="whole layer")) for weight in weights.values()]
-        for row in rows if shards == 1 else ():
-            assert bool((row == row[:1]).all()), "ranks of one tensor group hold other bits of a layer that both have"
+        for weight in weights.values() if shards == 1 else ():
+            rows = comm.run(AllGather(weight.clone(), label="whole layer"))
+            assert bool((rows == rows[:1]).all()), "ranks of one tensor group hold other bits of a layer that both have"
         nan_in_one_shard(comm, selecting, sparse, batch(11, replica))
     with refused(comm, ConfigError, "several meshes", "DistributedOptimizer(..., mesh=mesh['replicate'])"):
         dgcopt.DistributedOptimizer(SGD(sparse.parameters(), lr=0.1), sparse.named_parameters(), comm=comm)
@@ -649,6 +703,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             as_fsdp_accumulates,
             in_mixed_precision,
             unused_in_one_replica,
+            reduces_in_a_code,
             the_replicate_group_is_found,
             wrong_meshes,
         )

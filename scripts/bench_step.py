@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def start_horovod() -> Any:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def serve(system: str) -> None:
+def serve(system: str, build: Callable[[str, Synthetic], tuple[nn.Module, Optimizer]] = build) -> None:
     """One rank: build, warm up, then measure as many steps as each line of standard input says."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not come between the replies
@@ -161,6 +161,8 @@ def serve(system: str) -> None:
 class Ranks:
     """The processes of one system, started in their places and warmed up; all gone when the block ends."""
 
+    script = __file__
+
     def __init__(self, system: str, network: Loopback) -> None:
         self.system = system
         self.network = network
@@ -174,7 +176,7 @@ class Ranks:
                 place = network.environment(rank, port) | {"PYTHONPATH": str(ROOT)}
                 place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
                 process = subprocess.Popen(
-                    [*network.enter(rank), sys.executable, __file__, "--serve", self.system],
+                    [*network.enter(rank), sys.executable, self.script, "--serve", self.system],
                     env={**os.environ, **place},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,

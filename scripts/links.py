@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Loopback", "Namespaces", "bits_per_second", "lacking"]
+__all__ = ["Loopback", "Machines", "Namespaces", "bits_per_second", "lacking"]
 
 NAMES = Path("/etc/netns")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -175,6 +175,20 @@ class Namespaces(Loopback):
                     burst = max(15_000, int(bits_per_second(rate) / 8 * 1e-3))
                     bucket = ("tbf", "rate", rate, "burst", str(burst), "latency", "50ms")
                     _run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", *bucket)
+
+
+class Machines(Namespaces):
+    """Several ranks in each namespace: they reach each other by its loopback interface, others by its one link."""
+
+    def __init__(self, machines: int, ranks_each: int, delay_ms: float = 0.0) -> None:
+        super().__init__(machines, delay_ms)
+        self.size, self._ranks_each = machines * ranks_each, ranks_each
+
+    def enter(self, rank: int) -> list[str]:
+        return super().enter(rank // self._ranks_each)
+
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        return super().environment(rank, port) | {"DGCOPT_NODE": str(rank // self._ranks_each)}
 
 
 def bits_per_second(rate: str) -> float:

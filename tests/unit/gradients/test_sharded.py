@@ -79,7 +79,7 @@ def test_fsdp1_is_refused_with_the_lines_that_migrate(use_orig_params: bool, way
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", [fsdp2, on_a_mesh], ids=["fully_shard", "replicated on a mesh"])
 def test_tensors_on_a_mesh_are_refused_but_by_the_wrapper_over_torch(make: Callable[[], nn.Module], way: str) -> None:
-    needs = "only DistributedOptimizer and averaging" if way == "ddp_hook" else "over torch.distributed"
+    needs = "over torch.distributed" if way in ("DistributedOptimizer", "averaging") else "only DistributedOptimizer"
     with pytest.raises(dgcopt.ConfigError, match=rf"parameter '.*' is a DTensor.*{needs}"):
         WAYS[way](make(), simulated_world(2)[0])
 

@@ -132,7 +132,7 @@ def test_shards_are_followed_to_memory_that_torch_has_replaced(when: str, monkey
 class Told:
     """Rank 0 of four over torch, to whom all ranks have told their meshes."""
 
-    wire, is_part, rank, size = "torch", False, 0, 4
+    wire, is_part, joins_replicas, rank, size = "torch", False, False, 0, 4
 
     def __init__(self, shards: list[tuple[int, int]]) -> None:
         self.shards = shards

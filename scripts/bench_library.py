@@ -240,7 +240,8 @@ def cpu_milliseconds(task: str, compressor: str, warmups: int = 4, steps: int = 
         before = optimizers[0].compressor.seconds
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             if step == warmups:  # go to where every warm-up is over
-                synchronised(optimizer).engine.step = 10**6
+                engine = synchronised(optimizer).engine
+                engine.restore({**engine.state(), "step": 10**6})
                 for state in optimizer.state.values():
                     if "step" in state:
                         state["step"].fill_(10**6)

@@ -457,7 +457,8 @@ class Comm(ABC):
         me = self._rank_in(collective.group)
         others = [r for r in self._ranks[collective.group] if r != me]
         words = collective.describe()
-        waiting = self._waiting(words)
+        # ranks of a replica have other numbers than the ranks of this comm, which can ask only each other
+        waiting = None if collective.group == "replica" else self._waiting(words)
         here = [rank for rank in others if waiting is not None and waiting.get(rank) == words]
         missing = [rank for rank in others if rank not in here]
         if waiting is None:

@@ -159,7 +159,9 @@ def _relation(actor: Actor, before: Any, after: Any) -> str:
     weights, inner, ours = places
     if actor.averages and ours in ("before", "either"):
         return "after the local step" if state[0] == actor.stepped else f"torn: {places}"
-    if weights == "before" and inner in ("before", "either") and ours in ("after", "either"):
+    # an update is made by the optimizer before it is sent, and so its state is ahead of the weights
+    ahead = "after" if not actor.averages and actor.optimizer.compressor.sends == "update" else "before"
+    if weights == "before" and inner in (ahead, "either") and ours in ("after", "either"):
         with contextlib.suppress(dgcopt.DGCError):
             actor.step(WARM)  # which has only the optimizer's own step left to do
         if actor.state() == after:

@@ -216,14 +216,15 @@ def _keeps(name: str, before: list[dict[str, Memory]], after: list[dict[str, Mem
     Momentum becomes gradient in later steps, m + m^2 + ... = m / (1 - m) times.
     """
 
-    def kept(memory: Memory) -> Tensor:
-        weights = {kind: M / (1 - M) if kind == "momentum" else 1.0 for kind in memory}
-        return sum((weights[kind] * tensor.double() for kind, tensor in memory.items()), torch.zeros(()))
-
-    return all(
-        torch.allclose(kept(here[name]), kept(there[name]), rtol=1e-5, atol=1e-6)
-        for here, there in zip(before, after, strict=True)
-    )
+    for here, there in zip(before, after, strict=True):
+        apart, rounding = torch.zeros(()), torch.zeros(())
+        for kind, old in here[name].items():
+            weight, new = M / (1 - M) if kind == "momentum" else 1.0, there[name][kind].double()
+            apart = apart + weight * (new - old.double())
+            rounding = rounding + weight * max(1e-5, torch.finfo(old.dtype).eps) * old.double().abs()
+        if (apart.abs() > rounding + 1e-6).any():
+            return False
+    return True
 
 
 def calls_of(actors: list[Actor], step: int) -> list[tuple[Actor, Callable[[], None]]]:

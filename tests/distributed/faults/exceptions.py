@@ -17,6 +17,7 @@ from typing import Any
 from library import SETTINGS
 
 import dgcopt
+from dgcopt.gradients.optimizer import synchronised
 from faults.actors import SUBJECTS, TRIES, Absorbed, Actor, calls_of, one_step, subject_name
 from faults.rules import Seen
 from faults.tracing import Lines, raises
@@ -140,7 +141,16 @@ def _step_struck(actors: list[Actor], step: int, seen: Seen, again: bool = False
                     gone.add(actor.comm.rank)
                     if not again:
                         actor.comm.close()
+                        _end_of_moved_on(actor)
                     break
+
+
+def _end_of_moved_on(actor: Actor) -> None:
+    """End a step that another rank's call has moved on, as only simulated ranks do to each other."""
+    part = None if actor.averages else synchronised(actor.optimizer)
+    if part is not None and part.engine is not None and part.engine.in_flight and part.engine.pending:
+        with contextlib.suppress(dgcopt.DGCError):
+            actor.optimizer.synchronize()
 
 
 def _relation(actor: Actor, before: Any, after: Any) -> str:

@@ -101,6 +101,8 @@ class Agent:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         host, port = plan.endpoint
+        # the store looks up the name of each process that connects, and keeps all others waiting until it is answered
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         try:
             self._store = dist.TCPStore(host, port, is_master=plan.hosts, timeout=PATIENCE, wait_for_workers=False)
         except RuntimeError as error:

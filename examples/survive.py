@@ -30,7 +30,7 @@ state = dgcopt.survive.State(model=model, optimizer=optimizer, scheduler=schedul
 state.sync()
 
 name = os.environ.get("DGCOPT_MEMBER", "the only rank")
-print(f"{name} begins at step {state.step}", flush=True)
+print(f"{name} begins at step {state.step}\n", end="", flush=True)  # in one piece, as ranks share the terminal
 while state.step < args.steps or (args.kill_at is not None and state.together < 5):
     if state.step == args.kill_at and name == "0.1.0":
         os.kill(os.getpid(), signal.SIGKILL)

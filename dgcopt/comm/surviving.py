@@ -234,6 +234,8 @@ class SurvivingComm(GlooComm):
         self._handed = -1
         self._is_asked = False  # set on rank 0 if a process asks to join
         self._live = threading.Lock()
+        self._for_groups: TCPKeyValueStore | None = None
+        self._for_watching: TCPKeyValueStore | None = None
         self._connected: int | None = None  # the epoch whose connections are open
         if not drive(has_begun(), store):
             self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
@@ -287,10 +289,11 @@ class SurvivingComm(GlooComm):
 
         def build() -> None:
             try:
-                store = TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
+                store, self._for_groups = self._for_groups or self._connection(), None
                 for channel, members in channels.items():
                     built[channel] = self._group(store, f"{epoch.number}/{prefix}{channel}", members)
-            except RuntimeError as error:
+                self._for_groups = store  # unless it waits in vain: then the next groups need another one
+            except Exception as error:  # raised below, in the thread that waits
                 failures.append(error)
 
         thread = threading.Thread(target=build, name="dgcopt builds groups", daemon=True)
@@ -310,6 +313,14 @@ class SurvivingComm(GlooComm):
             raise CommError(f"a rank has left epoch {epoch.number} while its groups were built")
         return built
 
+    def _connection(self) -> TCPKeyValueStore:
+        """Return a further connection to the store, for a thread: torch keeps other threads from one that waits.
+
+        Each is kept for later epochs, since torch's store looks up the name of whoever connects, and serves nobody
+        meanwhile: seconds if no name server answers.
+        """
+        return TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
+
     def _group(self, store: TCPKeyValueStore, name: str, members: list[str]) -> dist.ProcessGroupGloo:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
@@ -323,8 +334,7 @@ class SurvivingComm(GlooComm):
     def _watch(self, epoch: Epoch) -> None:
         """Shut this rank's connections down once another one has left the epoch; on rank 0, look for newcomers."""
         with contextlib.suppress(CommError):
-            # a connection of its own: torch keeps other threads from one that waits
-            store = TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
+            store = self._for_watching = self._for_watching or self._connection()
             while self._connected == epoch.number:
                 time.sleep(LOOK)
                 self._is_asked = self.rank == 0 and self.give is not None and store.get(next_ask(epoch)) is not None

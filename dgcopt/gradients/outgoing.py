@@ -98,10 +98,10 @@ class OutgoingBuckets:
 
     def arrived(self, param: Tensor, is_last: bool) -> GradientBucket | None:
         """Note a gradient, complete if `is_last`; return its bucket once it is to be filled, and may leave early."""
-        found = self.layout.place.get(param)
-        if found is None:
+        try:
+            bucket, place = self.layout.place[param]  # no call, as there is one for each gradient
+        except KeyError:
             return None
-        bucket, place = found
         bucket.release(place)
         if self.outdated or self.stale or not self.participation.here:
             return None

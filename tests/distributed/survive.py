@@ -69,7 +69,7 @@ class Scenario:
     deadline: float = 20.0
     min_ranks: int = 1
     pause: float = 0.01
-    limit: float = 60.0
+    limit: float = 120.0
 
 
 def every(size: int, places: list[str]) -> list[Kill]:
@@ -215,6 +215,7 @@ def run(name: str, scenario: Scenario) -> dict[str, Any]:
     """Start the ranks of a scenario, testify to their ends and start them anew, as an agent does."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["survive", "torch._dynamo"])  # the latter is what an optimizer imports
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # as the agent does
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="dgcopt-survive-") as text:
         folder = Path(text)

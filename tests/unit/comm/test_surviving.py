@@ -68,7 +68,7 @@ def test_an_epoch_that_ends_while_its_groups_are_built(end: str, monkeypatch: py
     """It does not begin: if another rank has left, whose thread may go on to build; or at once if one has died."""
     monkeypatch.setattr("dgcopt.comm.surviving.TCPKeyValueStore", lambda *_: None)
     comm: Any = object.__new__(SurvivingComm)
-    comm._store, comm.deadline, comm._connected = Store(), 60.0, 3
+    comm._store, comm.deadline, comm._connected, comm._for_groups = Store(), 60.0, 3, None
     waits = threading.Event()
 
     def group(*_: Any) -> str:

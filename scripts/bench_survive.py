@@ -104,6 +104,16 @@ def living(folder: Path) -> list[int]:
     return [int(name) for name, lines in told(folder).items() if lines and _runs(int(name))]
 
 
+def kill_one(rng: random.Random, folder: Path) -> bool:
+    """Kill any rank; return False if there is none, or it has ended meanwhile."""
+    pids = living(folder)
+    with suppress(ProcessLookupError):
+        if pids:
+            os.kill(rng.choice(pids), signal.SIGKILL)
+            return True
+    return False
+
+
 def _runs(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -203,9 +213,8 @@ def goodput(arguments: argparse.Namespace, kind: str, every: float, save_every: 
         window[0] = time.time()
         due = window[0] + rng.uniform(0.5, 1.5) * every if every else float("inf")
         while time.time() < window[0] + arguments.seconds:
-            if time.time() > due and (pids := living(folder)):
+            if time.time() > due and kill_one(rng, folder):
                 kills += 1
-                os.kill(rng.choice(pids), signal.SIGKILL)
                 due += rng.uniform(0.5, 1.5) * every
             time.sleep(0.05)
         window[1] = time.time()
@@ -263,19 +272,20 @@ def count(arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory(prefix="dgcopt-bench-") as name:
         folder = Path(name)
-        hangs, pauses = 0, []
+        hangs = killed = 0
 
         def kill() -> None:
-            nonlocal hangs
+            nonlocal hangs, killed
             begin = time.monotonic()
             try:
-                for number in range(arguments.kills):
+                while killed < arguments.kills:
                     wait_for(folder, arguments.at_least, 120)
                     time.sleep(rng.uniform(0.0, arguments.pause))
-                    pids = living(folder)
-                    os.kill(rng.choice(pids), signal.SIGKILL)
-                    if (number + 1) % 50 == 0:
-                        print(f"{number + 1} kills in {time.monotonic() - begin:.0f} s", flush=True)
+                    while not kill_one(rng, folder):
+                        time.sleep(0.01)
+                    killed += 1
+                    if killed % 50 == 0:
+                        print(f"{killed} kills in {time.monotonic() - begin:.0f} s", flush=True)
                 wait_for(folder, RANKS, 120)
             except TimeoutError as error:
                 hangs += 1
@@ -295,11 +305,11 @@ def count(arguments: argparse.Namespace) -> None:
             by_step.setdefault(line["step"], []).append(line)
     diverged = sum(len({line["weights"] for line in some}) > 1 for some in by_step.values())
     times = sorted(min(line["time"] for line in some) for some in by_step.values())
-    pauses = sorted(later - sooner for sooner, later in pairwise(times))[-arguments.kills :]
+    pauses = sorted(later - sooner for sooner, later in pairwise(times))[-killed or None :]
     told_ = f"{pauses[len(pauses) // 2]:.2f} s, longest {pauses[-1]:.2f} s" if pauses else "-"
     missing = max(by_step) + 1 - len(by_step)
     print(
-        f"{arguments.kills} kills: {hangs} hangs, {diverged} divergences in {len(by_step)} steps, {missing} steps that "
+        f"{killed} kills: {hangs} hangs, {diverged} divergences in {len(by_step)} steps, {missing} steps that "
         f"no rank has told; the {len(pauses)} longest pauses between steps: median {told_}"
     )
 

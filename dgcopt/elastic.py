@@ -96,8 +96,9 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
     With averaging, training continues from the mean of all ranks' weights at the commit, those of lost ranks too; it is
     taken right before the first step. `AsyncAverage` cannot be used under Horovod Elastic.
 
-    Raises ConfigError for an optimizer that is not distributed, or only over some ranks, and for values named like a
-    method; CheckpointError, at `sync`, for commits of other values.
+    Raises ConfigError for an optimizer that is not distributed, or only over some ranks, where ranks survive the loss
+    of others (`dgcopt.survive`), and for values named like a method; CheckpointError, at `sync`, for commits of other
+    values.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"dgcopt.elastic.State needs the model, not {model!r:.200}")
@@ -106,6 +107,11 @@ def State(directory: str | Path, *, model: nn.Module, optimizer: Optimizer, **va
         raise ConfigError(
             "dgcopt.elastic.State needs the optimizer that DistributedOptimizer, or an algorithm of "
             "dgcopt.averaging, returned"
+        )
+    if member.comm.survives:
+        raise ConfigError(
+            "dgcopt.elastic.State loads a commit on all ranks, and dgcopt.init(survive=True) leaves those that live as "
+            "they are: use dgcopt.survive.State, and dgcopt.checkpoint.save within dgcopt.survive.complete"
         )
     kind: type[_State] = _over_horovod() if member.comm.wire == "horovod" else _Fixed
     return kind(directory, model, optimizer, values)

@@ -199,6 +199,9 @@ def test_what_cannot_be_a_state(tmp_path: Path, joined) -> None:
     synchronised(optimizer).comm = subset
     with pytest.raises(ConfigError, match="without process_set"):
         elastic.State(tmp_path, model=model, optimizer=optimizer)
+    synchronised(optimizer).comm = type("Survivor", (LocalComm,), {"survives": True})()
+    with pytest.raises(ConfigError, match=r"use dgcopt\.survive\.State"):
+        elastic.State(tmp_path, model=model, optimizer=optimizer)
 
 
 def test_without_horovod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,5 +43,5 @@ while state.step < args.steps or (args.kill_at is not None and state.together < 
     state.together += args.kill_at is not None and state.step > args.kill_at + 1 and comm.size == 2
 
 mean = dgcopt.survive.complete(lambda: comm.run(AllReduce(loss.detach().reshape(1), op="average")))
-weights = sum(float(param.double().sum()) for param in model.parameters())
-print(f"{name} ends with the mean loss {float(mean):.4f} and weights of sum {weights!r}", flush=True)
+weights = sum(float(param.detach().double().sum()) for param in model.parameters())
+print(f"{name} ends with the mean loss {float(mean):.4f} and weights of sum {weights!r}\n", end="", flush=True)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dgcopt import Comm
-from dgcopt.collectives import AllGather, AllReduce, AllToAll, Collective, Link, ReduceScatter
+from dgcopt.collectives import Collective, Link
 from dgcopt.comm import Handle
+from dgcopt.tuning.costs import echo
 
 __all__ = ["Echo"]
 
@@ -49,28 +50,14 @@ class Echo(Comm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         if not collective.tensor.is_cuda:
-            return _Copied(collective, _carried(collective, len(ranks)), None)
+            return _Copied(collective, echo(collective, len(ranks)), None)
         if self.stream is None:
             self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            output = _carried(collective, len(ranks))
+            output = echo(collective, len(ranks))
             collective.tensor.record_stream(self.stream)
             return _Copied(collective, output, self.stream.record_event())
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | Any) -> Comm:
         return Echo(len(members))
-
-
-def _carried(collective: Collective, size: int) -> Tensor:
-    """What comes of a collective among ranks that all bring the same."""
-    tensor = collective.tensor
-    if isinstance(collective, AllGather):
-        return tensor.expand(size, *tensor.shape).clone()
-    if isinstance(collective, AllToAll):
-        return tensor[:1].expand(tensor.shape).clone()
-    if isinstance(collective, ReduceScatter):
-        tensor = tensor[: len(tensor) // size]
-    if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "sum":
-        return tensor * size
-    return tensor.clone()

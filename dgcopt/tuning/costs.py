@@ -28,7 +28,7 @@ from ..gradients.settings import Settings
 from .timeline import Method, Round
 from .wire import HALF
 
-__all__ = ["Recipe", "Recording", "ddp_recipes", "load_recipes", "record", "record_recipe", "save_recipes"]
+__all__ = ["Recipe", "Recording", "ddp_recipes", "echo", "load_recipes", "record", "record_recipe", "save_recipes"]
 
 STEPS = 3
 """Recorded steps by default, after one that lays out buckets and one that allocates memory."""
@@ -138,7 +138,7 @@ class Recorder(Comm):
             place = self._sent[buckets[0]]
             self._sent.update(buckets)
             self.recording.add(place, collective)
-        handle = _Echoed(collective, _echo(collective, len(ranks)), place)
+        handle = _Echoed(collective, echo(collective, len(ranks)), place)
         self._since = self.now()
         return handle
 
@@ -161,7 +161,7 @@ class Recorder(Comm):
         return self._clock()
 
 
-def _echo(collective: Collective, size: int) -> Tensor:
+def echo(collective: Collective, size: int) -> Tensor:
     """Return the result of a collective among ranks that all bring the same."""
     tensor = collective.tensor
     if isinstance(collective, AllGather):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import sqlite3
 import threading
 import time
@@ -173,7 +174,7 @@ class DiskStore(Store):
         try:
             connection.execute(f"PRAGMA page_size = {PAGE}")
             # readers do not wait for a writer, and only the last write can be lost
-            connection.execute("PRAGMA journal_mode = WAL")
+            _switch_to_wal(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(f"PRAGMA max_page_count = {self.capacity // PAGE}")
             # mapped into memory, a file that another program cuts short would end the process (SIGBUS)
@@ -187,6 +188,22 @@ class DiskStore(Store):
         return ConfigError(
             f"the cache {self.file} failed: it is damaged, or no store ({error}). Delete it, or choose another path"
         )
+
+
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    """Set the journal mode of a file that other processes may open at the same moment.
+
+    SQLite does not wait for them here: two that read and both want to write would wait for each other for ever.
+    """
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > end:
+                raise
+        time.sleep(random.uniform(0.001, 0.01))
 
 
 PAGE = 16384

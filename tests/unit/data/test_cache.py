@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,18 @@ def test_killed_while_they_write(tmp_path: Path) -> None:
             assert found >= 6
             store.put(b"after", encode(attempt))
         assert decode(survivor.get(b"after") or b"") == attempt
+
+
+def test_opening_waits_for_a_process_that_opens_the_file_too(tmp_path: Path) -> None:
+    """SQLite itself does not wait where the journal mode is set."""
+    with closing(sqlite3.connect(tmp_path / "samples.sqlite", isolation_level=None)) as other:
+        other.execute("CREATE TABLE samples (key BLOB PRIMARY KEY, value BLOB)")
+        other.execute("BEGIN IMMEDIATE")
+        with ThreadPoolExecutor(1) as pool:
+            opened = pool.submit(DiskStore, tmp_path)
+            time.sleep(0.2)
+            other.execute("COMMIT")
+            assert len(opened.result()) == 0
 
 
 def puts_many(store: DiskStore | Path, start: int, barrier: Any) -> None:

@@ -29,9 +29,10 @@ PAGES = [
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
 ALL_RUN = {
-    f"docs/{name}.md" for name in ("averaging", "compressors", "data", "design", "fuse", "loops", "migration")
+    f"docs/{name}.md"
+    for name in ("averaging", "compressors", "data", "design", "fuse", "loops", "migration", "wire-format")
 } | {"README.md"}
-"""Pages of which a test here, or tests/distributed/test_examples.py, runs all blocks."""
+"""Pages of which a test here, in tests/distributed/test_examples.py or in tests/conformance runs all blocks."""
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ALL_RUN])

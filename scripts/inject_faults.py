@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "distributed"), str(ROOT / "tests" / "unit")]
+sys.path.insert(0, str(ROOT))
 
-from faults import broadcasts, disks, elastic, exceptions, launches, messages, networks, processes  # noqa: E402
-from faults.rules import Outcome, Seen, classify  # noqa: E402
-from faults.training import RECIPES  # noqa: E402
-from launching import WIRES  # noqa: E402
+from tests.distributed.faults import broadcasts, disks, elastic, exceptions, launches, messages, networks, processes  # noqa: E402
+from tests.distributed.faults.rules import Outcome, Seen, classify  # noqa: E402
+from tests.distributed.faults.training import RECIPES  # noqa: E402
+from tests.support.launching import WIRES  # noqa: E402
 
 SINGLE: dict[str, Any] = {
     module.__name__.rpartition(".")[2]: module

@@ -14,7 +14,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every process would compile a
 
 import pytest
 import torch
-from launching import SESSION, launch_of
+
+from tests.support.launching import SESSION, launch_of
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when Triton is imported, which torch does when it likes

@@ -72,7 +72,7 @@ def launch(workers: int, launcher: str = "torchrun") -> list[str]:
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY / "tests" / "lean"),
+    "PYTHONPATH": str(REPOSITORY / "tests" / "support" / "startup"),
     "CUDA_VISIBLE_DEVICES": "",
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }
@@ -80,12 +80,16 @@ ENVIRONMENT = {
 
 
 class Standing:
-    """Workers that run ``train.py`` once after another, as tests/training.py says."""
+    """Workers that run ``train.py`` once after another, as tests/support/training.py says."""
 
     def __init__(self, workers: int) -> None:
         self.workers, self.orders = workers, 0
         self.folder = tempfile.TemporaryDirectory(prefix="dgcopt-training-")
-        command = [*launch(workers, "python" if workers == 1 else "torchrun"), "tests/training.py", self.folder.name]
+        command = [
+            *launch(workers, "python" if workers == 1 else "torchrun"),
+            "tests/support/training.py",
+            self.folder.name,
+        ]
         environment = {**ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{ENVIRONMENT['PYTHONPATH']}"}
         self.output = open(Path(self.folder.name) / "output", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(

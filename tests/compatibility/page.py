@@ -10,11 +10,10 @@ import json
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "distributed")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import trials  # noqa: E402, F401
-from table import GROUPS, TRIALS, Trial  # noqa: E402
+from tests.compatibility import trials  # noqa: F401
+from tests.compatibility.table import GROUPS, TRIALS, Trial
 
 HEAD = """# What dgcopt goes with
 

@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import trials  # noqa: F401
-from table import TRIALS, verdict
-from worker import run
 
 import dgcopt
+from tests.compatibility import trials  # noqa: F401
+from tests.compatibility.table import TRIALS, verdict
+from tests.distributed.worker import run
 
 
 class FailedAlone(Exception):

@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
-import trials  # noqa: F401
-from launching import Outcome, launch, missing
-from table import TRIALS, verdict, version
+
+from tests.compatibility import trials  # noqa: F401
+from tests.compatibility.table import TRIALS, verdict, version
+from tests.support.launching import Outcome, launch, missing
 
 HERE = Path(__file__).resolve().parent
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from naive_gossip import Replicas
 from torch import Tensor
 from torch.optim import SGD, Adam
 
 import dgcopt
 from dgcopt.averaging.base import Averaging
+from tests.conformance.naive_gossip import Replicas
 
 SIZES = (1, 2, 3, 4, 5, 8)
 STEPS = 5

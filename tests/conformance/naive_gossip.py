@@ -7,8 +7,9 @@
 import functools
 
 import torch
-from naive_quantizers import minmax_codes
 from torch import nn
+
+from tests.conformance.naive_quantizers import minmax_codes
 
 SHAPES = ((5, 13), (3,), (70,))
 

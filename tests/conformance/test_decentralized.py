@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import naive_gossip as naive
 import pytest
 import torch
-from gossip import (
+from torch import Tensor
+
+from dgcopt.averaging.decentralized import Decentralized, LowPrecisionDecentralized
+from dgcopt.checkpoint import reshare
+from dgcopt.errors import ConfigError
+from tests.conformance import naive_gossip as naive
+from tests.conformance.gossip import (
     ADAM,
     MOMENTUM,
     PLAIN,
@@ -25,12 +30,7 @@ from gossip import (
     sent_in_step,
     two_buckets,
 )
-from naive_gossip import Replicas
-from torch import Tensor
-
-from dgcopt.averaging.decentralized import Decentralized, LowPrecisionDecentralized
-from dgcopt.checkpoint import reshare
-from dgcopt.errors import ConfigError
+from tests.conformance.naive_gossip import Replicas
 
 MIX = {"all": naive.mean, "shift_one": naive.graph(naive.even(naive.shift_one))}
 NUMEL = 5 * 13 + 3 + 70

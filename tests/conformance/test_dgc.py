@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from naive_dgc import naive_dgc
 from torch import nn
 
 import dgcopt
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.testing import check_compressor
+from tests.conformance.naive_dgc import naive_dgc
 
 SHAPES = [(7, 11), (7,), (4, 3, 5), (4,), (90, 3)]
 STEPS = 7

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from naive_diloco import Nesterov, diloco
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
-from worlds import single, small_batch, small_model
 
 import dgcopt
 from dgcopt import DGC, ConfigError, DiLoCo, PowerSGD, SparseLoCo, TopK, checkpoint
 from dgcopt.tasks.stdlib_gpt import CharGPT
+from tests.conformance.naive_diloco import Nesterov, diloco
+from tests.support.worlds import single, small_batch, small_model
 
 Make = Callable[..., Optimizer]
 PLAIN: Make = partial(SGD, lr=0.1)

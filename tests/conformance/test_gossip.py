@@ -6,10 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import naive_gossip as naive
 import pytest
 import torch
-from gossip import (
+from torch import Tensor
+
+import dgcopt
+from dgcopt.averaging.gossip import SGP
+from dgcopt.averaging.graphs import BipartiteExponential, Exponential, Graph, Ring, ShiftOne, edges_of, is_balanced, mix
+from dgcopt.checkpoint import reshare
+from dgcopt.errors import ConfigError
+from tests.conformance import naive_gossip as naive
+from tests.conformance.gossip import (
     ADAM,
     MOMENTUM,
     PLAIN,
@@ -26,14 +33,7 @@ from gossip import (
     sent_in_step,
     two_buckets,
 )
-from naive_gossip import Replicas
-from torch import Tensor
-
-import dgcopt
-from dgcopt.averaging.gossip import SGP
-from dgcopt.averaging.graphs import BipartiteExponential, Exponential, Graph, Ring, ShiftOne, edges_of, is_balanced, mix
-from dgcopt.checkpoint import reshare
-from dgcopt.errors import ConfigError
+from tests.conformance.naive_gossip import Replicas
 
 GRAPHS: list[tuple[Graph, Callable]] = [
     (Exponential(), naive.exponential(1)),

@@ -7,7 +7,6 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable
 
-import naive_local_sgd as naive
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import dgcopt
 from dgcopt import LocalSGD
+from tests.conformance import naive_local_sgd as naive
 
 STEPS = 10
 LRS = [0.1 * 0.8**step for step in range(STEPS)]

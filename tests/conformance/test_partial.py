@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import naive_partial as naive
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from dgcopt.checkpoint import reshare
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
+from tests.conformance import naive_partial as naive
 
 CHOICES = ("random", "strided", "drift")
 STEPS = 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import naive_quantizers as naive
 import numpy as np
 import pytest
 import torch
@@ -19,6 +18,7 @@ from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.kernels import BLOCK, draws
 from dgcopt.kernels.torch import pack_trits
+from tests.conformance import naive_quantizers as naive
 
 SIZES = (1, 7, 64, 65, 1000)
 RANKS = (1, 2, 3, 5)

@@ -8,10 +8,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import naive_slowmo as naive
 import pytest
 import torch
-from naive_slowmo import Groups
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -26,6 +24,8 @@ from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.errors import CommError, ConfigError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
+from tests.conformance import naive_slowmo as naive
+from tests.conformance.naive_slowmo import Groups
 
 SHAPES = (((5, 7), (67,)), ((125,),))  # of parameters, by group; each of 3 ranks has a part of both
 STEPS = 9

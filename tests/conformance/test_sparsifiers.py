@@ -4,7 +4,6 @@ import copy
 import math
 from fractions import Fraction
 
-import naive_sparsifiers as naive
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from dgcopt.coding import encode_rice, one_row, rice_bytes
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket, SparseSum
+from tests.conformance import naive_sparsifiers as naive
 
 SHAPES = [(1,), (7,), (64,), (70, 67), (65,), (4, 3, 2, 2), (4099,)]
 STEPS = 4

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import Ranks, bucket_of, context_of, raw, together
 
 import dgcopt
 from dgcopt import checkpoint
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Collective, watched
 from dgcopt.compressors import Compressor
 from dgcopt.exchange.vote import Ballot, Touch, checksum, fingerprint, vote
+from tests.support.worlds import Ranks, bucket_of, context_of, raw, together
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire-format.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable
 
 import torch
-from scenarios import asynchronous
-from scenarios.training import TINY, Recipe, Replica, train
 from torch import Tensor, nn
 
 import dgcopt
 from dgcopt import DGC, Comm
 from dgcopt.tuning.probe import probe
+from tests.distributed.scenarios import asynchronous
+from tests.distributed.scenarios.training import TINY, Recipe, Replica, train
 
 FROZEN = {"torch": 15}
 """Seconds after which a frozen rank is ended: torchrun waits for it, the other launchers do not."""

@@ -3,11 +3,12 @@
 import re
 
 import pytest
-from launching import HERE, WIRES, launch, missing
+
+from tests.support.launching import PROGRAMS, WIRES, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
-WORKER = str(HERE / "worker.py")
+WORKER = str(PROGRAMS / "worker.py")
 
 
 @pytest.mark.parametrize("wire", WIRES)

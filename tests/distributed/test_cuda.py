@@ -5,9 +5,10 @@ import os
 
 import pytest
 import torch
-from launching import HERE, Outcome, assert_ended, assert_passed, launch
-from scenarios import ON_CUDA
-from scenarios.cuda import DEVICE
+
+from tests.distributed.scenarios import ON_CUDA
+from tests.distributed.scenarios.cuda import DEVICE
+from tests.support.launching import PROGRAMS, Outcome, assert_ended, assert_passed, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ pytestmark = [
 @functools.cache
 def outcome() -> Outcome:
     env = {"DGCOPT_TEST_JOIN_FIRST": "torch", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
-    return launch("torch", 2, [str(HERE / "worker.py"), *ON_CUDA], limit=300, env=env)
+    return launch("torch", 2, [str(PROGRAMS / "worker.py"), *ON_CUDA], limit=300, env=env)
 
 
 @pytest.mark.parametrize("name", ON_CUDA)

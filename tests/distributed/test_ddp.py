@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import HERE, ROOT, Outcome, assert_ended, assert_passed, launch, missing
-from scenarios import IN_DDP
+
+from tests.distributed.scenarios import IN_DDP
+from tests.support.launching import PROGRAMS, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -17,7 +18,7 @@ def outcome() -> Outcome:
     if missing("torch"):
         pytest.skip(missing("torch"))
     env = {"DGCOPT_TEST_JOIN_FIRST": "torch"}
-    return launch("torch", 2, [str(HERE / "worker.py"), *IN_DDP], limit=300, env=env, compiler=True)
+    return launch("torch", 2, [str(PROGRAMS / "worker.py"), *IN_DDP], limit=300, env=env, compiler=True)
 
 
 @pytest.mark.parametrize("name", IN_DDP)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import HERE, ROOT, Outcome, free_port, launch, missing
+
+from tests.support.launching import PROGRAMS, ROOT, Outcome, free_port, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
@@ -108,7 +109,7 @@ def test_torchrun_takes_in_agents_and_goes_on_without(tmp_path: Path) -> None:
         assert code.count(old) == 1
         code = code.replace(old, new)
     (tmp_path / "train.py").write_text(code)
-    program = [str(HERE / "resize_torchrun.py"), str(tmp_path / "train.py"), str(tmp_path), str(free_port())]
+    program = [str(PROGRAMS / "resize_torchrun.py"), str(tmp_path / "train.py"), str(tmp_path), str(free_port())]
     outcome = done(launch("torch", 1, program, limit=LIMIT, bare=True))
     first = outcome.output.partition("== second")[0]
     sizes = [int(size) for size in re.findall(r"rank \d of (\d) goes on from step", first)]

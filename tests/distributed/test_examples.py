@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import HERE, ROOT, WIRES, Outcome, launch, missing
+
+from tests.support.launching import PROGRAMS, ROOT, WIRES, Outcome, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
-RUN = str(HERE / "run_examples.py")
+RUN = str(PROGRAMS / "run_examples.py")
 EXAMPLES = ("mnist_style", "gradient_clipping", "accumulation", "gan", "adasum", "mixed_precision")
 STOCK: dict[str, tuple[str, ...]] = {
     # Adasum needs Horovod's MPI controller; Horovod's optimizer refuses the loops of `gan` and `mixed_precision`

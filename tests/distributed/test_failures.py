@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from launching import HERE, WIRES, Outcome, launch, missing
+
+from tests.support.launching import PROGRAMS, WIRES, Outcome, launch, missing
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +22,7 @@ LOST = rf"(CommError|TimeoutExceeded): rank 0.* of optimizer 0 ({BUCKET}|vote.*{
 def fail(wire: str, what: str, limit: float, size: int = SIZE, deadline: int = DEADLINE) -> Outcome:
     if missing(wire):
         pytest.skip(missing(wire))
-    program = [str(HERE / "worker.py"), "--bare", what]
+    program = [str(PROGRAMS / "worker.py"), "--bare", what]
     env = {"DGCOPT_TEST_DEADLINE": str(deadline)}
     outcome = launch(wire, size, program, limit=limit + START, env=env)
     assert outcome.code is not None, f"did not end within {limit + START:g} s:\n{outcome.tail}"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import inject_faults
 import pytest
-from faults import launches, networks
-from launching import WIRES, missing
+
+from tests.distributed.faults import launches, networks
+from tests.support.launching import WIRES, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
 

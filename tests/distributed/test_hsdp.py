@@ -3,8 +3,9 @@
 import functools
 
 import pytest
-from launching import HERE, ROOT, Outcome, assert_ended, assert_passed, launch, missing
-from scenarios import IN_SHARDS, IN_SHARDS_OF_SIX
+
+from tests.distributed.scenarios import IN_SHARDS, IN_SHARDS_OF_SIX
+from tests.support.launching import PROGRAMS, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
@@ -16,7 +17,7 @@ def outcome_of(size: int) -> Outcome:
     if missing("torch"):
         pytest.skip(missing("torch"))
     names = IN_SHARDS if size == 4 else IN_SHARDS_OF_SIX
-    return launch("torch", size, [str(HERE / "worker.py"), *names], limit=400, compiler=True)
+    return launch("torch", size, [str(PROGRAMS / "worker.py"), *names], limit=400, compiler=True)
 
 
 @pytest.mark.parametrize(("size", "name"), CASES)

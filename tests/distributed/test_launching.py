@@ -2,7 +2,7 @@
 
 import os
 
-from launching import python_path
+from tests.support.launching import python_path
 
 
 def test_ranks_find_the_modules_of_the_user_too():

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from launching import ROOT, free_port, launch, missing
+
+from tests.support.launching import ROOT, free_port, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from launching import HERE, launch, missing
-from survive import SCENARIOS
+
+from tests.distributed.survive import SCENARIOS
+from tests.support.launching import PROGRAMS, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -25,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if missing("torch"):
         pytest.skip(missing("torch"))
     path = tmp_path_factory.mktemp("survive") / "results.jsonl"
-    outcome = launch("torch", 1, [str(HERE / "survive.py"), str(path), *SCENARIOS], limit=LIMIT, bare=True)
+    outcome = launch("torch", 1, [str(PROGRAMS / "survive.py"), str(path), *SCENARIOS], limit=LIMIT, bare=True)
     assert outcome.code == 0, f"ended with {outcome.code} after {outcome.seconds:.0f} s:\n{outcome.tail}"
     assert not outcome.orphans, f"left {len(outcome.orphans)} process(es) behind:\n{outcome.tail}"
     assert "terminate called" not in outcome.output, outcome.tail

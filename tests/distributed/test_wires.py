@@ -3,9 +3,10 @@
 import functools
 
 import pytest
-from launching import HERE, WORLDS, Outcome, assert_ended, assert_passed, launch_world
-from scenarios import names_of
-from scenarios.algorithms import OPTIMIZERS, SPARSE, bits_of_simulated_ranks
+
+from tests.distributed.scenarios import names_of
+from tests.distributed.scenarios.algorithms import OPTIMIZERS, SPARSE, bits_of_simulated_ranks
+from tests.support.launching import PROGRAMS, WORLDS, Outcome, assert_ended, assert_passed, launch_world
 
 LIMIT = 380
 """Seconds for all scenarios of a wire: on 2 quiet cores they take a quarter of it."""
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(2 * LIMIT + 40)]
 
 @functools.cache
 def outcome_of(wire: str, size: int) -> Outcome:
-    return launch_world(wire, size, [str(HERE / "worker.py"), *names_of(wire, size)], limit=LIMIT)
+    return launch_world(wire, size, [str(PROGRAMS / "worker.py"), *names_of(wire, size)], limit=LIMIT)
 
 
 @pytest.mark.parametrize(

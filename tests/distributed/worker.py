@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meeting import together
 
 import dgcopt
 from dgcopt.collectives import AllGather
+from tests.support.meeting import together
 
 JOIN_FIRST = os.environ.get("DGCOPT_TEST_JOIN_FIRST", "")
 
@@ -32,14 +32,14 @@ def main() -> int:
     join(JOIN_FIRST)
     comm = dgcopt.init(deadline=float(os.environ.get("DGCOPT_TEST_DEADLINE", "30")))
     if bare:
-        import failures
+        from tests.distributed import failures
 
         if not failures.is_last(comm):  # launchers would often end them before they can say whom they have lost
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for name in names:
             getattr(failures, name)(comm)
         return 0
-    from scenarios import SCENARIOS, asynchronous
+    from tests.distributed.scenarios import SCENARIOS, asynchronous
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 

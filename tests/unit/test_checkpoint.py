@@ -21,12 +21,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from worlds import Ranks, same, together
 
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, checkpoint
 from dgcopt.checkpoint import STATE_KEY, reshare
 from dgcopt.comm import LocalComm
+from tests.support.worlds import Ranks, same, together
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
@@ -19,6 +18,7 @@ from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import STATE_KEY
 from dgcopt.comm import LocalComm, current_comm, launch
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 
 LR, MOMENTUM = 0.1, 0.9
 

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 import pytest
-from scenarios import SCENARIOS
+
+from tests.distributed.scenarios import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "feature-parity.md").read_text()

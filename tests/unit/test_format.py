@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import same, small_model
 
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, checkpoint
 from dgcopt.version import FORMAT
+from tests.support.worlds import same, small_model
 
 REFUSED = rf"this state has format {{}}; dgcopt {dgcopt.__version__} reads format {FORMAT}\. Load it with"
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from worlds import Ranks, same, single, small_batch
 
 import dgcopt
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks, same, single, small_batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{}, {"weight_decay": 0.1, "t0": 2}],

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from library import SETTINGS
 from torch import nn
 from torch.optim import SGD, Adam
-from worlds import Ranks, bucket_of, flat_gradient, small_model
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
@@ -25,6 +23,8 @@ from dgcopt.exchange import commit
 from dgcopt.gradients.tracker import GradientTracker
 from dgcopt.kernels.torch import block_maxima
 from dgcopt.testing import check_compressor
+from tests.support.library import SETTINGS
+from tests.support.worlds import Ranks, bucket_of, flat_gradient, small_model
 
 DEVICE = torch.device(os.environ.get("DGCOPT_TEST_DEVICE", "cuda"))
 ON_CUDA = DEVICE.type == "cuda"

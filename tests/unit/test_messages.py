@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import Ranks, small_model
 
 import dgcopt
 from dgcopt.compressors import HorovodCompression, accept
 from dgcopt.errors import ConfigError
 from dgcopt.exchange.step import Aborted
+from tests.support.worlds import Ranks, small_model
 
 
 def sgd(params: Any) -> torch.optim.SGD:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from worlds import Ranks
 
 import dgcopt
 from dgcopt.collectives import AllReduce
+from tests.support.worlds import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,13 +9,13 @@ import torch
 import yaml
 from torch import nn
 from torch.optim import SGD
-from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.__main__ import library
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError, MismatchError
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks, bucket_of, context_of, small_model
 
 
 @pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.5, math.nan, math.inf, "0.1", None, True])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from waits import Waits, as_on_cuda
-from worlds import Ranks, small_model
 
 import dgcopt
+from tests.support.waits import Waits, as_on_cuda
+from tests.support.worlds import Ranks, small_model
 
 SETTINGS = [
     dgcopt.NoCompression(),

@@ -9,13 +9,13 @@ import pickle
 from typing import Any
 
 import torch
-from replicas import ALONE, STEPS, Replicas, assert_close, batch, check, flat, perceptron, squared
-from table import trial
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 import dgcopt
 from dgcopt import Comm
+from tests.compatibility.replicas import ALONE, STEPS, Replicas, assert_close, batch, check, flat, perceptron, squared
+from tests.compatibility.table import trial
 
 AROUND = "Around an optimizer"
 

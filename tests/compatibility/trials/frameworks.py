@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from launching import ROOT, launch
-from table import Absent, trial, version
+from tests.compatibility.table import Absent, trial, version
+from tests.support.launching import ROOT, launch
 
 FRAMEWORKS = "Frameworks"
 

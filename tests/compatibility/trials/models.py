@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import torch
-from replicas import OUT, STEPS, WIDTH, Replicas, assert_close, check, perceptron
-from table import refusal, trial
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import dgcopt
+from tests.compatibility.replicas import OUT, STEPS, WIDTH, Replicas, assert_close, check, perceptron
+from tests.compatibility.table import refusal, trial
 
 MODELS = "Models"
 

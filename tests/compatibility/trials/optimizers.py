@@ -7,13 +7,13 @@ import inspect
 from typing import Any
 
 import torch
-from replicas import ALONE, STEPS, Replicas, assert_close, batch, check, perceptron
-from table import Absent, trial, version
 from torch import nn
 from torch.optim import Optimizer
 
 import dgcopt
 from dgcopt import Comm
+from tests.compatibility.replicas import ALONE, STEPS, Replicas, assert_close, batch, check, perceptron
+from tests.compatibility.table import Absent, trial, version
 
 TORCH, OTHERS = "Optimizers of torch", "Optimizers of other packages"
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replicas import ALONE, STEPS, Replicas, assert_close, batch, flat, perceptron, squared
-from table import Absent, refusal, trial
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 import dgcopt
 from dgcopt import Comm
+from tests.compatibility.replicas import ALONE, STEPS, Replicas, assert_close, batch, flat, perceptron, squared
+from tests.compatibility.table import Absent, refusal, trial
 
 PARALLEL = "Data-parallel and sharded"
 

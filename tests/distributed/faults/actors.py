@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from library import SETTINGS
 from torch import Tensor, nn
 
 import dgcopt
 from dgcopt import Comm
 from dgcopt.gradients.optimizer import synchronised
-from faults.training import digest
+from tests.distributed.faults.training import digest
+from tests.support.library import SETTINGS
 
 SIZES = (12, 30, 20, 5)
 BUCKETS = {"bucket_mb": 0.0016, "first_bucket_mb": 0.0008}

@@ -17,11 +17,11 @@ import torch
 
 import dgcopt
 from dgcopt import Comm
-from faults import forked
-from faults.actors import Actor, one_step
-from faults.messages import DAMAGES, Tap
-from faults.rules import Seen
-from faults.training import digest
+from tests.distributed.faults import forked
+from tests.distributed.faults.actors import Actor, one_step
+from tests.distributed.faults.messages import DAMAGES, Tap
+from tests.distributed.faults.rules import Seen
+from tests.distributed.faults.training import digest
 
 KIND = "damaged broadcast"
 COUNT, QUICK = 100, 4

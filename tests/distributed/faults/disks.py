@@ -23,8 +23,8 @@ import torch
 
 import dgcopt
 from dgcopt.comm import LocalComm
-from faults.rules import Seen
-from faults.training import digest
+from tests.distributed.faults.rules import Seen
+from tests.distributed.faults.training import digest
 
 KIND = "disk"
 COUNT, QUICK = 140, 24

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launching import ROOT, Outcome, launch, missing
-
-from faults.rules import Seen
+from tests.distributed.faults.rules import Seen
+from tests.support.launching import ROOT, Outcome, launch, missing
 
 KIND = "elastic"
 COUNT, QUICK = 16, 0
@@ -25,7 +24,7 @@ EXAMPLES = ROOT / "examples"
 STEPS, SIZE = 12, 3
 
 STRUCK = """
-from faults.tracing import Lines
+from tests.distributed.faults.tracing import Lines
 
 def struck(call, step, is_mine):
     if step == {step} - 1 and is_mine:
@@ -97,7 +96,7 @@ def inject(fault: dict[str, Any]) -> Seen:
 
 
 def _launch(wire: str, program: list[str], env: dict[str, str]) -> Outcome:
-    path = os.pathsep.join([str(ROOT), str(EXAMPLES), str(ROOT / "tests/distributed"), str(ROOT / "tests/unit")])
+    path = os.pathsep.join([str(ROOT), str(EXAMPLES)])
     return launch(wire, SIZE, program, limit=LIMIT, env={**env, "PYTHONPATH": path}, bare=True)
 
 

@@ -14,13 +14,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from library import SETTINGS
-
 import dgcopt
 from dgcopt.gradients.optimizer import synchronised
-from faults.actors import SUBJECTS, TRIES, Absorbed, Actor, calls_of, one_step, subject_name
-from faults.rules import Seen
-from faults.tracing import Lines, raises
+from tests.distributed.faults.actors import SUBJECTS, TRIES, Absorbed, Actor, calls_of, one_step, subject_name
+from tests.distributed.faults.rules import Seen
+from tests.distributed.faults.tracing import Lines, raises
+from tests.support.library import SETTINGS
 
 KIND = "exception at a line"
 COUNT, QUICK = 320, 24

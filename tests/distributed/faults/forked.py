@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launching import free_port
 
-from faults.rules import Raised
+from tests.distributed.faults.rules import Raised
+from tests.support.launching import free_port
 
 Tell = Callable[..., None]
 Body = Callable[[int, Tell], None]

@@ -20,13 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from meeting import together
 from torch import Tensor, nn
 
 import dgcopt
 from dgcopt import Comm, DGCError, MismatchError, PayloadError
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Collective
-from faults.training import BITS_ONLY, KEEPS_THE_GRADIENT, STEPS, Fault, Problems, Rank, Team, undisturbed
+from tests.distributed.faults.training import (
+    BITS_ONLY,
+    KEEPS_THE_GRADIENT,
+    STEPS,
+    Fault,
+    Problems,
+    Rank,
+    Team,
+    undisturbed,
+)
+from tests.support.meeting import together
 
 SAVE_EVERY, FROZEN = 2, 15
 

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launching import Outcome, launch, missing
-
-from faults.rules import Raised, Seen
-from faults.training import PARAMETERS, STEPS, Fault
+from tests.distributed.faults.rules import Raised, Seen
+from tests.distributed.faults.training import PARAMETERS, STEPS, Fault
+from tests.support.launching import Outcome, launch, missing
 
 PROGRAM = str(Path(__file__).with_name("launched.py"))
 START, DEADLINE, SLACK = 60, 5, 15

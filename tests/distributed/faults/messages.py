@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from library import SETTINGS
 from torch import Tensor
 
 import dgcopt
 from dgcopt import Comm
 from dgcopt.collectives import AllGather, AllToAll, Barrier, Broadcast, SendRecv
-from faults.actors import SUBJECTS, Actor, one_step, subject_name
-from faults.rules import Seen
+from tests.distributed.faults.actors import SUBJECTS, Actor, one_step, subject_name
+from tests.distributed.faults.rules import Seen
+from tests.support.library import SETTINGS
 
 KIND = "damaged message"
 COUNT, QUICK = 300, 24

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from library import SETTINGS
-
-from faults import forked
-from faults.actors import subject_name
-from faults.processes import judge, training
-from faults.rules import Seen
+from tests.distributed.faults import forked
+from tests.distributed.faults.actors import subject_name
+from tests.distributed.faults.processes import judge, training
+from tests.distributed.faults.rules import Seen
+from tests.support.library import SETTINGS
 
 KIND = "network"
 COUNT, QUICK = 60, 2

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from library import SETTINGS
-
 import dgcopt
-from faults import forked
-from faults.actors import Absorbed, Actor, one_step, subject_name
-from faults.rules import Seen
-from faults.tracing import Lines, raises
+from tests.distributed.faults import forked
+from tests.distributed.faults.actors import Absorbed, Actor, one_step, subject_name
+from tests.distributed.faults.rules import Seen
+from tests.distributed.faults.tracing import Lines, raises
+from tests.support.library import SETTINGS
 
 KIND = "strike in a process"
 COUNT, QUICK = 140, 4

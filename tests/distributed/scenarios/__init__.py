@@ -4,9 +4,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from where import is_for
-
 from dgcopt import Comm
+from tests.support.wires import is_for
 
 from . import (
     algorithms,

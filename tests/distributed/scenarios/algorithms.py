@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from where import only
 
 import dgcopt
 from dgcopt import BF16, DGC, FP16, Comm, LocalClip, NoCompression, Warmup
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.compressors import Compressor
+from tests.support.wires import only
 
 from .optimizers import one_cycle
 from .training import (

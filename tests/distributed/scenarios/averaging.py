@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
-from where import only
 
 import dgcopt
 from dgcopt import Comm, DivergenceError, LocalSGD, MismatchError
@@ -29,6 +28,7 @@ from dgcopt.averaging import (
 )
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm import LocalComm
+from tests.support.wires import only
 
 from .collectives import regrouped
 from .loops import normalised, refused

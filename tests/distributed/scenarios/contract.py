@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from where import only
 
 import dgcopt
 import dgcopt.hvd as hvd
 from dgcopt import Comm
 from dgcopt.collectives import AllGather
 from dgcopt.errors import ConfigError, MismatchError
+from tests.support.wires import only
 
 from .optimizers import STEPS, Branches, recipe_of
 from .training import (

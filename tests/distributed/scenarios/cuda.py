@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from library import SETTINGS
 from torch import nn
 
 import dgcopt
 from dgcopt import Comm, Compressor
 from dgcopt.collectives import AllGather
+from tests.support.library import SETTINGS
 
 DEVICE = torch.device(os.environ.get("DGCOPT_TEST_DEVICE", "cuda"))
 AVERAGING = (

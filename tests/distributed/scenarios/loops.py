@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from where import HOROVOD, WIRES, only, share
 
 import dgcopt
 from dgcopt import DGC, Comm, Warmup
 from dgcopt.collectives import AllReduce, Exchange
 from dgcopt.data import LoadBalancingDistributedSampler
+from tests.support.wires import HOROVOD, WIRES, only, share
 
 from .persistence import shared_folder
 from .training import TINY, assert_close, batch, fingerprint, make_model, memory_of, tensors_in

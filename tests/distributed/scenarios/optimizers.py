@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
-from where import only, share
 
 import dgcopt
 from dgcopt import Comm
 from dgcopt.collectives import AllReduce
 from dgcopt.errors import ConfigError
+from tests.support.wires import only, share
 
 from .training import (
     TINY,

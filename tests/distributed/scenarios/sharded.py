@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from library import FIRST_OF_A_KIND
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,6 +26,7 @@ from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm import Handle
 from dgcopt.compressors import Compressor
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.library import FIRST_OF_A_KIND
 
 from .collectives import regrouped
 from .loops import refused

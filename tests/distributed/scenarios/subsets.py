@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from where import HOROVOD, only
 
 from dgcopt import Comm, ConfigError, MismatchError, TimeoutExceeded
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv
 from dgcopt.comm import LocalComm
+from tests.support.wires import HOROVOD, only
 
 from . import loops
 from .collectives import all_collectives, expect, regrouped

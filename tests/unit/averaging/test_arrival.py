@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from worlds import same, small_batch, small_model
 
 import dgcopt
 from dgcopt import SPARTA, Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, SlowMo, SparseLoCo
 from dgcopt.averaging import SGP, Averaging, Rounds
 from dgcopt.collectives import Broadcast, SendRecv
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import same, small_batch, small_model
 
 SIZE, NODES, SENDER = 4, 2, 2
 """The sender is the first rank of the second machine."""

@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 from torch import nn
-from worlds import single, small_batch, small_model
 
 import dgcopt
 from dgcopt.averaging.asynchronous import AsyncAverage
 from dgcopt.comm import LocalComm
 from dgcopt.errors import ConfigError
+from tests.support.worlds import single, small_batch, small_model
 
 
 @pytest.mark.parametrize("interval", [0, -1, math.inf, math.nan, None, "0.5", True])

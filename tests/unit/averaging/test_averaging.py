@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
-from worlds import small_batch, small_model
 
 import dgcopt
 from dgcopt import ConfigError, averaging
 from dgcopt.averaging import Averaging
 from dgcopt.averaging.graphs import BipartiteExponential, Exponential, Graph, Ring, ShiftOne
 from dgcopt.comm import LocalComm
+from tests.support.worlds import small_batch, small_model
 
 MODULES = [
     importlib.import_module(f"dgcopt.averaging.{module.name}") for module in pkgutil.iter_modules(averaging.__path__)

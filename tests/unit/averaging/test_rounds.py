@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
-from worlds import small_batch, small_model
 
 import dgcopt
 from dgcopt import ConfigError, DivergenceError, LocalSGD, MismatchError, SlowMo
@@ -24,6 +23,7 @@ from dgcopt.averaging import Averaging, Rounds, Sync
 from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllReduce, Broadcast
 from dgcopt.kernels import BLOCK
+from tests.support.worlds import small_batch, small_model
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 momentum: Make = functools.partial(SGD, lr=0.1, momentum=0.9)

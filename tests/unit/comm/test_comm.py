@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-from worlds import Ranks
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, ReduceScatter, SendRecv, reduce_rows
@@ -14,6 +13,7 @@ from dgcopt.comm import LocalComm, launch
 from dgcopt.comm.launch import _detect, slurm_meeting_place
 from dgcopt.errors import CommError, ConfigError, MismatchError, TimeoutExceeded
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from survivors import Run
 
 from dgcopt.comm.membership import Epoch, Rules, Status, agree, found, gone_key, noticed_key
 from dgcopt.comm.simulated_store import Simulation
 from dgcopt.errors import QuorumLost, VotedOut
+from tests.support.survivors import Run
 
 RULES = Rules(grace=0.2, notice=0.5, deadline=3.0)
 

@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 from torch import nn
-from worlds import small_batch, small_model
 
 import dgcopt
 from dgcopt import Comm, CommError, ConfigError, LocalSGD
@@ -17,6 +16,7 @@ from dgcopt.collectives import AllReduce
 from dgcopt.comm import SimulatedComm
 from dgcopt.comm.horovod import HorovodComm
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import small_batch, small_model
 
 
 class Rank:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from worlds import Ranks, same, small_model
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast
@@ -20,6 +19,7 @@ from dgcopt.compressors import Compressor
 from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.compressors.context import largest_addend
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks, same, small_model
 
 SIZE = 4
 OWNERS: dict[str, Compressor] = {

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from library import FIRST_OF_A_KIND, SETTINGS
 from torch import Tensor
 from torch.optim import SGD
 
@@ -20,6 +19,7 @@ from dgcopt.compressors import Compressor, Context, Encoded, Sparse
 from dgcopt.kernels import instructions
 from dgcopt.kernels.native import library as loops
 from dgcopt.testing import ConformanceError, check_compressor
+from tests.support.library import FIRST_OF_A_KIND, SETTINGS
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "compressors"
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from worlds import bucket_of, context_of
 
 import dgcopt
 from dgcopt.kernels import BLOCK
+from tests.support.worlds import bucket_of, context_of
 
 
 class Operations(TorchDispatchMode):

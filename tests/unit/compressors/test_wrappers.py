@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from worlds import bucket_of
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm.simulated import SimulatedComm, _comms, simulate
 from dgcopt.compressors import Compressor, Context, GradientExchange, Wrapper
 from dgcopt.flat.gradient import SparseSum
+from tests.support.worlds import bucket_of
 
 SIZES = (1, 7, 64, 65, 300)
 MACHINES = [(0,), (0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1, 2), (0, 1, 0, 1, 0)]

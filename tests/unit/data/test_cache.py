@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-from launching import free_port
 from torch.utils.data import DataLoader, Dataset
 
 import dgcopt
 from dgcopt.data import CachedDataset, CacheLoader, DiskStore, MemoryStore, RedisStore, Store
 from dgcopt.data.plain import decode, encode
+from tests.support.launching import free_port
 
 
 def redis_server() -> str:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import same
 
 from dgcopt import ConfigError, PayloadError
 from dgcopt.data.plain import DTYPES, decode, encode
+from tests.support.worlds import same
 
 SINGLES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 TENSORS = st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)).map(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import Ranks, small_model, together
 
 import dgcopt
 from dgcopt import DGC, ConfigError, DivergenceError, LocalSGD, MismatchError, Warmup
 from dgcopt.exchange.agreement import compare
+from tests.support.worlds import Ranks, small_model, together
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 WARM = DGC(0.01, warmup=Warmup(ratios=(0.5, 0.25, 0.1), steps=2))

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from worlds import same, together
 
 import dgcopt
 from dgcopt import ConfigError
 from dgcopt.comm import LocalComm
 from dgcopt.exchange.broadcast import _sent, broadcast_object, broadcast_optimizer_state
+from tests.support.worlds import same, together
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool),

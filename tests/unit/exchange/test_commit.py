@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from worlds import Ranks, same, small_model
 
 import dgcopt
 from dgcopt.collectives import AllGather, Broadcast, Collective
@@ -23,6 +22,7 @@ from dgcopt.compressors import Compressor
 from dgcopt.exchange.commit import CommitMarker
 from dgcopt.flat.buckets import Bucket
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks, same, small_model
 
 PACKAGE = str(Path(dgcopt.__file__).parent)
 Place = tuple[str, int, int]

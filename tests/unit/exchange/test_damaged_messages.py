@@ -9,10 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from damage import Damaged, Echo, at_most, damage
-from library import SETTINGS
 from torch import Tensor, nn
-from worlds import Ranks, small_batch
 
 import dgcopt
 import dgcopt.hvd as hvd
@@ -29,6 +26,9 @@ from dgcopt.exchange.broadcast import _sent
 from dgcopt.exchange.group_settings import GroupSettings
 from dgcopt.exchange.link import measure_link
 from dgcopt.kernels import BLOCK
+from tests.support.damage import Damaged, Echo, at_most, damage
+from tests.support.library import SETTINGS
+from tests.support.worlds import Ranks, small_batch
 
 ROOM = 2**28
 """Bytes that a damaged message may cost."""

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from worlds import Ranks
 
 import dgcopt
 from dgcopt.collectives import AllReduce, Collective
 from dgcopt.comm import Handle
 from dgcopt.gradients.optimizer import synchronised
+from tests.support.worlds import Ranks
 
 
 class Returning(dgcopt.Compressor):

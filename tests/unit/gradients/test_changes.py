@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import Ranks, same, small_batch, small_model
 
 import dgcopt
 from dgcopt import ConfigError, MismatchError
@@ -18,6 +17,7 @@ from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.exchange import group_settings
 from dgcopt.exchange.group_settings import GroupSettings
 from dgcopt.testing import ConformanceError, check_compressor
+from tests.support.worlds import Ranks, same, small_batch, small_model
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

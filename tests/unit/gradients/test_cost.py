@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import Ranks
 
 import dgcopt
+from tests.support.worlds import Ranks
 
 
 class Chain(nn.Module):

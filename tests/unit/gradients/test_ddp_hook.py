@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from worlds import small_batch, small_model
 
 import dgcopt
 from dgcopt.gradients.hook.ddp import HookState
+from tests.support.worlds import small_batch, small_model
 
 
 @pytest.fixture

@@ -9,10 +9,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from worlds import Ranks, bucket_of, context_of, flat_gradient, flat_memory, single, small_batch, small_model
 
 import dgcopt
 from dgcopt.collectives import AllReduce
+from tests.support.worlds import (
+    Ranks,
+    bucket_of,
+    context_of,
+    flat_gradient,
+    flat_memory,
+    single,
+    small_batch,
+    small_model,
+)
 
 
 def assert_close(ours, theirs, **tolerance):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, Optimizer
-from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.collectives import AllReduce
@@ -23,6 +22,7 @@ from dgcopt.gradients.layout import bucket_sizes
 from dgcopt.gradients.optimizer import synchronised
 from dgcopt.gradients.settings import Settings
 from dgcopt.kernels import Parts
+from tests.support.worlds import Ranks, bucket_of, context_of, small_model
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,10 @@
 import itertools
 
 import pytest
-from scenarios.loops import LOOPS
-from where import is_for
 
 import dgcopt
+from tests.distributed.scenarios.loops import LOOPS
+from tests.support.wires import is_for
 
 NEEDS_OTHERS = (
     "a_count_that_is_wrong",

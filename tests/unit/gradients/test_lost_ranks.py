@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from library import SETTINGS
 from torch import nn
 
 import dgcopt
 from dgcopt.collectives import Collective
 from dgcopt.comm import Handle, LocalComm
 from dgcopt.errors import CommError, ConfigError
+from tests.support.library import SETTINGS
 
 STEPS, LOSSES = 7, (0, 2, 3, 5)
 

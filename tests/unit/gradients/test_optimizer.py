@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from worlds import Ranks, same, small_batch, small_model
 
 import dgcopt
 import dgcopt.hvd as hvd
 from dgcopt.gradients.optimizer import ADDED, synchronised
 from dgcopt.gradients.subclass import bare_class
+from tests.support.worlds import Ranks, same, small_batch, small_model
 
 SLOWDOWN = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
-from worlds import Ranks, single, small_batch, small_model
 
 import dgcopt
 from dgcopt.compressors.own_step import passes_over_missing_gradients, updates_add_up
+from tests.support.worlds import Ranks, single, small_batch, small_model
 
 STEPS = 5
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, all_implementations, assert_same_bits, built, halves_and_wholes, numbers
 
 from dgcopt.kernels import Chunks, native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import KINDS, all_implementations, assert_same_bits, built, halves_and_wholes, numbers
 
 
 @all_implementations(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import (
+
+from dgcopt import kernels
+from dgcopt.kernels import Parts, native
+from dgcopt.kernels import torch as specification
+from tests.support.oracle import (
     KINDS,
     InTriton,
     Sizes,
@@ -17,10 +21,6 @@ from oracle import (
     numbers,
     numels,
 )
-
-from dgcopt import kernels
-from dgcopt.kernels import Parts, native
-from dgcopt.kernels import torch as specification
 
 
 @all_implementations(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
-from oracle import all_implementations
 
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import all_implementations
 
 
 @all_implementations(

@@ -15,7 +15,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import (
+from torch import Tensor
+
+from dgcopt import kernels
+from dgcopt.errors import ConfigError
+from dgcopt.kernels import Groups, Momentum, native
+from dgcopt.kernels import torch as specification
+from dgcopt.kernels.native import library
+from dgcopt.kernels.torch import block_maxima
+from tests.support.oracle import (
     EXAMPLES,
     KINDS,
     Sizes,
@@ -27,14 +35,6 @@ from oracle import (
     numbers,
     numels,
 )
-from torch import Tensor
-
-from dgcopt import kernels
-from dgcopt.errors import ConfigError
-from dgcopt.kernels import Groups, Momentum, native
-from dgcopt.kernels import torch as specification
-from dgcopt.kernels.native import library
-from dgcopt.kernels.torch import block_maxima
 
 KERNELS = Path(kernels.__file__).parent
 
@@ -557,9 +557,9 @@ import importlib, pathlib, sys
 from dgcopt.kernels.native import instructions, library
 library._LIBRARY = pathlib.Path({str(sanitized)!r})
 here = pathlib.Path({str(Path(__file__).parent)!r})
-sys.path[:0] = [str(here), str(here.parent)]
+sys.path.insert(0, str(here.parents[2]))
 for path in sorted(here.glob("test_*.py")):
-    for name, test in vars(importlib.import_module(path.stem)).items():
+    for name, test in vars(importlib.import_module("tests.unit.kernels." + path.stem)).items():
         if name.startswith("test_") and getattr(test, "in_c", test).__dict__.get("is_hypothesis_test"):
             getattr(test, "in_c", test)()
 print("clean", instructions())

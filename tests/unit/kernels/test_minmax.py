@@ -6,11 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, some_mixture
 
 from dgcopt import kernels
 from dgcopt.kernels import Mixture, native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import (
+    EXAMPLES,
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    numbers,
+    some_mixture,
+)
 
 
 @all_implementations(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt import kernels
 from dgcopt.kernels import Mixture, native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 
 def lists_of(large):

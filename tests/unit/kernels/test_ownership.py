@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import all_implementations, built
 
 from dgcopt.kernels import native, owner_of
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import all_implementations, built
 
 
 @all_implementations(

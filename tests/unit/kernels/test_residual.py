@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
 
 
 @all_implementations(

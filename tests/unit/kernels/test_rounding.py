@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 from dgcopt import kernels
 from dgcopt.compressors import Context
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 tensors = st.integers(1, 5)
 blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import bucket_of
 
 from dgcopt.compressors.sparse.selection import Selection, count_of
 from dgcopt.flat.buckets import Bucket
 from dgcopt.kernels.torch import block_maxima
+from tests.support.worlds import bucket_of
 
 KINDS = {
     "normal": lambda n: torch.randn(n),

@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places, some_mixture
 
 from dgcopt import kernels
 from dgcopt.kernels import Mixture, native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import (
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    numbers,
+    places,
+    some_mixture,
+)
 
 blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
 hows = st.sampled_from(["set", "add", "subtract"])

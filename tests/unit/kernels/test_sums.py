@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracle import InTriton, built, in_triton, numbers
 from torch import Tensor
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import InTriton, built, in_triton, numbers
 
 COUNTS = (3, 1024, 0, 1025, 2100, 1)
 

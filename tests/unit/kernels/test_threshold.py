@@ -6,10 +6,10 @@ import math
 
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, numels
 
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, numels
 
 
 @all_implementations(

@@ -21,7 +21,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import (
+from torch import Tensor
+from torch._subclasses import fake_tensor
+
+from dgcopt import kernels
+from dgcopt.kernels import Chunks, Groups, Momentum, native
+from dgcopt.kernels import torch as specification
+from dgcopt.kernels.cuda import has_triton, takes_cuda
+from tests.support.oracle import (
     IN_TRITON,
     KINDS,
     ON_CUDA,
@@ -33,13 +40,6 @@ from oracle import (
     numels,
     tensors_in,
 )
-from torch import Tensor
-from torch._subclasses import fake_tensor
-
-from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, Momentum, native
-from dgcopt.kernels import torch as specification
-from dgcopt.kernels.cuda import has_triton, takes_cuda
 
 triton = InTriton()
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
@@ -251,7 +251,7 @@ def test_it_compiles_for_cuda(tmp_path):
     """Every operation that is there, exactly as rounded as it says, and none waits; which needs no device."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compiling.py")],
+        [sys.executable, Path(__file__).parents[2] / "support" / "compiling.py"],
         env={**env, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

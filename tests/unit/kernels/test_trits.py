@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 from dgcopt import kernels
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
+from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
 
 blocks = Sizes(st.sampled_from([0, 1, 3, 17, 100]), st.just(2200))
 keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))

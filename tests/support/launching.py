@@ -23,11 +23,12 @@ from typing import Any
 
 import pytest
 import torch
-from where import WIRES
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-LEAN = ROOT / "tests" / "lean"
+from tests.support.wires import WIRES
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "tests" / "distributed"
+STARTUP = ROOT / "tests" / "support" / "startup"
 BIN = str(Path(sys.executable).parent)
 MARK = "DGCOPT_TEST_LAUNCH"
 HOSTS = ["-H", "localhost:2,127.0.0.1:2"]
@@ -69,9 +70,8 @@ def launcher(wire: str, size: int) -> list[str]:
 
 
 def python_path(theirs: str) -> str:
-    """Where ranks find modules: first dgcopt and the tests, then what the user has set."""
-    ours = [str(ROOT), str(HERE), str(ROOT / "tests" / "unit"), str(LEAN)]
-    return os.pathsep.join([*ours, *([theirs] if theirs else [])])
+    """The PYTHONPATH of ranks: dgcopt and the tests first, then the user's own folders."""
+    return os.pathsep.join([str(ROOT), str(STARTUP), *([theirs] if theirs else [])])
 
 
 @dataclass
@@ -110,7 +110,7 @@ def launch(
     compiler: bool = False,
 ) -> Outcome:
     """Run `python program` as `size` ranks and wait at most `limit` seconds. `bare` starts one process, no launcher.
-    Ranks have torch's compiler only if they are to have it: DistributedDataParallel needs it.
+    Ranks load torch's compiler if `compiler` or DGCOPT_TEST_COMPILER is set: DistributedDataParallel needs it.
 
     Records are the JSON lines that ranks append to `rank-*.jsonl` in the folder named by DGCOPT_TEST_RECORDS.
     """
@@ -129,7 +129,7 @@ def launch(
             "HOROVOD_CYCLE_TIME": "3",
             "DGCOPT_TEST_RECORDS": folder,
             "DGCOPT_TEST_SIZE": str(size),
-            "DGCOPT_TEST_COMPILER": "1" if compiler else "",
+            "DGCOPT_TEST_COMPILER": "1" if compiler else os.environ.get("DGCOPT_TEST_COMPILER", ""),
             "DGCOPT_TEST_LIMIT": str(limit),
             MARK: token,
         }

@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from dgcopt import kernels
 
-OPERATIONS = runpy.run_path(str(Path(__file__).parents[3] / "scripts" / "bench_operations.py"))
+OPERATIONS = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "bench_operations.py"))
 TYPES = {
     **{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64"},
     **{torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"},

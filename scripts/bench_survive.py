@@ -1,15 +1,17 @@
 """Goodput of training whose ranks are killed at random, and a count of hangs and divergences over many kills.
 
-    python scripts/bench_survive.py goodput --seconds 120 --every 30 15
-    python scripts/bench_survive.py kills --kills 300
+    python scripts/bench_survive.py goodput --results runs.jsonl --seconds 600 --every 0 15 60
+    python scripts/bench_survive.py goodput --results runs.jsonl --kinds torchrun --save-every 1 5 20 --every 15
+    python scripts/bench_survive.py table --results runs.jsonl
+    python scripts/bench_survive.py kills --kills 900 --results kills.jsonl
 
-`goodput` trains with four ranks that survive each other's deaths, and with four that all start anew from the newest
-checkpoint, as torchrun's do. One rank at a time is killed. Its replacement starts 5 s later: until then survivors train
-without it, and the others wait. In each step a rank sleeps for `--compute` seconds, as a host does while an accelerator
-works; everything else is real.
+`goodput` trains with four ranks under real launchers (`survive_launchers.py`): `dgcopt run --survive`, torchrun with
+restarts from checkpoints, Horovod Elastic, and torchft where it is installed. Ranks are killed by SIGKILL at the same
+moments for all. A killed rank's replacement starts 5 s later. In each step a rank sleeps for `--compute` seconds, as a
+host does while an accelerator works; everything else is real. A kill is left out if fewer than two ranks train, as one
+that hits a job which restarts anyway, or one after which no state would be left. Each run is one line of `--results`.
 
-Ranks are forked from a process that has imported torch, so that the start of Python, for which restarts of all ranks
-wait each time, is not in these numbers. `kills` compares all weights after every step.
+`kills` compares all weights after every step. Its ranks are forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from multiprocessing import get_context
@@ -33,65 +35,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from survive_launchers import LAUNCHERS, RANKS
+from survive_rank import WIDTH, compressed, made
 
 import dgcopt
 from dgcopt import survive
 from dgcopt.agent import Agent, Plan, Process
 
-RANKS = 4
-BACK_AFTER = 5.0
-WIDTH = 64
 DEADLINE = 20.0
+PAUSE = 1.0
+"""Seconds between two steps from which on a run counts as interrupted."""
 MARGIN = 200
 """Steps from the decision to end to the last one, which no rank may have passed yet."""
 
 
-def made(width: int) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
-    bare = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return model, dgcopt.DistributedOptimizer(bare, model.named_parameters(), dgcopt.DGC(0.01))
-
-
-def train(folder: Path, kind: str, compute: float, save_every: int, digests: bool) -> None:
-    """One rank's life: a line of time, step, ranks and digest for each step."""
-    comm = dgcopt.init(survive=kind == "survive", deadline=DEADLINE)
-    model, optimizer = made(WIDTH)
+def train(folder: Path) -> None:
+    """Train on one rank; write time, step and digest of the weights after each step."""
+    comm = dgcopt.init(survive=True, deadline=DEADLINE)
+    model, bare = made()
+    optimizer = compressed(model, bare)
     state = survive.State(model=model, optimizer=optimizer, step=0)
-    if kind == "survive":
-        state.sync()
-    elif save_every and (found := dgcopt.checkpoint.load(folder / "checkpoints")) is not None:
-        state.step, saved = found
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-    name = f"{os.getpid()}"
-    with open(folder / f"{name}.log", "w") as file:
+    state.sync()
+    with open(folder / f"{os.getpid()}.log", "w") as file:
         draw = torch.Generator().manual_seed(os.getpid())
         while not (folder / "end").exists() or state.step < int((folder / "end").read_text()):
             optimizer.zero_grad()
             model(torch.randn(8, WIDTH, generator=draw)).square().mean().backward()
-            time.sleep(compute)
+            time.sleep(0.005)
             optimizer.step()
-            weights = b"".join(param.detach().numpy().tobytes() for param in model.parameters()) if digests else b""
-            told = {
+            weights = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
+            line = {
                 "time": time.time(),
                 "step": state.step,
                 "size": comm.size,
                 "weights": hashlib.md5(weights).hexdigest(),
             }
-            print(json.dumps(told), file=file, flush=True)
+            print(json.dumps(line), file=file, flush=True)
             state.step += 1
-            if save_every and state.step % save_every == 0:
-                saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                dgcopt.checkpoint.save(folder / "checkpoints", saved, state.step)
 
 
 # -- killing ---------------------------------------------------------------------------------------------------------
 
 
 def told(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of each process so far."""
+    """Return the lines of each process so far."""
     found = {}
     for path in folder.glob("*.log"):
         lines = [line for line in path.read_text().split("\n")[:-1] if line]
@@ -100,8 +87,8 @@ def told(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def living(folder: Path) -> list[int]:
-    """Ids of processes that have made a step."""
-    return [int(name) for name, lines in told(folder).items() if lines and _runs(int(name))]
+    """Return the ids of processes that have made a step."""
+    return [int(name) for name, lines in told(folder).items() if "step" in (lines or [{}])[-1] and _runs(int(name))]
 
 
 def kill_one(rng: random.Random, folder: Path) -> bool:
@@ -135,10 +122,10 @@ def wait_for(folder: Path, ranks: int, limit: float) -> None:
 class Forked:
     """A rank as the agent sees a process."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str], settings: tuple[Any, ...]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["bench_survive", "dgcopt.comm.surviving", "torch._dynamo"])
-        self.process = context.Process(target=live, args=(str(folder), dict(env), settings))
+        self.process = context.Process(target=live, args=(str(folder), dict(env)))
         self.process.start()
         self.terminate, self.kill = self.process.terminate, self.process.kill
 
@@ -152,42 +139,24 @@ class Forked:
         return self.process.exitcode
 
 
-def live(folder: str, env: dict[str, str], settings: tuple[Any, ...]) -> None:
+def live(folder: str, env: dict[str, str]) -> None:
     """Train in a forked process."""
     os.environ.update(env)
     output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    train(Path(folder), *settings)
+    train(Path(folder))
 
 
 class ForkingAgent(Agent):
     """An agent whose ranks are forked from a process that has imported torch."""
 
-    def __init__(self, folder: Path, settings: tuple[Any, ...], restart_after: float = 0.0) -> None:
-        super().__init__(Plan([], RANKS, restart_after=restart_after))
-        self.folder, self.settings = folder, settings
+    def __init__(self, folder: Path) -> None:
+        super().__init__(Plan([], RANKS))
+        self.folder = folder
 
     def spawn(self, env: Mapping[str, str]) -> Process:
-        return Forked(self.folder, env, self.settings)
-
-
-def restart_all(folder: Path, settings: tuple[Any, ...]) -> None:
-    """Start all ranks, and all of them anew when one dies, until the end."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(RANKS)}
-        ranks = [Forked(folder, {**env, "RANK": str(n), "LOCAL_RANK": str(n)}, settings) for n in range(RANKS)]
-        while all(rank.poll() is None for rank in ranks):
-            time.sleep(0.05)
-        is_over = (folder / "end").exists() and all(rank.wait(DEADLINE) == 0 for rank in ranks)
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        if is_over:
-            return
-        time.sleep(BACK_AFTER)
+        return Forked(self.folder, env)
 
 
 def end(folder: Path) -> None:
@@ -201,66 +170,111 @@ def end(folder: Path) -> None:
 
 
 def goodput(arguments: argparse.Namespace, kind: str, every: float, save_every: int) -> dict[str, Any]:
-    """Steps per second that count, of one run in which a rank is killed at random."""
+    """Return the steps per second that count, of one run in which ranks are killed at random."""
     rng = random.Random(int(every))
-    settings = (kind, arguments.compute, save_every, False)
-    window = [0.0, 0.0]
-    kills = 0
-
-    def kill(folder: Path) -> None:
-        nonlocal kills
-        wait_for(folder, RANKS, 180)
-        window[0] = time.time()
-        due = window[0] + rng.uniform(0.5, 1.5) * every if every else float("inf")
-        while time.time() < window[0] + arguments.seconds:
-            if time.time() > due and kill_one(rng, folder):
-                kills += 1
-                due += rng.uniform(0.5, 1.5) * every
-            time.sleep(0.05)
-        window[1] = time.time()
-        wait_for(folder, RANKS, 60)
-        end(folder)
-
+    kills, left_out, loads = 0, 0, []
     with tempfile.TemporaryDirectory(prefix="dgcopt-bench-") as name:
         folder = Path(name)
-        killer = threading.Thread(target=kill, args=(folder,), daemon=True)
-        killer.start()
-        if kind == "survive":
-            ForkingAgent(folder, settings, BACK_AFTER).run()
-        else:
-            restart_all(folder, settings)
-        killer.join()
+        python = {"python": arguments.torchft_python} if kind == "torchft" else {}
+        launcher = LAUNCHERS[kind](folder, arguments.compute, save_every, **python)
+        try:
+            launcher.start()
+            wait_for(folder, RANKS, 180)
+            start = time.time()
+            due = start + rng.uniform(0.5, 1.5) * every if every else float("inf")
+            while (now := time.time()) < start + arguments.seconds:
+                launcher.look()
+                if now > due:
+                    due += rng.uniform(0.5, 1.5) * every
+                    place = rng.choice(range(RANKS))
+                    pids = living(folder)
+                    if len(pids) < 2:
+                        left_out += 1
+                    else:
+                        victim = sorted(pids)[place % len(pids)]
+                        launcher.killed(told(folder)[str(victim)][0]["place"])
+                        with suppress(ProcessLookupError):
+                            os.kill(victim, signal.SIGKILL)
+                        kills += 1
+                loads.append(os.getloadavg()[0])
+                time.sleep(0.05)
+            stop = time.time()
+        finally:
+            launcher.end([int(name) for name in told(folder)])
+            if arguments.keep:
+                Path(arguments.keep).write_text((folder / "output").read_text())
         lines = told(folder)
-    steps = {
-        line["step"]: line["size"] for one in lines.values() for line in one if window[0] < line["time"] <= window[1]
-    }
-    seconds = window[1] - window[0]
     return {
+        "kind": kind,
+        "every": every,
+        "save_every": save_every,
+        "compute": arguments.compute,
+        "at": time.strftime("%H:%M", time.gmtime(start)),
+        "seconds": stop - start,
         "kills": kills,
-        "seconds": seconds,
-        "steps": len(steps) / seconds,
-        "samples": sum(steps.values()) / RANKS / seconds,
+        "left_out": left_out,
+        "load": sum(loads) / len(loads),
+        **useful([line for one in lines.values() for line in one], start, stop),
     }
+
+
+def useful(lines: Sequence[dict[str, Any]], start: float, stop: float) -> dict[str, float]:
+    """Return steps and samples between two times, a step that was made twice once, and the longest pauses.
+
+    `importing` is the part of the pauses in which some rank was importing torch.
+    """
+    made = {line["step"]: line["size"] for line in lines if start < line.get("time", 0.0) <= stop}
+    before = {line["step"] for line in lines if line.get("time", stop) <= start}
+    counted = {step: size for step, size in made.items() if step not in before}
+    times = [start, *sorted(line["time"] for line in lines if start < line.get("time", 0.0) <= stop), stop]
+    pauses = [(sooner, later) for sooner, later in pairwise(times) if later - sooner > PAUSE]
+    imports = [(line["started"], line["ready"]) for line in lines if "ready" in line]
+    return {
+        "steps": len(counted),
+        "samples": sum(counted.values()) / RANKS,
+        "pauses": sum(later - sooner for sooner, later in pauses),
+        "longest": max((later - sooner for sooner, later in pauses), default=0.0),
+        "importing": sum(_overlap(pause, imports) for pause in pauses),
+    }
+
+
+def _overlap(pause: tuple[float, float], spans: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of a pause that are in any of the spans."""
+    covered, end = 0.0, pause[0]
+    for sooner, later in sorted(spans):
+        sooner, later = max(sooner, end), min(later, pause[1])
+        if later > sooner:
+            covered, end = covered + later - sooner, later
+    return covered
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Print a table: each kind at each rate of kills, as a share of ranks that neither survive nor are disturbed."""
-    runs = [("restart", 0.0, 0), ("survive", 0.0, 0)]
+    """Run each kind at each rate of kills; append a line each to the results."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launchers and ranks are ended
     for every in arguments.every:
-        runs += [("survive", every, 0), *(("restart", every, saves) for saves in arguments.save_every)]
-    print("| after a death | a kill every | checkpoint every | kills | steps/s | goodput, steps | goodput, samples |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    whole = 0.0
-    for kind, every, save_every in runs:
-        run = goodput(arguments, kind, every, save_every)
-        whole = whole or run["steps"]
-        named = "the others train on" if kind == "survive" else "all ranks start anew"
-        saved = f"{save_every} steps" if save_every else "-"
-        killed = f"{every:g} s" if every else "-"
+        for kind in arguments.kinds:
+            for save_every in arguments.save_every if kind == "torchrun" and every else [0]:
+                line = json.dumps(goodput(arguments, kind, every, save_every))
+                with open(arguments.results, "a") as file:
+                    print(line, file=file)
+                print(line, flush=True)
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Print the results as a table: each run as a share of the undisturbed one of its kind."""
+    runs = [json.loads(line) for line in Path(arguments.results).read_text().splitlines()]
+    whole = {run["kind"]: run["steps"] / run["seconds"] for run in runs if not run["every"]}
+    print("| kind | a kill every | checkpoint every | kills | steps/s | goodput | start of Python counted apart | "
+          "samples | longest pause | load |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for run in sorted(runs, key=lambda run: (run["every"], [*LAUNCHERS].index(run["kind"]), run["save_every"])):
+        full, seconds = whole[run["kind"]], run["seconds"]
+        every = f"{run['every']:g} s" if run["every"] else "-"
+        saved = f"{run['save_every']} steps" if run["save_every"] else "-"
         print(
-            f"| {named} | {killed} | {saved} | {run['kills']} in {run['seconds']:.0f} s | {run['steps']:.2f} "
-            f"| {run['steps'] / whole:.0%} | {run['samples'] / whole:.0%} |",
-            flush=True,
+            f"| {run['kind']} | {every} | {saved} | {run['kills']} in {seconds:.0f} s | {run['steps'] / seconds:.2f} "
+            f"| {run['steps'] / seconds / full:.0%} | {run['steps'] / (seconds - run['importing']) / full:.0%} "
+            f"| {run['samples'] / seconds / full:.0%} | {run['longest']:.1f} s | {run['load']:.1f} |"
         )
 
 
@@ -268,34 +282,48 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def count(arguments: argparse.Namespace) -> None:
-    """Kill ranks one after another, and say how often the others hung or diverged."""
-    rng = random.Random(arguments.seed)
+    """Kill ranks one after another, in batches; append each batch's hangs and divergences to the results."""
+    done = []
+    if Path(arguments.results).exists():
+        done = [json.loads(line) for line in Path(arguments.results).read_text().splitlines()]
+    batch = len(done)
+    left = arguments.kills - sum(one["kills"] for one in done)
+    while left > 0:
+        one = kill_many(arguments, min(arguments.batch, left), f"{arguments.seed} {batch}")
+        with open(arguments.results, "a") as file:
+            print(json.dumps(one), file=file)
+        print(one, flush=True)
+        batch, left = batch + 1, left - max(one["kills"], 1)
+
+
+def kill_many(arguments: argparse.Namespace, kills: int, seed: str) -> dict[str, Any]:
+    """Kill ranks of one job; return how often the others hung or diverged."""
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="dgcopt-bench-") as name:
         folder = Path(name)
         hangs = killed = 0
 
         def kill() -> None:
             nonlocal hangs, killed
-            begin = time.monotonic()
             try:
-                while killed < arguments.kills:
+                while killed < kills:
                     wait_for(folder, arguments.at_least, 120)
                     time.sleep(rng.uniform(0.0, arguments.pause))
                     while not kill_one(rng, folder):
                         time.sleep(0.01)
                     killed += 1
-                    if killed % 50 == 0:
-                        print(f"{killed} kills in {time.monotonic() - begin:.0f} s", flush=True)
                 wait_for(folder, RANKS, 120)
             except TimeoutError as error:
                 hangs += 1
                 print(error, flush=True)
             end(folder)
 
+        begin = time.monotonic()
         killer = threading.Thread(target=kill, daemon=True)
         killer.start()
-        ForkingAgent(folder, ("survive", 0.005, 0, True)).run()
+        ForkingAgent(folder).run()
         killer.join()
+        seconds = time.monotonic() - begin
         lines = told(folder)
         if arguments.keep:
             Path(arguments.keep).write_text((folder / "output").read_text())
@@ -303,41 +331,51 @@ def count(arguments: argparse.Namespace) -> None:
     for one in lines.values():
         for line in one:
             by_step.setdefault(line["step"], []).append(line)
-    diverged = sum(len({line["weights"] for line in some}) > 1 for some in by_step.values())
     times = sorted(min(line["time"] for line in some) for some in by_step.values())
     pauses = sorted(later - sooner for sooner, later in pairwise(times))[-killed or None :]
-    told_ = f"{pauses[len(pauses) // 2]:.2f} s, longest {pauses[-1]:.2f} s" if pauses else "-"
-    missing = max(by_step) + 1 - len(by_step)
-    print(
-        f"{killed} kills: {hangs} hangs, {diverged} divergences in {len(by_step)} steps, {missing} steps that "
-        f"no rank has told; the {len(pauses)} longest pauses between steps: median {told_}"
-    )
+    return {
+        "seed": seed,
+        "kills": killed,
+        "hangs": hangs,
+        "divergences": sum(len({line["weights"] for line in some}) > 1 for some in by_step.values()),
+        "steps": len(by_step),
+        "steps_untold": max(by_step) + 1 - len(by_step),
+        "median_pause": pauses[len(pauses) // 2],
+        "longest_pause": pauses[-1],
+        "seconds": seconds,
+        "load": os.getloadavg()[0],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("goodput")
+    one.set_defaults(act=compare)
+    one.add_argument("--results", required=True, help="file of JSON lines to append to")
+    one.add_argument("--kinds", nargs="+", default=["survive", "torchrun", "horovod"], choices=[*LAUNCHERS])
     one.add_argument("--seconds", type=float, default=120.0, help="length of each run")
     one.add_argument(
-        "--every", type=float, nargs="+", default=[30.0, 15.0], help="seconds between two kills, on average"
+        "--every", type=float, nargs="+", default=[0.0, 15.0], help="seconds between two kills, on average; 0: none"
     )
     one.add_argument("--compute", type=float, default=0.2, help="seconds of each step's computing")
-    one.add_argument(
-        "--save-every",
-        type=int,
-        nargs="+",
-        default=[5, 20],
-        help="steps between checkpoints, where all ranks start anew",
-    )
+    one.add_argument("--save-every", type=int, nargs="+", default=[5], help="steps between checkpoints, for torchrun")
+    one.add_argument("--torchft-python", default="python", help="an interpreter that has torchft")
+    one.add_argument("--keep", help="where the ranks' output goes")
+    one = commands.add_parser("table")
+    one.set_defaults(act=table)
+    one.add_argument("--results", required=True)
     one = commands.add_parser("kills")
+    one.set_defaults(act=count)
+    one.add_argument("--results", required=True, help="file of JSON lines; batches that it has are not made again")
     one.add_argument("--kills", type=int, default=300)
+    one.add_argument("--batch", type=int, default=300, help="kills of one job")
     one.add_argument("--pause", type=float, default=0.3, help="longest seconds from a rank's return to the next kill")
     one.add_argument("--at-least", type=int, default=RANKS, help="ranks that train before the next kill")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--keep", help="where the ranks' output goes")
     arguments = parser.parse_args()
-    compare(arguments) if arguments.command == "goodput" else count(arguments)
+    arguments.act(arguments)
 
 
 if __name__ == "__main__":

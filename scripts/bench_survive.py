@@ -214,21 +214,22 @@ def goodput(arguments: argparse.Namespace, kind: str, every: float, save_every: 
         "kills": kills,
         "left_out": left_out,
         "load": sum(loads) / len(loads),
-        **useful([line for one in lines.values() for line in one], start, stop),
+        **useful([*lines.values()], start, stop),
     }
 
 
-def useful(lines: Sequence[dict[str, Any]], start: float, stop: float) -> dict[str, float]:
+def useful(ranks: Sequence[Sequence[dict[str, Any]]], start: float, stop: float) -> dict[str, float]:
     """Return steps and samples between two times, a step that was made twice once, and the longest pauses.
 
     `importing` is the part of the pauses in which some rank was importing torch.
     """
-    made = {line["step"]: line["size"] for line in lines if start < line.get("time", 0.0) <= stop}
-    before = {line["step"] for line in lines if line.get("time", stop) <= start}
-    counted = {step: size for step, size in made.items() if step not in before}
-    times = [start, *sorted(line["time"] for line in lines if start < line.get("time", 0.0) <= stop), stop]
+    steps = [line for lines in ranks for line in lines if "step" in line]
+    before = {line["step"] for line in steps if line["time"] <= start}
+    within = [line for line in steps if start < line["time"] <= stop]
+    counted = {line["step"]: line["size"] for line in within if line["step"] not in before}
+    times = [start, *sorted(line["time"] for line in within), stop]
     pauses = [(sooner, later) for sooner, later in pairwise(times) if later - sooner > PAUSE]
-    imports = [(line["started"], line["ready"]) for line in lines if "ready" in line]
+    imports = [(lines[0]["started"], lines[1]["ready"] if len(lines) > 1 else stop) for lines in ranks if lines]
     return {
         "steps": len(counted),
         "samples": sum(counted.values()) / RANKS,

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ WIDTH = 64
 def main() -> None:
     kind, folder, compute, save_every = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     wait_for_machine(kind, folder)
-    started = time.time()
-    own = {"horovod": ["horovod.torch"], "torchft": ["torchft"]}.get(kind, [])
-    for module in ("torch", "torch._dynamo", "dgcopt", *own):  # an optimizer imports the second
-        import_module(module)
-    name = os.environ.get("HOROVOD_HOSTNAME", os.environ.get("RANK", ""))
     with open(folder / f"{os.getpid()}.log", "w") as file:
         log = Log(file, compute)
-        log.write(place=name, started=started, ready=time.time())
+        log.write(place=os.environ.get("HOROVOD_HOSTNAME", os.environ.get("RANK", "")), started=time.time())
+        own = {"horovod": ["horovod.torch"], "torchft": ["torchft"]}.get(kind, [])
+        for module in ("torch", "torch._dynamo", "dgcopt", *own):  # an optimizer imports the second
+            import_module(module)
+        log.write(ready=time.time())
         train = {"survive": survivor, "torchrun": restarted, "horovod": horovod_elastic, "torchft": torchft_replica}
         train[kind](log, folder, save_every)
 
@@ -53,13 +53,15 @@ class Log:
     def write(self, **values: Any) -> None:
         print(json.dumps(values), file=self._file, flush=True)
 
-    def step(self, model: Any, optimizer: Any) -> None:
+    def step(self, model: Any, optimizer: Any, average: Callable[[], None] | None = None) -> None:
         """Make a step: the host sleeps, as one does while an accelerator works."""
         import torch
 
         optimizer.zero_grad()
         time.sleep(self._compute)
         model(torch.randn(8, WIDTH)).square().mean().backward()
+        if average is not None:
+            average()
         optimizer.step()
 
     def made(self, step: int, size: int) -> None:
@@ -138,11 +140,15 @@ def horovod_elastic(log: Log, folder: Path, save_every: int) -> None:
 
 
 def torchft_replica(log: Log, folder: Path, save_every: int) -> None:
-    """Dense allreduce through torchft's manager, as in its train_ddp.py; a failed step is not committed."""
+    """Dense allreduce through torchft's manager; a failed step is not committed.
+
+    In place of torchft's DistributedDataParallel, whose hook (0.2.0, torch 2.13) ends the survivors in an assertion.
+    """
     from datetime import timedelta
 
+    import torch
     import torch.distributed as dist
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     model, bare = made()
@@ -165,10 +171,18 @@ def torchft_replica(log: Log, folder: Path, save_every: int) -> None:
         timeout=timedelta(seconds=20),
         quorum_timeout=timedelta(seconds=60),
     )
-    replica, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, bare)
+    optimizer = Optimizer(manager, bare)
+
+    def average() -> None:
+        grads = [param.grad for param in model.parameters()]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        manager.allreduce(flat).wait()
+        for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
     while True:
         before = manager.current_step()
-        log.step(replica, optimizer)
+        log.step(model, optimizer, average)
         if manager.current_step() > before:
             log.made(before, manager.num_participants())
 

@@ -77,6 +77,7 @@ from .flat.gradient import SparseSum
 from .fuse import fuse_optimizer
 from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
+from .tuning.auto import Auto
 from .uneven import join
 from .version import __version__
 
@@ -99,6 +100,7 @@ __all__ = [
     "SPARTA",
     "Adasum",
     "AsyncAverage",
+    "Auto",
     "Averaging",
     "ByteGrad",
     "CheckpointError",

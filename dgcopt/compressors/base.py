@@ -10,7 +10,7 @@ A new compressor is a subclass with either
 # the module of the subclass, and would not find them
 
 import logging
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -19,12 +19,14 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..checks import check_settings
 from ..collectives import AllGather, AllReduce, Collective
+from ..comm import Comm
 from ..errors import ConfigError
 from ..flat.gradient import SparseSum
 from .context import Context
 from .own_step import updates_add_up
+from .tuner import Tuner
 
-__all__ = ["Compressor", "GradientExchange", "Source"]
+__all__ = ["NAMED", "Compressor", "GradientExchange", "Source"]
 
 log = logging.getLogger("dgcopt")
 
@@ -33,6 +35,10 @@ Source: TypeAlias = Literal["auto", "gradient", "update"]
 
 GradientExchange: TypeAlias = Generator[Collective, Tensor, Tensor | SparseSum]
 """The exchange of a gradient: yields collectives, receives their results, returns the common result of all ranks."""
+
+
+NAMED: dict[str, Callable[[], "Compressor"]] = {}
+"""Compressors that can be given by a name, as `compression="auto"`; modules of higher layers add theirs."""
 
 
 class Compressor:
@@ -49,6 +55,9 @@ class Compressor:
 
     in_turn: bool = False
     """True if one bucket's exchange must end before the second round of the next bucket starts."""
+
+    sizes: tuple[float, float] | None = None
+    """Megabytes per bucket and in the first one, unless the user sets them; None lets the layout choose."""
 
     source: Source = "gradient"
     """Send the gradient, or the update that the wrapped optimizer makes from the local gradient.
@@ -124,6 +133,14 @@ class Compressor:
     def asks_link(self) -> bool:
         """True if `Context.link` must be measured before the first step."""
         return False
+
+    def tuner(self, names: Mapping[Tensor, str], comm: Comm, fixed_sizes: bool) -> Tuner | None:
+        """Return the state machine that changes this compressor between steps; None for one that never changes.
+
+        Called once for each wire that `DistributedOptimizer` joins. `names` are all parameters, whose number may grow.
+        With `fixed_sizes` the user has set the sizes of buckets.
+        """
+        return None
 
     def parts(self) -> Iterator["Compressor"]:
         """Yield this compressor and all inner ones."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
-from .base import Compressor
+from .base import NAMED, Compressor
 from .context import Context
 from .dense import NoCompression
 from .wrappers.half import FP16
@@ -52,6 +52,8 @@ def accept(compression: Any) -> Compressor:
         if kind.exchange is Compressor.exchange and lacks_half:
             raise ConfigError(f"{kind.__name__} must define exchange(), or compress() and decompress(): {_REMEDY}")
         return compression
+    if isinstance(compression, str) and compression in NAMED:
+        return NAMED[compression]()
     kept = getattr(compression, "compressor", None)  # of dgcopt.hvd.Compression
     if isinstance(kept, Compressor):
         return accept(kept)
@@ -69,8 +71,8 @@ def accept(compression: Any) -> Compressor:
             )
         return HorovodCompression(compression)
     raise ConfigError(
-        f"compression must be a dgcopt.Compressor such as dgcopt.DGC(), or Horovod's hvd.Compression.none or fp16, not "
-        f"{compression!r}"
+        f"compression must be a dgcopt.Compressor such as dgcopt.DGC(), or Horovod's hvd.Compression.none or fp16, or "
+        f"'auto', not {compression!r}"
     )
 
 

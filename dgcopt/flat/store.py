@@ -69,6 +69,11 @@ class Store:
         """Delete the waiting memory of a kind."""
         self._waiting.pop(kind, None)
 
+    def drop_all_but_unsent(self, kept: Iterable[str] = ()) -> None:
+        """Delete waiting memory that is not unsent gradient, but for kinds that are `kept`."""
+        for kind in [kind for kind in self._waiting if not is_unsent(kind) and kind not in kept]:
+            self.drop(kind)
+
     def claim(self, names: Iterable[str], made_of: str) -> list[str]:
         """Set the content of these parameters' unsent memory, and delete waiting memory of another content.
 

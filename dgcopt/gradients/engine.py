@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Comm
+from ..compressors.tuner import Tuner
 from ..errors import ConfigError
 from ..exchange.divergence import check_finite, replicas
 from ..exchange.runner import Job, Runner, on_their_way
@@ -26,6 +27,9 @@ from .settings import Settings
 from .wrapped import Wrapped
 
 __all__ = ["Engine"]
+
+TUNING = "tuning"
+"""Key of a tuned compressor's choice in the state."""
 
 
 class Engine:
@@ -53,6 +57,8 @@ class Engine:
         self.runner = Runner(comm, "optimizer", self._offer, self._fail)
         self._is_expected = False
         self._step = GradientStep(wrapped, settings, self.runner.scheduler)
+        fixed = settings.bucket_mb is not None or settings.first_bucket_mb is not None or settings.groups is not None
+        self._tuner = wrapped.compressor.tuner(wrapped.names, comm, fixed)
         self.store, self.participation, self.turns = self._step.store, self._step.participation, self._step.turns
 
     # -- state of the step -------------------------------------------------------------------------------------------
@@ -119,6 +125,8 @@ class Engine:
             self.moved_on = False
             step.start()
         is_last = tracker.arrived(param, announced)
+        if self._tuner is not None and self._tuner.watching:
+            self._tuner.arrived(param)
         if announced > 1 and tracker.passes[param] > announced:
             raise self._too_many_passes(param, announced)
         bucket = outgoing.arrived(param, is_last)
@@ -208,7 +216,9 @@ class Engine:
 
     @torch.no_grad()
     def _drive(self) -> Job:
-        """Take the step, then synchronise buffers and compare replicas if that is due."""
+        """Take the step, then synchronise buffers, compare replicas and tune the compressor if that is due."""
+        if self._tuner is not None and self._tuner.watching:
+            self._tuner.synchronizing()
         verdict = yield from self._step.run()
         self._is_expected = False
         if verdict is not None and (self.void or self._step.same_ranks_left):
@@ -226,6 +236,19 @@ class Engine:
                 yield from through(wrapped.buffers.exchange(self.comm, self.step, self.participation.here))
         if is_due:
             yield from through(replicas(wrapped.replicated(), self.comm, self.step, self.settings.on_divergence))
+        if self._tuner is not None and not self.void:
+            yield from self._tune(self._tuner)
+
+    def _tune(self, tuner: Tuner) -> Job:
+        """Change the compressor if its tuner says so: at once, or after one more step, which sends what is unsent."""
+        if self._step.changes_compressor:
+            yield from self._step.finish_change()
+            return
+        change = yield from self.runner.scheduler.through(tuner.stepped(self.step))
+        if change is not None:
+            self._step.change_compressor(change)
+            if change.moves:
+                yield from self._step.finish_change()
 
     def abort(self) -> None:
         """Roll back a step that failed, so that its error is the last word about it."""
@@ -247,7 +270,8 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the state, for `restore`; "order" is that of the buckets, empty before the first step."""
-        return {"step": self.step, "order": list(self.layout.order), **self.store.state()}
+        tuning = {} if self._tuner is None else {TUNING: self._tuner.state()}
+        return {"step": self.step, "order": list(self.layout.order), **self.store.state(), **tuning}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`; buckets are laid out anew at the next step.
@@ -261,3 +285,5 @@ class Engine:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         self.runner.clear()
         self._step.restore(state)
+        if self._tuner is not None:
+            self._tuner.restore(state.get(TUNING))

@@ -11,9 +11,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..collectives import AllReduce, Collective, Group
 from ..comm import Handle
+from ..compressors.context import at_least_float32
+from ..compressors.tuner import Change
 from ..errors import MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.changes import Changes
@@ -80,6 +84,7 @@ class GradientStep(Step):
         self.tracker = GradientTracker()
         self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self.tracker, scheduler)
         self._flushes = False
+        self._change: Change | None = None
         self._begun = False
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings in the last step
@@ -141,6 +146,43 @@ class GradientStep(Step):
         self.compressor.give_back({p: momenta[name] for p, name in self.names.items() if name in momenta})
         self.store.drop("momentum")
 
+    @property
+    def changes_compressor(self) -> bool:
+        """True if another compressor follows this step."""
+        return self._change is not None
+
+    def change_compressor(self, change: Change) -> None:
+        """Change the compressor when `finish_change` is called: now, or after a step that flushes the residuals."""
+        self._change = change
+
+    def finish_change(self) -> Job:
+        """Put the other compressor in place; buckets are laid out anew at the next step, and adopt what is unsent."""
+        change, order = self._change, self.outgoing.layout.order
+        assert change is not None
+        self.replace_layout(order)
+        if not change.moves:
+            yield from self._return_momentum()
+        self.store.drop_all_but_unsent(() if not change.moves else ("momentum",))
+        change.apply()
+        self._change = None
+
+    def _return_momentum(self) -> Job:
+        """Give the optimizer the mean of the momentum that ranks have taken over: its state must be alike on all."""
+        momenta = self.store.memory().get("momentum", {})
+        params = [param for param, name in self.names.items() if param.requires_grad]
+        held = torch.tensor([self.names[param] in momenta for param in params], dtype=torch.int32)
+        through = self.scheduler.through
+        counts = (yield from through(_sum_of(held, "control", "who holds momentum"))).tolist()
+        for param, count in zip(params, counts, strict=True):
+            if not count:
+                continue
+            name = self.names[param]
+            mine = momenta.get(name)
+            if mine is None:
+                mine = torch.zeros_like(param, dtype=at_least_float32(param.dtype))
+            total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
+            self.compressor.give_back({param: total / count})
+
     def skip(self) -> None:
         """Skip a step in which the ranks' scalers have found an overflow."""
         self.void = True
@@ -155,6 +197,7 @@ class GradientStep(Step):
         """Restore memory and the number of steps. Raises ConfigError if memory does not fit the parameters."""
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})
         self.tracker.clear()
+        self._change = None
         self.outgoing.restore(state["order"], state["step"])
 
     def fail(self) -> None:
@@ -282,7 +325,8 @@ class GradientStep(Step):
         return self.outgoing.finished(used)
 
     def flush(self, used: list[bool] | None) -> Job | None:
-        return self.outgoing.flush(used) if self._flushes else None
+        flushes = self._flushes or (self._change is not None and not self._change.moves)
+        return self.outgoing.flush(used) if flushes else None
 
     def committed(self, finished: Sequence[FinishedExchange]) -> None:
         self.scheduler.count_step(sum(each.numel for each in finished))
@@ -366,3 +410,8 @@ class GradientStep(Step):
         return f"steps that were exchanged and not taken: {number}" + (
             " (optimizer.step() failed, or was left out: restore all ranks from a checkpoint)" if number else ""
         )
+
+
+def _sum_of(tensor: Tensor, group: Group, label: str) -> Generator[Collective, Tensor, Tensor]:
+    """Return the sum over ranks."""
+    return (yield AllReduce(tensor, op="sum", group=group, label=label))

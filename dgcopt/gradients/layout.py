@@ -98,6 +98,8 @@ def bucket_sizes(
         most, first = 25.0, 1.0
     else:
         most, first = 250.0, 25.0
+    if compressor.sizes is not None:
+        most, first = compressor.sizes
     asked = settings.bucket_mb, settings.first_bucket_mb
     return most if asked[0] is None else asked[0], first if asked[1] is None else asked[1]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,12 @@ from torch import Tensor, nn
 from ..collectives import AllGather, AllReduce, Barrier, Link
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError
+from . import clock
 from .advise import BASELINES, CANDIDATES, Prediction, Setting, check_candidates, predict, recipes_of
 from .costs import Recipe, Recording
 from .models import Model, tensors_of
 from .probe import probe
+from .profile import Profile
 from .wire import Fitted
 
 __all__ = ["Diagnosis", "Profile", "diagnose", "profile_model"]
@@ -28,60 +29,15 @@ STEPS = 3
 """Measured steps of forward and backward, of which the fastest counts, after one that allocates memory."""
 
 
-@dataclass(frozen=True)
-class Profile:
-    """A model's step on one rank, without any exchange.
-
-    Attributes:
-        shapes: trained parameters by name.
-        ready: seconds from the start of the step until each one's gradient is complete.
-        seconds: of forward and backward.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    ready: Mapping[str, float]
-    seconds: float
-
-    def model(self, name: str) -> Model:
-        """Return the model with its parameters in the order in which their gradients become ready, reversed."""
-        order = sorted(self.shapes, key=lambda one: self.ready[one])
-        start = self.ready[order[0]]
-        starts = [start, *(self.ready[one] for one in order[:-1])]
-        shares = {one: self.ready[one] - before for one, before in zip(order, starts, strict=True)}
-        total = max(self.seconds - start, 1e-9)
-        shares[order[-1]] += max(0.0, total - sum(shares.values()))
-        back = order[::-1]
-        return Model(
-            *(name, {one: self.shapes[one] for one in back}, [shares[one] for one in back], self.seconds),
-            forward=min(start, self.seconds) / self.seconds,
-        )
-
-
 class _Arrivals:
     """Notes when the gradient of each parameter is complete; on CUDA by events, without waiting for the device."""
 
     def __init__(self, named: Mapping[str, Tensor], device: torch.device) -> None:
-        self.device = device
         self.marks: dict[str, Any] = {}
         self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name: self.marks.update({name: self.now()}))
+            param.register_post_accumulate_grad_hook(lambda _, name=name: self.marks.update({name: clock.mark(device)}))
             for name, param in named.items()
         ]
-
-    def now(self) -> Any:
-        """Return a mark of this moment: on the device's clock, or the host's."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, start: Any, end: Any) -> float:
-        """Return the seconds from one mark to another."""
-        if self.device.type != "cuda":
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -95,19 +51,20 @@ def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS
     A parameter without a gradient counts as ready at the end. Raises ConfigError if the model does not take the inputs.
     """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    arrivals = _Arrivals(named, next(iter(named.values())).device)
+    device = next(iter(named.values())).device
+    arrivals = _Arrivals(named, device)
     found: list[tuple[float, dict[str, float]]] = []
     try:
         for _ in range(1 + steps):
             model.zero_grad()
             arrivals.marks.clear()
-            start = arrivals.now()
+            start = clock.mark(device)
             outputs = [tensor for tensor in tensors_of(model(*inputs)) if tensor.requires_grad]
             if not outputs:
                 raise ConfigError("the model's output does not depend on a trained parameter")
             torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
-            seconds = arrivals.between(start, arrivals.now())
-            found.append((seconds, {name: arrivals.between(start, mark) for name, mark in arrivals.marks.items()}))
+            seconds = clock.between(start, clock.mark(device))
+            found.append((seconds, {name: clock.between(start, mark) for name, mark in arrivals.marks.items()}))
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
         said = str(error).strip().splitlines()[0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Collection, Generator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..checks import check_positive
 from ..collectives import (
@@ -25,9 +25,10 @@ from ..collectives import (
 )
 from ..comm import Comm
 from ..errors import CommError, ConfigError
+from . import clock
 from .wire import HALF, KINDS, Fit, Fitted, fit
 
-__all__ = ["load_probe", "probe", "save_probe"]
+__all__ = ["load_probe", "measurements", "probe", "save_probe"]
 
 LEAST, MOST = 1024, 2**26  # bytes of a rank's message
 STEP = 4  # of one size to the next
@@ -59,37 +60,47 @@ def probe(comm: Comm, *, seconds: float = 8.0, deadline: float = 20.0, device: t
         )
     device = torch.device("cpu") if device is None else device
     comm.run(Barrier(label="start of dgcopt probe"), deadline)
-    measured = list(_groups(comm))
-    budget = seconds / (len(KINDS) * len(measured))
+    return comm.drive(measurements(comm, KINDS, seconds, device))
+
+
+def measurements(
+    comm: Comm, kinds: Collection[str], seconds: float, device: torch.device
+) -> Generator[Collective, Tensor, Fitted]:
+    """Measure some kinds of collectives as `probe` does, on all ranks at the same place, with none in flight."""
+    measured = yield from _groups(comm)
+    budget = seconds / (len(kinds) * len(measured))
     fits: dict[tuple[str, str], Fit] = {}
     for group in measured:
-        for kind in KINDS:
-            found = _measure(comm, kind, group, budget, device)
+        for kind in kinds:
+            found = yield from _measure(comm, kind, group, budget, device)
             fits[kind, group] = fit(list(found), list(found.values()), comm.size_of(group))
     return Fitted(fits)
 
 
-def _groups(comm: Comm) -> Iterator[Group]:
-    """Yield the groups of more than one rank on every rank: those that differ from the world."""
-    yield "world"
+def _groups(comm: Comm) -> Generator[Collective, Tensor, list[Group]]:
+    """Return the groups of more than one rank on every rank: those that differ from the world."""
+    found: list[Group] = ["world"]
     mine = torch.tensor([comm.size_of("node"), comm.size_of("across")], dtype=torch.int64)
-    sizes = comm.run(AllGather(comm.to_wire(mine), label="sizes of groups")).cpu()
+    sizes = (yield AllGather(comm.to_wire(mine), label="sizes of groups")).cpu()
     groups: tuple[Group, ...] = ("node", "across")
     for column, group in enumerate(groups):
         if int(sizes[:, column].min()) > 1 and int(sizes[:, column].max()) < comm.size:
-            yield group
+            found.append(group)
+    return found
 
 
-def _measure(comm: Comm, kind: str, group: Group, budget: float, device: torch.device) -> dict[float, float]:
+def _measure(
+    comm: Comm, kind: str, group: Group, budget: float, device: torch.device
+) -> Generator[Collective, Tensor, dict[float, float]]:
     """Return seconds by bytes of a rank's message; all ranks decide alike how far to go."""
     found: dict[float, float] = {}
     nbytes, spent = LEAST, 0.0
-    _once(comm, kind, group, nbytes, device)  # makes connections
+    yield from _once(comm, kind, group, nbytes, device)  # makes connections
     while True:
         times: list[float] = []
         # the same number on all ranks, as the times are those of the slowest
         while len(times) < REPEATS and (len(times) < 2 or sum(times) < budget / 10):
-            times.append(_once(comm, kind, group, nbytes, device))
+            times.append((yield from _once(comm, kind, group, nbytes, device)))
         found[nbytes] = min(times)
         spent += sum(times)
         following = 2 * STEP * found[nbytes]
@@ -98,17 +109,19 @@ def _measure(comm: Comm, kind: str, group: Group, budget: float, device: torch.d
         nbytes *= STEP
 
 
-def _once(comm: Comm, kind: str, group: Group, nbytes: int, device: torch.device) -> float:
+def _once(
+    comm: Comm, kind: str, group: Group, nbytes: int, device: torch.device
+) -> Generator[Collective, Tensor, float]:
     """Return the seconds of one collective on the slowest rank."""
     collective = _collective(comm, kind, group, nbytes, device)
-    comm.run(Barrier(label="before a measurement"))
-    start = time.perf_counter()
-    comm.run(collective)
+    yield Barrier(label="before a measurement")
+    start = clock.now()
+    yield collective
     comm.finish_on_device()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    mine = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    slowest = float(comm.run(AllReduce(comm.to_wire(mine), op="max", label="seconds of a measurement")))
+    mine = torch.tensor([clock.now() - start], dtype=torch.float64)
+    slowest = float((yield AllReduce(comm.to_wire(mine), op="max", label="seconds of a measurement")))
     if not 0 < slowest < math.inf:
         raise CommError(f"rank {comm.rank}: {kind} of {nbytes} bytes took {slowest} s by the slowest rank's clock")
     return slowest

@@ -240,15 +240,11 @@ class Engine:
             yield from self._tune(self._tuner)
 
     def _tune(self, tuner: Tuner) -> Job:
-        """Change the compressor if its tuner says so: at once, or after one more step, which sends what is unsent."""
-        if self._step.changes_compressor:
-            yield from self._step.finish_change()
-            return
-        change = yield from self.runner.scheduler.through(tuner.stepped(self.step))
-        if change is not None:
-            self._step.change_compressor(change)
-            if change.moves:
-                yield from self._step.finish_change()
+        """Ask the tuner for a change of the compressor, which a later step makes."""
+        if not self._step.changes_compressor:
+            change = yield from self.runner.scheduler.through(tuner.stepped(self.step))
+            if change is not None:
+                self._step.change_compressor(change)
 
     def abort(self) -> None:
         """Roll back a step that failed, so that its error is the last word about it."""

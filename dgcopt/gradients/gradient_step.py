@@ -85,6 +85,7 @@ class GradientStep(Step):
         self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self.tracker, scheduler)
         self._flushes = False
         self._change: Change | None = None
+        self._is_due = False  # True once nothing unsent is in the way of the change
         self._begun = False
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings in the last step
@@ -104,6 +105,7 @@ class GradientStep(Step):
         before, self._rule = self._rule, repr(self.compressor)
         layout = self.outgoing.layout
         fits = not layout.leaves_early or layout.fits(self._trained(), self._sparse)
+        fits = fits and not self._is_due
         self.outgoing.mark_outdated(before != self._rule or not fits)
 
     @property
@@ -148,15 +150,18 @@ class GradientStep(Step):
 
     @property
     def changes_compressor(self) -> bool:
-        """True if another compressor follows this step."""
+        """True if a change of the compressor is to be made."""
         return self._change is not None
 
     def change_compressor(self, change: Change) -> None:
-        """Change the compressor when `finish_change` is called: now, or after a step that flushes the residuals."""
-        self._change = change
+        """Change the compressor in the next step, or in the one after, if the next one must flush the residuals.
 
-    def finish_change(self) -> Job:
-        """Put the other compressor in place; buckets are laid out anew at the next step, and adopt what is unsent."""
+        The optimizer has yet to take the step that was committed, with the compressor of that step.
+        """
+        self._change, self._is_due = change, change.moves
+
+    def _make_change(self) -> Job:
+        """Put the other compressor in place, before buckets are laid out anew, which adopt what is unsent."""
         change, order = self._change, self.outgoing.layout.order
         assert change is not None
         self.replace_layout(order)
@@ -164,7 +169,7 @@ class GradientStep(Step):
             yield from self._return_momentum()
         self.store.drop_all_but_unsent(() if not change.moves else ("momentum",))
         change.apply()
-        self._change = None
+        self._change, self._is_due = None, False
 
     def _return_momentum(self) -> Job:
         """Give the optimizer the mean of the momentum that ranks have taken over: its state must be alike on all."""
@@ -197,7 +202,7 @@ class GradientStep(Step):
         """Restore memory and the number of steps. Raises ConfigError if memory does not fit the parameters."""
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})
         self.tracker.clear()
-        self._change = None
+        self._change, self._is_due = None, False
         self.outgoing.restore(state["order"], state["step"])
 
     def fail(self) -> None:
@@ -235,7 +240,7 @@ class GradientStep(Step):
                 self.early.was_mistaken(outgoing.step)
             outgoing.mark_stale()
         used = [grad is not None for grad in grads]
-        prepared = layout.fits(trained, self._sparse)
+        prepared = layout.fits(trained, self._sparse) and not self._is_due
         names = layout.names if prepared else [self.names[param] for param in trained]
         if not prepared:
             layout.check_sizes()
@@ -297,6 +302,8 @@ class GradientStep(Step):
         first = min({*range(self.comm.size)} - {*verdict.absent})
         if verdict.absent:  # whose learning rate schedules stand still
             yield from through(self._groups.take_over(first, self.comm, not self.participation.here))
+        if self._is_due:
+            yield from self._make_change()
         if not verdict.prepared:
             yield from self._lay_out()
         if not verdict.same_settings:
@@ -331,6 +338,7 @@ class GradientStep(Step):
     def committed(self, finished: Sequence[FinishedExchange]) -> None:
         self.scheduler.count_step(sum(each.numel for each in finished))
         self.outgoing.count_step()
+        self._is_due = self._change is not None  # as this step has flushed the residuals
         self.wrapped.averaged(False)
 
     def rollback(self) -> None:

@@ -25,7 +25,16 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce, Collective, Link
 from ..comm import Comm
-from ..compressors import Compressor, Context, GradientExchange, Hierarchical, NoCompression, Sparse, Wrapper
+from ..compressors import (
+    Compressor,
+    Context,
+    GradientExchange,
+    Hierarchical,
+    NoCompression,
+    ScheduledRatio,
+    Sparse,
+    Wrapper,
+)
 from ..compressors.base import NAMED
 from ..compressors.tuner import Change
 from ..errors import ConfigError
@@ -35,6 +44,7 @@ from .advise import CANDIDATES, LANES, Setting, rate
 from .costs import Recipe, record_recipe
 from .probe import measurements
 from .profile import Profile
+from .timeline import fill_buckets
 from .trials import WINDOW, Phase, Trials
 from .wire import Fitted
 
@@ -51,7 +61,7 @@ DDP_SIZES = (25.0, 1.0)
 """Megabytes of DistributedDataParallel's buckets, and of the first one."""
 SIZES = (None, (5.0, 1.0), (25.0, 1.0), (25.0, 25.0), (100.0, 100.0))
 """Megabytes per bucket and in the first one that are tried; None leaves them to the layout."""
-TRIED = 2
+TRIED = 3
 """Candidates tried beside the fallback and the one in use."""
 HOPELESS = 1.1
 """Candidates predicted to take more than this many times the fallback's step are not tried."""
@@ -93,7 +103,7 @@ class Auto(Wrapper):
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), "auto")
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.Auto(allow=("exact", "sparse")))
 
-    The first steps are dense. Then a second goes into a probe of the link and some into recording costs; up to two
+    The first steps are dense. Then a second goes into a probe of the link and some into recording costs; up to three
     candidates take turns with the dense exchange, six steps at a time. One that takes 95% of its time or less is kept.
     Every 64 steps the seconds of a step are compared: after a change by a quarter, twice in a row, all of this is done
     anew, at most after 4, 8, 16, ... times 64 steps. A log line says the choice and its reason; `reason` keeps it.
@@ -164,7 +174,7 @@ class Auto(Wrapper):
         found: dict[str, Compressor] = {}
         for name, (accuracy, build) in CANDIDATES.items():
             made = build()
-            is_sparse = accuracy == "delayed" and isinstance(made, Sparse)
+            is_sparse = accuracy == "delayed" and isinstance(made, Sparse | ScheduledRatio)
             if accuracy in self.allow or (is_sparse and "sparse" in self.allow):
                 found[name] = made
         return found
@@ -371,17 +381,22 @@ class AutoTuner:
         recipes = self._record(shapes, list(by_name.values()))
         yield from self._agree_on_costs(recipes)
         kinds = {one.kind for recipe in recipes.values() for place in recipe.low.rounds for one in place}
-        self._wire = yield from measurements(comm, sorted(kinds | {"AllGather"}), PROBE_SECONDS, self._device)
+        largest = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+        kinds |= {"AllGather"}  # of votes
+        self._wire = yield from measurements(comm, sorted(kinds), PROBE_SECONDS, self._device, largest)
         model = (yield from self._agree_on_profile(shapes)).model("auto")
         local = comm.local_size if self._has_machines() else 1
         setting = Setting(model, comm.size, self._wire, local, lanes=LANES)
         found: dict[str, float] = {}
+        seen: dict[Any, str] = {}  # the first candidate of those that send the same buckets at the same time
         for name, one in by_name.items():
             recipe = recipes[one.base, one.hierarchical]
             sizes = one.sizes or (recipe.bucket_mb, recipe.first_bucket_mb)
             overlap = recipe.overlap if one.overlap is None else one.overlap
-            as_set = replace(recipe, bucket_mb=sizes[0], first_bucket_mb=sizes[1], overlap=overlap)
-            found[name] = setting.step(as_set).seconds
+            buckets = [bucket.numel for bucket in fill_buckets(model.parameters(), *sizes)]
+            if seen.setdefault((one.base, one.hierarchical, overlap, *buckets), name) == name:
+                as_set = replace(recipe, bucket_mb=sizes[0], first_bucket_mb=sizes[1], overlap=overlap)
+                found[name] = setting.step(as_set).seconds
         self._candidates |= by_name
         self._predicted = found
         limit = HOPELESS * found[auto.fallback.name]
@@ -487,9 +502,10 @@ class AutoTuner:
 
     def state(self) -> dict[str, Any]:
         trials = self._trials
+        is_settled = trials.phase is Phase.KEEP and trials.chosen == self.auto.choice.name
         return {
             "choice": asdict(self.auto.choice),
-            "level": trials.level if trials.phase is Phase.KEEP else 0.0,
+            "level": trials.level if is_settled else 0.0,
             "pause": trials.pause,
             "size": self.comm.size,
         }
@@ -517,7 +533,7 @@ COLUMNS = (
 
 
 def shrink(shapes: Mapping[str, tuple[int, ...]], most: int) -> tuple[dict[str, tuple[int, ...]], float]:
-    """Return shapes of about `most` elements in all, by shorter first dimensions, and the factor by which they shrank."""
+    """Return shapes of about `most` elements in all, of shorter first dimensions, and the factor to the given ones."""
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     if total <= most:
         return dict(shapes), 1.0

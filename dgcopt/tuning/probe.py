@@ -64,15 +64,18 @@ def probe(comm: Comm, *, seconds: float = 8.0, deadline: float = 20.0, device: t
 
 
 def measurements(
-    comm: Comm, kinds: Collection[str], seconds: float, device: torch.device
+    comm: Comm, kinds: Collection[str], seconds: float, device: torch.device, most: int = MOST
 ) -> Generator[Collective, Tensor, Fitted]:
-    """Measure some kinds of collectives as `probe` does, on all ranks at the same place, with none in flight."""
+    """Measure some kinds of collectives as `probe` does, on all ranks at the same place, with none in flight.
+
+    No message has more than `most` bytes, but two sizes are measured in any case.
+    """
     measured = yield from _groups(comm)
     budget = seconds / (len(kinds) * len(measured))
     fits: dict[tuple[str, str], Fit] = {}
     for group in measured:
         for kind in kinds:
-            found = yield from _measure(comm, kind, group, budget, device)
+            found = yield from _measure(comm, kind, group, budget, device, most)
             fits[kind, group] = fit(list(found), list(found.values()), comm.size_of(group))
     return Fitted(fits)
 
@@ -90,7 +93,7 @@ def _groups(comm: Comm) -> Generator[Collective, Tensor, list[Group]]:
 
 
 def _measure(
-    comm: Comm, kind: str, group: Group, budget: float, device: torch.device
+    comm: Comm, kind: str, group: Group, budget: float, device: torch.device, most: int
 ) -> Generator[Collective, Tensor, dict[float, float]]:
     """Return seconds by bytes of a rank's message; all ranks decide alike how far to go."""
     found: dict[float, float] = {}
@@ -104,7 +107,7 @@ def _measure(
         found[nbytes] = min(times)
         spent += sum(times)
         following = 2 * STEP * found[nbytes]
-        if len(found) > 1 and (spent + following > budget or nbytes * STEP > MOST):
+        if len(found) > 1 and (spent + following > budget or nbytes * STEP > most):
             return found
         nbytes *= STEP
 

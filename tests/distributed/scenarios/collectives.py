@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+import zlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dgcopt
 from dgcopt import Comm, ConfigError, MismatchError
 from dgcopt.collectives import (
     OPS,
@@ -30,6 +32,7 @@ from dgcopt.collectives import (
 from dgcopt.comm.base import lowered
 from dgcopt.comm.horovod import horovod_torch
 from dgcopt.comm.launch import check_alike
+from dgcopt.tuning import auto
 from dgcopt.tuning.doctor import diagnose, profile_model
 from dgcopt.tuning.probe import probe
 from dgcopt.tuning.wire import KINDS
@@ -281,6 +284,33 @@ def diagnosed(comm: Comm) -> dict[str, Any]:
     return {}
 
 
+def chosen(comm: Comm) -> dict[str, Any]:
+    """All ranks choose alike and at the same step, and replicas stay equal through the changes."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 10))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "PROBE_SECONDS", 0.1)
+        optimizer: Any = dgcopt.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+            model.named_parameters(),
+            dgcopt.Auto(allow=("exact", "rounded", "sparse")),
+            comm=comm,
+        )
+        used = []
+        for step in range(100):
+            optimizer.zero_grad()
+            model(torch.full((4, 32), 0.01 * (step + comm.rank))).square().mean().backward()
+            optimizer.step()
+            used.append(optimizer.compressor.choice.name)
+    if comm.size > 1:
+        assert " uses " in optimizer.compressor.reason, optimizer.compressor.reason
+        assert used[-1] in optimizer.compressor.reason
+    codes = torch.tensor([zlib.crc32(name.encode()) for name in used])
+    assert all(row.equal(codes) for row in comm.run(AllGather(codes, label="choices")))
+    dgcopt.check_replicas(model.state_dict(), comm=comm)
+    return {}
+
+
 SCENARIOS = {
     f"collectives: {function.__name__}": function
     for function in (
@@ -289,5 +319,6 @@ SCENARIOS = {
         ranks_share_a_device,
         measured_link,
         diagnosed,
+        chosen,
     )
 }

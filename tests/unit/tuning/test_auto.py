@@ -1,0 +1,325 @@
+"""Auto on simulated ranks, whose wire has a clock and a speed of its own."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worlds import Ranks, bucket_of, context_of, small_model
+
+import dgcopt
+from dgcopt.collectives import Collective
+from dgcopt.comm import simulated
+from dgcopt.compressors.tuner import Change
+from dgcopt.errors import ConfigError, MismatchError
+from dgcopt.tuning import auto, clock
+from dgcopt.tuning.auto import AutoTuner, Candidate, grow, shrink
+from dgcopt.tuning.wire import wire_bytes
+
+SGD = torch.optim.SGD
+
+
+class Wire:
+    """Seconds on the clock, and the cost of collectives: rank 0's count for all."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.speed = 1e9
+        self.latency = 1e-5
+        self.node_speed = 1e12
+
+    def carry(self, collective: Collective, size: int) -> None:
+        speed = self.node_speed if collective.group == "node" else self.speed
+        sent = wire_bytes(type(collective).__name__, collective.nbytes, size)
+        self.time += (self.latency if collective.group != "node" else 0.0) + sent / speed
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire, start = Wire(), simulated._World.start
+
+    def timed(self: Any, rank: int, channel: Any, ranks: tuple[int, ...], collective: Collective) -> Any:
+        if rank == 0:
+            wire.carry(collective, len(ranks))
+        return start(self, rank, channel, ranks, collective)
+
+    monkeypatch.setattr(simulated._World, "start", timed)
+    monkeypatch.setattr(clock, "now", lambda: wire.time)
+    return wire
+
+
+def sgd(momentum: float = 0.0) -> Callable[..., torch.optim.Optimizer]:
+    return lambda params: SGD(params, lr=0.1, momentum=momentum)
+
+
+def steps(ranks: Ranks, wire: Wire, number: int, until: Callable[[], bool] = lambda: False) -> None:
+    for seed in range(number):
+        wire.time += 1e-3
+        ranks.step(seed)
+        if until():
+            for more in range(3):  # the change is made, and what is unsent is sent before it
+                ranks.step(more)
+            return
+
+
+def tuner_of(ranks: Ranks, rank: int = 0) -> Any:
+    return dgcopt.gradients.optimizer.synchronised(ranks.optimizers[rank]).engine._tuner
+
+
+def choices(ranks: Ranks) -> list[Candidate]:
+    return [optimizer.compressor.choice for optimizer in ranks.optimizers]
+
+
+def test_a_slow_link_gets_the_fastest_that_is_allowed(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    wire.speed = 1e5
+    with caplog.at_level(logging.INFO, "dgcopt"):
+        ranks = Ranks(2, sgd(), compression="auto")
+        assert choices(ranks) == [Candidate("NoCompression()", sizes=(25.0, 1.0))] * 2
+        steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    (choice, other) = choices(ranks)
+    assert choice == other and choice.base in ("QSGD()", "ByteGrad()"), "8 bits, but not selected coordinates"
+    ranks.assert_replicas_equal()
+    (line,) = [record.message for record in caplog.records if "dgcopt: auto" in record.message]
+    assert f"uses {choice.name}, as " in line and "times as fast as NoCompression()" in line
+    assert "0.8 Mbit/s" in line, line
+
+
+def test_sparse_ones_are_chosen_where_they_are_allowed(wire: Wire) -> None:
+    wire.speed = 1e4
+    ranks = Ranks(2, sgd(0.9), compression=dgcopt.Auto(allow=("exact", "sparse")))
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert "DGC" in choices(ranks)[0].base
+    steps(ranks, wire, 4)
+    ranks.assert_replicas_equal()
+    assert ranks.optimizers[0].residual_norm() > 0
+    assert not any("momentum_buffer" in state for state in ranks.optimizers[0].state.values()), "DGC has taken it over"
+
+
+def test_a_fast_link_stays_with_the_exchange_of_ddp(wire: Wire) -> None:
+    wire.speed, wire.latency = 1e12, 1e-7
+    ranks = Ranks(2, sgd(), compression="auto")
+    steps(ranks, wire, 70, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert "uses NoCompression()" in ranks.optimizers[0].compressor.reason
+    assert choices(ranks)[0] == Candidate("NoCompression()", sizes=(25.0, 1.0))
+
+
+def test_a_link_that_changes_while_exchanges_are_tried(wire: Wire) -> None:
+    wire.speed = 1e5
+    ranks = Ranks(2, sgd(), compression="auto")
+    steps(ranks, wire, 60, lambda: len(tuner_of(ranks)._trials.turns) == 5)
+    assert tuner_of(ranks)._trials.phase.value == "try"
+    wire.speed, wire.latency = 1e12, 1e-7
+    steps(ranks, wire, 60, lambda: "tried again" in ranks.optimizers[0].compressor.reason)
+    assert "the link has changed while exchanges were tried" in ranks.optimizers[1].compressor.reason
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert "uses NoCompression()" in ranks.optimizers[0].compressor.reason
+    ranks.assert_replicas_equal()
+
+
+def test_a_link_that_drifts_is_measured_again(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "WINDOW", 4)
+    wire.speed = 1e5
+    ranks = Ranks(2, sgd(), compression="auto")
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    slow = choices(ranks)[0]
+    assert slow.base != "NoCompression()"
+    wire.speed, wire.latency = 1e12, 1e-7
+    steps(ranks, wire, 40, lambda: "measured again" in ranks.optimizers[0].compressor.reason)
+    assert f"with {slow.name}, and took" in ranks.optimizers[0].compressor.reason
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert choices(ranks) == [Candidate("NoCompression()", sizes=(25.0, 1.0))] * 2
+
+
+class Linear(nn.Module):
+    """Parameters whose gradients are the inputs, whatever the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(40, 30, dtype=torch.float64))
+        self.vector = nn.Parameter(torch.zeros(17, dtype=torch.float64))
+
+
+SCRIPT = {2: "DGC", 6: "QSGD()", 9: "DGC", 12: "owner", 15: "low rank", 18: "NoCompression()"}
+"""Candidates by the step after which they are put in place."""
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_nothing_unsent_is_lost_when_exchanges_change(monkeypatch: pytest.MonkeyPatch, momentum: float) -> None:
+    """All weights end where dense training ends, and no rank's optimizer has other state than the others'."""
+    kept = {"warmup": None, "momentum_masking": False}
+    made = {
+        "NoCompression()": ("delayed", dgcopt.NoCompression),
+        "DGC": ("delayed", lambda: dgcopt.DGC(0.05, **kept)),
+        "owner": ("delayed", lambda: dgcopt.DGC(0.05, reduce="owner", values="int8", **kept)),
+        "QSGD()": ("delayed", lambda: dgcopt.ByteGrad(error_feedback=True)),
+        "low rank": ("delayed", lambda: dgcopt.PowerSGD(start_step=0)),
+    }
+    monkeypatch.setattr(auto, "CANDIDATES", made)
+
+    def scripted(self: AutoTuner, step: int) -> Generator[Collective, Tensor, Change | None]:
+        yield from ()
+        if step in SCRIPT:
+            self._candidates["next"] = Candidate(SCRIPT[step])
+            self._trials = auto.Trials("next", "next")
+            return self._change()
+        return None
+
+    monkeypatch.setattr(AutoTuner, "_stepped", scripted)
+    ranks = Ranks(2, sgd(momentum), model=Linear, compression=dgcopt.Auto(allow=("delayed",)))
+    random, total, used, norms = torch.Generator().manual_seed(0), {}, [], []
+    for step in range(300):
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = torch.zeros((), dtype=torch.float64)
+            for name, param in model.named_parameters():
+                given = torch.randn(param.shape, generator=random, dtype=torch.float64) * (step < 20)
+                total[name] = total.get(name, 0) + given / 2
+                loss = loss + (param * given).sum()
+            loss.backward()
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        ranks.assert_replicas_equal()
+        used.append(ranks.optimizers[0].compressor.choice.base)
+        norms.append(ranks.optimizers[0].residual_norm())
+    assert [base for i, base in enumerate(used) if i == 0 or used[i - 1] != base] == [
+        "NoCompression()",
+        *SCRIPT.values(),
+    ]
+    assert norms[5] > 0 and norms[-1] == 0
+    for name, param in ranks.models[0].named_parameters():
+        expected = -0.1 * total[name] / (1 - momentum)
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=1e-6)
+    one, other = (optimizer.state for optimizer in ranks.optimizers)
+    for mine, theirs in zip(one.values(), other.values(), strict=True):
+        for kind, tensor in mine.items():
+            assert not isinstance(tensor, Tensor) or torch.equal(tensor, theirs[kind]), kind
+
+
+def test_adam_is_not_given_exchanges_that_send_its_updates(wire: Wire) -> None:
+    wire.speed = 1e4
+    ranks = Ranks(2, lambda p: torch.optim.AdamW(p, lr=0.01), compression=dgcopt.Auto(("exact", "sparse")))
+    names = {one.base for one in ranks.optimizers[0].compressor.candidates(False, False)}
+    assert names == {"NoCompression()"}
+    steps(ranks, wire, 40)
+    ranks.assert_replicas_equal()
+
+
+@pytest.mark.parametrize("nodes, allowed", [(1, False), (2, True)])
+def test_hierarchy_is_chosen_where_machines_have_several_ranks(wire: Wire, nodes: int, allowed: bool) -> None:
+    wire.speed = 1e5
+    ranks = Ranks(4, sgd(), nodes=nodes, compression=dgcopt.Auto(compressor=dgcopt.NoCompression()))
+    steps(ranks, wire, 70, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert choices(ranks)[0].hierarchical == allowed, ranks.optimizers[0].compressor.reason
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 400), nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 5)).double()
+
+
+def test_buckets_of_one_compressor_are_tuned_and_trials_are_written(wire: Wire, tmp_path: Path) -> None:
+    """A collective costs 5 ms whatever its size: one bucket is better than two."""
+    wire.speed, wire.latency, path = 1e12, 5e-3, tmp_path / "trials.csv"
+    compression = dgcopt.Auto(compressor=dgcopt.NoCompression(), trials=str(path))
+    ranks = Ranks(2, sgd(), model=layers, compression=compression)
+    steps(ranks, wire, 70, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    choice = choices(ranks)[0]
+    assert choice.base == "NoCompression()" and choice.sizes in ((25.0, 25.0), (100.0, 100.0)), choice
+    rows = list(csv.DictReader(path.open()))
+    layouts = {(row["overlap"], row["bucket_mb"], row["first_bucket_mb"]) for row in rows}
+    assert layouts == {("", "", ""), ("False", "", ""), ("True", "25.0", "25.0"), ("False", "25.0", "25.0")}, (
+        "those that send the same buckets at the same time are one candidate"
+    )
+    (chosen,) = [row for row in rows if row["chosen"] == "True"]
+    assert float(chosen["measured_seconds"]) < 0.95 * float(rows[0]["measured_seconds"])
+    assert all(float(row["predicted_seconds"]) > 0 for row in rows)
+
+
+def test_sizes_that_the_user_sets_are_not_tuned() -> None:
+    compressor = dgcopt.Auto(compressor=dgcopt.NoCompression())
+    assert {one.sizes for one in compressor.candidates(False, True)} == {None}
+    assert len({one.sizes for one in compressor.candidates(False, False)}) > 3
+
+
+def test_trials_that_cannot_be_written_are_a_warning(
+    wire: Wire, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wire.speed = 1e5
+    ranks = Ranks(2, sgd(), compression=dgcopt.Auto(trials=str(tmp_path / "none" / "trials.csv")))
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert "cannot write trials to" in caplog.text and "No such file" in caplog.text
+
+
+def test_ranks_with_other_candidates_are_told() -> None:
+    comms, models = dgcopt.simulated_world(2), [small_model() for _ in range(2)]
+    allowed = (("exact", "rounded"), ("exact", "sparse"))
+    optimizers = [
+        dgcopt.DistributedOptimizer(
+            SGD(model.parameters(), lr=0.1), model.named_parameters(), dgcopt.Auto(allow), comm=comm
+        )
+        for model, comm, allow in zip(models, comms, allowed, strict=True)
+    ]
+    for model in models:
+        model(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
+    with pytest.raises(MismatchError, match=r"allow=\('exact', 'rounded'\)"):
+        optimizers[0].step()
+
+
+def test_a_single_rank_has_nothing_to_choose(wire: Wire) -> None:
+    ranks = Ranks(1, sgd(), compression="auto")
+    steps(ranks, wire, 30)
+    assert choices(ranks) == [Candidate("NoCompression()", sizes=(25.0, 1.0))]
+    assert ranks.optimizers[0].telemetry.sent_bytes == 0
+
+
+def test_a_checkpoint_holds_the_choice(wire: Wire) -> None:
+    wire.speed = 1e4
+    before = Ranks(2, sgd(0.9), compression=dgcopt.Auto(("exact", "sparse")))
+    steps(before, wire, 60, lambda: "uses" in before.optimizers[0].compressor.reason)
+    steps(before, wire, 3)
+    norm = before.optimizers[0].residual_norm()
+    after = Ranks(2, sgd(0.9), compression=dgcopt.Auto(("exact", "sparse")))
+    for one, other in zip(before.optimizers, after.optimizers, strict=True):
+        other.load_state_dict(one.state_dict())
+    for one, other in zip(before.models, after.models, strict=True):
+        other.load_state_dict(one.state_dict())
+    assert choices(after) == choices(before) and norm > 0
+    assert after.optimizers[0].residual_norm() == norm
+    for ranks in (before, after):
+        steps(ranks, wire, 10)
+    for ours, theirs in zip(before.weights(), after.weights(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert tuner_of(after)._trials.phase.value == "keep", "nothing is tried anew"
+    assert tuner_of(after)._trials.level == tuner_of(before)._trials.level
+    other = Ranks(2, sgd(0.9), compression="auto")
+    with pytest.raises(ConfigError, match=r"the choice DGC.* give the same allow and compressor"):
+        other.optimizers[0].load_state_dict(before.optimizers[0].state_dict())
+
+
+def test_it_is_refused_where_nothing_chooses() -> None:
+    bucket = bucket_of([torch.zeros(4)])
+    with pytest.raises(ConfigError, match="Auto chooses at the steps of DistributedOptimizer"):
+        next(iter(dgcopt.Auto().exchange(bucket.empty(), context_of(bucket, 0, 2))))
+    for allow in ((), ("exact", "lossy"), "exact"):
+        with pytest.raises(ConfigError, match=r"allow must hold some of 'exact', 'rounded'"):
+            dgcopt.Auto(allow)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"compressor must be a dgcopt.Compressor"):
+        dgcopt.Auto(compressor=dgcopt.Auto())
+
+
+def test_large_models_are_recorded_at_a_fraction_of_their_sizes() -> None:
+    shapes = {"big": (1000, 300), "small": (7, 3), "bias": (1000,)}
+    shrunk, factor = shrink(shapes, 30_000)
+    assert shrunk["bias"] == (1000,) and shrunk["big"][1] == 300
+    numel = sum(torch.Size(shape).numel() for shape in shrunk.values())
+    assert numel < 33_000 and factor * numel == pytest.approx(301_021)
+    assert shrink(shapes, 400_000) == (shapes, 1.0)
+    recipe = auto.record_recipe("", "", shrunk, dgcopt.NoCompression(), (2,), clock=lambda: 0.0)
+    (place,) = grow(recipe, factor).low.rounds
+    assert sum(one.nbytes for one in place) == pytest.approx(4 * 301_021, rel=0.01)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from worlds import Ranks, bucket_of, context_of, small_model
 
 import dgcopt
 from dgcopt.collectives import Collective
@@ -21,6 +20,7 @@ from dgcopt.errors import ConfigError, MismatchError
 from dgcopt.tuning import auto, clock
 from dgcopt.tuning.auto import AutoTuner, Candidate, grow, shrink
 from dgcopt.tuning.wire import wire_bytes
+from tests.support.worlds import Ranks, bucket_of, context_of, small_model
 
 SGD = torch.optim.SGD
 

@@ -1,0 +1,380 @@
+"""Loss per byte of a small GPT: every method with its own learning rate, on simulated ranks, resumable across days.
+
+    chrt -i 0 nice -n 19 python scripts/bench_frontier.py run            # continue the plan until it is done or killed
+    python scripts/bench_frontier.py status                              # finished runs, and the next ones
+    python scripts/bench_frontier.py table --plot docs/frontier.png      # the tables and the figure of docs/frontier.md
+
+A finished run is one line of docs/frontier.jsonl. A run that is killed leaves nothing and is repeated; a run whose
+settings are in the file is not. So `run` may be killed at any moment, and adding a method to METHODS extends the plan.
+
+The plan has stages, each over all methods in order: a sweep of the learning rate with seed 0 and half the steps, by
+factors of two until the best value has worse neighbours; then the best learning rate at all steps with three seeds; then
+the same with eight ranks.
+
+All ranks of a run train in one process and one thread. The weights of all ranks are stacked for the forward and backward
+pass, so that eight ranks cost no more than one with eight times the batch. Everything else is the library's own code:
+one optimizer per rank, wrapped for a simulated wire, whose telemetry counts the bytes. The same seed gives all methods
+the same weights and batches, and a rank's batches do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dgcopt
+from dgcopt.tasks.stdlib_gpt import CharGPT, StdlibText
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "frontier.jsonl"
+
+TASK = {"layers": 2, "heads": 2, "width": 64, "context": 64, "batch": 4, "text": 10_000_000, "version": 1}
+"""Shape of the model, samples per rank and step, and bytes of text; raise `version` if training itself changes."""
+
+STEPS = 3000
+WARMUP = 0.05
+"""Fraction of the steps during which the learning rate rises; then it falls to zero along a cosine."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """An exchange, and the optimizer of each rank.
+
+    Args:
+        exchange: expression of a compressor or an averaging rule, evaluated with the names of `dgcopt`.
+        optimizer: "adamw", "adamw0" without its first moment, or "sgd".
+        lr: middle of the sweep of learning rates.
+        ranks: numbers of ranks: the first is for the sweep and the paired seeds, all others for the last stage.
+    """
+
+    exchange: str
+    optimizer: str = "adamw"
+    lr: float = 8e-3
+    ranks: tuple[int, ...] = (4, 8)
+
+
+CODED = "values='int2', indices='rice'"
+METHODS: dict[str, Method] = {
+    "dense": Method("NoCompression()"),
+    "one rank": Method("NoCompression()", ranks=(1,)),
+    "DiLoCo, H = 8": Method("DiLoCo(every=8)"),
+    "DiLoCo, H = 32": Method("DiLoCo(every=32)"),
+    "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0"),
+    "TopK of the update, 0.1%": Method(f"TopK(0.001, {CODED})", "adamw0"),
+    "SparseLoCo, H = 32": Method("SparseLoCo(every=32)"),
+    "DiLoCo, TopK 1%, unsent local, H = 8": Method(f"DiLoCo(8, compression=TopK(0.01, {CODED}), unsent='local')"),
+    "DiLoCo, TopK 1%, unsent local, H = 32": Method(f"DiLoCo(32, compression=TopK(0.01, {CODED}), unsent='local')"),
+    "LocalSGD, H = 8": Method("LocalSGD(every=8)"),
+    "LocalSGD, H = 32": Method("LocalSGD(every=32)"),
+    "dense without first moment": Method("NoCompression()", "adamw0", ranks=(4,)),
+    "DiLoCo, TopK 1%, unsent apart, H = 8": Method(f"DiLoCo(8, compression=TopK(0.01, {CODED}))"),
+    "DiLoCo, TopK 0.1%, unsent local, H = 8": Method(f"DiLoCo(8, compression=TopK(0.001, {CODED}), unsent='local')"),
+    "DeMo": Method("DeMo()", "sgd", lr=2e-3),
+    "PowerSGD, rank 4": Method("PowerSGD(rank=4)"),
+    "TopK of the update, 1%, with first moment": Method(f"TopK(0.01, {CODED})"),
+    "DGC of the gradient, 1%": Method(f"DGC(0.01, {CODED}, vectors='int8', warmup=None)"),
+    "DGC of the gradient, 0.1%": Method(f"DGC(0.001, {CODED}, vectors='int8', warmup=None)"),
+    "OneBit of the gradient": Method("OneBit()"),
+    "Signum": Method("Signum()", "sgd", lr=2e-3),
+    "OneBitAdam": Method("OneBitAdam()"),
+    "DiLoCo, TopK 0.1%, unsent local, H = 32": Method(f"DiLoCo(32, compression=TopK(0.001, {CODED}), unsent='local')"),
+}
+"""In order of value: the sweep of the first is made first."""
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
+    "adamw0": partial(torch.optim.AdamW, betas=(0.0, 0.95), weight_decay=0.1, fused=True),
+    "sgd": partial(torch.optim.SGD, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings of one run, which identify its result."""
+
+    exchange: str
+    optimizer: str
+    lr: float
+    ranks: int
+    steps: int
+    seed: int
+    task: str
+
+    @property
+    def key(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def texts() -> dict[str, Tensor]:
+    """The training and the validation text."""
+    return {
+        "train": StdlibText("train", TASK["context"], TASK["text"]).text,
+        "validation": StdlibText("validation", TASK["context"], TASK["text"]).text,
+    }
+
+
+@cache
+def task_id() -> str:
+    """The version of the task: its settings and the text, which depends on the version of Python."""
+    digest = hashlib.sha256(json.dumps(TASK, sort_keys=True).encode())
+    for text in texts().values():
+        digest.update(text.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def model_of(seed: int) -> CharGPT:
+    torch.manual_seed(seed)
+    return CharGPT(TASK["layers"], TASK["heads"], TASK["width"], TASK["context"])
+
+
+def batch(text: Tensor, random: torch.Generator, count: int) -> Tensor:
+    """Windows of text from anywhere, with one character more than the context: `[count, context + 1]`."""
+    starts = torch.randint(len(text) - TASK["context"], (count, 1), generator=random)
+    return text[starts + torch.arange(TASK["context"] + 1)].long()
+
+
+def logits(weights: dict[str, Tensor], tokens: Tensor, heads: int) -> Tensor:
+    """The logits of N replicas of CharGPT: stacked weights `[N, ...]`, tokens `[N, B, T]`, result `[N, B * T, V]`."""
+    (replicas, count, length), table = tokens.shape, weights["token.weight"]
+    vocabulary, width = table.shape[1:]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        gain, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return torch.addcmul(bias[:, None], F.layer_norm(x, (width,)), gain[:, None])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return torch.baddbmm(weights[f"{name}.bias"][:, None], x, weights[f"{name}.weight"].transpose(1, 2))
+
+    rows = tokens + torch.arange(replicas).view(-1, 1, 1) * vocabulary
+    x = F.embedding(rows, table.flatten(0, 1)) + weights["position"][:, None, :length]
+    x = x.flatten(1, 2)
+    for block in sorted({name.split(".")[1] for name in weights if name.startswith("blocks.")}, key=int):
+        at = f"blocks.{block}."
+        parts = linear(norm(x, at + "norm1"), at + "attend").view(replicas * count, length, 3, heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + linear(mixed.transpose(1, 2).reshape(x.shape), at + "project")
+        x = x + linear(F.gelu(linear(norm(x, at + "norm2"), at + "mlp.0")), at + "mlp.2")
+    return torch.bmm(norm(x, "norm"), table.transpose(1, 2))
+
+
+def loss_of(weights: dict[str, Tensor], windows: Tensor) -> Tensor:
+    """The sum over replicas of the mean loss of each, so that gradients are those of every replica alone."""
+    found = logits(weights, windows[..., :-1], TASK["heads"])
+    return F.cross_entropy(found.flatten(0, 1), windows[..., 1:].flatten()) * len(windows)
+
+
+@torch.no_grad()
+def validation(weights: dict[str, Tensor], count: int) -> float:
+    """The loss of one replica on the same windows each time."""
+    windows = batch(texts()["validation"], torch.Generator().manual_seed(1), count)
+    one = {name: tensor[None] for name, tensor in weights.items()}
+    return statistics.mean(float(loss_of(one, part[None])) for part in windows.split(256))
+
+
+def rate(step: int, run: Run) -> float:
+    """The learning rate of a step, counted from 0."""
+    warm = max(1, round(WARMUP * run.steps))
+    if step < warm:
+        return run.lr * (step + 1) / warm
+    return run.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (run.steps - warm)))
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train one run; return its losses, bytes and seconds."""
+    started, cpu = time.time(), time.process_time()
+    model = model_of(run.seed)
+    names = [name for name, _ in model.named_parameters()]
+    replicas = [
+        {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+        for _ in range(run.ranks)
+    ]
+    chosen = eval(run.exchange, vars(dgcopt))
+    optimizers: list[Any] = []
+    for replica, comm in zip(replicas, dgcopt.simulated_world(run.ranks), strict=True):
+        optimizer = OPTIMIZERS[run.optimizer](replica.values(), lr=run.lr)
+        if isinstance(chosen, dgcopt.Averaging):
+            optimizers.append(chosen.attach(optimizer, replica.items(), comm))
+        else:
+            optimizers.append(dgcopt.DistributedOptimizer(optimizer, replica.items(), chosen, comm=comm))
+    randoms = [torch.Generator().manual_seed(1000 * run.seed + rank + 1) for rank in range(run.ranks)]
+    curve, recent = [], 0.0
+    every = run.steps // 10
+    for step in range(run.steps):
+        windows = torch.stack([batch(texts()["train"], random, TASK["batch"]) for random in randoms])
+        loss = loss_of({name: torch.stack([replica[name] for replica in replicas]) for name in names}, windows)
+        found = float(loss.detach()) / run.ranks
+        if not math.isfinite(found):
+            return {"loss": None, "error": f"the training loss is {found} at step {step}"}
+        loss.backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step, run)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        recent += found / every
+        if (step + 1) % every == 0:
+            curve.append([step + 1, round(recent, 4), round(validation(mean_of(replicas), 256), 4)])
+            recent = 0.0
+    sender = getattr(optimizers[0], "averaging", optimizers[0])
+    sent = sender.telemetry.sent_bytes if run.ranks > 1 else 0
+    elements = sum(param.numel() for param in model.parameters())
+    return {
+        "loss": validation(mean_of(replicas), 2048),
+        "loss_of_rank_0": validation(replicas[0], 2048),
+        "bytes_per_sample": sent / run.steps / TASK["batch"],
+        "dense_bytes_per_sample": 2 * 4 * elements * (run.ranks - 1) / run.ranks / TASK["batch"],
+        "parameters": elements,
+        "curve": curve,
+        "cpu_seconds": round(time.process_time() - cpu, 1),
+        "seconds": round(time.time() - started, 1),
+    }
+
+
+def mean_of(replicas: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of the ranks' weights, which every method trains for: most hold it on every rank."""
+    return {name: torch.stack([replica[name].detach() for replica in replicas]).mean(0) for name in replicas[0]}
+
+
+# -- results and the plan ----------------------------------------------------------------------------------------------
+
+
+class Results:
+    """Finished runs, one line of JSON each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            whole = path.read_bytes()
+            if not whole.endswith(b"\n"):  # killed while it wrote
+                whole = whole[: whole.rfind(b"\n") + 1]
+                path.write_bytes(whole)
+            for line in whole.decode().splitlines():
+                entry = json.loads(line)
+                self.runs[Run(**entry["run"]).key] = entry
+
+    def add(self, run: Run, result: dict[str, Any], commit: str) -> None:
+        entry = {"run": asdict(run), **result, "commit": commit}
+        self.runs[run.key] = entry
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def loss(self, run: Run) -> float | None:
+        """The final loss, infinite for a run that diverged, None for one that is not there."""
+        entry = self.runs.get(run.key)
+        return None if entry is None else math.inf if entry["loss"] is None else entry["loss"]
+
+
+def run_of(method: Method, lr: float, ranks: int, steps: int, seed: int) -> Run:
+    return Run(method.exchange, method.optimizer, lr, ranks, steps, seed, task_id())
+
+
+def sweep(method: Method, results: Results, ranks: int) -> tuple[Run | None, float]:
+    """Return the next run of the sweep, None if it is done, and the best learning rate so far.
+
+    The sweep has the middle value, half of it and twice it, and goes on from a best value at the end of the row.
+    """
+    factor = {0: 1.0, -1: 0.5, 1: 2.0}
+    losses: dict[int, float] = {}
+    while True:
+        best = min(losses, key=losses.__getitem__) if losses else 0
+        ahead = [place for place in (best, best - 1, best + 1) if place not in losses]
+        if not ahead:
+            return None, method.lr * factor[best]
+        factor.setdefault(ahead[0], 2.0 ** ahead[0])
+        run = run_of(method, method.lr * factor[ahead[0]], ranks, STEPS // 2, 0)
+        loss = results.loss(run)
+        if loss is None:
+            return run, method.lr * factor[best]
+        losses[ahead[0]] = loss
+
+
+def plan(results: Results) -> Iterator[Run]:
+    """Yield the runs that are left, in order; each depends on the results before it."""
+    for method in METHODS.values():
+        while (run := sweep(method, results, method.ranks[0])[0]) is not None:
+            yield run
+    for stage in range(max(len(method.ranks) for method in METHODS.values())):
+        for method in METHODS.values():
+            if len(method.ranks) <= stage:
+                continue
+            lr = sweep(method, results, method.ranks[0])[1]
+            for seed in range(3):
+                run = run_of(method, lr, method.ranks[stage], STEPS, seed)
+                if results.loss(run) is None:
+                    yield run
+
+
+def work(results: Results, seconds: float) -> None:
+    """Make the runs of the plan."""
+    torch.set_num_threads(1)
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and (run := next(plan(results), None)) is not None:
+        print(f"{time.strftime('%H:%M:%S')} {run.exchange} {run.optimizer} lr={run.lr:g} ", end="", flush=True)
+        print(f"ranks={run.ranks} steps={run.steps} seed={run.seed}", end=": ", flush=True)
+        try:
+            result = train(run)
+        except dgcopt.DivergenceError as error:
+            result = {"loss": None, "error": str(error)[:200]}
+        results.add(run, result, commit)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"{result['loss']} in {result.get('cpu_seconds')} s of CPU, {memory:.1f} GB", flush=True)
+
+
+def status(results: Results) -> None:
+    print(f"{len(results.runs)} runs in {results.path}; task {task_id()}")
+    for name, method in METHODS.items():
+        losses = {
+            run["lr"]: entry["loss"]
+            for entry in results.runs.values()
+            if (run := entry["run"])["exchange"] == method.exchange
+            and (run["optimizer"], run["ranks"], run["steps"]) == (method.optimizer, method.ranks[0], STEPS // 2)
+        }
+        told = ", ".join(f"{lr:g}: {math.nan if loss is None else loss:.4f}" for lr, loss in sorted(losses.items()))
+        print(f"{name:45} {told}")
+    if (run := next(plan(results), None)) is not None:
+        print(f"next: {run}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "status"])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many seconds")
+    arguments = parser.parse_args()
+    results = Results(arguments.results)
+    if arguments.command == "run":
+        work(results, arguments.seconds)
+    else:
+        status(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -371,33 +371,136 @@ def work(results: Results, seconds: float) -> None:
         print(f"{result['loss']} in {result.get('cpu_seconds')} s of CPU, {memory:.1f} GB", flush=True)
 
 
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def swept(method: Method, results: Results) -> dict[float, dict[str, Any]]:
+    """Return the entries of the sweep by learning rate, in ascending order."""
+    of_method = {
+        entry["run"]["lr"]: entry
+        for entry in results.runs.values()
+        if Run(**entry["run"]) == run_of(method, entry["run"]["lr"], method.ranks[0], STEPS // 2, 0)
+    }
+    return dict(sorted(of_method.items()))
+
+
+def loss_in(entry: dict[str, Any]) -> float:
+    return math.inf if entry["loss"] is None else float(entry["loss"])
+
+
 def status(results: Results) -> None:
+    """Print the losses of all sweeps, and the next run."""
     print(f"{len(results.runs)} runs in {results.path}; task {task_id()}")
     for name, method in METHODS.items():
-        losses = {
-            run["lr"]: entry["loss"]
-            for entry in results.runs.values()
-            if (run := entry["run"])["exchange"] == method.exchange
-            and (run["optimizer"], run["ranks"], run["steps"]) == (method.optimizer, method.ranks[0], STEPS // 2)
-            and run["task"] == task_id()
-        }
-        told = ", ".join(f"{lr:g}: {math.nan if loss is None else loss:.4f}" for lr, loss in sorted(losses.items()))
-        print(f"{name:45} {told}")
-    if (run := next(plan(results), None)) is not None:
-        print(f"next: {run}")
+        found = swept(method, results)
+        print(f"{name:45} {', '.join(f'{lr:g}: {loss_in(entry):.4f}' for lr, entry in found.items())}")
+    print(f"next: {next(plan(results), 'nothing')}")
+
+
+def fewer(entry: dict[str, Any]) -> str:
+    """The cells of bytes per sample, and how many times fewer they are than with fp32 and bf16."""
+    sent, dense = entry["bytes_per_sample"], entry["dense_bytes_per_sample"]
+    return f"{sent:,.0f} | {dense / sent:,.0f}x | {dense / 2 / sent:,.1f}x" if sent else "0 | | "
+
+
+def table_of_sweeps(results: Results) -> str:
+    """All sweeps in markdown; a best value that has no worse neighbour yet is marked with "..."."""
+    lines = [
+        f"{STEPS // 2} steps, seed 0\n",
+        "| method | ranks | bytes per sample | vs fp32 | vs bf16 | best lr | loss | vs dense | all: lr, loss |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    dense = min(map(loss_in, swept(METHODS["dense"], results).values()), default=math.nan)
+    for name, method in METHODS.items():
+        if not (found := swept(method, results)):
+            continue
+        best = min(found, key=lambda lr: loss_in(found[lr]))
+        open_end = "" if sweep(method, results, method.ranks[0])[0] is None else " ..."
+        loss = loss_in(found[best])
+        told = ", ".join(f"{lr:g}: {loss_in(entry):.3f}" for lr, entry in found.items())
+        cells = f"{fewer(found[best])} | {best:g}{open_end} | {loss:.3f} | {loss / dense - 1:+.1%} | {told}"
+        lines.append(f"| {name} | {method.ranks[0]} | {cells} |")
+    return "\n".join(lines)
+
+
+def paired(method: Method, results: Results, ranks: int) -> list[dict[str, Any]]:
+    """Return the entries of the best learning rate at all steps, by seed."""
+    lr = sweep(method, results, method.ranks[0])[1]
+    runs = [run_of(method, lr, ranks, STEPS, seed) for seed in range(3)]
+    return [results.runs[run.key] for run in runs if run.key in results.runs]
+
+
+def table_of_seeds(results: Results, ranks: int) -> str:
+    """The best learning rates in markdown: mean loss, and mean (range) of the change against dense, paired by seed."""
+    lines = [
+        f"{ranks} ranks, {STEPS} steps\n",
+        "| method | lr | seeds | bytes per sample | vs fp32 | vs bf16 | loss | vs dense, paired |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    dense = {entry["run"]["seed"]: loss_in(entry) for entry in paired(METHODS["dense"], results, ranks)}
+    for name, method in METHODS.items():
+        at = 1 if method.ranks == (1,) else ranks  # training alone is the other end of the scale
+        if not (found := paired(method, results, at)):
+            continue
+        gaps = [loss_in(e) / dense[e["run"]["seed"]] - 1 for e in found if e["run"]["seed"] in dense]
+        gap = f"{statistics.mean(gaps):+.1%} ({min(gaps):+.1%} to {max(gaps):+.1%})" if gaps else ""
+        loss = statistics.mean(map(loss_in, found))
+        lines.append(f"| {name} | {found[0]['run']['lr']:g} | {len(found)} | {fewer(found[0])} | {loss:.3f} | {gap} |")
+    return "\n".join(lines)
+
+
+def plot(results: Results, path: Path) -> None:
+    """Loss over bytes per sample at the best learning rates: of the sweeps, and of the paired seeds above them."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(9, 5.5))
+    for number, (name, method) in enumerate(METHODS.items()):
+        found, seeds = swept(method, results), paired(method, results, method.ranks[0])
+        colour = f"C{number % 10}"
+        for entries, style in (([min(found.values(), key=loss_in)] if found else [], "o"), (seeds, "D")):
+            losses = [loss_in(entry) for entry in entries if entry["loss"] is not None]
+            if not losses:
+                continue
+            mean, sent = statistics.mean(losses), entries[0]["bytes_per_sample"]
+            if not sent:
+                line, told = "--" if style == "o" else "-", f"{name}, {entries[0]['run']['steps']} steps"
+                panel.axhline(mean, color="gray", linestyle=line, linewidth=1, label=told)
+                continue
+            bar = [[mean - min(losses)], [max(losses) - mean]]
+            fill = "none" if style == "o" else colour
+            panel.errorbar(sent, mean, yerr=bar, fmt=style, color=colour, markerfacecolor=fill, capsize=3)
+            panel.annotate(name, (sent, mean), xytext=(5, 4), textcoords="offset points", fontsize=7)
+    panel.set_xscale("log")
+    panel.set(xlabel="bytes sent per rank and sample", ylabel="validation loss")
+    panel.set_title(f"Best learning rates. Circles: {STEPS // 2} steps, one seed; diamonds: {STEPS} steps", fontsize=10)
+    panel.grid(alpha=0.3, which="both")
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["run", "status"])
+    parser.add_argument("command", choices=["run", "status", "table"])
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many seconds")
+    parser.add_argument("--plot", type=Path, help="file for a picture of loss over bytes")
     arguments = parser.parse_args()
     results = Results(arguments.results)
     if arguments.command == "run":
         work(results, arguments.seconds)
-    else:
+    elif arguments.command == "status":
         status(results)
+    else:
+        print(table_of_sweeps(results))
+        for ranks in sorted({ranks for method in METHODS.values() for ranks in method.ranks} - {1}):
+            print(f"\n{table_of_seeds(results, ranks)}")
+    if arguments.plot:
+        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":

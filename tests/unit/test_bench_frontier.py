@@ -1,0 +1,78 @@
+"""scripts/bench_frontier.py: stacked replicas train as single ones do, sweeps end, and a killed run is repeated."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("bench_frontier")
+    text = torch.randint(256, (2000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    monkeypatch.setattr(module, "texts", lambda: {"train": text, "validation": text})
+    monkeypatch.setattr(module, "task_id", lambda: "random text")
+    return module
+
+
+def test_stacked_replicas_get_the_clipped_gradients_of_single_ones(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "CLIP", 0.8)
+    models = [bench.model_of(seed) for seed in range(3)]
+    windows = torch.randint(256, (3, 2, bench.TASK["context"] + 1), generator=torch.Generator().manual_seed(1))
+    found = bench.backward([dict(model.named_parameters()) for model in models], windows)
+    losses, norms = [], []
+    for model, own in zip(models, windows, strict=True):
+        stacked = [param.grad for param in model.parameters()]
+        model.zero_grad()
+        loss = F.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bench.CLIP)))
+        for param, grad in zip(model.parameters(), stacked, strict=True):
+            torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-6)
+        losses.append(float(loss.detach()))
+    assert found == pytest.approx(sum(losses) / 3, rel=1e-6)
+    assert min(norms) < bench.CLIP < max(norms)  # one is clipped, another is not
+
+
+def test_a_line_that_was_cut_off_is_repeated_and_whole_ones_are_not(bench: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    results = bench.Results(path)
+    first = next(bench.plan(results))
+    results.add(first, {"loss": 2.0}, "commit")
+    second = next(bench.plan(results))
+    results.add(second, {"loss": 1.9}, "commit")
+    path.write_bytes(path.read_bytes()[:-20])
+    reopened = bench.Results(path)
+    assert reopened.loss(first) == 2.0 and next(bench.plan(reopened)) == second
+    reopened.add(second, {"loss": 1.9}, "commit")
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [2.0, 1.9]
+
+
+@pytest.mark.parametrize("optimum", [8e-3, 2e-3, 64e-3])
+def test_a_sweep_ends_at_a_value_between_two_worse_ones(bench: ModuleType, tmp_path: Path, optimum: float) -> None:
+    results = bench.Results(tmp_path / "runs.jsonl")
+    method, rates = bench.METHODS["dense"], []
+    while (run := bench.sweep(method, results, 4)[0]) is not None:
+        rates.append(run.lr)
+        diverges = run.lr > 2 * optimum
+        loss = None if diverges else max(run.lr / optimum, optimum / run.lr)
+        results.add(run, {"loss": loss}, "commit")
+    assert bench.sweep(method, results, 4)[1] == optimum
+    assert {optimum / 2, optimum, optimum * 2} <= set(rates) and len(rates) <= 6
+
+
+def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleType) -> None:
+    method = bench.METHODS["DiLoCo, TopK 1%, unsent local, H = 8"]
+    result = bench.train(bench.run_of(method, 8e-3, 2, 20, 0))
+    assert [step for step, _, _ in result["curve"]] == [*range(2, 21, 2)]
+    assert 0 < result["bytes_per_sample"] < result["dense_bytes_per_sample"] / 100
+    assert result["loss"] < 5.6 and result["loss_of_rank_0"] != result["loss"]  # ranks hold their own unsent part

@@ -87,6 +87,8 @@ class Settings:
     """folder for checkpoints, history.jsonl, the TensorBoard log and result.json; numbered unless --output names it"""
     log_steps: PositiveInt = 10
     """steps between two entries in the history"""
+    trace_steps: NonNegativeInt = 0
+    """first steps of which each worker writes a trace, trace-RANK.json, for chrome://tracing and `dgcopt report`"""
     checkpoint_steps: NonNegativeInt = 0
     """steps between checkpoints within an epoch; 0 saves at the end of each epoch only"""
 
@@ -112,6 +114,11 @@ class Record:
             self.tensorboard.add_scalar(name, value, step)
         self.bar.set_postfix({name: values[name] for name in ("loss", "ratio_fp32", "accuracy") if name in values})
         self.bar.update(step - self.bar.n)
+
+    def note(self, step: int, words: str) -> None:
+        """Add a line of words to the history."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, "note": words}) + "\n")
 
     def close(self) -> None:
         """Write what is still to be written; another rank, or this one, may go on."""
@@ -177,6 +184,7 @@ class Trainer:
             best=0.0,
             workers=comm.size,
         )
+        self.traced, self.began, self.first_step, self.reason = contextlib.ExitStack(), time.perf_counter(), 0, ""
         torch.manual_seed(settings.seed + comm.rank)  # from here on ranks differ, in dropout for one
 
     def distribute(self, optimizer: Optimizer, comm: Comm) -> Any:
@@ -200,6 +208,18 @@ class Trainer:
     def exchange(self) -> Any:
         """What knows of traffic: the optimizer that averages gradients, or the averaging of weights."""
         return self.optimizer if self.settings.averaging is None else self.optimizer.averaging
+
+    @property
+    def seconds(self) -> float:
+        """Since training began, or was resumed."""
+        return time.perf_counter() - self.began
+
+    def note_choice(self, record: Record | None) -> None:
+        """Write a new choice of compression="auto" to the history."""
+        reason = getattr(getattr(self.optimizer, "compressor", None), "reason", "")
+        if record and reason != self.reason:
+            record.note(self.state.step, reason)
+        self.reason = reason
 
     @property
     def comm(self) -> Comm:
@@ -288,11 +308,15 @@ class Trainer:
             if batch % settings.batches_per_step:
                 continue
             lr = self.train_step()
+            if state.step >= self.first_step + settings.trace_steps:
+                self.traced.close()
+            self.note_choice(record)
             if state.step % settings.log_steps == 0:
                 mean_loss = self.comm.run(AllReduce(torch.stack(losses).mean())).item()
                 if record:
                     values = {"epoch": self.position, "loss": mean_loss, "lr": lr}
                     values["residual_norm"] = self.exchange.residual_norm()
+                    values |= {"seconds": self.seconds, "skipped": self.exchange.telemetry.skipped}
                     record.write(state.step, values | per_step(self.exchange.telemetry, before))
                 before, losses = copy.copy(self.exchange.telemetry), []
             in_between = settings.checkpoint_steps and self.samples - state.seen >= self.samples_per_step
@@ -336,7 +360,11 @@ class Trainer:
         self.fit_workers()
         steps = state.step + (self.settings.epochs - state.epoch - 1) * self.steps_per_epoch
         steps += (self.samples - state.seen) // self.samples_per_step
-        began, before, metrics = time.perf_counter(), copy.copy(self.exchange.telemetry), {}
+        before, metrics = copy.copy(self.exchange.telemetry), {}
+        self.began, self.first_step = time.perf_counter(), state.step
+        if self.settings.trace_steps and self.settings.averaging is None:
+            self.output.mkdir(parents=True, exist_ok=True)
+            self.traced.enter_context(dgcopt.trace(self.optimizer, self.output / f"trace-{self.comm.rank}.json"))
         keep = contextlib.closing(Record(self.output, state.step, steps)) if self.comm.rank == 0 else None
         with keep or contextlib.nullcontext() as record:
             while state.epoch < self.settings.epochs:
@@ -357,7 +385,7 @@ class Trainer:
                 state.commit()
         result: dict[str, Any] = metrics or self.evaluate()
         parameters = nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
-        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": time.perf_counter() - began}
+        result |= {"best_accuracy": state.best, "steps": state.step, "seconds": self.seconds}
         result |= {"workers": self.comm.size, "wire": self.comm.wire} | per_step(self.exchange.telemetry, before)
         return result | {
             "parameters_sha256": hashlib.sha256(parameters.view(torch.uint8).numpy().tobytes()).hexdigest()

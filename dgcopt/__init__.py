@@ -77,6 +77,7 @@ from .flat.gradient import SparseSum
 from .fuse import fuse_optimizer
 from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
+from .gradients.trace import trace
 from .tuning.auto import Auto
 from .uneven import join
 from .version import __version__
@@ -163,4 +164,5 @@ __all__ = [
     "simulate",
     "simulated_world",
     "sync_buffers",
+    "trace",
 ]

@@ -9,6 +9,7 @@ dgcopt run -np 4 train.py     start a script on several ranks, by torchrun, horo
 dgcopt probe                latency and bandwidth of every collective between the ranks that a launcher has started
 dgcopt advise               whether compression pays for a model on a network, predicted without it
 dgcopt doctor               the same on the ranks that a launcher has started, everything measured
+dgcopt report runs/a runs/b one HTML page about runs of train.py
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from ..flat.gradient import GradientBucket, SparseSum
 from ..flat.store import Store
 from .agreement import announced
 from .telemetry import Telemetry
+from .trace import Trace
 
 __all__ = ["CollectiveScheduler", "PendingExchange", "claim", "context_of", "exchange_of"]
 
@@ -84,15 +85,23 @@ class CollectiveScheduler:
         self.telemetry = telemetry
         self.user = user
         self.number = comm.attend(progress)
+        self._trace: Trace | None = None
+        self._asked: dict[int, float] = {}  # when an exchange has asked for a collective
 
     def count_in(self, telemetry: Telemetry) -> None:
         """Count bytes and seconds in `telemetry` from now on."""
         self.telemetry = telemetry
 
+    def write_trace(self, trace: Trace | None) -> None:
+        """Write the phases of collectives to a trace from now on; None ends it."""
+        self._trace = trace
+
     def start(self, collective: Collective, label: str) -> Handle:
         """Start a collective, and count its bytes: the one place where collectives leave."""
         collective.call(f"{self.user} {self.number} {label}", self.number)
         self.telemetry.count_message(collective.nbytes, self.comm.sent(collective))
+        if self._trace is not None:
+            self._trace.started(collective)
         return self.comm.start(collective)
 
     def wait(self, handle: Handle) -> Tensor:
@@ -104,7 +113,10 @@ class CollectiveScheduler:
             if handle.collective.label.endswith(" vote"):  # where a rank that takes no more steps is missed first
                 error.args = (f"{error} {UNEVEN}",)
             raise
-        self.telemetry.count_seconds(wait=time.perf_counter() - start)
+        end = time.perf_counter()
+        self.telemetry.count_seconds(wait=end - start)
+        if self._trace is not None:
+            self._trace.waited(handle.collective, start, end)
         return result
 
     def drive(self, steps: Generator[Handle, Tensor, Result]) -> Result:
@@ -151,11 +163,15 @@ class CollectiveScheduler:
         except StopIteration as stop:
             pending.result = stop.value
         pending.handle = None
-        elapsed = time.perf_counter() - start
-        if ready and not pending.rounds:
-            self.telemetry.count_seconds(compress=elapsed)
+        end = time.perf_counter()
+        is_first = bool(ready) and not pending.rounds
+        if is_first:
+            self.telemetry.count_seconds(compress=end - start)
         else:
-            self.telemetry.count_seconds(apply=elapsed)
+            self.telemetry.count_seconds(apply=end - start)
+        if self._trace is not None:
+            self._trace.phase("compress" if is_first else "apply", pending.label, start, end)
+            self._asked |= {id(pending): end for pending, _ in ready}
         return ready
 
     def _start_all(self, ready: list[Ready]) -> None:
@@ -166,6 +182,11 @@ class CollectiveScheduler:
             ready = [each for each in ready if each not in together]
             one = like if len(together) == 1 else joined([collective for _, collective in together])
             rounds = [f"{pending.label} round {pending.rounds[one.group]}" for pending, _ in together]
+            if self._trace is not None:
+                for pending, collective in together:
+                    now = time.perf_counter()
+                    asked = self._asked.pop(id(pending), now)
+                    self._trace.phase("queued", pending.label, asked, now, bytes=collective.nbytes)
             handle = self.start(one, " and ".join(rounds))
             for pending, collective in together:
                 collective.call(one.label, one.user)
@@ -196,6 +217,8 @@ class CollectiveScheduler:
 
     def count_step(self, numel: int) -> None:
         """Count a step of that many gradient elements."""
+        if self._trace is not None:
+            self._trace.flush()
         self.telemetry.count_step(2 * 4 * numel * (self.comm.size - 1) // self.comm.size)
 
 

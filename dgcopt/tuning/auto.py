@@ -284,6 +284,7 @@ class AutoTuner:
         self._candidates: dict[str, Candidate] = {}
         self._predicted: dict[str, float] = {}
         self._wire = Fitted()
+        self._recorded: tuple[Mapping[str, tuple[int, ...]], dict[tuple[str, bool], Recipe]] = ({}, {})
         self._begin(auto.choice)
 
     def _begin(self, candidate: Candidate) -> None:
@@ -378,8 +379,10 @@ class AutoTuner:
         auto, comm = self.auto, self.comm
         shapes = {name: tuple(p.shape) for p, name in self._names.items() if p.requires_grad and p.numel()}
         by_name = {one.name: one for one in auto.candidates(self._has_machines(), self._fixed_sizes)}
-        recipes = self._record(shapes, list(by_name.values()))
-        yield from self._agree_on_costs(recipes)
+        if self._recorded[0] != shapes:
+            self._recorded = shapes, self._record(shapes, list(by_name.values()))
+            yield from self._agree_on_costs(self._recorded[1])
+        recipes = self._recorded[1]
         kinds = {one.kind for recipe in recipes.values() for place in recipe.low.rounds for one in place}
         largest = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
         kinds |= {"AllGather"}  # of votes

@@ -34,6 +34,7 @@ from .doctor import Diagnosis, diagnose, profile_model
 from .models import Model, load_model, model_on_paper
 from .plot import plot_regions
 from .probe import probe, save_probe
+from .report import write_report
 from .wire import Fitted, Network
 
 __all__ = ["COMMANDS", "add_commands", "run"]
@@ -51,6 +52,12 @@ divided by --speed.
 
   dgcopt advise --ranks 16 --link 1gbit --latency 100us --model resnet50
   dgcopt advise --ranks 16 --link 1gbit --model torchvision.models:resnet101 --step 0.12 --speed 60
+"""
+REPORT = """\
+Writes one HTML file without any link to other files: loss over steps, seconds and bytes, where a step's time goes,
+bytes by bucket, ratio, norm of the residual, skipped steps, and choices of compression="auto".
+
+  dgcopt report runs/digits runs/digits-2 --output report.html
 """
 DOCTOR = """\
 Measures a model's step, the link, and the cost of every exchange on the ranks that are running, predicts a step with
@@ -108,6 +115,12 @@ def add_commands(commands: Any) -> None:
     advising.add_argument("--save-costs", type=Path, help="file for the recorded costs")
     advising.add_argument("--json", type=Path, help="file for the predictions")
     advising.add_argument("--plot", type=Path, help="figure of the exchange to use over bandwidth and ranks")
+
+    reporting = commands.add_parser(
+        "report", help="write one HTML page about runs of train.py", description=REPORT, formatter_class=form
+    )
+    reporting.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    reporting.add_argument("--output", type=Path, default=Path("report.html"), help="file (default: report.html)")
 
     healing = commands.add_parser(
         "doctor", help="measure everything on running ranks and recommend", description=DOCTOR, formatter_class=form
@@ -313,5 +326,12 @@ def _write(path: Path, text: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-COMMANDS = {"probe": _probe, "advise": _advise, "doctor": _doctor}
+def _report(arguments: argparse.Namespace) -> int:
+    """Write the page."""
+    write_report(arguments.runs, arguments.output)
+    print(arguments.output)
+    return 0
+
+
+COMMANDS = {"probe": _probe, "advise": _advise, "doctor": _doctor, "report": _report}
 """Commands by name: each takes its arguments and returns the exit status."""

@@ -1,0 +1,79 @@
+"""A trace of one rank's collectives in Chrome's format, for chrome://tracing, ui.perfetto.dev and `dgcopt report`.
+
+As Horovod's timeline: the file is an array of events that needs no closing bracket, so that it is whole after a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from ..collectives import Collective
+from ..errors import ConfigError
+
+__all__ = ["Trace"]
+
+ROWS = ("queued", "wire", "waiting", "compress", "apply")
+"""Rows of a rank in the trace: the phases of a step."""
+
+
+class Trace:
+    """Writes the phases of one rank's collectives to a file, with their bytes.
+
+        queued    from the moment when an exchange asks for a collective until it starts, with others of its size
+        wire      from its start until its result was waited for; it may have arrived earlier
+        waiting   while this rank did nothing else
+        compress  before the first collective of an exchange
+        apply     after each of its results
+
+    Args:
+        path: the file.
+        rank: this rank, the process of Chrome's format.
+
+    Raises ConfigError if the file cannot be written.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.rank = rank
+        try:
+            self._file = path.open("w")
+        except OSError as error:
+            raise ConfigError(f"cannot write the trace {path}: {error.strerror}") from error
+        self._began = time.perf_counter()
+        self._started: dict[int, float] = {}
+        self._events: list[str] = ["[\n", self._row("process_name", 0, f"rank {rank}")]
+        self._events += [self._row("thread_name", number, name) for number, name in enumerate(ROWS)]
+
+    def _row(self, kind: str, number: int, name: str) -> str:
+        event = {"name": kind, "ph": "M", "pid": self.rank, "tid": number, "args": {"name": name}}
+        return json.dumps(event) + ",\n"
+
+    def phase(self, row: str, name: str, start: float, end: float, **more: Any) -> None:
+        """Note a phase, in seconds of `time.perf_counter`."""
+        event = {"name": name, "ph": "X", "pid": self.rank, "tid": ROWS.index(row)}
+        event |= {"ts": round(1e6 * (start - self._began), 1), "dur": round(1e6 * (end - start), 1), "args": more}
+        self._events.append(json.dumps(event) + ",\n")
+
+    def started(self, collective: Collective) -> None:
+        """Note that a collective starts."""
+        self._started[id(collective)] = time.perf_counter()
+
+    def waited(self, collective: Collective, start: float, end: float) -> None:
+        """Note that a collective was waited for."""
+        began = self._started.pop(id(collective), start)
+        kind = type(collective).__name__
+        self.phase("wire", collective.label, began, end, bytes=collective.nbytes, kind=kind)
+        self.phase("waiting", collective.label, start, end)
+
+    def flush(self) -> None:
+        """Write the events so far; called after each step."""
+        self._file.write("".join(self._events))
+        self._file.flush()
+        self._events.clear()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.flush()
+        self._file.close()

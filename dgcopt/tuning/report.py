@@ -1,0 +1,261 @@
+"""One HTML page about runs of train.py: loss, seconds, bytes, and where the time of a step goes. No server, no network.
+
+Read from each run's folder: `history.jsonl` (entries by step), `result.json`, and traces `trace-*.json`, if there are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..exchange.trace import ROWS
+
+__all__ = ["Run", "read_run", "write_report"]
+
+BUCKET = re.compile(r"bucket \d+(?: \([^)]*\))?")
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        name: of its folder.
+        entries: of the history that hold a loss.
+        result: of the whole run; empty before its end.
+        notes: lines of the history about choices, with their steps.
+        phases: seconds by phase and step in the trace of each rank: `[rank][phase]`.
+        sent: bytes of messages by bucket over the traced steps of rank 0.
+        steps: number of traced steps.
+    """
+
+    name: str
+    entries: Sequence[Entry]
+    result: Entry = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    phases: dict[int, Counter[str]] = field(default_factory=dict)
+    sent: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder. Raises ConfigError if it holds no history, or a damaged file."""
+    path = folder / "history.jsonl"
+    try:
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        entries = [json.loads(line) for line in whole]
+        result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Give a folder that train.py has written") from error
+    except ValueError as error:
+        raise ConfigError(f"{folder} holds a damaged history or result: {error}") from error
+    notes = [str(one["note"]) for one in entries if "note" in one]
+    run = Run(folder.name, [one for one in entries if "loss" in one], result, notes)
+    for file in sorted(folder.glob("trace-*.json")):
+        run = _with_trace(run, file)
+    return run
+
+
+def read_trace(path: Path) -> list[Entry]:
+    """Return the events of a trace, whose closing bracket may be missing. Raises ConfigError for another file."""
+    try:
+        lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+
+
+def _with_trace(run: Run, path: Path) -> Run:
+    """Return a run with the phases of one rank's trace."""
+    events = [event for event in read_trace(path) if event.get("ph") == "X"]
+    rank = events[0]["pid"] if events else 0
+    seconds: Counter[str] = Counter()
+    sent: Counter[str] = Counter(run.sent)
+    for event in events:
+        row = ROWS[event["tid"]]
+        seconds[row] += event["dur"] / 1e6  # type: ignore[assignment]  # a Counter of floats
+        if row == "queued" and rank == 0:
+            found = BUCKET.search(event["name"])
+            sent[found[0] if found else "other"] += event["args"]["bytes"]
+    steps = sum(event["name"].endswith(" vote") and ROWS[event["tid"]] == "wire" for event in events)
+    return Run(
+        *(run.name, run.entries, run.result, run.notes, {**run.phases, rank: seconds}, sent, max(run.steps, steps))
+    )
+
+
+def write_report(folders: Sequence[Path], path: Path) -> None:
+    """Write a page about runs. Raises ConfigError without matplotlib or jinja2, and for files that fail."""
+    try:
+        import jinja2
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(f"dgcopt report needs {error.name}: pip install matplotlib jinja2") from error
+    matplotlib.use("Agg")  # no display needed
+    matplotlib.rcParams["svg.hashsalt"] = "dgcopt"  # the same page from the same runs
+    runs = [read_run(folder) for folder in folders]
+    template = jinja2.Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text())
+    names = ", ".join(run.name for run in runs)
+    page = template.render(title=f"dgcopt report: {names}", columns=COLUMNS, rows=_rows(runs), sections=_sections(runs))
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+COLUMNS = ("run", "ranks", "steps", "accuracy", "last loss", "seconds", "sent, MB a step", "ratio to fp32", "skipped")
+
+
+def _rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return a line for each run."""
+    rows = []
+    for run in runs:
+        last: Entry = run.entries[-1] if run.entries else {}
+        found = {**last, **run.result}
+        rows.append(
+            [
+                *(run.name, _number(found.get("workers")), _number(found.get("steps", found.get("step")))),
+                *(_number(found.get("accuracy")), _number(last.get("loss")), _number(found.get("seconds"))),
+                *(
+                    _number(found.get("sent_bytes"), 1e6),
+                    _number(found.get("ratio_fp32")),
+                    _number(last.get("skipped")),
+                ),
+            ]
+        )
+    return rows
+
+
+def _number(value: Any, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:.4g}"
+
+
+def _sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the sections of the page: those for which the runs hold numbers."""
+    return [
+        *_curves(
+            runs,
+            "loss",
+            "Loss",
+            (("step", "step", 1.0), ("seconds", "seconds", 1.0), ("sent_total", "MB sent by a rank", 1e6)),
+        ),
+        _phases(runs),
+        _buckets(runs),
+        *_curves(runs, "ratio_fp32", "Ratio to dense fp32", (("step", "step", 1.0),)),
+        *_curves(runs, "residual_norm", "Norm of the residual", (("step", "step", 1.0),)),
+        *_curves(runs, "skipped", "Skipped steps", (("step", "step", 1.0),)),
+        *[
+            {"title": f"Choices of {run.name}", "id": "notes", "lines": run.notes, "note": 'by compression="auto"'}
+            for run in runs
+            if run.notes
+        ],
+    ]
+
+
+def _figure(columns: int, draw: Callable[[Any], None], height: float = 3.2) -> str:
+    """Return a figure as SVG."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, figsize=(1 + 3.6 * columns, height), squeeze=False)
+    draw(axes[0])
+    figure.tight_layout()
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _curves(
+    runs: Sequence[Run], value: str, title: str, over: Sequence[tuple[str, str, float]]
+) -> Iterable[dict[str, Any]]:
+    """Yield a section of curves, if any run holds the value."""
+    panels = [panel for panel in over if any(value in e and panel[0] in e for run in runs for e in _totalled(run))]
+    if not panels:
+        return
+
+    def draw(axes: Any) -> None:
+        for axis, (name, label, unit) in zip(axes, panels, strict=True):
+            for run in runs:
+                points = [(e[name] / unit, e[value]) for e in _totalled(run) if name in e and value in e]
+                axis.plot(
+                    *zip(*points, strict=True), label=run.name, marker="." if len(points) < 3 else ""
+                ) if points else None
+            axis.set(xlabel=label, ylabel=title.lower())
+            axis.grid(alpha=0.3)
+        axes[0].legend(fontsize=8)
+
+    yield {"title": title, "id": value, "svg": _figure(len(panels), draw), "lines": [], "note": ""}
+
+
+def _totalled(run: Run) -> list[Entry]:
+    """Return the entries with the bytes sent so far."""
+    total, before, found = 0.0, 0, []
+    for entry in run.entries:
+        total += entry.get("sent_bytes", 0.0) * (entry["step"] - before)
+        before = entry["step"]
+        found.append({**entry, "sent_total": total})
+    return found
+
+
+def _phases(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the section about where a step's time goes: by traces, or by telemetry without them."""
+    rows: list[list[str]] = []
+    bars: list[tuple[str, dict[str, float]]] = []
+    for run in runs:
+        for rank, seconds in sorted(run.phases.items()):
+            each = {row: seconds[row] / max(1, run.steps) for row in ROWS}
+            bars.append((f"{run.name}, rank {rank}", each))
+        if not run.phases and run.entries:
+            names = {"waiting": "wait_seconds", "compress": "compress_seconds", "apply": "apply_seconds"}
+            each = {row: statistics.median(e.get(name, 0.0) for e in run.entries) for row, name in names.items()}
+            bars.append((f"{run.name}, rank 0", each))
+    for name, each in bars:
+        rows.append([name, *(f"{1e3 * each[row]:.3g}" if row in each else "" for row in ROWS)])
+
+    def draw(axes: Any) -> None:
+        axes[1].axis("off")  # room for the legend
+        for place, (_, each) in enumerate(bars):
+            left = 0.0
+            for number, row in enumerate(("compress", "waiting", "apply")):
+                axes[0].barh(
+                    place, 1e3 * each.get(row, 0.0), left=left, color=f"C{number}", label=row if not place else None
+                )
+                left += 1e3 * each.get(row, 0.0)
+        axes[0].set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
+        axes[0].set_xlabel("ms a step")
+        axes[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1.0))
+
+    return {
+        "title": "Where the exchange's part of a step goes",
+        "id": "phases",
+        "svg": _figure(2, draw, 1.2 + 0.5 * len(bars)) if bars else "",
+        "table": [["ms a step", *ROWS], *rows],
+        "lines": [],
+        "note": "Queued and wire run beside backward, and beside each other; compress, waiting and apply are this "
+        "rank's own time. Wire ends when the result was waited for. Without a trace: medians of telemetry.",
+    }
+
+
+def _buckets(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the section about bytes by bucket."""
+    rows = [
+        [f"{run.name}: {name}", f"{count / max(1, run.steps):,.0f}"]
+        for run in runs
+        for name, count in sorted(run.sent.items())
+    ]
+    return {
+        "title": "Bytes of messages by bucket",
+        "id": "buckets",
+        "svg": "",
+        "table": [["bucket", "bytes a step"], *rows] if rows else [],
+        "lines": [],
+        "note": "" if rows else "No run has a trace: train.py --trace_steps writes some.",
+    }

@@ -218,7 +218,7 @@ class CollectiveScheduler:
     def count_step(self, numel: int) -> None:
         """Count a step of that many gradient elements."""
         if self._trace is not None:
-            self._trace.flush()
+            self._trace.stepped()
         self.telemetry.count_step(2 * 4 * numel * (self.comm.size - 1) // self.comm.size)
 
 

@@ -19,6 +19,10 @@ ROWS = ("queued", "wire", "waiting", "compress", "apply")
 """Rows of a rank in the trace: the phases of a step."""
 
 
+ENOUGH = 256
+"""Events that are written together: a call of the operating system costs as much as some of them."""
+
+
 class Trace:
     """Writes the phases of one rank's collectives to a file, with their bytes.
 
@@ -52,9 +56,11 @@ class Trace:
 
     def phase(self, row: str, name: str, start: float, end: float, **more: Any) -> None:
         """Note a phase, in seconds of `time.perf_counter`."""
-        event = {"name": name, "ph": "X", "pid": self.rank, "tid": ROWS.index(row)}
-        event |= {"ts": round(1e6 * (start - self._began), 1), "dur": round(1e6 * (end - start), 1), "args": more}
-        self._events.append(json.dumps(event) + ",\n")
+        ts, dur, args = 1e6 * (start - self._began), 1e6 * (end - start), json.dumps(more) if more else "{}"
+        self._events.append(
+            f'{{"name": {json.dumps(name)}, "ph": "X", "pid": {self.rank}, "tid": {ROWS.index(row)}, '
+            f'"ts": {ts:.1f}, "dur": {dur:.1f}, "args": {args}}},\n'
+        )
 
     def started(self, collective: Collective) -> None:
         """Note that a collective starts."""
@@ -67,8 +73,13 @@ class Trace:
         self.phase("wire", collective.label, began, end, bytes=collective.nbytes, kind=kind)
         self.phase("waiting", collective.label, start, end)
 
+    def stepped(self) -> None:
+        """Note the end of a step; the events so far are written now and then."""
+        if len(self._events) >= ENOUGH:
+            self.flush()
+
     def flush(self) -> None:
-        """Write the events so far; called after each step."""
+        """Write the events so far."""
         self._file.write("".join(self._events))
         self._file.flush()
         self._events.clear()

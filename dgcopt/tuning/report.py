@@ -82,7 +82,7 @@ def _with_trace(run: Run, path: Path) -> Run:
     sent: Counter[str] = Counter(run.sent)
     for event in events:
         row = ROWS[event["tid"]]
-        seconds[row] += event["dur"] / 1e6  # type: ignore[assignment]  # a Counter of floats
+        seconds[row] += event["dur"] / 1e6
         if row == "queued" and rank == 0:
             found = BUCKET.search(event["name"])
             sent[found[0] if found else "other"] += event["args"]["bytes"]

@@ -19,9 +19,13 @@ __all__ = ["trace"]
 def trace(optimizer: Optimizer, path: str | Path) -> Iterator[None]:
     """Context in which this rank's collectives are written to a file in Chrome's trace format.
 
-    Open it in chrome://tracing or ui.perfetto.dev, or let `dgcopt report` show where a step's time goes. Give each rank
-    a file of its own. In a single process the file has no event. Raises ConfigError for an optimizer that
-    `DistributedOptimizer` has not wrapped, and for a file that cannot be written.
+    Open it in chrome://tracing or ui.perfetto.dev, or let `dgcopt report` show where a step's time goes.
+
+    Args:
+        optimizer: wrapped by `DistributedOptimizer`; in a single process the file has no event.
+        path: the file, another one on each rank.
+
+    Raises ConfigError for an optimizer that is not wrapped, and for a file that cannot be written.
     """
     steps = synchronised(optimizer)
     if steps is None:

@@ -40,7 +40,7 @@ from . import (
     simulated_world,
 )
 from .collectives import Collective, watched
-from .compressors import Encoded, HorovodCompression, ScheduledRatio, Sparse, Wrapper
+from .compressors import Encoded, HorovodCompression, Memory, Place, ScheduledRatio, Sparse, Wrapper
 from .flat.buckets import build_buckets
 from .flat.gradient import GradientBucket
 from .tuning import commands as tuning
@@ -82,7 +82,8 @@ def cost(kind: type[Compressor]) -> tuple[int, int]:
             compressor.attach(torch.optim.Adam([param]))
         (bucket,) = build_buckets([("matrix", param)], compressor.kind, 2**40, 2**40, None, GradientBucket)
         bucket.fill([0], [torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))])
-        context = Context(rank, RANKS, "average", LATE, bucket.kind, bucket.segments, node=rank, nodes=RANKS)
+        place = Place(rank, RANKS, "average", LATE, bucket.kind, bucket.segments, node=rank, nodes=RANKS)
+        context = Context(place, Memory(bucket.segments))
         exchange = compressor.exchange(bucket.grad, context)
         exchanges.append(watched(exchange, count) if rank == 0 else exchange)
     simulate(exchanges, comms)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ from dgcopt import kernels
 from dgcopt.__main__ import LATE, library
 from dgcopt.coding import SparseCode
 from dgcopt.collectives import Collective
-from dgcopt.compressors import Compressor, whole
+from dgcopt.compressors import Compressor, Memory, Place, whole
 from dgcopt.compressors.sparse.memory import ErrorFeedback
 from dgcopt.compressors.sparse.selection import Selection
 from dgcopt.errors import ConfigError
@@ -169,7 +169,9 @@ class Dgcopt:
         self.compressor.attach(SGD(model.parameters(), lr=0.1, momentum=0.9))
         ready = list(model.named_parameters())[::-1]
         self.early, self.buckets = lay_out(ready, self.compressor)
-        self.contexts = [dgcopt.Context(0, 1, "average", 0, b.kind, b.segments, {}) for b in self.buckets]
+        self.contexts = [
+            dgcopt.Context(Place(0, 1, "average", 0, b.kind, b.segments), Memory(b.segments)) for b in self.buckets
+        ]
         for bucket in self.buckets:
             bucket.in_place = self.compressor.in_place(bucket.kind)
         (self.comm,) = dgcopt.simulated_world(1)
@@ -189,7 +191,7 @@ class Dgcopt:
                     result = stop.value
             results.append(result)
         for bucket, context, result in zip(self.buckets, self.contexts, results, strict=True):
-            context.step += 1
+            context.begin(context.step + 1)
             context.commit()
             bucket.write_back(result)
 
@@ -326,7 +328,9 @@ class OneRank:
                 adam.state[param] = {"step": torch.tensor(float(LATE)), **moments}
             self.compressor.attach(adam)
         self.early, self.buckets = lay_out(self.named, self.compressor)
-        self.contexts = [dgcopt.Context(0, 1, "average", LATE, b.kind, b.segments, {}) for b in self.buckets]
+        self.contexts = [
+            dgcopt.Context(Place(0, 1, "average", LATE, b.kind, b.segments), Memory(b.segments)) for b in self.buckets
+        ]
         (self.comm,) = dgcopt.simulated_world(1)
 
     def seconds(self) -> float:
@@ -348,7 +352,7 @@ class OneRank:
         for grad, context in zip(grads, self.contexts, strict=True):
             self._finish(self.compressor.exchange(grad, context))
             context.commit()
-            context.step += 1
+            context.begin(context.step + 1)
         return time.thread_time() - start
 
     def _finish(self, exchange: Iterator[Collective] | Any) -> None:

@@ -40,7 +40,7 @@ from torch.optim import SGD, Optimizer
 
 import dgcopt
 from dgcopt.collectives import AllReduce, AllToAll, Broadcast, Collective
-from dgcopt.compressors import Compressor
+from dgcopt.compressors import Compressor, Memory, Place
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 
@@ -69,7 +69,9 @@ class OneOfMany:
         # as DistributedOptimizer cuts them on a CPU: small where they leave while backward runs
         sizes = (25 * 2**20, 2**20) if compressor.overlaps(params[0].device) else (100 * 2**20, 100 * 2**20)
         self.buckets = build_buckets(named, compressor.kind, *sizes, None, GradientBucket)
-        self.contexts = [dgcopt.Context(0, size, "average", 9, b.kind, b.segments, {}) for b in self.buckets]
+        self.contexts = [
+            dgcopt.Context(Place(0, size, "average", 9, b.kind, b.segments), Memory(b.segments)) for b in self.buckets
+        ]
         self.gradients = [torch.randn(param.shape, generator=generator).pow_(3) for param in params][::-1]
 
     def step(self) -> float:

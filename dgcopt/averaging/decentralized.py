@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -136,22 +135,23 @@ class LowPrecisionDecentralized(Averaging):
 
     def start(self, x: Tensor, ctx: Weights) -> None:
         if "own" not in ctx.memory:
-            ctx.hold("own").copy_(x)
+            ctx.memory.hold("own").copy_(x)
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
-        w = ctx.hold("own")
+        w = ctx.memory.hold("own")
         x = x.to(w.dtype)
         new = yield from between_machines(x, ctx, self._ring) if self.hierarchical else self._ring(x, ctx)
-        ctx.on_commit(lambda: w.copy_(new))  # on all ranks of a machine, since any may be its first after a restart
+        # on all ranks of a machine, since any may be its first after a restart
+        ctx.memory.on_commit(lambda: w.copy_(new))
         return new
 
     def _ring(self, x: Tensor, ctx: Weights) -> Exchange:
-        w, one = ctx.hold("own"), replace(ctx, size=1)  # in one chunk
+        w, one = ctx.memory.hold("own"), ctx.placed(size=1)  # in one chunk
         held = ctx.scratch.get("replicas")
         if held is None:
             fetched = yield from with_neighbours(w, ctx)
             held = [tensor.clone() for tensor in fetched]
-            ctx.on_commit(lambda: ctx.scratch.update(replicas=held))
+            ctx.memory.on_commit(lambda: ctx.scratch.update(replicas=held))
         left, right = held
         code = MinMaxUInt8(chunk_length(one))
         q = code.encode(into_chunks((x - w) + (left + right - 2 * w) / 3, one))[0]
@@ -161,8 +161,8 @@ class LowPrecisionDecentralized(Averaging):
             return out_of_chunks(code.decode(message.unsqueeze(0), [rank % ctx.size]), one)
 
         left_moved, right_moved = back(of_left, ctx.rank - 1), back(of_right, ctx.rank + 1)
-        ctx.on_commit(lambda: left.add_(left_moved))
-        ctx.on_commit(lambda: right.add_(right_moved))
+        ctx.memory.on_commit(lambda: left.add_(left_moved))
+        ctx.memory.on_commit(lambda: right.add_(right_moved))
         new = w + back(q, ctx.rank)
         if "replicas" not in ctx.scratch:
             new[:1] += 0 * (left.sum() + right.sum())  # NaN or Inf that was fetched, of which q shows nothing

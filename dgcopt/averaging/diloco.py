@@ -16,7 +16,6 @@ from ..checkpoint import STATE_KEY, kept_by
 from ..checks import check_positive, check_whole
 from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
 from ..compressors.adam.base import FrozenAdam
-from ..compressors.context import at_least_float32
 from ..compressors.sparse.schedule import Warmup
 from ..errors import ConfigError
 from ..exchange.commit import NotFinite
@@ -25,7 +24,8 @@ from ..exchange.step import Aborted
 from ..exchange.vote import Verdict
 from ..flat.buckets import Bucket
 from ..flat.local_shard import as_stepped
-from ..flat.store import Memory
+from ..flat.memory import at_least_float32
+from ..flat.store import NamedTensors
 from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
 from .base import Averaging
 from .sync import Round, RoundStep, Sync
@@ -415,7 +415,7 @@ class OuterStep(RoundStep):
         self.sync.abort()
 
 
-def _scaled(memory: Memory, scale: float) -> Memory:
+def _scaled(memory: NamedTensors, scale: float) -> NamedTensors:
     return {kind: {name: tensor * scale for name, tensor in by_name.items()} for kind, by_name in memory.items()}
 
 

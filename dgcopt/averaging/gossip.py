@@ -94,7 +94,7 @@ class SGP(Averaging):
         round = ctx.step // self.every - sends
         if self._pushed is None:
             return (yield from self._mix(x, ctx, round))
-        before, after = self._pushed.around(round, ctx.node if self.hierarchical else ctx.rank)
+        before, after = self._pushed.around(round, ctx.place.node if self.hierarchical else ctx.rank)
         x = x + ctx.scratch.pop("z", x) * (before - 1)  # w z + (x - z), where x is z after its step
         if sends:
             return (yield from self._mix(x, ctx, round)) / after

@@ -101,7 +101,7 @@ class SPARTA(Averaging):
 
     def start(self, x: Tensor, ctx: Weights) -> None:
         if self.choose == "drift" and ctx.kind:
-            ctx.hold("anchor", lambda segment: segment.view(x))
+            ctx.memory.hold("anchor", lambda segment: segment.view(x))
 
     def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
         fraction = ctx.kind
@@ -138,7 +138,7 @@ class SPARTA(Averaging):
 
     def _farthest(self, fraction: float, x: Tensor, ctx: Weights) -> Exchange:
         """Return the k patches that have moved most since their last average; ties go to the first."""
-        anchor = ctx.hold("anchor")
+        anchor = ctx.memory.hold("anchor")
         moved = [(x[i] - anchor[i]).square_().view(-1, BLOCK).sum(1) for i in chunks(0, ctx.numel, x.device)]
         width = PATCH // BLOCK
         blocks = torch.nn.functional.pad(torch.cat(moved), (0, -ctx.numel // BLOCK % width)).view(-1, width)
@@ -147,7 +147,7 @@ class SPARTA(Averaging):
         farthest = drift.argsort(descending=True, stable=True)[: count_of(fraction, len(drift))]
         chosen = (farthest.unsqueeze(1) * PATCH + torch.arange(PATCH, device=x.device)).view(-1)
         chosen = chosen[chosen < ctx.numel]
-        ctx.on_commit(lambda: anchor.index_copy_(0, chosen, x[chosen].to(anchor.dtype)))  # averaged by then
+        ctx.memory.on_commit(lambda: anchor.index_copy_(0, chosen, x[chosen].to(anchor.dtype)))  # averaged by then
         return chosen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from ..comm import Comm
 from ..errors import DivergenceError
 from ..exchange.parameters import check_trainable, describe, number, unique_names
 from ..exchange.runner import Job
-from ..exchange.scheduler import CollectiveScheduler, context_of
+from ..exchange.scheduler import CollectiveScheduler, place_of
 from ..flat.buckets import Bucket, build_buckets
 from ..flat.local_shard import LocalShard, as_stepped, local_shards
 from ..flat.store import Store
@@ -134,12 +135,12 @@ class Replica:
             None,
             Bucket,
         )
-        replace, self._trained, self._buckets = bool(self._trained), trained, {}
+        replaced, self._trained, self._buckets = bool(self._trained), trained, {}
         for bucket in buckets:
             group, _, kind = _kind(bucket)
-            place = vars(context_of(bucket, self._comm, "average", self.store)) | {"kind": kind}
-            self._buckets[bucket] = Weights(**place, group=groups[group], weight=self.weight)
-        if replace:
+            place = replace(place_of(bucket, self._comm, "average"), kind=kind)
+            self._buckets[bucket] = Weights(place, self.store.adopt(bucket), group=groups[group], weight=self.weight)
+        if replaced:
             for bucket, ctx in self._buckets.items():
                 start(bucket, ctx)
         return self._buckets
@@ -226,9 +227,11 @@ class Replica:
         for bucket, ctx in self._buckets.items():
             for kind, flat in sorted(ctx.memory.items()):
                 if self.rule.merges(kind):
-                    ctx.memory[kind] = yield scheduler.start(AllReduce(flat * self._share), f"{kind} of {bucket.label}")
-            if "weights" in ctx.memory:
-                bucket.write(ctx.memory.pop("weights"))
+                    label = f"{kind} of {bucket.label}"
+                    ctx.memory.put(kind, (yield scheduler.start(AllReduce(flat * self._share), label)))
+            weights = ctx.memory.take("weights")
+            if weights is not None:
+                bucket.write(weights)
         self.store.drop("weights")  # of frozen parameters, which are equal
 
 

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather, AllReduce, Collective, Exchange, ReduceScatter
 from ..comm import Comm
-from ..compressors.context import at_least_float32
 from ..errors import ConfigError
+from ..flat.memory import at_least_float32
 from .base import Averaging
 from .local_sgd import LocalSGD
 from .weights import Weights, mean
@@ -167,7 +167,7 @@ class SlowMo(Averaging):
         anchor = anchor - self.slow_lr * (self.momentum * lr * u + moved)
         if lr > 0:
             u = self.momentum * u + moved / lr
-        ctx.on_commit(lambda: self._keep(anchor, u, ctx))
+        ctx.memory.on_commit(lambda: self._keep(anchor, u, ctx))
         x = anchor.to(ctx.dtype, copy=True)
         return (yield AllGather(x)).view(-1)[: ctx.numel] if self.sharded else x
 
@@ -180,8 +180,12 @@ class SlowMo(Averaging):
 
     def _keep(self, anchor: Tensor, u: Tensor, ctx: Weights) -> None:
         for kind in (ANCHOR, MOMENTUM, OWNED):
-            ctx.memory.pop(kind, None)
-        (ctx.scratch if self.sharded else ctx.memory).update({ANCHOR: anchor, MOMENTUM: u})
+            ctx.memory.take(kind)
+        for kind, flat in ((ANCHOR, anchor), (MOMENTUM, u)):
+            if self.sharded:
+                ctx.scratch[kind] = flat
+            else:
+                ctx.memory.put(kind, flat)
 
     def _recall(self, x: Tensor, ctx: Weights) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
         """Return anchor and momentum; of this rank's shard if `x` is one."""

@@ -33,7 +33,7 @@ class Weights(Context):
 
     def at(self, step: int) -> Weights:
         """Set the number of local steps since the warm-up, and return this context."""
-        self.step = step
+        self.place = replace(self.place, step=step)
         return self
 
     def use_settings(self, group: dict[str, Any]) -> None:
@@ -62,8 +62,8 @@ def mean(x: Tensor, ctx: Weights) -> Exchange:
 def between_machines(x: Tensor, ctx: Weights, operation: Callable[[Tensor, Weights], Exchange]) -> Exchange:
     """Apply `operation` to the machines' means among their first ranks; return its result on all ranks."""
     x = yield AllReduce(x, group="node")
-    if ctx.local_rank == 0:
-        first = replace(ctx, rank=ctx.node, size=ctx.nodes, weight=1.0)
+    if ctx.place.local_rank == 0:
+        first = replace(ctx.placed(rank=ctx.place.node, size=ctx.place.nodes), weight=1.0)
         x = yield from watched(operation(x, first), send_across)
     return (yield Broadcast(x, group="node"))
 

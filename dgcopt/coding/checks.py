@@ -13,10 +13,16 @@ __all__ = ["Checks", "expect", "read_checks"]
 
 
 class Checks:
-    """Outcomes of checks, and other numbers, that nobody has waited for; `read_checks` reads them."""
+    """Received data to verify before a step commits, and outcomes that nobody has waited for; `read_checks` reads them.
+
+    Attributes:
+        looked_at: received tensors that may hold NaN or Inf, see `look_at`.
+        by_sender: decoded messages with a row per rank, to name the senders of NaN or Inf.
+        refused: ranks with NaN or Inf in their messages; see `refuse`.
+    """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, Callable[[int], object]]] = []
+        self.clear()
 
     @property
     def are_pending(self) -> bool:
@@ -36,9 +42,26 @@ class Checks:
 
         self.when_read(right, use)
 
+    def look_at(self, arrived: Tensor, by_sender: Tensor | None = None) -> None:
+        """Abort the step on all ranks if a tensor that all have received holds NaN or Inf.
+
+        For tensors that are small compared with the gradient; a SparseSum is checked in any case. `by_sender` holds the
+        same data with a row per rank, so that the error can name the senders.
+        """
+        self.looked_at.append(arrived)
+        if by_sender is not None:
+            self.by_sender.append(by_sender)
+
+    def refuse(self, ranks: Iterable[int]) -> None:
+        """Abort the step because messages of `ranks` hold NaN or Inf; all ranks must call it alike."""
+        self.refused.update(ranks)
+
     def clear(self) -> None:
-        """Read none of them: the step is aborted."""
-        self._pending = []
+        """Read none of them: the step has ended."""
+        self._pending: list[tuple[Tensor, Callable[[int], object]]] = []
+        self.looked_at: list[Tensor] = []
+        self.by_sender: list[Tensor] = []
+        self.refused: set[int] = set()
 
     def take(self) -> list[tuple[Tensor, Callable[[int], object]]]:
         """Take all unread numbers, with the functions that use them."""

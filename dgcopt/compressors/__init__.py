@@ -1,9 +1,10 @@
 """Compressors of gradients: one file per algorithm, each reading like its paper."""
 
+from ..flat.memory import Memory
 from .adam.onebit_adam import OneBitAdam
 from .adam.qadam import QAdam
 from .base import Compressor, GradientExchange, Source
-from .context import Context
+from .context import Context, Place
 from .dense import NoCompression, Noop
 from .from_ddp import from_ddp_hook
 from .horovod import HorovodCompression, accept
@@ -50,6 +51,7 @@ __all__ = [
     "GradientExchange",
     "Hierarchical",
     "HorovodCompression",
+    "Memory",
     "Natural",
     "NoCompression",
     "Noop",
@@ -58,6 +60,7 @@ __all__ = [
     "OwnerReduction",
     "PartitionReduction",
     "PerParameter",
+    "Place",
     "PowerSGD",
     "QAdam",
     "RandomK",

@@ -131,7 +131,7 @@ class Compressor:
 
     @property
     def asks_link(self) -> bool:
-        """True if `Context.link` must be measured before the first step."""
+        """True if `Place.link` must be measured before the first step."""
         return False
 
     def tuner(self, names: Mapping[Tensor, str], comm: Comm, fixed_sizes: bool) -> Tuner | None:

@@ -15,13 +15,15 @@ from ..coding import SparseCode, decode_rice, encode_rice, one_row, rice_bytes, 
 from ..collectives import AllGather, AllReduce, AllToAll
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
+from ..flat.memory import at_least_float32
 from ..flat.shard import Sharding
 from ..kernels import Groups, block_maxima, by_owner, gather, of_owners, select, subtract_at
 from .base import GradientExchange
-from .context import SUMS, Context, at_least_float32
+from .context import Context
 from .refusal import Refusal, decode_or_refuse, heed_refusals
 
 __all__ = [
+    "SUMS",
     "AllGatherReduction",
     "Choice",
     "OwnerReduction",
@@ -40,6 +42,9 @@ ranks select in turn.
 
 "auto" is the faster one of the first two, by `Reduction.seconds`.
 """
+
+SUMS = "residual of the owner"
+"""The kind of owners' memory: sums of received coordinates that are not forwarded yet."""
 
 log = logging.getLogger("dgcopt")
 
@@ -83,7 +88,7 @@ class Reduction(Protocol):
         """Return the payload bytes of this rank; None if they depend on data."""
 
     def seconds(self, ctx: Context) -> float:
-        """Return the estimated time of an exchange over `ctx.link`, without the parts that all reductions share."""
+        """Return the estimated time of an exchange over the link, without the parts that all reductions share."""
 
 
 def reduction(
@@ -116,7 +121,7 @@ def faster(ways: dict[str, Way], ctx: Context) -> Way:
         log.info(
             'dgcopt: bucket %d: reduce="auto" is "%s" (%s; %d ranks, %.2g ms, %.3g MB/s)',
             *(ctx.index, chosen, ", ".join(f"{name} {1e3 * time:.3g} ms" for name, time in seconds.items())),
-            *(ctx.size, 1e3 * ctx.link.latency, ctx.link.bandwidth / 1e6),
+            *(ctx.size, 1e3 * ctx.place.link.latency, ctx.place.link.bandwidth / 1e6),
         )
     ctx.scratch["reduce"] = chosen
     return ways[chosen]
@@ -153,7 +158,7 @@ class AllGatherReduction:
 
     def seconds(self, ctx: Context) -> float:
         received = (ctx.size - 1) * self.nbytes(ctx)
-        return ctx.link.latency + received / ctx.link.bandwidth + _READING * ctx.size * self.count
+        return ctx.place.link.latency + received / ctx.place.link.bandwidth + _READING * ctx.size * self.count
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ class OwnerReduction:
             for places, part in zip(arrived.split(rows), values.split(rows), strict=True):
                 sums.index_add_(0, places, part)
 
-        with ctx.for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
+        with ctx.memory.for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
             add_to(sums)
             if refusal is None and not gather(sums, arrived).isfinite().all():
                 refusal = Refusal(_not_finite(values, counts, ctx.rank), readable=True)
@@ -240,14 +245,14 @@ class OwnerReduction:
             subtract_at(held, sent, arriving)
 
         if self.decay:
-            ctx.on_commit(keep)
+            ctx.memory.on_commit(keep)
         return (yield from self._forward(message, count, ctx))
 
     def _held(self, ctx: Context) -> Tensor:
         """Return the sums of earlier steps that this rank has not forwarded."""
         sharding = _sharding(ctx)
         if self.decay:
-            return ctx.shard(SUMS, sharding).held
+            return ctx.memory.shard(SUMS, sharding, ctx.rank).held
         return torch.zeros(sharding.length, dtype=at_least_float32(ctx.dtype), device=ctx.device)
 
     def _largest(self, sums: Tensor, arrived: Tensor, size: int) -> Tensor:
@@ -292,7 +297,7 @@ class OwnerReduction:
         per_rank = self._code.nbytes(self._capacity(ctx.size), length) + self._code.nbytes(forwarded, length)
         received, read = (ctx.size - 1) * per_rank, self.count + ctx.size * forwarded
         work = _READING * read + _PASSING * length + _CODING
-        return 2 * ctx.link.latency + received / ctx.link.bandwidth + work
+        return 2 * ctx.place.link.latency + received / ctx.place.link.bandwidth + work
 
 
 @dataclass(frozen=True)
@@ -345,7 +350,7 @@ class PartitionReduction:
 
     def seconds(self, ctx: Context) -> float:
         rest = 2 * self.count * ctx.dtype.itemsize + ctx.size * rice_bytes(_room(self.count, ctx.size), ctx.numel)
-        return 2 * ctx.link.latency + rest / ctx.link.bandwidth + _READING * self.count
+        return 2 * ctx.place.link.latency + rest / ctx.place.link.bandwidth + _READING * self.count
 
 
 def _not_finite(values: Tensor, counts: Tensor, owner: int) -> int:

@@ -94,7 +94,7 @@ def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
         sender, readable = divmod((*words[owner], -1)[len(_MARK)], 2)
         is_known = 0 <= sender < ctx.size  # NaN in the owner's own message begins alike
         if readable or not is_known:
-            ctx.refuse([sender if is_known else owner])
+            ctx.checks.refuse([sender if is_known else owner])
         else:
             ctx.checks.expect(torch.tensor(False), partial(_describe, ctx.rank, owner, sender))
     return messages

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ..coding import decode_dense_rows, dense_bytes, encode_dense_rows
 from ..collectives import AllGather, AllToAll
+from ..flat.memory import at_least_float32
 from ..flat.shard import Chunks
 from .base import GradientExchange
-from .context import SUMS, Context, at_least_float32
-from .reduction import Reduce, faster
+from .context import Context
+from .reduction import SUMS, Reduce, faster
 from .refusal import Refusal, decode_or_refuse, heed_refusals
 
 __all__ = ["WholeGather", "WholeOwner", "whole_sum"]
@@ -49,7 +50,7 @@ class WholeGather:
         rows = decode_dense_rows(messages, ctx.numel, self.kind, range(ctx.size), ctx.checks)
         for row in rows:
             total += row.to(total.dtype) / ctx.divisor
-        ctx.look_at(total, rows)
+        ctx.checks.look_at(total, rows)
         return total
 
     def nbytes(self, ctx: Context) -> int:
@@ -57,9 +58,9 @@ class WholeGather:
         return dense_bytes(ctx.numel, self.kind)
 
     def seconds(self, ctx: Context) -> float:
-        """Return the estimated time of an exchange over `ctx.link`, without the parts that both reductions share."""
+        """Return the estimated time of an exchange over the link, without the parts that both reductions share."""
         received = (ctx.size - 1) * self.nbytes(ctx)
-        return ctx.link.latency + received / ctx.link.bandwidth + _READING * ctx.size * ctx.numel
+        return ctx.place.link.latency + received / ctx.place.link.bandwidth + _READING * ctx.size * ctx.numel
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class WholeOwner:
         rows.view(-1)[: ctx.numel] = values
         messages, arriving = encode_dense_rows(rows, self.kind)
         _forget(arriving.view(-1)[: ctx.numel], ctx)
-        shard = ctx.shard(SUMS, chunks)
+        shard = ctx.memory.shard(SUMS, chunks, ctx.rank)
         received = yield AllToAll(messages)
 
         sums = shard.held.clone()
@@ -100,10 +101,10 @@ class WholeOwner:
             refusal.replace(message[0])
 
         left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
-        ctx.on_commit(lambda: setattr(shard, "held", left))
+        ctx.memory.on_commit(lambda: setattr(shard, "held", left))
         gathered = heed_refusals((yield AllGather(message[0])), ctx)
         total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
-        ctx.look_at(total, total)
+        ctx.checks.look_at(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
 
     def nbytes(self, ctx: Context) -> int:
@@ -115,13 +116,13 @@ class WholeOwner:
         length = Chunks(ctx.numel, ctx.size).length
         received = 2 * (ctx.size - 1) * dense_bytes(length, self.kind)
         work = _READING * 2 * ctx.size * length + _CODING
-        return 2 * ctx.link.latency + received / ctx.link.bandwidth + work
+        return 2 * ctx.place.link.latency + received / ctx.place.link.bandwidth + work
 
 
 def _forget(arriving: Tensor, ctx: Context) -> None:
     """Subtract decoded values from the residual at commit, and clear the gaps, in which codes leave values."""
     v = ctx.memory["residual"]
-    ctx.on_commit(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
+    ctx.memory.on_commit(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
 
 
 def _not_finite(rows: Tensor, owner: int) -> int:

@@ -111,7 +111,7 @@ class NotFinite:
 def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False) -> list[NotFinite]:
     """Return the exchanges that have brought NaN or Inf, at a cost in proportion to the messages.
 
-    Looks at sums of a few coordinates, and at tensors given to `Context.look_at`. A dense sum that an
+    Looks at sums of a few coordinates, and at tensors given to `Checks.look_at`. A dense sum that an
     allreduce has made is looked at only where `sums`, as that takes one more pass; `dgcopt.init(checksums=True)`
     verifies it elsewhere.
 
@@ -142,7 +142,7 @@ def prepare_memory(finished: Sequence[FinishedExchange]) -> None:
     """Do all that may fail or allocate before memory takes its new values."""
     for one in finished:
         if one.context is not None:
-            one.context.prepare(one.used)
+            one.context.memory.prepare(one.used)
 
 
 def prepare_gradients(finished: Sequence[FinishedExchange]) -> list[Write]:
@@ -184,7 +184,7 @@ def _check_positions(result: SparseSum, context: Context, label: str, checks: Ch
 
 
 def _looked_at(one: FinishedExchange, sums: bool) -> list[Tensor]:
-    result, found = one.pending.result, [] if one.context is None else [*one.context.looked_at]
+    result, found = one.pending.result, [] if one.context is None else [*one.context.checks.looked_at]
     if isinstance(result, SparseSum):
         found += [values for _, values in result.whole]
     elif result is not None and (sums or result.is_sparse):
@@ -205,7 +205,7 @@ def _finite_flags(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _refused(one: FinishedExchange) -> bool:
-    return one.context is not None and bool(one.context.refused)
+    return one.context is not None and bool(one.context.checks.refused)
 
 
 def _senders(one: FinishedExchange) -> list[int]:
@@ -213,8 +213,8 @@ def _senders(one: FinishedExchange) -> list[int]:
     result, context = one.pending.result, one.context
     if context is None:
         return []
-    messages: list[Iterable[Tensor]] = [*context.by_sender]
+    messages: list[Iterable[Tensor]] = [*context.checks.by_sender]
     if isinstance(result, SparseSum) and len(result.messages) == context.size:
         messages.append(values for _, values in result.messages)
     found = {rank for rows in messages for rank, row in enumerate(rows) if not _are_finite([row])}
-    return sorted(context.refused | found)
+    return sorted(context.checks.refused | found)

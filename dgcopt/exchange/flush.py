@@ -32,7 +32,7 @@ def flush_residuals(
         compressor: turns a residual into the gradient to add.
         scheduler: starts its collectives.
     """
-    rests = {bucket: context.take_unsent() for bucket, context in contexts.items()}
+    rests = {bucket: context.memory.take_unsent() for bucket, context in contexts.items()}
     here = [rest is not None and bool(s.view(rest).any()) for bucket, rest in rests.items() for s in bucket.segments]
     there = iter((yield from scheduler.through(used_anywhere(here, "what is held back"))))
     for pending in exchanges:
@@ -44,7 +44,7 @@ def flush_residuals(
             continue
         mine = bucket.empty() if rest is None else compressor.as_gradient(rest, context).to(context.dtype)
         label = f"what was held back of {pending.label}"
-        mean = yield scheduler.start(AllReduce(mine * context.prescale, op=context.op), label)
+        mean = yield scheduler.start(AllReduce(mine * context.place.prescale, op=context.op), label)
         assert pending.result is not None
         result = context.dense(pending.result)
         for segment, is_held in zip(bucket.segments, held, strict=True):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..collectives import Collective, Group, Link, carried, check_generator, is_joinable, joined, parted
 from ..comm import Comm, Handle, lowered
-from ..compressors import Compressor, Context, GradientExchange
+from ..compressors import Compressor, Context, GradientExchange, Place
 from ..errors import CommError, ConfigError
 from ..flat.buckets import Bucket
 from ..flat.gradient import GradientBucket, SparseSum
@@ -30,7 +30,7 @@ from .agreement import announced
 from .telemetry import Telemetry
 from .trace import Trace
 
-__all__ = ["CollectiveScheduler", "PendingExchange", "claim", "context_of", "exchange_of"]
+__all__ = ["CollectiveScheduler", "PendingExchange", "claim", "context_of", "exchange_of", "place_of"]
 
 log = logging.getLogger("dgcopt")
 
@@ -249,11 +249,25 @@ def context_of(
     bucket: Bucket, comm: Comm, op: Literal["average", "sum"], store: Store, prescale: float = 1.0
 ) -> Context:
     """Return the context of a new bucket's exchanges, which adopts its memory; see `Context.begin`."""
-    return Context(
-        *(comm.rank, comm.size, op, 0, bucket.kind, bucket.segments, store.adopt(bucket), store.shared),
-        *(bucket.index, comm.node, comm.nodes, comm.local_rank, comm.local_size, store.shards(bucket)),
-        prescale=prescale,
+    return Context(place_of(bucket, comm, op, prescale), store.adopt(bucket))
+
+
+def place_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], prescale: float = 1.0) -> Place:
+    """Return the place of a new bucket's exchanges."""
+    return Place(
+        rank=comm.rank,
+        size=comm.size,
+        op=op,
+        step=0,
+        kind=bucket.kind,
+        segments=bucket.segments,
+        index=bucket.index,
+        node=comm.node,
+        nodes=comm.nodes,
+        local_rank=comm.local_rank,
+        local_size=comm.local_size,
         link=comm.link or Link(),
+        prescale=prescale,
     )
 
 
@@ -272,8 +286,8 @@ def exchange_of(
 
     Raises ConfigError if the compressor returns anything but an averaged gradient, and the errors of `announced`.
     """
-    if context.idle and not bucket.in_place:
-        context.add_unsent(bucket.grad, context.idle, context.prescale)
+    if context.memory.idle and not bucket.in_place:
+        context.memory.add_unsent(bucket.grad, context.memory.idle, context.place.prescale)
     exchange = compressor.exchange(torch.empty(0) if bucket.in_place else bucket.grad, context)
     check_generator(exchange)
     if together and not _is_of_the_library(compressor) and compressor.payload_bytes(context) is None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..version import FORMAT, __version__
 from .buckets import Bucket
-from .shard import Shard
+from .memory import Memory, is_unsent
 
-__all__ = ["Memory", "Store", "check_format", "is_unsent"]
+__all__ = ["NamedTensors", "Store", "check_format"]
 
-Memory = dict[str, dict[str, Tensor]]
+NamedTensors = dict[str, dict[str, Tensor]]
 """Tensors by kind and parameter name, in the parameters' shapes: `{"residual": {"fc.weight": ...}}`."""
 
 
@@ -30,36 +30,31 @@ class Store:
     """
 
     def __init__(self) -> None:
-        self.shared: Memory = {}
+        self.shared: NamedTensors = {}
         self.made_of: dict[str, str] = {}
-        self._waiting: Memory = {}
-        self._flat: dict[Bucket, dict[str, Tensor]] = {}
-        self._shards: dict[Bucket, dict[str, Shard]] = {}
+        self._waiting: NamedTensors = {}
+        self._adopted: dict[Bucket, Memory] = {}
 
-    def adopt(self, bucket: Bucket) -> dict[str, Tensor]:
-        """Return a new bucket's flat tensors by kind, with the waiting memory of its parameters; the rest is zero."""
-        flats: dict[str, Tensor] = {}
+    def adopt(self, bucket: Bucket) -> Memory:
+        """Return a new bucket's memory, with the waiting memory of its parameters; the rest is zero."""
+        memory = Memory(bucket.segments, self.shared)
         for kind, by_name in self._waiting.items():
             held = [(segment, by_name[segment.name]) for segment in bucket.segments if segment.name in by_name]
             if held:
-                flat = flats[kind] = bucket.empty().to(held[0][1].dtype)
+                flat = bucket.empty().to(held[0][1].dtype)
                 for segment, tensor in held:
                     segment.view(flat).copy_(tensor)
-        self._flat[bucket] = flats  # in both until `forget`; `release` would write the same again
+                memory.put(kind, flat)
+        self._adopted[bucket] = memory  # in both until `forget`; `release` would write the same again
         self.forget([segment.name for segment in bucket.segments])
-        return flats
-
-    def shards(self, bucket: Bucket) -> dict[str, Shard]:
-        """Return this rank's shards of a bucket's memory by kind, a dict to fill; empty at first."""
-        return self._shards.setdefault(bucket, {})
+        return memory
 
     def release(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Dissolve buckets, all or some: their memory waits for new ones."""
-        for bucket in list(self._flat if buckets is None else buckets):
+        for bucket in list(self._adopted if buckets is None else buckets):
             for kind, flat in self._held(bucket):
                 self.put(kind, bucket, flat)
-            self._flat.pop(bucket, None)
-            self._shards.pop(bucket, None)
+            self._adopted.pop(bucket, None)
 
     def put(self, kind: str, bucket: Bucket, flat: Tensor) -> None:
         """Make a flat tensor wait by parameter name."""
@@ -96,19 +91,19 @@ class Store:
         """Return kind and parameter name of all waiting memory."""
         return [(kind, name) for kind, by_name in self._waiting.items() for name in by_name]
 
-    def memory(self) -> Memory:
+    def memory(self) -> NamedTensors:
         """Return a copy of all memory that is not shared."""
         memory = copied(self._waiting)
-        for bucket in self._flat:
+        for bucket in self._adopted:
             for kind, flat in self._held(bucket):
                 _write(memory.setdefault(kind, {}), bucket, flat)
         return memory
 
     def _held(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """Yield the flat tensors of a bucket by kind, including sharded ones."""
-        yield from self._flat.get(bucket, {}).items()
-        for kind, shard in self._shards.get(bucket, {}).items():
-            yield kind, shard.whole()
+        if bucket in self._adopted:
+            yield from self._adopted[bucket].items()
+            yield from ((kind, shard.whole()) for kind, shard in self._adopted[bucket].shards.items())
 
     def state(self) -> dict[str, Any]:
         """Return a checkpointable copy for `restore`."""
@@ -130,23 +125,23 @@ class Store:
                     f"the state holds {kind} of shape {tuple(tensor.shape)} for parameter {name!r}, which "
                     + (f"has shape {tuple(shapes[name])}" if name in shapes else "this optimizer does not have")
                 )
-        self._flat, self._shards = {}, {}
+        self._adopted = {}
         self._waiting, self.shared = copied(state["memory"]), copied(state["shared"])
         self.made_of = dict(state["made_of"])
 
     def residual(self) -> dict[str, Tensor]:
         """Return this rank's residual by parameter name, without copies; of parameters that have one."""
         held = dict(self._waiting.get("residual", {}))
-        for bucket, flats in self._flat.items():
-            if "residual" in flats:
-                held |= bucket.by_name(flats["residual"])
+        for bucket, memory in self._adopted.items():
+            if "residual" in memory:
+                held |= bucket.by_name(memory["residual"])
         return held
 
     def residual_norm(self) -> float:
         """Return the Euclidean norm of this rank's unsent memory; 0.0 for algorithms without any."""
         held = [(kind, tensor) for kind, by_name in self._waiting.items() for tensor in by_name.values()]
-        held += [(kind, flat) for flats in self._flat.values() for kind, flat in flats.items()]
-        held += [(kind, shard.held) for shards in self._shards.values() for kind, shard in shards.items()]
+        for memory in self._adopted.values():
+            held += [*memory.items(), *((kind, shard.held) for kind, shard in memory.shards.items())]
         parts = [tensor for kind, tensor in held if is_unsent(kind)]
         norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
@@ -161,12 +156,7 @@ def check_format(state: Mapping[str, Any]) -> None:
         )
 
 
-def is_unsent(kind: str) -> bool:
-    """Return True if memory of a kind is unsent gradient. Other kinds, such as momenta, are never sent."""
-    return kind.startswith("residual")
-
-
-def copied(memory: Memory) -> Memory:
+def copied(memory: NamedTensors) -> NamedTensors:
     """Return a deep copy."""
     return {kind: {n: t.detach().clone() for n, t in by_name.items()} for kind, by_name in memory.items()}
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..collectives import AllReduce, Collective, Group
 from ..comm import Handle
-from ..compressors.context import at_least_float32
 from ..compressors.tuner import Change
 from ..errors import MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
@@ -30,6 +29,7 @@ from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.step import Aborted, Description, Step
 from ..exchange.turns import Turns, turns_over
 from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint
+from ..flat.memory import at_least_float32
 from ..flat.store import Store
 from .layout import Layout, bucket_sizes, lay_out
 from .outgoing import OutgoingBuckets
@@ -47,8 +47,8 @@ REMEDY = (
 )
 
 CHANGED = (
-    f"{SAME_MODEL} A compressor of your own keeps memory in its context (ctx.remember, ctx.keep_residual), not in "
-    f"attributes, by which ranks compare settings."
+    f"{SAME_MODEL} A compressor of your own keeps memory in its context (ctx.memory.remember, ctx.keep_residual), not "
+    f"in attributes, by which ranks compare settings."
 )
 
 

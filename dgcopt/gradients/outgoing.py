@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..compressors import GradientExchange
-from ..compressors.context import Absorbed
 from ..compressors.sparse.rows import gather_rows
 from ..errors import ConfigError, MismatchError
 from ..exchange.commit import FinishedExchange, Write
@@ -19,6 +18,7 @@ from ..exchange.participation import Participation
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ..flat.gradient import GradientBucket, SparseSum
+from ..flat.memory import Absorbed
 from .layout import Layout
 from .settings import Settings
 from .tracker import GradientTracker
@@ -208,7 +208,7 @@ class OutgoingBuckets:
 
     def _scale(self, bucket: GradientBucket) -> float:
         """Return the factor of gradients in the exchange of a bucket."""
-        return self._weight * self.layout.contexts[bucket].prescale
+        return self._weight * self.layout.contexts[bucket].place.prescale
 
     def _scale_taken(self, bucket: GradientBucket) -> float:
         """Return the part of that factor which is applied while gradients are copied."""
@@ -261,9 +261,9 @@ class OutgoingBuckets:
     def rollback(self) -> None:
         """Return memory to the last commit; gradients that it has absorbed already are cleared, as they stay in it."""
         for bucket, context in self.layout.contexts.items():
-            if context.absorbed is Absorbed.WHOLLY:
+            if context.memory.absorbed is Absorbed.WHOLLY:
                 bucket.clear_gradients()
-            elif context.absorbed is Absorbed.PARTLY:
+            elif context.memory.absorbed is Absorbed.PARTLY:
                 self.wrapped.commit.begin("memory")
             context.rollback()
 

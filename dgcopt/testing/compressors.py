@@ -18,7 +18,8 @@ from ..compressors import GradientExchange, accept
 from ..exchange.scheduler import context_of
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket
-from ..flat.store import Memory, Store, is_unsent
+from ..flat.memory import is_unsent
+from ..flat.store import NamedTensors, Store
 from .report import Report, checked
 
 __all__ = ["check_compressor"]
@@ -118,7 +119,7 @@ class _Ranks:
             exchanges = []
             for rank in range(self.size):
                 context, bucket = self.contexts[rank][place], self.buckets[rank][place]
-                context.step = self.step
+                context.begin(self.step)
                 exchanges.append(self._counted(self.compressors[rank].exchange(bucket.grad, context), rank))
             for rank, result in enumerate(simulate(exchanges, self.comms)):  # type: ignore[arg-type]
                 bucket = self.buckets[rank][place]
@@ -146,11 +147,11 @@ class _Ranks:
 
         return watched(exchange, count)
 
-    def kept(self) -> list[dict[str, Memory]]:
+    def kept(self) -> list[dict[str, NamedTensors]]:
         """Return every rank's memory in the form of a checkpoint."""
         return [store.state() for store in self.stores]
 
-    def take_over(self, kept: list[dict[str, Memory]], step: int) -> None:
+    def take_over(self, kept: list[dict[str, NamedTensors]], step: int) -> None:
         """Resume from other ranks' memory."""
         self.step = step
         for store, state in zip(self.stores, kept, strict=True):
@@ -267,7 +268,7 @@ def _ledger(case: _Case) -> str | None:
     for seed in range(3):
         for contexts in ranks.contexts:
             for context in contexts:
-                context.step = ranks.step
+                context.begin(ranks.step)
         declared = [ranks.compressors[0].payload_bytes(context) for context in ranks.contexts[0]]
         if None in declared:
             return "not declared"

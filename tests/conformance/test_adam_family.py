@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 import dgcopt
-from dgcopt.compressors import ByteGrad, NoCompression, OneBitAdam, PowerSGD, QAdam, Wrapper
+from dgcopt.compressors import ByteGrad, Memory, NoCompression, OneBitAdam, Place, PowerSGD, QAdam, Wrapper
 from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -294,7 +294,10 @@ def test_one_bit_reduce_is_its_rule(size: int) -> None:
         )[0]
     ] * size
     buckets = [copy.copy(bucket) for bucket in buckets]
-    contexts = [dgcopt.Context(r, size, "average", 0, None, b.segments, {}) for r, b in enumerate(buckets)]
+    contexts = [
+        dgcopt.Context(Place(r, size, "average", 0, None, b.segments), Memory(b.segments))
+        for r, b in enumerate(buckets)
+    ]
     blocks = sum(-(-math.prod(shape) // 64) for shape in SHAPES)
     length = 64 * -(-blocks // size)
     cuts = [slice(length * rank, length * (rank + 1)) for rank in range(size)]
@@ -347,8 +350,11 @@ def test_what_a_server_holds_of_parts_that_it_no_longer_serves_is_sent_with_its_
     """Whether or not the step that finds it succeeds."""
     param = torch.nn.Parameter(torch.zeros(128))
     (bucket,) = build_buckets([("w", param)], lambda *_: None, 2**40, 2**40, None, GradientBucket)
-    contexts = [dgcopt.Context(rank, 2, "average", 0, None, bucket.segments) for rank in range(2)]
-    contexts[0].memory["residual of the server"] = torch.arange(128.0)
+    contexts = [
+        dgcopt.Context(Place(rank, 2, "average", 0, None, bucket.segments), Memory(bucket.segments))
+        for rank in range(2)
+    ]
+    contexts[0].memory.put("residual of the server", torch.arange(128.0))
     total = torch.zeros(128)
     for succeeds in (False, True, True, True):
         exchanges = [OneBitReduce().exchange(torch.zeros(128), context) for context in contexts]

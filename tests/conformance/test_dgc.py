@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import dgcopt
+from dgcopt.compressors import Memory, Place
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.testing import check_compressor
@@ -128,10 +129,10 @@ def test_one_worker(nesterov):
     compressor = dgcopt.DGC(0.1, values="fp64")
     compressor.attach(sgd)
     (bucket,) = build_buckets([("p0", param)], compressor.kind, 2**30, 2**30, None, GradientBucket)
-    context = dgcopt.Context(0, 1, "average", 0, bucket.kind, bucket.segments)
+    context = dgcopt.Context(Place(0, 1, "average", 0, bucket.kind, bucket.segments), Memory(bucket.segments))
     for step in range(STEPS):
         bucket.fill([0], [gradients_of([param.detach()], 0, step)[0]])
-        context.step = step
+        context.begin(step)
         (update,) = dgcopt.simulate([compressor.exchange(bucket.grad, context)])
         context.commit()
         with torch.no_grad():

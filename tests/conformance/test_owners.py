@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ import dgcopt
 from dgcopt.checkpoint import reshare
 from dgcopt.coding import SparseCode
 from dgcopt.collectives import AllGather, AllToAll, Collective, Link, watched
-from dgcopt.compressors import Context
-from dgcopt.compressors.context import SUMS
-from dgcopt.compressors.reduction import OwnerReduction, reduction
+from dgcopt.compressors import Context, Place
+from dgcopt.compressors.reduction import SUMS, OwnerReduction, reduction
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket, SparseSum
 from dgcopt.flat.shard import Chunks, Shard, Sharding
@@ -52,17 +50,8 @@ class Ranks:
         for rank, store in enumerate(self.stores):
             store.release()
             (bucket,) = build_buckets(named, lambda name, param: self.kind, 2**40, 2**40, None, GradientBucket)
-            place: Any = (
-                rank,
-                self.size,
-                "sum",
-                self.step,
-                self.kind,
-                bucket.segments,
-                store.adopt(bucket),
-                store.shared,
-            )
-            self.contexts.append(Context(*place, shards=store.shards(bucket), link=self.link))
+            place = Place(rank, self.size, "sum", self.step, self.kind, bucket.segments, link=self.link)
+            self.contexts.append(Context(place, store.adopt(bucket)))
             self.buckets.append(bucket)
         if not self.given.numel():
             self.given, self.applied = torch.zeros(bucket.numel).double(), torch.zeros(bucket.numel).double()
@@ -82,7 +71,7 @@ class Ranks:
         """One step; returns what all ranks apply."""
         exchanges = []
         for context, grad in zip(self.contexts, grads, strict=True):
-            context.step, context.certain = self.step, self.certain and used is None and not void
+            context.begin(self.step, self.certain and used is None and not void)
             exchanges.append(self.compressor.exchange(grad.clone(), context))
         flats = [
             result.add_to(bucket.empty()) if isinstance(result, SparseSum) else result
@@ -393,7 +382,7 @@ class OwnSum(dgcopt.compressors.Sparse):
         self.reduce, self.values = reduce, "fp64"
 
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
-        v = grad + ctx.hold("residual")
+        v = grad + ctx.memory.hold("residual")
         indices = v.abs().topk(50).indices.sort().values
         return v, indices, v[indices]
 
@@ -513,7 +502,7 @@ def test_auto_takes_to_owners_as_ranks_and_latency_have_it() -> None:
 
     def chosen(size: int, latency: float, bandwidth: float) -> bool:
         ranks = Ranks(dgcopt.TopK(), size, [(numel,)])
-        context = replace(ranks.contexts[0], link=Link(latency, bandwidth))
+        context = ranks.contexts[0].placed(link=Link(latency, bandwidth))
         return isinstance(reduction("auto", code, 1000, context), OwnerReduction)
 
     assert [chosen(size, 1e-4, 12.5e6) for size in (2, 4, 16, 64, 256)] == [False, False, True, True, True]

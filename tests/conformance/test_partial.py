@@ -17,6 +17,7 @@ import dgcopt
 from dgcopt.averaging import Averaging, LocalSGD, SlowMo, Weights
 from dgcopt.averaging.partial import PATCH, SPARTA
 from dgcopt.checkpoint import reshare
+from dgcopt.compressors import Memory, Place
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -249,7 +250,7 @@ class World:
             build_buckets(named, rule.kind, 2**40, 2**40, None, GradientBucket)[0] for _ in range(size)
         ]
         self.contexts = [
-            Weights(rank, size, "average", 0, bucket.kind, bucket.segments, {})
+            Weights(Place(rank, size, "average", 0, bucket.kind, bucket.segments), Memory(bucket.segments))
             for rank, bucket in enumerate(self.buckets)
         ]
         first = self.buckets[0]
@@ -265,7 +266,7 @@ class World:
     def exchange(self, weights: list[Tensor]) -> list[Tensor]:
         """The next one, of flat weights, which stay as they are."""
         for ctx in self.contexts:
-            ctx.step += self.rule.every
+            ctx.at(ctx.step + self.rule.every)
         flats = [x.clone() for x in weights]
         results = dgcopt.simulate([self.rule.exchange(x, c) for x, c in zip(flats, self.contexts, strict=True)])
         for ctx in self.contexts:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dgcopt
 from dgcopt.checkpoint import STATE_KEY
-from dgcopt.compressors import PowerSGD
+from dgcopt.compressors import Memory, Place, PowerSGD
 from dgcopt.compressors.lowrank.powersgd import first_seed, orthogonal
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -66,7 +66,7 @@ def bucket_of(tensors: list[Tensor]) -> Bucket:
 
 
 def context_of(bucket: Bucket, rank: int, size: int) -> dgcopt.Context:
-    return dgcopt.Context(rank, size, "average", 0, None, bucket.segments, {})
+    return dgcopt.Context(Place(rank, size, "average", 0, None, bucket.segments), Memory(bucket.segments))
 
 
 class World:
@@ -77,9 +77,7 @@ class World:
     ) -> None:
         self.compressor, self.comms = compressor, dgcopt.simulated_world(size)
         self.buckets = [bucket_of([torch.zeros(shape, dtype=dtype) for shape in SHAPES]) for _ in range(size)]
-        self.contexts = [context_of(bucket, rank, size) for rank, bucket in enumerate(self.buckets)]
-        for context in self.contexts:
-            context.op = op
+        self.contexts = [context_of(bucket, rank, size).placed(op=op) for rank, bucket in enumerate(self.buckets)]
 
     def step(self, grads: list[list[Tensor]]) -> list[Tensor]:
         exchanges = []
@@ -90,7 +88,7 @@ class World:
         results = dgcopt.simulate(exchanges, self.comms)
         for context in self.contexts:
             context.commit()
-            context.step += 1
+            context.begin(context.step + 1)
         assert all(torch.equal(s.view(results[0]), s.view(r)) for r in results for s in self.buckets[0].segments)
         return [segment.view(results[0]) for segment in self.buckets[0].segments]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import dgcopt
 from dgcopt.coding.minmax import MinMaxUInt8
 from dgcopt.coding.trits import put_trits, trit_bytes
-from dgcopt.compressors import Compressor, Context, Encoded
+from dgcopt.compressors import Compressor, Context, Encoded, Memory, Place
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -35,7 +35,10 @@ class World:
         self.buckets = [
             build_buckets(named, lambda name, param: None, 2**40, 2**40, None, GradientBucket)[0] for _ in range(ranks)
         ]
-        self.contexts = [Context(rank, ranks, op, 0, None, b.segments, {}) for rank, b in enumerate(self.buckets)]
+        self.contexts = [
+            Context(Place(rank, ranks, op, 0, None, b.segments), Memory(b.segments))
+            for rank, b in enumerate(self.buckets)
+        ]
 
     def flat(self, tensors) -> Tensor:
         bucket = self.buckets[0]
@@ -53,7 +56,7 @@ class World:
         results = dgcopt.simulate(exchanges)
         for ctx, result in zip(self.contexts, results, strict=True):
             ctx.commit()
-            ctx.step += 1
+            ctx.begin(ctx.step + 1)
             assert torch.equal(self.flat(self.parts(result)), self.flat(self.parts(results[0])))
         return self.parts(results[0])
 
@@ -220,7 +223,7 @@ class TestRandomRounding:
             first, other = (compressor.encode(grad, ctx) for ctx in world.contexts)
             assert torch.equal(first, compressor.encode(grad, world.contexts[0]))
             assert not torch.equal(first, other)
-            world.contexts[0].step = 1
+            world.contexts[0].begin(1)
             assert not torch.equal(first, compressor.encode(grad, world.contexts[0]))
 
     def test_natural_rounds_what_is_too_small_or_too_large(self) -> None:

@@ -21,6 +21,7 @@ from dgcopt.averaging.slowmo import SlowMo
 from dgcopt.averaging.weights import Weights
 from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllGather, AllReduce
+from dgcopt.compressors import Memory, Place
 from dgcopt.errors import CommError, ConfigError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
@@ -208,16 +209,17 @@ class Busy(LocalSGD):
         return name
 
     def start(self, x: Tensor, ctx: Weights) -> None:
-        ctx.scratch["total"] = ctx.memory.pop("total", torch.zeros_like(x))
-        ctx.hold("seen", lambda segment: segment.view(x))
+        loaded = ctx.memory.take("total")
+        ctx.scratch["total"] = torch.zeros_like(x) if loaded is None else loaded
+        ctx.memory.hold("seen", lambda segment: segment.view(x))
 
     def before_step(self, x: Tensor, ctx: Weights) -> None:
         ctx.scratch["total"] += 0.01 * x
 
     def exchange(self, x: Tensor, ctx: Weights):
         x = yield from super().exchange(x, ctx)
-        ctx.remember("seen", x).copy_(x)
-        ctx.on_commit(lambda: ctx.scratch["total"].add_(x))
+        ctx.memory.remember("seen", x).copy_(x)
+        ctx.memory.on_commit(lambda: ctx.scratch["total"].add_(x))
         return x
 
     def saved(self, ctx: Weights) -> dict[str, Tensor]:
@@ -431,9 +433,10 @@ class TestTraffic:
                 (bucket,) = build_buckets(
                     [("x", torch.zeros(128, dtype=torch.float64))], lambda *_: None, 1, 1, None, GradientBucket
                 )
-                ctx = Weights(rank, 3, "average", 0, None, bucket.segments, {}, group={"lr": 0.1})
+                place = Place(rank, 3, "average", 0, None, bucket.segments)
+                ctx = Weights(place, Memory(bucket.segments), group={"lr": 0.1})
                 rule.start(torch.ones(128, dtype=torch.float64), ctx)
-                ctx.step, ctx.weight = 1, (1.5, 0.0, 1.5)[rank]
+                ctx.at(1).set_weight((1.5, 0.0, 1.5)[rank])
                 contexts.append(ctx)
             results = dgcopt.simulate([rule.exchange(x.clone(), c) for x, c in zip(xs, contexts, strict=True)])
             for result in results:

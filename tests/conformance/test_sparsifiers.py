@@ -11,6 +11,7 @@ from torch.optim import SGD, AdamW
 
 import dgcopt
 from dgcopt.coding import encode_rice, one_row, rice_bytes
+from dgcopt.compressors import Memory, Place
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket, SparseSum
@@ -41,12 +42,13 @@ class Ranks:
             (bucket,) = build_buckets(
                 [(f"p{i}", p) for i, p in enumerate(params)], mine.kind, 2**40, 2**40, None, GradientBucket
             )
-            context = dgcopt.Context(rank, size, "average", 0, bucket.kind, bucket.segments, {})
+            place = Place(rank, size, "average", 0, bucket.kind, bucket.segments)
+            context = dgcopt.Context(place, Memory(bucket.segments))
             self.exchanges.append((mine, bucket, context))
 
     def start(self, rank, grads):
         compressor, bucket, context = self.exchanges[rank]
-        context.step = self.step
+        context.begin(self.step)
         for place, grad in enumerate(grads):
             bucket.fill([place], [grad])
         return compressor.exchange(bucket.grad, context)

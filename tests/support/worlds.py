@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 import dgcopt
 from dgcopt import Comm, ConfigError
 from dgcopt.collectives import Collective
-from dgcopt.compressors import Context
+from dgcopt.compressors import Context, Memory, Place
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
 
@@ -86,7 +86,7 @@ def bucket_of(tensors: list[Tensor], kind: object = None) -> Bucket:
 
 
 def context_of(bucket: Bucket, rank: int, size: int, step: int = 0) -> Context:
-    return Context(rank, size, "average", step, bucket.kind, bucket.segments, {})
+    return Context(Place(rank, size, "average", step, bucket.kind, bucket.segments), Memory(bucket.segments))
 
 
 def flat_gradient(model: nn.Module) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Fails(dgcopt.Compressor):
     """On one rank, after its first collective."""
 
     def exchange(self, grad, ctx):
-        held = ctx.remember("residual", grad)
+        held = ctx.memory.remember("residual", grad)
         held += 1
         mean = yield AllReduce(grad)
         if ctx.rank == 1:

@@ -86,7 +86,8 @@ def test_a_warm_up_sends_fewer_bytes_from_stage_to_stage(kind):
     bucket = bucket_of([nn.Parameter(torch.zeros(300, 700))], "matrix")
     context = context_of(bucket, 0, 2)
     sent = []
-    for context.step in range(6):
+    for step in range(6):
+        context.begin(step)
         sent.append(compressor.payload_bytes(context))
     assert sent[::2] == sent[1::2] and sent[0] > 4 * sent[2] and sent[2] > 4 * sent[4]
 

@@ -96,16 +96,16 @@ class FrozenAdam(Wrapper):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if not self._travels_as_momentum(ctx):
-            ctx.keep_unsent()  # it consists of momentum, and waits for momentum to be sent again
+            ctx.memory.keep_unsent()  # it consists of momentum, and waits for momentum to be sent again
             return (yield AllReduce(grad, op=ctx.op))
         momenta = self._momenta(ctx)
         if self.inner.mixes and len(momenta) == 1:
-            among = replace(ctx, op="average", mixture=momenta[0])
+            among = replace(ctx.placed(op="average"), mixture=momenta[0])
             return ctx.dense((yield from self.inner.exchange(self._as_mean(grad, ctx), among)))
         self._as_mean(grad, ctx)
         for momentum in momenta:
             mix(grad, momentum)
-        gradient = ctx.dense((yield from self.inner.exchange(grad, replace(ctx, op="average"))))
+        gradient = ctx.dense((yield from self.inner.exchange(grad, ctx.placed(op="average"))))
         for momentum in momenta:
             mix(gradient, momentum.inverse)
         return gradient
@@ -129,7 +129,7 @@ class FrozenAdam(Wrapper):
     def payload_bytes(self, ctx: Context) -> int | None:
         if not self._travels_as_momentum(ctx):
             return ctx.numel * ctx.dtype.itemsize
-        return self.inner.payload_bytes(replace(ctx, op="average"))
+        return self.inner.payload_bytes(ctx.placed(op="average"))
 
     @property
     def _attached(self) -> Optimizer:

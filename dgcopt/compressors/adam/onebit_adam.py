@@ -59,8 +59,8 @@ class OneBitReduce(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         own, place = part_of(ctx, ctx.rank), ctx.tensors.of_block
-        owned, (residual, v) = Owned.of(ctx, own), ctx.residual()
-        held, left = ctx.advance("residual of the server")  # of the sum over ranks
+        owned, (residual, v) = Owned.of(ctx, own), ctx.memory.residual()
+        held, left = ctx.memory.advance("residual of the server")  # of the sum over ranks
         result = grad.to(v.dtype)  # may be overwritten
 
         signs, sums = split_sum(result, residual, v, ctx.mixture)
@@ -132,7 +132,7 @@ class Owned:
 
 def hand_over(ctx: Context, own: slice) -> None:
     """Add the server residual of parts that this rank does not serve to its own v; valid in a commit and an abort."""
-    residual, held = ctx.hold("residual"), ctx.hold("residual of the server")
+    residual, held = ctx.memory.hold("residual"), ctx.memory.hold("residual of the server")
     for elsewhere in (slice(0, own.start), slice(own.stop, ctx.numel)):
         residual[elsewhere] += held[elsewhere]
         held[elsewhere] = 0

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ...collectives import AllReduce, Collective
 from ...errors import ConfigError
+from ...flat.memory import at_least_float32
 from ...flat.segments import Segment
 from ...kernels import put_product
 from ..base import Compressor, GradientExchange, Source
-from ..context import Context, at_least_float32
+from ..context import Context
 
 __all__ = ["PowerSGD"]
 
@@ -123,7 +124,7 @@ class PowerSGD(Compressor):
             stack.write(*(basis, factor) if side == "Q" else (factor, basis), result, left)
             if self.warm_start:
                 for segment, value in zip(stack.segments, factor, strict=True):
-                    ctx.share(f"PowerSGD {side}", segment, value)
+                    ctx.memory.share(f"PowerSGD {side}", segment, value)
         for span, mean in zip(whole, means, strict=True):
             result[span] = mean
         if self.error_feedback:
@@ -142,7 +143,7 @@ class PowerSGD(Compressor):
     def _start(self, side: Side, ctx: Context) -> list[Tensor]:
         """Return the factor from which `side` is computed: the last one, or a random one."""
         other: Side = "Q" if side == "P" else "P"
-        held = ctx.shared.get(f"PowerSGD {other}", {}) if self.warm_start else {}
+        held = ctx.memory.shared.get(f"PowerSGD {other}", {}) if self.warm_start else {}
         generator: torch.Generator | None = None
         dtype, factors = at_least_float32(ctx.dtype), []
         for stack in self._plan(ctx)[0]:
@@ -259,7 +260,7 @@ class _Square(_Stack):
 def mean_of(tensors: list[Tensor], ctx: Context) -> Generator[Collective, Tensor, list[Tensor]]:
     """Return the mean over ranks of several tensors, in one message."""
     flat = yield AllReduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op="average")
-    ctx.look_at(flat)
+    ctx.checks.look_at(flat)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 

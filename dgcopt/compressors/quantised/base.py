@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ...collectives import AllGather
+from ...flat.memory import at_least_float32
 from ...kernels import Put, put
 from ..base import Compressor, GradientExchange
-from ..context import Context, at_least_float32
+from ..context import Context
 
 __all__ = ["Encoded"]
 
@@ -56,7 +57,7 @@ class Encoded(Compressor):
         if not self.error_feedback:
             message = self.encode(total, ctx)
         else:
-            residual, values = ctx.residual()
+            residual, values = ctx.memory.residual()
             message = self.encode_sum(grad, residual, values, ctx)
             self.decode_into(values, "subtract", message, ctx, ctx.rank)
             ctx.keep_residual(values)

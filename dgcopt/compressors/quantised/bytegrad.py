@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...coding.minmax import MinMaxUInt8
 from ...collectives import AllGather, AllToAll
+from ...flat.memory import at_least_float32
 from ...kernels import Put, mix, put_minmax
 from ..base import Compressor, GradientExchange
-from ..context import Context, at_least_float32
+from ..context import Context
 from ..refusal import decode_or_refuse, heed_refusals
 
 __all__ = ["ByteGrad"]

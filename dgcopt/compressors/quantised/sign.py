@@ -13,9 +13,10 @@ from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ...coding.trits import put_trits, trit_bytes
 from ...collectives import AllGather, AllToAll
 from ...errors import ConfigError
+from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, Put, majority, mix_signs, pack_signs, put_signs, split_signs, split_sum, tensor_sums
 from ..base import Compressor, GradientExchange
-from ..context import Context, at_least_float32
+from ..context import Context
 from .base import Encoded
 
 __all__ = ["EFSignSGD", "SignSGD", "Signum"]
@@ -76,7 +77,7 @@ class Signum(SignSGD):
             )
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        before, m = ctx.advance("momentum", dtype=at_least_float32(grad.dtype))
+        before, m = ctx.memory.advance("momentum", dtype=at_least_float32(grad.dtype))
         signs = mix_signs(before, self.beta, grad, 1 - self.beta, m, zero_is_minus(ctx))
         return (yield from majority_vote(signs, grad, ctx))
 

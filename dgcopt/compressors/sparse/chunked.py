@@ -84,7 +84,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if not self.error_feedback:
             return grad, *self.selection(ctx).largest(grad)
-        e, v = ctx.residual()
+        e, v = ctx.memory.residual()
         return v, *self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
 
     def payload_bytes(self, ctx: Context) -> int | None:

@@ -62,7 +62,7 @@ class CLTK(ScheduledRatio):
         return self.chooser(ctx, lambda ratio: Selection(ctx.segments, ratio))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        e, v = ctx.residual()
+        e, v = ctx.memory.residual()
         maxima = add_and_maxima(grad, e, 1.0, v)
         leader, count = ctx.step % ctx.size, self.selection(ctx).count
         choice = torch.zeros(rice_bytes(count, ctx.numel), dtype=torch.uint8, device=v.device)

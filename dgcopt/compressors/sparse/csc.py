@@ -73,16 +73,16 @@ class CSC(ScheduledRatio):
         return self._memory.holds_back or super().holds_back(kind)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        memory = self._memory
-        memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, memory.runs(ctx.segments))
-        e, v = ctx.residual()
+        own = self._memory
+        own.correct(grad, ctx.memory.advance("momentum", own.start) if own.start else None, own.runs(ctx.segments))
+        e, v = ctx.memory.residual()
         norms_of_blocks = add_and_norms(grad, e, 1.0, v)
         chunks, length, count = self._cut(ctx)
         missing = chunks * length // BLOCK - len(norms_of_blocks)  # in the last chunk, which may be shorter
         norms = torch.nn.functional.pad(norms_of_blocks, (0, missing)).view(chunks, -1).sum(1)
 
         norms = yield AllReduce(norms, op="sum")
-        ctx.look_at(norms)
+        ctx.checks.look_at(norms)
         chosen = norms.sort(descending=True, stable=True).indices[:count].sort().values
         whole = ctx.numel // length
         rows, last = v[: whole * length].view(whole, length), v[whole * length :]
@@ -95,7 +95,7 @@ class CSC(ScheduledRatio):
         last -= added[full:, : len(last)].sum(0)
         ctx.keep_residual(v)
         arrived = yield summing
-        ctx.look_at(arrived)
+        ctx.checks.look_at(arrived)
         if "result" not in ctx.scratch:
             ctx.scratch["result"] = arrived.new_empty(chunks, length)
         return ctx.scratch["result"].zero_().index_copy_(0, chosen, arrived).view(-1)[: ctx.numel]

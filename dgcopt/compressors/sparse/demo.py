@@ -11,9 +11,10 @@ from torch.optim import SGD, Optimizer
 from ...coding import SparseCode
 from ...collectives import AllGather
 from ...errors import ConfigError
+from ...flat.memory import at_least_float32
 from ...kernels import Matrices, clear_at, dct, inverse_dct
 from ..base import Compressor, GradientExchange
-from ..context import Context, at_least_float32
+from ..context import Context
 from ..reduction import sum_of_messages
 from .base import Indices, Values, check_decay
 from .chunked import ChunkSelection
@@ -76,7 +77,7 @@ class DeMo(Compressor):
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         code, (matrices, selection) = SparseCode(self.indices, self.values), self._plan(ctx)
-        old, m = ctx.advance("momentum", dtype=at_least_float32(grad.dtype))
+        old, m = ctx.memory.advance("momentum", dtype=at_least_float32(grad.dtype))
         torch.add(grad, old, alpha=self.decay, out=m)
         if "frequencies" not in ctx.scratch:
             ctx.scratch["frequencies"] = torch.zeros_like(m), torch.zeros_like(m)

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from ...coding import SparseCode
 from ...flat.gradient import LocalGradient
+from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, clear_at, gather, subtract_at
 from ..base import GradientExchange, Source
-from ..context import Context, at_least_float32
+from ..context import Context
 from ..reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from ..whole import whole_sum
 from .base import Indices, Values
@@ -150,40 +151,40 @@ class DGC(ScheduledRatio):
         memory, runs = self._memory, self._memory.runs(ctx.segments)
         if ctx.kind == "vector" and self.vectors == "dense":
             grad = grad.to(at_least_float32(grad.dtype))
-            memory.correct(grad, ctx.advance("momentum", memory.start) if memory.start else None, runs)
-            ctx.add_unsent(grad)  # after the momentum, which v already contains
+            memory.correct(grad, ctx.memory.advance("momentum", memory.start) if memory.start else None, runs)
+            ctx.memory.add_unsent(grad)  # after the momentum, which v already contains
             result = yield ctx.all_reduce(grad)[0]
-            ctx.look_at(result)
+            ctx.checks.look_at(result)
             return result
 
         ratio = self.ratio_at(ctx.step)
         local = LocalGradient(grad) if ctx.local is None else ctx.local
         dtype = torch.bfloat16 if self.residual == "bf16" else None
-        u = ctx.hold("momentum", memory.start, dtype) if memory.start else None
-        v = ctx.hold("residual", dtype=dtype)
+        u = ctx.memory.hold("momentum", memory.start, dtype) if memory.start else None
+        v = ctx.memory.hold("residual", dtype=dtype)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.preview_blocks(local, v, u, runs).view(-1)
             ctx.peak = everything.abs().amax() if self.clip is None else None  # clipping removes Inf
-            ctx.on_commit(lambda: memory.accumulate(local, v, u, runs))
+            ctx.memory.on_commit(lambda: memory.accumulate(local, v, u, runs))
             if ratio == 1:
-                ctx.on_commit(lambda: v.sub_(ctx.all_reduce(v)[1]))
+                ctx.memory.on_commit(lambda: v.sub_(ctx.all_reduce(v)[1]))
                 result = yield ctx.all_reduce(everything)[0]
-                ctx.look_at(result)
+                ctx.checks.look_at(result)
                 return result
             return (yield from whole_sum(self.reduce, self.vectors, ctx).exchange(everything, ctx))
 
         selection = self.selection(ctx)
         new: Tensor | None = None  # the next v, if already written
         if ctx.certain:
-            with ctx.absorbing():
+            with ctx.memory.absorbing():
                 new, maxima = v, memory.accumulate(local, v, u, runs)
         elif ctx.local is not None:  # no flat gradient, so memory for a second v
-            new = ctx.advance("residual", dtype=dtype)[1]
+            new = ctx.memory.advance("residual", dtype=dtype)[1]
             maxima = memory.preview_block_maxima(local, v, u, runs, new)
-            ctx.on_commit(lambda: memory.update_momentum(local, u, runs))
+            ctx.memory.on_commit(lambda: memory.update_momentum(local, u, runs))
         else:
             maxima = memory.preview_block_maxima(local, v, u, runs)
-            ctx.on_commit(lambda: memory.accumulate(local, v, u, runs))
+            ctx.memory.on_commit(lambda: memory.accumulate(local, v, u, runs))
         if new is not None:
             indices = selection.largest(new, maxima)
             values = gather(new, indices)
@@ -202,9 +203,9 @@ class DGC(ScheduledRatio):
             return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
 
         def forget(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
-            ctx.on_commit(lambda: subtract_at(v if new is None else new, sent, arriving))
+            ctx.memory.on_commit(lambda: subtract_at(v if new is None else new, sent, arriving))
             if u is not None and self.momentum_masking:
-                ctx.on_commit(lambda: _mask(u, sent, travels))
+                ctx.memory.on_commit(lambda: _mask(u, sent, travels))
 
         choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, forget)
         return (yield from self.reduction(selection.count, ctx).exchange(choice, ctx))

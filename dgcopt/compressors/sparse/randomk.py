@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...flat.gradient import SparseSum
+from ...flat.memory import at_least_float32
 from ...kernels import draw_from_spans, gather, subtract_at
 from ..base import GradientExchange, Source
-from ..context import Context, at_least_float32
+from ..context import Context
 from .base import check_decay
 from .schedule import ScheduledRatio, Warmup
 from .selection import count_of

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...collectives import AllGather, Exchange
 from ...errors import PayloadError
-from ..context import at_least_float32
+from ...flat.memory import at_least_float32
 
 __all__ = ["gather_rows"]
 

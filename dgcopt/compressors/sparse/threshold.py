@@ -11,9 +11,10 @@ from ...checks import check_positive
 from ...collectives import AllGather
 from ...errors import PayloadError
 from ...flat.gradient import SparseSum
+from ...flat.memory import at_least_float32
 from ...kernels import add_and_select_above, select_above, subtract_at
 from ..base import GradientExchange, Source
-from ..context import Context, at_least_float32
+from ..context import Context
 from .base import Indices, Sparse, Values, check_decay
 from .schedule import check_ratio
 from .selection import count_of
@@ -66,7 +67,7 @@ class Threshold(Sparse):
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if not self.error_feedback:
             return grad, *select_above(grad, self.threshold, self.most(ctx))
-        e, v = ctx.residual()
+        e, v = ctx.memory.residual()
         return v, *add_and_select_above(grad, e, self.decay, v, self.threshold, self.most(ctx))
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:

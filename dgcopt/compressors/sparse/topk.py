@@ -67,7 +67,7 @@ class TopK(ScheduledRatio, Sparse):
 
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if self.error_feedback:
-            e, v = ctx.residual()
+            e, v = ctx.memory.residual()
             maxima = add_and_maxima(grad, e, self.decay, v)
         else:
             v, maxima = grad, block_maxima(grad)

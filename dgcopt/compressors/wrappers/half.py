@@ -32,7 +32,7 @@ class _Half(Wrapper):
             message = collective.tensor
             if message.dtype not in WIDE:
                 return (yield collective)
-            size = {"world": ctx.size, "node": ctx.local_size}.get(collective.group)
+            size = {"world": ctx.size, "node": ctx.place.local_size}.get(collective.group)
             if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average" and size:
                 # divide before rounding, so that the sum over many ranks stays in range
                 message.div_(size)

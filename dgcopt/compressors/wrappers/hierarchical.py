@@ -13,10 +13,10 @@ from ...coding import Checks, read_checks
 from ...collectives import AllReduce, Broadcast, Collective, Exchange, watched
 from ...errors import ConfigError, PayloadError
 from ...flat.gradient import SparseSum
-from ...flat.store import is_unsent
+from ...flat.memory import at_least_float32, is_unsent
 from ...kernels import copy_scaled, peaks
 from ..base import Compressor, GradientExchange
-from ..context import Context, at_least_float32
+from ..context import Context
 from ..refusal import REFUSED, Refusal
 from .base import Wrapper
 
@@ -68,50 +68,46 @@ class Hierarchical(Wrapper):
         return f"machines' {self.inner.holds_back(kind)}"
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
-        return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.nodes)
+        return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.place.nodes)
 
     def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Name the content of the residual: means of machines."""
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        ranks = ctx.size / ctx.nodes
+        ranks = ctx.size / ctx.place.nodes
         if RANKS not in ctx.scratch:
             ctx.scratch[RANKS] = ranks
             if _count_for(ranks, ctx):
                 yield from _hand_over_momentum(ctx)
-        if ctx.local_rank > 0:
-            ctx.add_unsent(grad, weight=ranks)
+        if ctx.place.local_rank > 0:
+            ctx.memory.add_unsent(grad, weight=ranks)
         else:
-            ctx.add_unsent(grad, ctx.idle, ranks - 1)  # the gradient contains it once already
+            ctx.memory.add_unsent(grad, ctx.memory.idle, ranks - 1)  # the gradient contains it once already
         mean = yield AllReduce(grad, op="average", group="node")
-        if ctx.local_rank == 0:
+        if ctx.place.local_rank == 0:
             mean = yield from self._between_machines(mean, ctx)
         mean = yield Broadcast(mean, root=0, group="node")
         _heed_refusal(mean, ctx)
         factor = ctx.size / ctx.divisor
         if factor == 1:
-            ctx.look_at(peaks([mean]))
+            ctx.checks.look_at(peaks([mean]))
             return mean
         total = torch.empty_like(mean)
-        ctx.look_at(copy_scaled([mean], [total], factor))
+        ctx.checks.look_at(copy_scaled([mean], [total], factor))
         return total
 
     def _between_machines(self, mean: Tensor, ctx: Context) -> Exchange:
         """Exchange a machine's mean with other machines; return the mean over ranks, or a refusal in its place."""
-        peak = copy_scaled([mean], [mean], ctx.local_size * ctx.nodes / ctx.size)  # weighted by the number of ranks
+        weight = ctx.place.local_size * ctx.place.nodes / ctx.size
+        peak = copy_scaled([mean], [mean], weight)
         # memory that has absorbed the machine's mean would owe it to ranks that still have their gradients
         across = replace(
-            ctx,
-            rank=ctx.node,
-            size=ctx.nodes,
-            op="average",
+            ctx.placed(rank=ctx.place.node, size=ctx.place.nodes, op="average"),
             local=None,
             certain=False,
             checks=Checks(),
-            looked_at=[peak],
-            by_sender=[],
-            refused=set(),
         )
+        across.checks.look_at(peak)
         try:
             result = yield from watched(self.inner.exchange(mean, across), send_across)
             if _is_finite(result, across):
@@ -135,7 +131,7 @@ def _count_for(ranks: float, ctx: Context) -> bool:
 
     Returns True if there may be any; the answer is the same on all ranks.
     """
-    known = ctx.shared.setdefault(RANKS, {})
+    known = ctx.memory.shared.setdefault(RANKS, {})
     any_known = any(segment.name in known for segment in ctx.segments)
     for segment in ctx.segments:
         before = float(known.get(segment.name, ranks))
@@ -148,19 +144,19 @@ def _count_for(ranks: float, ctx: Context) -> bool:
 
 def _hand_over_momentum(ctx: Context) -> Generator[Collective, Tensor, None]:
     """Move momentum from ranks that were first ranks of other machines to the first rank of this one."""
-    astray = torch.tensor([float(ctx.local_rank > 0 and MOMENTUM in ctx.memory)], device=ctx.device)
+    astray = torch.tensor([float(ctx.place.local_rank > 0 and MOMENTUM in ctx.memory)], device=ctx.device)
     if not (yield AllReduce(astray, op="sum", group="node", label="whether momentum is astray")).any():
         return
-    mine, dtype = ctx.memory.pop(MOMENTUM, None), at_least_float32(ctx.dtype)
+    mine, dtype = ctx.memory.take(MOMENTUM), at_least_float32(ctx.dtype)
     flat = torch.zeros(ctx.numel, dtype=dtype, device=ctx.device) if mine is None else mine.to(dtype)
     momentum = yield AllReduce(flat, op="sum", group="node", label="momentum of other machines")
-    if ctx.local_rank == 0:
-        ctx.memory[MOMENTUM] = momentum
+    if ctx.place.local_rank == 0:
+        ctx.memory.put(MOMENTUM, momentum)
 
 
 def _is_finite(result: Tensor | SparseSum, across: Context) -> bool:
     """Return False if messages between machines hold NaN or Inf. Raises PayloadError for one that cannot be right."""
-    looked_at = [*across.looked_at]
+    looked_at = [*across.checks.looked_at]
     for positions, values in result.whole if isinstance(result, SparseSum) else ():
         looked_at.append(values)
         if len(positions):
@@ -176,7 +172,7 @@ def _is_finite(result: Tensor | SparseSum, across: Context) -> bool:
         if tensor.numel():
             across.checks.when_read(peaks([tensor])[0].isfinite(), finite.append)
     read_checks([across.checks])
-    return all(finite) and not across.refused
+    return all(finite) and not across.checks.refused
 
 
 def _heed_refusal(mean: Tensor, ctx: Context) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -155,7 +154,7 @@ class PerParameter(Compressor):
     def _within(self, ctx: Context) -> tuple[Compressor, Context]:
         """Return the rule of a bucket and the context for it."""
         rule, kind = self._rule_of(ctx.kind)
-        return rule, replace(ctx, kind=kind)
+        return rule, ctx.placed(kind=kind)
 
     # -- gradients or updates ----------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class HookMemory:
     @property
     def keeps_any(self) -> bool:
         """True if some part has memory."""
-        return any(context.memory or context.shards for context in self.contexts.values())
+        return any(context.memory or context.memory.shards for context in self.contexts.values())
 
     # -- persistence -------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Halves(dgcopt.Compressor):
     """Sends half of what it has, and keeps its memory in place, as a compressor of a user's own would."""
 
     def exchange(self, grad: Tensor, ctx: dgcopt.Context) -> Exchange:
-        residual = ctx.remember("residual", grad).add_(grad)
+        residual = ctx.memory.remember("residual", grad).add_(grad)
         grad.copy_(residual).mul_(0.5)
         residual.sub_(grad)
         return (yield AllReduce(grad, op=ctx.op))

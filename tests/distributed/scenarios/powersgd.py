@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dgcopt
 from dgcopt import Comm
-from dgcopt.compressors import PowerSGD
+from dgcopt.compressors import Memory, Place, PowerSGD
 from dgcopt.flat.segments import Segment
 
 from .training import assert_same_on_all_ranks
@@ -91,7 +91,8 @@ class Draws:
     def randint(self, _: int) -> int:
         segment = Segment("", torch.zeros(1), 0)
         self.step += 1
-        return dgcopt.Context(0, 2, "average", self.step - 1, None, [segment]).generator(self.seed).initial_seed()
+        place = Place(0, 2, "average", self.step - 1, None, [segment])
+        return dgcopt.Context(place, Memory([segment])).generator(self.seed).initial_seed()
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from dgcopt import DGC, CheckpointError, Comm, ConfigError
 from dgcopt.checkpoint import STATE_KEY
 from dgcopt.collectives import AllReduce
 from dgcopt.flat.local_shard import as_dtensor
-from dgcopt.flat.store import is_unsent
+from dgcopt.flat.memory import is_unsent
 from dgcopt.gradients.optimizer import synchronised
 
 from .loops import refused

@@ -109,7 +109,9 @@ class OfItsSize(Mean):
     """What it keeps is for so many ranks."""
 
     def start(self, x, ctx):
-        ranks = ctx.memory.setdefault("ranks", torch.full_like(x, ctx.size))
+        if "ranks" not in ctx.memory:
+            ctx.memory.put("ranks", torch.full_like(x, ctx.size))
+        ranks = ctx.memory["ranks"]
         if int(ranks[0]) != ctx.size:
             raise ValueError("other ranks")
 

@@ -700,7 +700,7 @@ def test_after_a_failure_all_ranks_load_and_go_on():
 def test_a_round_that_failed_leaves_nothing_for_the_next_one_to_settle(rule: Averaging):
     averaging = World(2, rule).train(range(1)).optimizers[0].averaging
     (ctx,), changes = averaging.buckets().values(), []
-    ctx.on_commit(lambda: changes.append("memory"))
+    ctx.memory.on_commit(lambda: changes.append("memory"))
     averaging.sync.abort()
     ctx.commit()
     assert not changes

@@ -122,12 +122,12 @@ def test_only_what_reads_the_device_waits_for_it():
     """A dense sum that nobody looks at costs no wait; a pending check does."""
     finished = []
     comm = SimpleNamespace(finish_on_device=lambda: finished.append(len(finished)))
-    context = SimpleNamespace(checks=Checks(), looked_at=[], by_sender=[], refused=set())
+    context = SimpleNamespace(checks=Checks())
     one = FinishedExchange(SimpleNamespace(result=torch.ones(4), label="bucket 0"), context, None, lambda _: None, 4)
     assert inspect([one], comm) == [] and finished == []
     context.checks.expect(torch.tensor(True), lambda: "wrong")
     assert inspect([one], comm) == [] and finished == [0]
-    context.looked_at.append(torch.tensor([torch.nan]))
+    context.checks.look_at(torch.tensor([torch.nan]))
     assert [found.label for found in inspect([one], comm)] == ["bucket 0"] and finished == [0, 1]
 
 

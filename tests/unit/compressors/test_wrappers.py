@@ -12,7 +12,7 @@ from torch.optim import SGD
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm.simulated import SimulatedComm, _comms, simulate
-from dgcopt.compressors import Compressor, Context, GradientExchange, Wrapper
+from dgcopt.compressors import Compressor, Context, GradientExchange, Memory, Place, Wrapper
 from dgcopt.flat.gradient import SparseSum
 from tests.support.worlds import bucket_of
 
@@ -28,7 +28,10 @@ class World:
         self.compressor, self.comms = compressor, _comms(node_of)
         self.buckets = [bucket_of([torch.zeros(n, dtype=dtype) for n in SIZES]) for _ in self.comms]
         self.contexts = [
-            Context(c.rank, c.size, op, 0, None, b.segments, {}, {}, 0, c.node, c.nodes, c.local_rank, c.local_size)
+            Context(
+                Place(c.rank, c.size, op, 0, None, b.segments, 0, c.node, c.nodes, c.local_rank, c.local_size),
+                Memory(b.segments),
+            )
             for c, b in zip(self.comms, self.buckets, strict=True)
         ]
         self.sent: list[list[tuple[str, str, torch.dtype, int]]] = [[] for _ in self.comms]
@@ -52,7 +55,7 @@ class World:
         results = []
         for ctx, result in zip(self.contexts, simulate(exchanges, self.comms), strict=True):
             ctx.commit()
-            ctx.step += 1
+            ctx.begin(ctx.step + 1)
             dense = result.add_to(self.buckets[0].empty()) if isinstance(result, SparseSum) else result
             results.append(self.whole(dense))
         assert all(torch.equal(result, results[0]) for result in results)
@@ -182,7 +185,7 @@ class TestHierarchical:
     def test_what_lies_on_other_ranks_is_handed_over_once(self, node_of) -> None:
         world = World(dgcopt.Hierarchical(dgcopt.TopK(1.0)), node_of)
         for rank, ctx in enumerate(world.contexts):
-            ctx.memory["residual"] = world.flat(torch.full((sum(SIZES),), 2.0**rank))
+            ctx.memory.put("residual", world.flat(torch.full((sum(SIZES),), 2.0**rank)))
         nothing = [torch.zeros(sum(SIZES))] * len(node_of)
         expected = sum(2.0**rank for rank in range(len(node_of)))
         result = world.step(nothing)

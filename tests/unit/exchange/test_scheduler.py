@@ -23,7 +23,7 @@ class Returning(dgcopt.Compressor):
         self._spoil = spoil
 
     def exchange(self, grad: Tensor, ctx: dgcopt.Context) -> Any:
-        held = ctx.remember("residual", grad)
+        held = ctx.memory.remember("residual", grad)
         held += 1
         mean = yield AllReduce(grad)
         return self._spoil(mean) if ctx.index == 1 else mean

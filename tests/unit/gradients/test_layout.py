@@ -37,7 +37,7 @@ def held_bytes(optimizer: Optimizer) -> int:
     flats = [flat for bucket in engine.layout.buckets for flat in (bucket._sent, bucket._other)]
     tensors = [flat.tensor for flat in flats if flat is not None]
     for context in engine.layout.contexts.values():
-        tensors += [*context.memory.values(), *context._spare.values(), *context._next.values()]
+        tensors += [*context.memory.values(), *context.memory._spare.values(), *context.memory._next.values()]
         tensors += [value for value in context.scratch.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgcopt import kernels
-from dgcopt.compressors import Context
+from dgcopt.compressors import Context, Memory, Place
 from dgcopt.kernels import native
 from dgcopt.kernels import torch as specification
 from tests.support.oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
@@ -21,7 +21,7 @@ hows = st.sampled_from(["set", "add", "subtract"])
 
 def key_of(seed: int, step: int, index: int, rank: int) -> int:
     """As compressors have it."""
-    return Context(rank, 3, "average", step, None, [], index=index).key(seed)
+    return Context(Place(rank, 3, "average", step, None, [], index=index), Memory([])).key(seed)
 
 
 def draw(i: int, key: int) -> int:

@@ -82,6 +82,7 @@ class TCPKeyValueStore:
             )
         except RuntimeError as error:
             raise self._lost(error) from error
+        _end_waits_after(deadline, port)
 
     def get(self, key: str) -> str | None:
         with self._reaching():
@@ -354,10 +355,12 @@ class SurvivingComm(GlooComm):
         """Leave the groups of the epoch before this rank announces itself for the next one."""
         assert self.epoch is not None
         self._disconnect(self.epoch)
-        self._store.set(failed_key(self.epoch), str(self.rank))
-        for group in self._groups.values():
-            group.abort()
-        self._groups.clear()
+        try:
+            self._store.set(failed_key(self.epoch), str(self.rank))
+        finally:  # a process that ends with open groups is aborted by their threads
+            for group in self._groups.values():
+                group.abort()
+            self._groups.clear()
 
     def _begin_or_recover(self, epoch: Epoch) -> None:
         try:
@@ -542,6 +545,18 @@ def _sockets() -> Iterator[socket.socket]:
                 with socket.socket(fileno=os.dup(int(name))) as one:
                     if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                         yield one
+
+
+def _end_waits_after(deadline: float, port: int) -> None:
+    """Let connections to a port fail once the network has been silent for the deadline; torch's store waits on."""
+    pause = max(1, int(deadline / 4))
+    for one in _sockets():
+        with contextlib.suppress(OSError):
+            if not _is_listening(one) and one.getpeername()[1] == port:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadline))
 
 
 def _is_listening(one: socket.socket) -> bool:

@@ -102,6 +102,10 @@ class Comm(ABC):
     """Number of memberships that this comm has had."""
     commits: int = 0
     """Confirmed steps, if ranks survive."""
+    members: tuple[str, ...] = ()
+    """Unique names of the processes by rank, if ranks survive."""
+    copy_every: int = 0
+    """Steps from one copy of each rank's residual on another rank to the next, if ranks survive; 0 makes none."""
     link: Link | None = None
     """How fast it is, the same on all ranks; None before it was measured."""
     joins_replicas: bool = False

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 
@@ -48,6 +49,8 @@ def init(
     streams: int = 1,
     survive: bool = False,
     min_ranks: int = 1,
+    residuals: Literal["local", "buddy"] = "local",
+    copy_every: int = 10,
 ) -> Comm:
     """Join the other ranks and return this rank's end of the wire; called again, the same one.
 
@@ -67,6 +70,11 @@ def init(
             that `dgcopt run --survive` starts (docs/survive.md). The wire "torch" over Gloo only. In a process without
             a launcher it has no effect.
         min_ranks: with `survive`, fewer ranks do not go on: they wait for others until the deadline, then raise.
+        residuals: with `survive`, "local" loses the residual of a lost rank. "buddy" keeps a copy of each rank's
+            residual on the next rank, which adds it to its own if that rank is lost.
+        copy_every: with "buddy", steps from one copy to the next. A copy costs 2 bytes per parameter on the wire and in
+            memory. Higher costs less; the gradients of a lost rank since its last copy are lost, and coordinates of the
+            copy that it has sent since count twice.
 
     The choice and its reason are logged by the logger "dgcopt". Raises ConfigError if the environment contradicts
     itself, or a launcher announces more ranks than have joined, as each of them would train alone (the wire "local",
@@ -93,9 +101,15 @@ def init(
     check_whole(streams, "streams", 1)
     check_flag(survive, "survive")
     check_whole(min_ranks, "min_ranks", 1)
+    check_whole(copy_every, "copy_every", 1)
+    if residuals not in ("local", "buddy"):
+        raise ConfigError(f'residuals must be "local" or "buddy", not {residuals!r:.200}')
+    if residuals == "buddy" and not survive:
+        raise ConfigError('residuals="buddy" copies residuals for ranks that survive others: set survive=True too')
     if survive and (STORE in os.environ or wire is not None or _detect(os.environ)[0] != "local"):
         _current = _surviving(wire, Rules(min_ranks, deadline=deadline), streams)
         _current.checksums = checksums
+        _current.copy_every = copy_every if residuals == "buddy" else 0
         return _current
     chosen, reason = (wire, ASKED) if wire is not None else _detect(os.environ)
     if chosen not in WIRES:

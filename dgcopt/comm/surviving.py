@@ -238,6 +238,7 @@ class SurvivingComm(GlooComm):
         self._for_groups: TCPKeyValueStore | None = None
         self._for_watching: TCPKeyValueStore | None = None
         self._connected: int | None = None  # the epoch whose connections are open
+        self._watcher: threading.Thread | None = None
         if not drive(has_begun(), store):
             self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
 
@@ -260,7 +261,7 @@ class SurvivingComm(GlooComm):
 
     def _begin(self, epoch: Epoch) -> None:
         """Build the groups of an epoch, which may fail; on return this rank has its rank in it."""
-        self.epoch, self.generation = epoch, epoch.number + 1
+        self.epoch, self.generation, self.members = epoch, epoch.number + 1, epoch.members
         self._set_ranks(epoch.members.index(self._me.member), len(epoch.members))
         places = [json.loads(where) for where in epoch.where]
         machines = [machine for machine, _, _ in places]
@@ -271,8 +272,9 @@ class SurvivingComm(GlooComm):
         self._peers = {(host, port) for _, host, port in places} - {self._address}
         with self._live:
             self._connected = epoch.number
-        watcher = threading.Thread(target=self._watch, args=(epoch,), name="dgcopt watches the ranks", daemon=True)
-        watcher.start()
+        name = "dgcopt watches the ranks"
+        self._watcher = threading.Thread(target=self._watch, args=(epoch,), name=name, daemon=True)
+        self._watcher.start()
         channels: list[tuple[Channel, tuple[int, ...]]] = [(self.ranks(), self.ranks())]
         channels += [("control", self.ranks()), ("agreement", self.ranks())]
         channels += [(members, members) for members in self._subgroups if self.rank in members]
@@ -518,6 +520,10 @@ class SurvivingComm(GlooComm):
         super().close()
         with contextlib.suppress(CommError):
             self._store.set(gone_key(self._me.member), "left")
+        with self._live:
+            self._connected = None
+        if self._watcher is not None:
+            self._watcher.join(self.deadline)  # Python aborts if it ends while a thread is inside torch's store
         self._groups.clear()
 
 

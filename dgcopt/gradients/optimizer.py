@@ -38,6 +38,7 @@ from ..exchange.participation import JoinHook
 from ..exchange.telemetry import Telemetry
 from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
 from ..flat.store import check_format
+from .buddy import Buddy
 from .engine import Engine
 from .introspection import broadcasting_root
 from .replicas import check_on_mesh, check_shards, comm_of_replicas, shard_of
@@ -213,6 +214,7 @@ class Synchronised(Stepping):
         self._given_names = given
         self._is_hooked = False
         self._generation = 0
+        self._buddy = Buddy()
         self._place: int | None = None
         """Its number among the optimizers of the wire, in the order in which they were wrapped."""
         optimizer.register_state_dict_post_hook(_save_state)
@@ -270,7 +272,10 @@ class Synchronised(Stepping):
         before, self.engine = self.engine, None
         self.join(current_comm(comm))
         if before is not None:
-            self.restore(before.state())
+            state = before.state()
+            if lost := self._buddy.take_over(state["memory"], self.comm.members, self._by_name):
+                log.warning("dgcopt: rank %d adds the copied residual of %s to its own", self.comm.rank, lost)
+            self.restore(state)
             if self.engine is not None:
                 self.engine.runner.scheduler.count_in(before.telemetry)
 
@@ -367,6 +372,17 @@ class Synchronised(Stepping):
             self.optimizer.register_step_pre_hook(before_step)
             self.optimizer.register_step_post_hook(after_step)
         self.watch_parameters()
+
+    def end_step(self, failed: bool = False) -> None:
+        """As `Stepping.end_step`; every few steps also copy this rank's residual to another rank, if it is asked to."""
+        super().end_step(failed)
+        engine, every = self.engine, self.comm.copy_every
+        if engine is not None and not failed and every and engine.step % every == 0 and self.compressor.conserves:
+            self._buddy.copy(engine.store.memory(), self._by_name, self.comm, engine.runner.scheduler.start)
+
+    @property
+    def _by_name(self) -> dict[str, Tensor]:
+        return {name: param for param, name in self.names.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state of an engine."""

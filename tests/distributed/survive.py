@@ -68,6 +68,7 @@ class Scenario:
     optimizer: str = "sgd"
     deadline: float = 20.0
     min_ranks: int = 1
+    residuals: str = "local"
     pause: float = 0.01
     limit: float = 120.0
 
@@ -89,6 +90,7 @@ SCENARIOS = {
     ),
     "built": Scenario(3, [Kill(1, "after vote"), Kill(0, "build"), Kill(2, "after bucket"), Kill(1, "build")]),
     "frozen": Scenario(3, [Kill(1, "after vote", stop=5.0)], deadline=2.0, more=300),
+    "buddy": Scenario(4, every(4, ["backward"]), residuals="buddy"),
     "too few": Scenario(3, [Kill(1, "after vote")], restart=False, min_ranks=3, deadline=2.0),
 }
 
@@ -167,7 +169,8 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
     os.environ.update({STORE: address, MEMBER: name, "RANK": str(slot), "WORLD_SIZE": str(scenario.size)})
     logging.basicConfig(level=logging.INFO, format=f"{name} %(relativeCreated)d %(message)s")
     torch.manual_seed(slot)  # the weights of the first rank count
-    comm = dgcopt.init(survive=True, deadline=scenario.deadline, min_ranks=scenario.min_ranks)
+    limits: Any = {"deadline": scenario.deadline, "min_ranks": scenario.min_ranks}
+    comm = dgcopt.init(survive=True, residuals=scenario.residuals, copy_every=1, **limits)
     model = nn.ParameterDict({"a": nn.Parameter(torch.randn(40, 8)), "b": nn.Parameter(torch.randn(65))})
     params = dict(model.named_parameters())
     if scenario.optimizer == "sgd":

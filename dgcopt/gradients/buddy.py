@@ -1,0 +1,65 @@
+"""Copies of unsent gradients on other ranks, for the case that a rank is lost (`dgcopt.init(residuals="buddy")`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..collectives import Collective, SendRecv
+from ..comm import Comm, Handle
+from ..flat.store import Memory, is_unsent
+
+__all__ = ["Buddy"]
+
+
+class Buddy:
+    """The copies of other ranks' residuals that one rank holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[str, Tensor]] = {}  # by process and parameter
+
+    def copy(
+        self, memory: Memory, params: Mapping[str, Tensor], comm: Comm, start: Callable[[Collective, str], Handle]
+    ) -> None:
+        """Send the unsent part of this rank's memory to the next rank, as bfloat16, and keep that of the rank before.
+
+        Every rank calls it after the same step. A loss meanwhile repeats it among the ranks that are left.
+
+        Args:
+            memory: all memory of this rank.
+            params: all parameters, in one order on all ranks.
+            comm: the wire.
+            start: starts a collective with a label.
+        """
+        counts = [param.numel() for param in params.values()]
+        flat = torch.zeros(sum(counts))
+        for (name, _), view in zip(params.items(), flat.split(counts), strict=True):
+            for kind, by_name in memory.items():
+                if is_unsent(kind) and name in by_name:
+                    view += by_name[name].detach().flatten().float().cpu()
+        flat = flat.bfloat16()
+
+        def exchange() -> tuple[tuple[str, ...], dict[str, Tensor]]:
+            members, here, size = comm.members, comm.rank, comm.size
+            if size == 1:
+                return members, {}
+            sending = SendRecv(flat, to=(here + 1) % size, source=(here - 1) % size)
+            return members, {members[here - 1]: comm.wait(start(sending, "copy of the residual"))}
+
+        members, received = comm.complete(exchange)
+        # older copies of these are void; those of ranks that were lost before wait until they are taken over
+        self._held = {name: kept for name, kept in self._held.items() if name not in members}
+        for sender, copied in received.items():
+            self._held[sender] = dict(zip(params, copied.split(counts), strict=True))
+
+    def take_over(self, memory: Memory, members: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
+        """Add the copies of ranks that are not in `members` to this rank's residual; return these ranks."""
+        lost = [name for name in self._held if name not in members]
+        for one in lost:
+            residual = memory.setdefault("residual", {})
+            for name, part in self._held.pop(one).items():
+                mine = residual[name] if name in residual else torch.zeros_like(params[name])
+                residual[name] = mine + part.view_as(mine).to(mine)
+        return lost

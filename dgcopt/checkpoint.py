@@ -243,7 +243,7 @@ def kept_by(
 
     `order` is the order of the gradients, `memory` the tensors by kind and parameter name.
     """
-    kept = {"rank": rank, "world_size": size, "step": step, "order": list(order)}
+    kept = {"rank": int(rank), "world_size": size, "step": step, "order": list(order)}
     return {**Store().state(), **kept, "memory": memory or {}, **more}
 
 
@@ -296,7 +296,7 @@ def own_part(state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
             "gradients of rank %d (%s) are not in it and start from zero. %s",
             *(rank, size, state["rank"], state["world_size"], rank, ", ".join(lost), HOW_TO_KEEP),
         )
-    return {**state, "rank": rank, "world_size": size, "memory": {}}
+    return {**state, "rank": int(rank), "world_size": size, "memory": {}}
 
 
 def put_mark(state_dict: dict[str, Any], entry: str, step: int, *kept: dict[str, dict[str, Tensor]]) -> None:

@@ -27,11 +27,13 @@ __all__ = [
     "Group",
     "Link",
     "Op",
+    "Rank",
     "ReduceScatter",
     "SendRecv",
     "bytes_of",
     "carried",
     "check_generator",
+    "everyone",
     "is_joinable",
     "joined",
     "parted",
@@ -52,6 +54,42 @@ parameters are not sharded.
 collectives of `world`. `agreement`: all ranks, for comparisons, so that a rank on another path does not mistake a vote
 for an answer.
 """
+
+
+class Rank(int):
+    """A rank in the numbers of a group, that messages name by its number among all ranks.
+
+    For a group of some ranks, whose own numbers a user does not know. Attributes: `name`, for messages, "3 (replica
+    1)"; `everyone`, all ranks of the group.
+    """
+
+    name: str
+    everyone: Sequence[Rank]
+
+    @staticmethod
+    def of_group(names: Sequence[str]) -> Sequence[Rank]:
+        """Return all ranks of a group, given their names."""
+        ranks = [Rank(place) for place in range(len(names))]
+        for rank, name in zip(ranks, names, strict=True):
+            rank.name, rank.everyone = name, ranks
+        return ranks
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # names last as long as the group
+
+
+def everyone(rank: int, size: int) -> Sequence[int]:
+    """Return all ranks of a group of that size, for messages, given one of them."""
+    return rank.everyone if isinstance(rank, Rank) else range(size)
+
 
 OPS: tuple[str, ...] = ("average", "sum", "min", "max")
 GROUPS: tuple[str, ...] = get_args(Group)

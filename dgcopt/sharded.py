@@ -56,7 +56,7 @@ def state(optimizer: Optimizer) -> dict[str, Any]:
         for kind, by_name in kept["memory"].items()
     }
     told = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
-    replica = str(steps.comm.rank)
+    replica = str(int(steps.comm.rank))
     entries = {MEMORY + replica: memory, OWN + replica: _own(steps), SHARED + _shard(steps): kept["shared"]}
     return {SETTINGS + _shard(steps): told, **{key: entry for key, entry in entries.items() if any(entry.values())}}
 

@@ -26,16 +26,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed.faults import broadcasts, disks, elastic, exceptions, launches, messages, networks, processes  # noqa: E402
+from tests.distributed.faults import (  # noqa: E402
+    broadcasts,
+    disks,
+    elastic,
+    exceptions,
+    launches,
+    messages,
+    networks,
+    processes,
+    sharded,
+)
 from tests.distributed.faults.rules import Outcome, Seen, classify  # noqa: E402
 from tests.distributed.faults.training import RECIPES  # noqa: E402
 from tests.support.launching import WIRES  # noqa: E402
 
 SINGLE: dict[str, Any] = {
     module.__name__.rpartition(".")[2]: module
-    for module in (exceptions, messages, broadcasts, disks, processes, networks, elastic)
+    for module in (exceptions, messages, broadcasts, disks, processes, networks, elastic, sharded)
 }
-"""Kinds whose faults are injected one by one."""
+"""Kinds with a fixed number of faults."""
 
 KINDS: dict[str, Any] = {**SINGLE, "launches": launches}
 Fault = dict[str, Any]
@@ -52,8 +62,8 @@ def planned(kind: str, arguments: argparse.Namespace) -> list[Fault]:
 
 
 def injected(kind: str, faults: list[Fault]) -> Iterator[tuple[Fault, Seen]]:
-    if kind == "launches":
-        yield from launches.run(faults)
+    if hasattr(KINDS[kind], "run"):  # several in a launch
+        yield from KINDS[kind].run(faults)
         return
     for fault in faults:
         yield fault, SINGLE[kind].inject(fault)

@@ -300,7 +300,7 @@ class Background:
                 self._ended()
             else:
                 log.warning(
-                    "dgcopt: rank %d exchanges weights until rank(s) %s, which are alive, also call abort() or end",
+                    "dgcopt: rank %s exchanges weights until rank(s) %s, which are alive, also call abort() or end",
                     *(self._comm.rank, self._missing),
                 )
 
@@ -328,7 +328,7 @@ class Background:
         else:
             self.stop()
             if self._failure is not None:
-                log.warning("dgcopt: rank %d: AsyncAverage had stopped: %s", self._comm.rank, self._failure)
+                log.warning("dgcopt: rank %s: AsyncAverage had stopped: %s", self._comm.rank, self._failure)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

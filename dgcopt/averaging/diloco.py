@@ -408,7 +408,7 @@ class OuterStep(RoundStep):
 
     def skip(self, arrived: Sequence[NotFinite]) -> None:
         log.warning(
-            "dgcopt: rank %d: the outer step after local step %d is skipped, on all ranks; the next one includes its "
+            "dgcopt: rank %s: the outer step after local step %d is skipped, on all ranks; the next one includes its "
             "progress",
             *(self.comm.rank, self.round.local_step),
         )

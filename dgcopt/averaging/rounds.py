@@ -246,7 +246,7 @@ class Rounds:
         before, self._groups = self._groups, self.optimizer.param_groups
         if before is not self._groups and not self.has_loaded:
             log.warning(
-                "dgcopt: rank %d: %s has loaded state without torch's load_state_dict hooks, so the memory of %s was "
+                "dgcopt: rank %s: %s has loaded state without torch's load_state_dict hooks, so the memory of %s was "
                 "not restored. Call optimizer.averaging.restore(state['averaging']['dgcopt']) after load_state_dict",
                 *(self.comm.rank, type(self.optimizer).__name__, type(self.rule).__name__),
             )

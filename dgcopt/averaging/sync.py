@@ -253,7 +253,7 @@ class WeightStep(RoundStep):
             return arrived
         if self.votes:
             ballot = Ballot(True, not arrived, step, 0, 0)
-            verdict = yield from self.scheduler.through(vote(ballot, self.comm.size, "vote on arrival"))
+            verdict = yield from self.scheduler.through(vote(ballot, self.comm.ranks(), "vote on arrival"))
             return arrived or ([NotFinite(f"the weights of rank(s) {verdict.void}", [])] if verdict.void else [])
         if arrived:
             raise PayloadError(
@@ -265,7 +265,7 @@ class WeightStep(RoundStep):
 
     def skip(self, arrived: Sequence[NotFinite]) -> None:
         log.warning(
-            "dgcopt: rank %d: the round after local step %d is skipped, on all ranks: NaN or Inf arrived in %s",
+            "dgcopt: rank %s: the round after local step %d is skipped, on all ranks: NaN or Inf arrived in %s",
             *(self.comm.rank, self.round.local_step, _listed(arrived)),
         )
         self.scheduler.telemetry.count_skipped()

@@ -26,6 +26,7 @@ from ..collectives import (
     Exchange,
     Group,
     Link,
+    Rank,
     ReduceScatter,
     SendRecv,
     carried,
@@ -174,6 +175,12 @@ class Comm(ABC):
         rows = [bytes(row.tolist()) for row in self.run(AllGather(self.to_wire(mine), label="names of machines")).cpu()]
         self._set_nodes([rows.index(row) for row in rows])
 
+    def _name_ranks(self, names: Sequence[str]) -> None:
+        """Let messages name the ranks of this comm so, in place of their numbers in it."""
+        ranks = Rank.of_group(names)
+        self.rank = ranks[self.rank]
+        self._ranks = {group: tuple(ranks[place] for place in of) for group, of in self._ranks.items()}
+
     def set_link(self, link: Link) -> None:
         """Set the measured speed of the wire, the same on all ranks."""
         self.link = link
@@ -246,7 +253,9 @@ class Comm(ABC):
         comm: Comm = self
         for members in zip(*replicas, strict=True):
             made = self.among(members)
-            comm = made if self.rank in members else comm
+            if self.rank in members:
+                comm = made
+                comm._name_ranks([f"{rank} (replica {place})" for place, rank in enumerate(sorted(members))])
         self._share_replica(comm, [tuple(sorted(members)) for members in replicas])
         comm.joins_replicas = True
         return comm

@@ -10,13 +10,26 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, AllReduce, AllToAll, Broadcast, Collective, Exchange, SendRecv, bytes_of, carried
+from ..collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Exchange,
+    SendRecv,
+    bytes_of,
+    carried,
+    everyone,
+)
 from ..errors import PayloadError
 
 __all__ = ["checked"]
 
 _Messages = AllGather | AllToAll | Broadcast | SendRecv
 _CRC = 4
+WHOLE = ("world", "control", "agreement")
+"""Groups of all ranks."""
 Result = TypeVar("Result")
 
 
@@ -54,8 +67,8 @@ def _sealed(collective: _Messages, rank: int) -> Exchange:
     for place, row in enumerate(rows):
         if not torch.equal(_crc(row[:-_CRC]), row[-_CRC:]):
             raise PayloadError(
-                f"rank {rank}: {collective.describe()} arrived damaged from {_sender(collective, place)}: its bits "
-                f"are not those that were sent, by their CRC-32. Suspect network card, cable or memory of the two "
+                f"rank {rank}: {collective.describe()} arrived damaged from {_sender(collective, place, rank)}: its "
+                f"bits are not those that were sent, by their CRC-32. Suspect network card, cable or memory of the two "
                 f"machines; go on from the last checkpoint"
             )
     everyone = (len(rows),) if isinstance(collective, AllGather) else ()
@@ -70,12 +83,13 @@ def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllG
         flat = (flat + 0.0).masked_fill_(flat.isnan(), torch.nan)
     label = f"checksum of {collective.label}" if collective.label else ""
     sums = yield AllGather(_crc(flat.view(torch.uint8)), group=collective.group, label=label)
-    others = [place for place, row in enumerate(sums) if not torch.equal(row, sums[0])]
+    ranks = everyone(rank, len(sums)) if collective.group in WHOLE else range(len(sums))
+    others = [place for place, row in zip(ranks, sums, strict=True) if not torch.equal(row, sums[0])]
     if others:
         raise PayloadError(
             f"rank {rank}: the result of {collective.describe()} in group {collective.group} is not the same on all "
-            f"ranks: its rank(s) {', '.join(map(str, others))} have other bits than its rank 0, by their CRC-32. "
-            f"Suspect network card, cable or memory of these machines; go on from the last checkpoint"
+            f"ranks: its rank(s) {', '.join(map(str, others))} have other bits than its rank {ranks[0]}, by their "
+            f"CRC-32. Suspect network card, cable or memory of these machines; go on from the last checkpoint"
         )
 
 
@@ -85,10 +99,11 @@ def _crc(message: Tensor) -> Tensor:
     return torch.tensor(list(value.to_bytes(_CRC, "little")), dtype=torch.uint8, device=message.device)
 
 
-def _sender(collective: _Messages, place: int) -> str:
+def _sender(collective: _Messages, place: int, rank: int) -> str:
     if isinstance(collective, Broadcast):
         place = collective.root
     elif isinstance(collective, SendRecv) and collective.source is not None:
         place = collective.source
-    whole = collective.group in ("world", "control", "agreement")
-    return f"rank {place}" if whole else f"rank {place} of group {collective.group}"
+    if collective.group in WHOLE:
+        return f"rank {everyone(rank, place + 1)[place]}"
+    return f"rank {place} of group {collective.group}"

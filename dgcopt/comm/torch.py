@@ -399,7 +399,7 @@ class TorchComm(Comm):
         asked = threading.Event()
 
         def ask() -> None:
-            others, end = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + NOTICE
+            others, end = [rank for rank in self.ranks() if rank != self.rank], time.monotonic() + NOTICE
             with contextlib.suppress(RuntimeError):
                 store = group.get_group_store()
                 store.set(f"{LATE}{self.rank}", words)
@@ -424,7 +424,7 @@ class TorchComm(Comm):
         groups = [self._groups[channel] for channel in channels if channel in self._groups]
         if not groups:  # it failed while they were made
             return []
-        others, end = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + NOTICE
+        others, end = [rank for rank in self.ranks() if rank != self.rank], time.monotonic() + NOTICE
         while True:
             gone = [rank for rank in others if not any(self._reaches(rank, group) for group in groups)]
             if gone or time.monotonic() > end:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..coding import SparseCode, decode_rice, encode_rice, one_row, rice_bytes, what_fits
-from ..collectives import AllGather, AllReduce, AllToAll
+from ..collectives import AllGather, AllReduce, AllToAll, everyone
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
 from ..flat.memory import at_least_float32
@@ -266,7 +266,9 @@ class OwnerReduction:
     def _forward(self, message: Tensor, count: int, ctx: Context) -> GradientExchange:
         """Return the forwarded sums of all owners, on all ranks."""
         gathered = heed_refusals((yield AllGather(message)), ctx)
-        places, sums, counts = self._code.decode_rows(gathered, count, _sharding(ctx).length, range(ctx.size))
+        places, sums, counts = self._code.decode_rows(
+            gathered, count, _sharding(ctx).length, everyone(ctx.rank, ctx.size)
+        )
         total = SparseSum()
         positions = of_owners(places, counts, ctx.size)
         total.add_rows(positions, sums.to(at_least_float32(ctx.dtype)) / ctx.divisor, counts)
@@ -330,7 +332,7 @@ class PartitionReduction:
         ctx.count(selected=len(mine), left_out=len(mine) - len(places))
         gathered = yield AllGather(encode_rice(places, counts, capacity, sharding.length)[0])
 
-        places, counts = decode_rice(gathered, capacity, sharding.length, range(ctx.size))
+        places, counts = decode_rice(gathered, capacity, sharding.length, everyone(ctx.rank, ctx.size))
         turns = ((torch.arange(ctx.size) + ctx.step) % ctx.size).repeat_interleave(counts)
         positions = sharding.positions(places, turns.to(places.device)).sort().values
         if len(positions) and int(positions[-1]) >= ctx.numel:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..collectives import everyone
 from ..errors import PayloadError
 from .context import Context
 
@@ -62,19 +63,19 @@ def decode_or_refuse(
     `decode` takes messages and the ranks that have sent them, and raises PayloadError. Zeros must be valid.
     """
     try:
-        return decode(messages, range(ctx.size)), None
+        return decode(messages, everyone(ctx.rank, ctx.size)), None
     except PayloadError:
         sender = find_damaged(messages, lambda message, rank: decode(message.unsqueeze(0), [rank]), ctx)
-        return decode(torch.zeros_like(messages), range(ctx.size)), Refusal(sender, readable=False)
+        return decode(torch.zeros_like(messages), everyone(ctx.rank, ctx.size)), Refusal(sender, readable=False)
 
 
 def find_damaged(messages: Tensor, decode: Callable[[Tensor, int], object], ctx: Context) -> int:
     """Return the first rank whose message `decode` refuses with PayloadError, and log why."""
-    for rank, message in enumerate(messages):
+    for rank, message in zip(everyone(ctx.rank, ctx.size), messages, strict=True):
         try:
             decode(message, rank)
         except PayloadError as error:
-            log.warning("dgcopt: rank %d: in bucket %d, %s", ctx.rank, ctx.index, error)
+            log.warning("dgcopt: rank %s: in bucket %d, %s", ctx.rank, ctx.index, error)
             return rank
     return ctx.rank
 
@@ -86,7 +87,8 @@ def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
     """
     width = min(_NBYTES, messages.shape[1] // 2 * 2)
     words = messages[:, :width].clone(memory_format=torch.contiguous_format).cpu().view(torch.int16).tolist()
-    refusing = [owner for owner, row in enumerate(words) if row[: len(_MARK)] == _MARK]
+    ranks = everyone(ctx.rank, ctx.size)
+    refusing = [owner for owner, row in zip(ranks, words, strict=True) if row[: len(_MARK)] == _MARK]
     if refusing:
         messages = messages.clone()  # on a simulated wire other ranks read the same tensor
     for owner in refusing:
@@ -94,9 +96,9 @@ def heed_refusals(messages: Tensor, ctx: Context) -> Tensor:
         sender, readable = divmod((*words[owner], -1)[len(_MARK)], 2)
         is_known = 0 <= sender < ctx.size  # NaN in the owner's own message begins alike
         if readable or not is_known:
-            ctx.checks.refuse([sender if is_known else owner])
+            ctx.checks.refuse([ranks[sender] if is_known else owner])
         else:
-            ctx.checks.expect(torch.tensor(False), partial(_describe, ctx.rank, owner, sender))
+            ctx.checks.expect(torch.tensor(False), partial(_describe, ctx.rank, owner, ranks[sender]))
     return messages
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..coding import decode_dense_rows, dense_bytes, encode_dense_rows
-from ..collectives import AllGather, AllToAll
+from ..collectives import AllGather, AllToAll, everyone
 from ..flat.memory import at_least_float32
 from ..flat.shard import Chunks
 from .base import GradientExchange
@@ -47,7 +47,7 @@ class WholeGather:
         _forget(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])
         total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=ctx.device)
-        rows = decode_dense_rows(messages, ctx.numel, self.kind, range(ctx.size), ctx.checks)
+        rows = decode_dense_rows(messages, ctx.numel, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
         for row in rows:
             total += row.to(total.dtype) / ctx.divisor
         ctx.checks.look_at(total, rows)
@@ -103,7 +103,7 @@ class WholeOwner:
         left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
         ctx.memory.on_commit(lambda: setattr(shard, "held", left))
         gathered = heed_refusals((yield AllGather(message[0])), ctx)
-        total = decode_dense_rows(gathered, chunks.length, self.kind, range(ctx.size), ctx.checks)
+        total = decode_dense_rows(gathered, chunks.length, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
         ctx.checks.look_at(total, total)
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, Collective, Exchange, carried, watched
+from ..collectives import AllGather, Collective, Exchange, carried, everyone, watched
 from ..errors import CommError, MismatchError
 from .pieces import in_pieces
 
@@ -68,13 +68,14 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) ->
     """
     digest = bytearray(hashlib.sha256("\n".join(lines).encode()).digest())
     hashes = yield _bytes(digest, f"hash of {what}")
-    others = [other for other in range(len(hashes)) if not torch.equal(hashes[other], hashes[0])]
+    ranks = everyone(rank, len(hashes))
+    others = [other for other in ranks if not torch.equal(hashes[other], hashes[0])]
     if not others:
         return
     text = "\n".join(lines).encode()[:LONGEST]
     length = torch.tensor([len(text)], dtype=torch.int64)
     lengths = (yield AllGather(length, group="agreement", label=f"length of {what}")).flatten().tolist()
-    for other, theirs in enumerate(lengths):
+    for other, theirs in zip(ranks, lengths, strict=True):
         if not 0 <= theirs <= LONGEST:
             raise CommError(f"rank {rank}: {what}, from rank {other}, has a length of {theirs}: {DAMAGED}")
 
@@ -88,12 +89,12 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) ->
         for here, there in itertools.zip_longest(told[0], told[other], fillvalue="(nothing)"):
             if here != there:
                 mine, theirs = _short(here, there), _short(there, here)
-                differences.append(f"rank 0 has [{mine}], rank {other} has [{theirs}]")
+                differences.append(f"rank {ranks[0]} has [{mine}], rank {other} has [{theirs}]")
                 break
     if not differences:
         raise CommError(
-            f"rank {rank}: the hash of {what} that came from rank(s) {others} is not rank 0's, and their words are: "
-            f"{DAMAGED}"
+            f"rank {rank}: the hash of {what} that came from rank(s) {others} is not that of rank {ranks[0]}, and "
+            f"their words are: {DAMAGED}"
         )
     raise MismatchError(f"ranks disagree, seen on rank {rank}: {'; '.join(differences)}. {remedy}")
 

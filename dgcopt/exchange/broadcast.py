@@ -96,7 +96,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Co
         if mine["step"] != theirs["step"]:
             received[STATE_KEY]["memory"] = {}
             log.info(
-                "dgcopt: rank %d goes on from step %d of rank %d, with nothing held back",
+                "dgcopt: rank %s goes on from step %d of rank %s, with nothing held back",
                 *(comm.rank, theirs["step"], root_rank),
             )
     # on the root too: load_state_dict may change dtypes, and all ranks must end up with the same

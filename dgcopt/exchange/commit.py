@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..coding import Checks, read_checks
+from ..collectives import everyone
 from ..comm import Comm
 from ..compressors import Context
 from ..errors import InterruptedStep
@@ -172,7 +173,8 @@ def commit_gradients(writes: Sequence[Write]) -> None:
 def _check_positions(result: SparseSum, context: Context, label: str, checks: Checks) -> None:
     def problem() -> str:
         outside = [bool(context.tensors.outside(positions)) for positions, _ in result.messages]
-        whose = f"the message from rank {outside.index(True)}" if len(outside) == context.size else "a message"
+        ranks = everyone(context.rank, context.size)
+        whose = f"the message from rank {ranks[outside.index(True)]}" if len(outside) == context.size else "a message"
         return (
             f"rank {context.rank}: {whose} names a position of {label} that is in no parameter: it was damaged on "
             f"the way, or that rank runs another model or version"
@@ -216,5 +218,10 @@ def _senders(one: FinishedExchange) -> list[int]:
     messages: list[Iterable[Tensor]] = [*context.checks.by_sender]
     if isinstance(result, SparseSum) and len(result.messages) == context.size:
         messages.append(values for _, values in result.messages)
-    found = {rank for rows in messages for rank, row in enumerate(rows) if not _are_finite([row])}
+    found = {
+        rank
+        for rows in messages
+        for rank, row in zip(everyone(context.rank, context.size), rows, strict=False)
+        if not _are_finite([row])
+    }
     return sorted(context.checks.refused | found)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..collectives import AllGather, Broadcast, Collective, bytes_of
+from ..collectives import AllGather, Broadcast, Collective, bytes_of, everyone
 from ..comm import Comm, current_comm
 from ..errors import ConfigError, DivergenceError
 from ..flat.gradient import is_finite
@@ -75,21 +75,22 @@ def replicas(
     if not differs.any():
         return
     first = int(differs.any(0).nonzero()[0])
-    others = differs[:, first].nonzero().flatten().tolist()
+    ranks = everyone(comm.rank, comm.size)
+    others = [ranks[place] for place in differs[:, first].nonzero().flatten().tolist()]
     count = int(differs.any(0).sum())
     when = "" if step is None else f" after step {step}" if step else " before the first step"
     words = (
         f"rank {comm.rank}: replicas have come apart{when}: parameter {names[first]!r} is not the same on rank(s) "
-        f"{others} as on rank 0 ({count} of {len(names)} parameters differ). Look for weights that were not "
+        f"{others} as on rank {ranks[0]} ({count} of {len(names)} parameters differ). Look for weights that were not "
         f"broadcast (dgcopt.broadcast_parameters(model.state_dict(), root_rank=0) before the first step), random "
         f"numbers or code that differ over ranks, or a broken machine"
     )
     if on_divergence == "raise":
-        raise DivergenceError(f'{words}; on_divergence="resync" takes over what rank 0 has.')
+        raise DivergenceError(f'{words}; on_divergence="resync" takes over what rank {ranks[0]} has.')
     if on_divergence == "warn":
         log.warning('dgcopt: %s. Training goes on with them apart, as on_divergence="warn" asks', words)
         return
-    log.warning("dgcopt: %s; they take over what rank 0 has", words)
+    log.warning("dgcopt: %s; they take over what rank %s has", words, ranks[0])
     for place in differs.any(0).nonzero().flatten().tolist():
         for tensor in tensors[names[place]]:
             mine = _whole(tensor.detach()).clone()

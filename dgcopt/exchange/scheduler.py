@@ -234,7 +234,7 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
             lost.setdefault(f"({before[name]}) cannot be sent as {now}", []).append(repr(name))
     for why, names in lost.items():
         log.warning(
-            "dgcopt: rank %d: what was held back of parameter(s) %s%s %s and is dropped. To lose nothing, keep to the "
+            "dgcopt: rank %s: what was held back of parameter(s) %s%s %s and is dropped. To lose nothing, keep to the "
             "compressor that kept it. DGC, with ratio=1 and the same source, sends all of it in two steps: save then",
             *(rank, ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else "", why),
         )

@@ -221,7 +221,7 @@ class Step:
         """Cast this rank's ballot, and return the verdict of all ranks."""
         ballot, through = self.ballot(final), self.scheduler.through
         finite = yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards"))
-        return (yield from through(vote(replace(ballot, finite=finite), self.comm.size, "vote")))
+        return (yield from through(vote(replace(ballot, finite=finite), self.comm.ranks(), "vote")))
 
     @torch.no_grad()
     def complete(self, verdict: Verdict | None = None) -> Job:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -159,8 +159,8 @@ def fingerprint(used: Sequence[bool]) -> int:
     return int.from_bytes(hashlib.blake2b(bytes(used), digest_size=8).digest(), "little")
 
 
-def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor, Verdict]:
-    """Cast this rank's ballot among `size` ranks, and return their verdict.
+def vote(ballot: Ballot, ranks: Sequence[int], label: str) -> Generator[Collective, Tensor, Verdict]:
+    """Cast this rank's ballot among all `ranks`, and return their verdict.
 
     Raises MismatchError, on all, if they are not at the same step.
     """
@@ -170,7 +170,7 @@ def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor,
     launched, stale, unprepared, incomplete, preliminary = words[6:]
     if same_place and stale != _APART:
         return Verdict(
-            active_ranks=size,
+            active_ranks=len(ranks),
             absent=[],
             void=[],
             stale=bool(stale),
@@ -186,21 +186,22 @@ def vote(ballot: Ballot, size: int, label: str) -> Generator[Collective, Tensor,
             by_active=False,
         )
     rows = yield AllGather(ballot.pack(), group="control", label=f"{label} in detail")
-    return _verdict_on([Ballot.unpack(row) for row in rows])
+    return _verdict_on(dict(zip(ranks, map(Ballot.unpack, rows), strict=True)))
 
 
-def _verdict_on(ballots: list[Ballot]) -> Verdict:
+def _verdict_on(by_rank: dict[int, Ballot]) -> Verdict:
+    ballots = by_rank.values()
     steps = {ballot.step for ballot in ballots}
     if len(steps) > 1:
-        listed = ", ".join(f"rank {rank} is at step {ballot.step}" for rank, ballot in enumerate(ballots[:16]))
+        listed = ", ".join(f"rank {rank} is at step {ballot.step}" for rank, ballot in [*by_rank.items()][:16])
         raise MismatchError(
             f"ranks are not at the same step: {listed}. Load the same checkpoint on every rank, and call step() "
             f"equally often."
         )
     return Verdict(
         active_ranks=sum(ballot.active for ballot in ballots),
-        absent=[rank for rank, ballot in enumerate(ballots) if not ballot.here],
-        void=[rank for rank, ballot in enumerate(ballots) if not ballot.finite],
+        absent=[rank for rank, ballot in by_rank.items() if not ballot.here],
+        void=[rank for rank, ballot in by_rank.items() if not ballot.finite],
         stale=any(ballot.stale for ballot in ballots),
         prepared=all(ballot.prepared for ballot in ballots),
         complete=all(ballot.complete for ballot in ballots if ballot.active),
@@ -208,16 +209,17 @@ def _verdict_on(ballots: list[Ballot]) -> Verdict:
         final=all(ballot.final for ballot in ballots),
         alike=len({ballot.trained for ballot in ballots}) == 1,
         same_settings=len({ballot.settings for ballot in ballots if ballot.active}) <= 1,
-        own_changed=_changed([ballot.own if ballot.active else Touch.UNKNOWN for ballot in ballots]),
-        averaged_changed=_changed([ballot.averaged if ballot.active else Touch.UNKNOWN for ballot in ballots]),
+        own_changed=_changed({rank: ballot.own for rank, ballot in by_rank.items() if ballot.active}),
+        averaged_changed=_changed({rank: ballot.averaged for rank, ballot in by_rank.items() if ballot.active}),
         launched=max(ballot.launched for ballot in ballots),
         by_active=any(ballot.by_active for ballot in ballots),
     )
 
 
-def _changed(touches: Sequence[Touch]) -> list[int]:
+def _changed(touches: Mapping[int, Touch]) -> list[int]:
     """The ranks that have changed gradients, if others have kept theirs."""
-    return [rank for rank, touch in enumerate(touches) if touch is Touch.CHANGED] if Touch.KEPT in touches else []
+    have_others_kept = Touch.KEPT in touches.values()
+    return [rank for rank, touch in touches.items() if touch is Touch.CHANGED and have_others_kept]
 
 
 def _signed(word: int) -> int:

@@ -253,7 +253,7 @@ class GradientStep(Step):
         if infinite is not None:
             log.log(
                 logging.WARNING if self.early.possible else logging.INFO,  # loss scaling expects it
-                "dgcopt: rank %d, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
+                "dgcopt: rank %s, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
                 *(self.comm.rank, outgoing.step, self.names[infinite]),
             )
         return Ballot(
@@ -320,7 +320,7 @@ class GradientStep(Step):
         if used is not None and not any(used) and self.participation.here and not self._warned:
             self._warned = True
             log.warning(
-                "dgcopt: rank %d, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
+                "dgcopt: rank %s, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
                 "nothing. If backward() was called, zero_grad() came between it and step(), or the model's "
                 "parameters are not the optimizer's any more: make the optimizer after layers are replaced, or "
                 "loaded with assign=True",
@@ -354,7 +354,7 @@ class GradientStep(Step):
             )
         if why.arrived:
             log.warning(
-                "dgcopt: rank %d, step %d is skipped, on all ranks: NaN or Inf arrived in %s",
+                "dgcopt: rank %s, step %d is skipped, on all ranks: NaN or Inf arrived in %s",
                 *(self.comm.rank, self.outgoing.step, ", ".join(map(str, why.arrived))),
             )
         self.outgoing.layout.release_gradients()

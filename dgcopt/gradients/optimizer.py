@@ -298,7 +298,7 @@ class Synchronised(Stepping):
         self.rejoin()
         self.formerly.add((left.rank, left.size))
         log.warning(
-            "dgcopt: Horovod was started anew, and this optimizer has rejoined: it was rank %d of %d, and is rank %d "
+            "dgcopt: Horovod was started anew, and this optimizer has rejoined: it was rank %d of %d, and is rank %s "
             "of %d. It keeps what it has not sent yet (norm %.3g). What lost ranks had not sent is lost, which "
             "dgcopt.elastic.State would have shared out; new ranks start with nothing",
             *(

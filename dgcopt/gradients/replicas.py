@@ -117,11 +117,13 @@ def _check_wire(comm: Comm, name: str) -> None:
 def _asked_for(comm: Comm, mesh: Any) -> Ranks:
     """Return the ranks of the mesh that the user gave."""
     if not hasattr(mesh, "mesh") or not hasattr(mesh, "mesh_dim_names"):
-        raise ConfigError(f"mesh must be a torch DeviceMesh of one dimension, mesh['replicate'], not {mesh!r:.80}")
+        raise ConfigError(
+            f"rank {comm.rank}: mesh must be a torch DeviceMesh of one dimension, mesh['replicate'], not {mesh!r:.80}"
+        )
     if mesh.ndim != 1:
         raise ConfigError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give the one over which the model is "
-            f"replicated, mesh['replicate']"
+            f"rank {comm.rank}: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give the one over which the "
+            f"model is replicated, mesh['replicate']"
         )
     ranks = tuple(mesh.mesh.tolist())
     if comm.rank not in ranks:

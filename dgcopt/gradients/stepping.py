@@ -226,7 +226,7 @@ class Stepping(StepHooks):
                     torch.distributed.algorithms.Join.notify_join_context(steps.optimizer)  # type: ignore[arg-type]
                 if steps._unstepped.moved(param):
                     log.warning(
-                        "dgcopt: rank %d: weights changed after the last backward passes, but this %s's step() was not "
+                        "dgcopt: rank %s: weights changed after the last backward passes, but this %s's step() was not "
                         "called: no gradient is averaged, and ranks train apart. If it moves weights by other methods, "
                         "as SAM does by first_step() and second_step(), wrap the optimizer inside it "
                         "(sam.base_optimizer = dgcopt.DistributedOptimizer(sam.base_optimizer, ...)), or call "

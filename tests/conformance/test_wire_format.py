@@ -200,7 +200,7 @@ def test_min_max_chunks(page: SimpleNamespace) -> None:
 def cast(ballots: list[Ballot]) -> list[list[Collective]]:
     sent: list[list[Collective]] = [[] for _ in ballots]
     dgcopt.simulate(
-        [watched(vote(one, len(ballots), "vote"), mine.append) for one, mine in zip(ballots, sent, strict=True)]
+        [watched(vote(one, range(len(ballots)), "vote"), mine.append) for one, mine in zip(ballots, sent, strict=True)]
     )
     return sent
 

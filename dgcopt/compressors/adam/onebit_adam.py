@@ -11,7 +11,7 @@ from torch import Tensor
 from ...coding import Checks, read_checks
 from ...coding.bits import packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
-from ...collectives import AllGather, AllToAll
+from ...collectives import AllGather, AllToAll, everyone
 from ...kernels import BLOCK, LARGEST, put_signs, split_sum, split_sum_of_signs, tensor_sums
 from ..base import Compressor, GradientExchange
 from ..context import Context
@@ -84,7 +84,7 @@ class OneBitReduce(Compressor):
         if refusal is not None:
             refusal.replace(message)
         means = heed_refusals((yield AllGather(message)), ctx)
-        for rank, message in enumerate(means):
+        for rank, message in zip(everyone(ctx.rank, ctx.size), means, strict=True):
             part = part_of(ctx, rank)
             scales, signs = decode(message, ctx, rank, ctx.checks)
             gradient = ctx.mixture and ctx.mixture.within(part.start, part.stop).inverse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...collectives import AllGather
+from ...collectives import AllGather, everyone
 from ...flat.memory import at_least_float32
 from ...kernels import Put, put
 from ..base import Compressor, GradientExchange
@@ -62,6 +62,6 @@ class Encoded(Compressor):
             self.decode_into(values, "subtract", message, ctx, ctx.rank)
             ctx.keep_residual(values)
         messages = yield AllGather(message)
-        for rank, theirs in enumerate(messages):
+        for rank, theirs in zip(everyone(ctx.rank, ctx.size), messages, strict=True):
             self.decode_into(total, "add" if rank else "set", theirs, ctx, rank)
         return total if ctx.divisor == 1 else total.div_(ctx.divisor)

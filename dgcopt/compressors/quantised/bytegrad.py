@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...coding.minmax import MinMaxUInt8
-from ...collectives import AllGather, AllToAll
+from ...collectives import AllGather, AllToAll, everyone
 from ...flat.memory import at_least_float32
 from ...kernels import Put, mix, put_minmax
 from ..base import Compressor, GradientExchange
@@ -52,7 +52,7 @@ class ByteGrad(Compressor):
         return not self.error_feedback
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        code, ranks = MinMaxUInt8(chunk_length(ctx)), range(ctx.size)
+        code, ranks = MinMaxUInt8(chunk_length(ctx)), everyone(ctx.rank, ctx.size)
         result = grad.to(at_least_float32(grad.dtype))  # may be overwritten
         v = ctx.add_residual(grad) if self.error_feedback else result
         momentum = ctx.mixture

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from ...coding.bits import aligned, packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ...coding.trits import put_trits, trit_bytes
-from ...collectives import AllGather, AllToAll
+from ...collectives import AllGather, AllToAll, everyone
 from ...errors import ConfigError
 from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, Put, majority, mix_signs, pack_signs, put_signs, split_signs, split_sum, tensor_sums
@@ -95,7 +95,7 @@ def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExch
     votes = yield AllToAll(whole.view(ctx.size, -1))
     counted = yield AllGather(majority(votes))
     each, place = torch.tensor([ctx.size / ctx.divisor], device=result.device), torch.zeros_like(ctx.tensors.of_block)
-    for rank, theirs in enumerate(counted):
+    for rank, theirs in zip(everyone(ctx.rank, ctx.size), counted, strict=True):
         span = result[rank * part : (rank + 1) * part]
         put_trits(theirs, part, each, place[: -(-len(span) // BLOCK)], span, "set", rank, ctx.checks)
     return result

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...checks import check_positive
-from ...collectives import AllGather
+from ...collectives import AllGather, everyone
 from ...errors import PayloadError
 from ...flat.gradient import SparseSum
 from ...flat.memory import at_least_float32
@@ -78,7 +78,8 @@ class Threshold(Sparse):
             subtract_at(v, sent, arriving)
             ctx.keep_residual(v)
         counts = (yield AllGather(torch.tensor([len(indices)], device=message.device))).view(-1).tolist()
-        for rank, count in enumerate(counts):
+        ranks = everyone(ctx.rank, ctx.size)
+        for rank, count in zip(ranks, counts, strict=True):
             if not 0 <= count <= self.most(ctx):
                 raise PayloadError(f"rank {rank} claims {count} values, and 0 to {self.most(ctx)} are possible")
         code = self.code
@@ -88,7 +89,7 @@ class Threshold(Sparse):
             return total
         missing = max(lengths) - len(message)
         messages = yield AllGather(torch.nn.functional.pad(message, (0, missing)) if missing else message)
-        for rank, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for rank, count, length in zip(ranks, counts, lengths, strict=True):
             positions, values = code.decode(messages[rank, :length], count, ctx.numel, rank)
             total.add(positions, values.to(at_least_float32(ctx.dtype)) / ctx.divisor)
         return total

@@ -115,7 +115,7 @@ class Hierarchical(Wrapper):
             refusal = Refusal(ctx.rank, readable=True)
         except PayloadError as error:
             log.warning(
-                "dgcopt: rank %d: in bucket %d, between machines, which the following counts as ranks: %s",
+                "dgcopt: rank %s: in bucket %d, between machines, which the following counts as ranks: %s",
                 *(ctx.rank, ctx.index, error),
             )
             refusal = Refusal(ctx.rank, readable=False)

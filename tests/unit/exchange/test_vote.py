@@ -36,7 +36,7 @@ def verdict_on(*changes: dict):
 
 
 def verdict_of(cast):
-    verdicts = run([vote(ballot, len(cast), "vote") for ballot in cast])
+    verdicts = run([vote(ballot, range(len(cast)), "vote") for ballot in cast])
     assert all(verdict == verdicts[0] for verdict in verdicts)
     return verdicts[0]
 
@@ -107,7 +107,7 @@ def test_bytes_do_not_grow_with_the_ranks():
     for size in (2, 16, 128):
         told = []
         incomplete = dataclasses.replace(BALLOT, complete=False, used=fingerprint([True, False]))
-        dgcopt.simulate([watched(vote(incomplete, size, "vote"), told.append) for _ in range(size)])
+        dgcopt.simulate([watched(vote(incomplete, range(size), "vote"), told.append) for _ in range(size)])
         assert len(told) == size and max(collective.sent(size) for collective in told) < 100
 
 

@@ -220,7 +220,7 @@ class Step:
     def vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
         """Cast this rank's ballot, and return the verdict of all ranks."""
         ballot, through = self.ballot(final), self.scheduler.through
-        finite = yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards"))
+        finite = yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards", ballot))
         return (yield from through(vote(replace(ballot, finite=finite), self.comm.ranks(), "vote")))
 
     @torch.no_grad()

@@ -227,15 +227,29 @@ def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 
-def in_whole_replica(is_fine: bool, comm: Comm, label: str) -> Generator[Collective, Tensor, bool]:
+def in_whole_replica(
+    is_fine: bool, comm: Comm, label: str, ballot: Ballot | None = None
+) -> Generator[Collective, Tensor, bool]:
     """Return True if `is_fine` on all ranks that hold shards of this rank's replica; asks nobody without shards.
 
-    A vote among the ranks of one shard then includes the findings of every rank of every replica.
+    A vote among the ranks of one shard then includes the findings of every rank of every replica. Raises MismatchError,
+    on all ranks of the replica, if the `ballot` of some is at another step or has other settings of parameter groups.
     """
     if comm.size_of("replica") == 1:
         return is_fine
-    flag = torch.tensor([not is_fine], dtype=torch.int32)
-    return not bool((yield AllReduce(flag, op="max", group="replica", label=label)))
+    words = [int(not is_fine)]
+    if ballot is not None:  # 8 bits, others at each step: a difference that they miss in one is found in the next
+        place = zlib.crc32(f"{ballot.step} {ballot.settings}".encode()) & 255
+        words += [place, 255 - place] if ballot.here else [0, 0]
+    told = torch.tensor(words, dtype=torch.uint8)
+    spoiled, *equal = (yield AllReduce(told, op="max", group="replica", label=label)).tolist()
+    if sum(equal) > 255:
+        raise MismatchError(
+            f"rank {comm.rank}: ranks {[*comm.ranks('replica')]} hold shards of one replica of the model, and are at "
+            f"different steps or differ in the settings of parameter groups, such as the learning rate. Give all "
+            f"ranks the same settings and state, and call step() equally often."
+        )
+    return not spoiled
 
 
 def used_anywhere(used: list[bool], label: str) -> Generator[Collective, Tensor, list[bool]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives import AllReduce, Collective, Group
 from ..comm import Handle
 from ..compressors.tuner import Change
-from ..errors import MismatchError
+from ..errors import ConfigError, MismatchError
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.changes import Changes
 from ..exchange.commit import FinishedExchange
@@ -31,6 +31,7 @@ from ..exchange.turns import Turns, turns_over
 from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint
 from ..flat.memory import at_least_float32
 from ..flat.store import Store
+from .introspection import is_sharded_elsewhere
 from .layout import Layout, bucket_sizes, lay_out
 from .outgoing import OutgoingBuckets
 from .settings import Settings
@@ -319,6 +320,12 @@ class GradientStep(Step):
     def launch(self, used: Sequence[bool] | None, together: bool) -> None:
         if used is not None and not any(used) and self.participation.here and not self._warned:
             self._warned = True
+            if not self.comm.joins_replicas and is_sharded_elsewhere(self.names):
+                raise ConfigError(
+                    f"rank {self.comm.rank}: fully_shard has replaced the parameters of the model after the optimizer "
+                    f"was wrapped, so no parameter of this {type(self.wrapped.optimizer).__name__} gets a gradient. "
+                    f"Call fully_shard first, make the optimizer of model.parameters() then, and wrap it last"
+                )
             log.warning(
                 "dgcopt: rank %s, step %d: no parameter of this %s has a gradient, on any rank, so it changes "
                 "nothing. If backward() was called, zero_grad() came between it and step(), or the model's "

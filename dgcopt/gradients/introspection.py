@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any
 
@@ -21,12 +21,27 @@ __all__ = [
     "broadcasting_root",
     "ddp_module_of_hook",
     "ddp_module_without_data",
+    "is_sharded_elsewhere",
     "uncounted_parameters",
     "user_backward_call",
 ]
 
 _BACKWARD = torch.autograd.backward.__code__
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def is_sharded_elsewhere(params: Iterable[Tensor]) -> bool:
+    """True if a living module that `fully_shard` has sharded has parameters of just these shapes.
+
+    It replaces the parameters of a module, and neither they nor those before refer to it.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    shapes = sorted(tuple(param.shape) for param in params)
+    return fsdp is not None and any(
+        issubclass(type(module), fsdp.FSDPModule)
+        and shapes == sorted(tuple(param.shape) for param in module.parameters() if hasattr(param, "device_mesh"))
+        for module in gc.get_objects()
+    )
 
 
 # -- modules of DistributedDataParallel ------------------------------------------------------------------------------

@@ -122,8 +122,8 @@ def _asked_for(comm: Comm, mesh: Any) -> Ranks:
         )
     if mesh.ndim != 1:
         raise ConfigError(
-            f"rank {comm.rank}: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give the one over which the "
-            f"model is replicated, mesh['replicate']"
+            f"rank {comm.rank}: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or ''}: give the one over which "
+            f"the model is replicated, mesh['replicate']"
         )
     ranks = tuple(mesh.mesh.tolist())
     if comm.rank not in ranks:

@@ -92,15 +92,8 @@ def wrap(
     **settings: Any,
 ) -> Any:
     replicate = None if mesh is None else mesh["replicate"]
-    return dgcopt.DistributedOptimizer(
-        optimizer,
-        model.named_parameters(),
-        compressor,
-        mesh=replicate,
-        bucket_mb=1e-4,
-        first_bucket_mb=1e-5,
-        **settings,
-    )
+    settings = {"bucket_mb": 1e-4, "first_bucket_mb": 1e-5, **settings}
+    return dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), compressor, mesh=replicate, **settings)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -370,6 +363,36 @@ def skipped_everywhere(comm: Comm) -> None:
             assert all(same) if step == 2 else not any(same), f"rank {comm.rank}, step {step}: {same}"
             assert same_memory(before[1], after[1]) == (step == 2), f"rank {comm.rank}, step {step}"
         assert optimizer.telemetry.skipped == 1
+
+
+def errors_name_global_ranks(comm: Comm) -> None:
+    """By their number among all ranks, and the replica: where replicas differ, and where shards of one do."""
+    mesh = mesh_of(comm, 2)
+
+    def step(changes: bool, **settings: Any) -> None:
+        model = sharded(mesh["shard"], Wide())
+        optimizer = wrap(model, SGD(model.parameters(), lr=0.1), mesh, DGC(0.3), **settings)
+        optimizer.param_groups[0]["lr"] *= 1 + changes
+        for at in range(3):  # shards compare 8 bits in each
+            optimizer.zero_grad()
+            loss_of(model, comm, at).backward()
+            optimizer.step()
+
+    mine, pair = f"rank {comm.rank} (replica {comm.rank // 2})", f"rank {comm.rank % 2 + 2} (replica 1)"
+    with refused(comm, dgcopt.MismatchError, f"seen on {mine}", f"{pair} has [bucket_mb: 0.001]"):
+        step(False, **({"bucket_mb": 0.001} if comm.rank > 1 else {}))
+    with refused(comm, dgcopt.MismatchError, mine, "hold shards of one replica", "such as the learning rate"):
+        step(comm.rank % 2 == 1)
+
+
+def wrapped_before_it_is_sharded(comm: Comm) -> None:
+    """An optimizer of the parameters that fully_shard has replaced since refuses to step, on all ranks."""
+    model = Wide()
+    optimizer = dgcopt.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters(), comm=comm)
+    fully_shard(model, mesh=mesh_of(comm, 2)["shard"])
+    loss_of(model, comm, 0).backward()
+    with refused(comm, ConfigError, "after the optimizer was wrapped", "Call fully_shard first"):
+        optimizer.step()
 
 
 def void_when_it_arrives(comm: Comm) -> None:
@@ -706,6 +729,8 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             reduces_in_a_code,
             the_replicate_group_is_found,
             wrong_meshes,
+            wrapped_before_it_is_sharded,
+            errors_name_global_ranks,
         )
     },
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..collectives import Collective, SendRecv
 from ..comm import Comm, Handle
-from ..flat.store import Memory, is_unsent
+from ..flat.memory import is_unsent
 
 __all__ = ["Buddy"]
 
@@ -21,7 +21,11 @@ class Buddy:
         self._held: dict[str, dict[str, Tensor]] = {}  # by process and parameter
 
     def copy(
-        self, memory: Memory, params: Mapping[str, Tensor], comm: Comm, start: Callable[[Collective, str], Handle]
+        self,
+        memory: dict[str, dict[str, Tensor]],
+        params: Mapping[str, Tensor],
+        comm: Comm,
+        start: Callable[[Collective, str], Handle],
     ) -> None:
         """Send the unsent part of this rank's memory to the next rank, as bfloat16, and keep that of the rank before.
 
@@ -54,7 +58,9 @@ class Buddy:
         for sender, copied in received.items():
             self._held[sender] = dict(zip(params, copied.split(counts), strict=True))
 
-    def take_over(self, memory: Memory, members: tuple[str, ...], params: Mapping[str, Tensor]) -> list[str]:
+    def take_over(
+        self, memory: dict[str, dict[str, Tensor]], members: tuple[str, ...], params: Mapping[str, Tensor]
+    ) -> list[str]:
         """Add the copies of ranks that are not in `members` to this rank's residual; return these ranks."""
         lost = [name for name in self._held if name not in members]
         for one in lost:

@@ -25,7 +25,7 @@ def test_sample(wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert everything["handled"] == everything["injected"] >= 10
 
 
-@pytest.mark.parametrize("kind", ["disks", "broadcasts", "networks", "exceptions", "messages", "processes"])
+@pytest.mark.parametrize("kind", ["disks", "broadcasts", "networks", "exceptions", "messages", "processes", "sharded"])
 def test_sample_without_launchers(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "faults.json"
     code = inject_faults.main(["--quick", "--kinds", kind, "--json", str(table)])

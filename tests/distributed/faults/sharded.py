@@ -36,7 +36,7 @@ from tests.distributed.faults.tracing import PACKAGE, Lines, raises
 from tests.distributed.faults.training import digest
 
 KIND = "sharded"
-COUNT, QUICK = 200, 10
+COUNT, QUICK = 200, 6
 SIZE, STEPS, STRUCK = 4, 5, 3
 DEADLINE, LONG, LIMIT = 20.0, 30.0, 240.0
 """Seconds: of waiting for a rank, of a rank that sleeps for longer than that, and until all must have ended."""

@@ -85,7 +85,7 @@ from .version import __version__
 
 def __getattr__(name: str) -> Any:
     """Import modules on first use."""
-    if name in ("data", "elastic", "hvd", "sharded", "survive", "testing"):
+    if name in ("data", "elastic", "hvd", "integrations", "sharded", "survive", "testing"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,7 +1,6 @@
-"""Accelerate's DDP with DGC: torchrun --nproc-per-node 2 accelerate_ddp.py (or accelerate launch)
+"""Accelerate with DGC: torchrun --nproc-per-node 2 accelerate_ddp.py (or accelerate launch)
 
-Accelerate's own `DistributedDataParallelKwargs(comm_hook=...)` knows torch's hooks only; any other is registered on the
-model that `prepare` returns.
+One line after `prepare`; `accelerator.save_state` and `load_state` then keep what each rank has not sent.
 """
 
 import json
@@ -10,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from digits_ddp import classifier, digits, replicas_digest
 
-import dgcopt
+import dgcopt.integrations
 
 accelerator = Accelerator(cpu=True)
 train, images, targets = digits()
@@ -20,9 +19,7 @@ loader = torch.utils.data.DataLoader(train, batch_size=32, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 compressor = dgcopt.DGC(ratio=0.01, warmup=dgcopt.Warmup(steps=20))
-# with mixed_precision="fp16" also: scaler=accelerator.scaler
-state, hook = dgcopt.ddp_hook(compressor, optimizer.optimizer, model.module.named_parameters())
-model.register_comm_hook(state, hook)
+dgcopt.integrations.accelerate.attach(accelerator, model, optimizer, compressor)
 
 for _ in range(10):
     for batch, labels in loader:
@@ -31,6 +28,7 @@ for _ in range(10):
         optimizer.step()
 
 right = (model(images).argmax(1) == targets).float().mean().item()
-told = {"accuracy": right, "steps": state.step, "ratio": state.telemetry.ratio}
+telemetry = optimizer.optimizer.telemetry
+told = {"accuracy": right, "steps": telemetry.steps, "ratio": telemetry.ratio}
 print(json.dumps({"example": "accelerate", **told, "parameters": replicas_digest(model)}), flush=True)
 accelerator.end_training()

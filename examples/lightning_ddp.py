@@ -1,7 +1,6 @@
-"""Lightning's DDP with DGC: torchrun --nproc-per-node 2 lightning_ddp.py
+"""Lightning with DGC: torchrun --nproc-per-node 2 lightning_ddp.py
 
-Lightning registers `DDPStrategy(ddp_comm_hook=...)` on CUDA only, and before there is an optimizer. A callback works
-everywhere and gives the hook the optimizer whose momentum DGC takes over.
+The strategy is Lightning's DDPStrategy, with gradients exchanged by a compressor, or weights by an averaging algorithm.
 """
 
 import json
@@ -10,21 +9,11 @@ import logging
 import lightning
 import torch
 from digits_ddp import classifier, digits, replicas_digest
-from lightning.pytorch.strategies import DDPStrategy
 
 import dgcopt
+from dgcopt.integrations.lightning import DGCStrategy
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-
-class Compress(lightning.Callback):
-    def __init__(self, compressor: dgcopt.Compressor) -> None:
-        self.compressor = compressor
-
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        # with precision="16-mixed" also: scaler=trainer.precision_plugin.scaler
-        self.state, hook = dgcopt.ddp_hook(self.compressor, trainer.optimizers[0], module.named_parameters())
-        trainer.strategy.model.register_comm_hook(self.state, hook)
 
 
 class Classifier(lightning.LightningModule):
@@ -41,12 +30,11 @@ class Classifier(lightning.LightningModule):
 
 
 module, (train, images, targets) = Classifier(), digits()
-compress = Compress(dgcopt.DGC(ratio=0.01, warmup=dgcopt.Warmup(steps=20)))
+compressor = dgcopt.DGC(ratio=0.01, warmup=dgcopt.Warmup(steps=20))
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=2,
-    strategy=DDPStrategy(process_group_backend="gloo"),
-    callbacks=[compress],
+    strategy=DGCStrategy(compressor, process_group_backend="gloo"),
     max_epochs=10,
     logger=False,
     enable_checkpointing=False,
@@ -56,5 +44,6 @@ trainer = lightning.Trainer(
 trainer.fit(module, torch.utils.data.DataLoader(train, batch_size=32, shuffle=True))
 
 right = (module.network(images).argmax(1) == targets).float().mean().item()
-told = {"accuracy": right, "steps": compress.state.step, "ratio": compress.state.telemetry.ratio}
+telemetry = trainer.optimizers[0].telemetry
+told = {"accuracy": right, "steps": telemetry.steps, "ratio": telemetry.ratio}
 print(json.dumps({"example": "lightning", **told, "parameters": replicas_digest(module)}), flush=True)

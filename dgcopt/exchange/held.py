@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError
 
-__all__ = ["Held", "check_names", "held", "hold", "without"]
+__all__ = ["Held", "check_names", "held", "hold", "unwrapped", "without"]
 
 _NAME = "_dgcopt"
 _MISSING = object()
+_FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""Frameworks that wrap optimizers, and call `step` of the one inside, `.optimizer`, with its step hooks."""
 
 
 @dataclass(eq=False)
@@ -31,8 +33,18 @@ class Held:
 
 
 def held(optimizer: Any) -> Held:
-    """Return the parts that dgcopt has added to `optimizer`; none for an object that is not wrapped."""
-    return getattr(optimizer, "__dict__", {}).get(_NAME) or Held()
+    """Return the parts that dgcopt has added to `optimizer`, or to the one that a framework has wrapped in it."""
+    return getattr(unwrapped(optimizer), "__dict__", {}).get(_NAME) or Held()
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside the wrapper of Accelerate, Lightning or Fabric; any other object as it is.
+
+    Fabric's wrapper takes on the class of the optimizer inside: it has dgcopt's methods, but not its parts.
+    """
+    if type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS:
+        return getattr(optimizer, "optimizer", optimizer)
+    return optimizer
 
 
 def hold(optimizer: Optimizer, **parts: Any) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigError
 from ..flat.local_shard import is_sharded, local
 from ..version import __version__
+from .held import unwrapped
 
 __all__ = [
     "check_optimizer",
@@ -36,9 +37,6 @@ _HOOKS = frozenset(
     for when in ("pre", "post")
 )
 """Attributes of torch's optimizers; a wrapper that leaves out `Optimizer.__init__` lacks some."""
-
-_FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Whose wrappers of optimizers call `step` of the one inside, `.optimizer`, and so run its step hooks."""
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -64,10 +62,9 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
 
     Raises ConfigError if that is no torch optimizer whose step runs hooks.
     """
-    if type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-    check_optimizer(optimizer)
-    return optimizer
+    inner: Optimizer = unwrapped(optimizer)
+    check_optimizer(inner)
+    return inner
 
 
 def number(group: int, place: int) -> str:

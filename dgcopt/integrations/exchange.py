@@ -1,0 +1,174 @@
+"""The exchange of dgcopt in a model that a framework has wrapped in DistributedDataParallel.
+
+DDP's own averaging is turned off by a communication hook that leaves gradients as they are. The optimizer exchanges
+them, or weights, as it does without a framework. Frameworks write rank 0's state only: each rank's part is a checkpoint
+of dgcopt beside the framework's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .. import checkpoint
+from ..averaging import Averaging
+from ..comm import Comm, current_comm
+from ..compressors import Compressor
+from ..errors import CheckpointError, ConfigError
+from ..exchange.broadcast import broadcast_object
+from ..exchange.parameters import inner_optimizer
+from ..gradients.optimizer import DistributedOptimizer
+
+__all__ = ["Exchange", "keep_gradients_local", "read"]
+
+log = logging.getLogger("dgcopt")
+
+Parts = dict[str, Any]
+"""This rank's part of a checkpoint."""
+
+
+def keep_gradients_local(model: nn.Module) -> nn.Module:
+    """Turn off the averaging of the DistributedDataParallel in `model`, and return the module that DDP has wrapped.
+
+    Raises ConfigError if several ranks train a model that is not wrapped in DDP.
+    """
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if not wrapped:
+        if current_comm().size > 1:
+            raise ConfigError(
+                f"{type(model).__name__} is not wrapped in DistributedDataParallel, and {current_comm().size} ranks "
+                f"train it: let the framework use DDP, or, for sharded parameters, dgcopt.DistributedOptimizer itself"
+            )
+        return model
+    wrapped[0].register_comm_hook(None, _as_it_is)
+    inner: nn.Module = wrapped[0].module
+    return inner
+
+
+# torch compares the annotations of a hook with the types, and this file postpones them
+def _as_it_is(state, bucket):  # type: ignore[no-untyped-def]
+    buffer = bucket.buffer()
+    future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+    future.set_result(buffer)
+    return future
+
+
+def read(folder: str | Path) -> Parts:
+    """Return this rank's part of a checkpoint that `Exchange.save` wrote; empty, with a warning, if there is none.
+
+    Collective. Raises CheckpointError for a damaged one.
+    """
+    found = None if "://" in str(folder) else checkpoint.load(folder)
+    if found is None:
+        log.warning("dgcopt: there is no %s: training resumes, and what ranks had not sent starts from zero", folder)
+    return found[1] if found else {}
+
+
+class Exchange:
+    """The exchange of a model's gradients or weights, and its checkpoints.
+
+    Args:
+        model: the module inside DDP.
+        optimizers: those that step it, as the framework wraps them or bare. They are changed in place.
+        method: a compressor, or an averaging algorithm. Each optimizer takes a copy.
+
+    Raises ConfigError for a method of another kind, and what `DistributedOptimizer` raises.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Any], method: Compressor | Averaging) -> None:
+        if not isinstance(method, Compressor | Averaging):
+            raise ConfigError(
+                f"method must be a compressor, such as dgcopt.DGC(0.01), or an averaging algorithm, such as "
+                f"dgcopt.LocalSGD(every=8), not {method!r:.200}"
+            )
+        self.model = model
+        self.method = method
+        self.optimizers: list[Optimizer] = [inner_optimizer(optimizer) for optimizer in optimizers]
+        for optimizer in self.optimizers:
+            # a framework may have loaded rank 0's state before, and this rank's part comes later
+            optimizer.param_groups[:] = map(checkpoint.unmarked, optimizer.param_groups)
+            own = {param for group in optimizer.param_groups for param in group["params"]}
+            named = [(name, param) for name, param in model.named_parameters() if param in own]
+            if isinstance(method, Averaging):
+                method.attach(optimizer, named)
+            else:
+                DistributedOptimizer(optimizer, named, method)
+            optimizer.register_load_state_dict_pre_hook(self._own_state, prepend=True)
+        self._loaded: Parts = {}
+
+    @property
+    def comm(self) -> Comm:
+        """The wire."""
+        return current_comm()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path, step: int) -> None:
+        """Write every rank's part into `folder`, which is emptied first; collective.
+
+        Raises CheckpointError, on all ranks, as `dgcopt.checkpoint.save` does.
+        """
+        if "://" in str(folder):
+            log.warning(
+                "dgcopt: %s is no local path, so only the framework's checkpoint is written: training that resumes "
+                "from it loses what the ranks have not sent",
+                folder,
+            )
+            return
+        if self.comm.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        state: dict[str, Any] = {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "weights_of_rank_0": broadcast_object(self._digest(), comm=self.comm),
+        }
+        if isinstance(self.method, Averaging):
+            state["model"] = self.model.state_dict()
+        checkpoint.save(folder, state, step, keep=1)
+
+    def use(self, parts: Parts) -> None:
+        """Let the optimizers' next `load_state_dict` load this rank's part, in place of the state that it is given."""
+        self._loaded = parts
+
+    def resume(self, parts: Parts, folder: str | Path) -> None:
+        """Load this rank's part, which was read from `folder`.
+
+        Raises CheckpointError if it was not saved with the weights that the model has now.
+        """
+        if parts["weights_of_rank_0"] != self._digest():
+            raise CheckpointError(
+                f"{folder} belongs to other weights than those that training resumes from: give the folder of the "
+                f"checkpoint that was loaded, resume=..., or delete {folder}"
+            )
+        self.use(parts)
+        for optimizer, own in zip(self.optimizers, parts["optimizers"], strict=True):
+            optimizer.load_state_dict(own)
+
+    def load_weights(self) -> None:
+        """Give this rank its own weights, where an averaging algorithm lets ranks differ."""
+        if "model" in self._loaded:
+            self.model.load_state_dict(self._loaded["model"])
+
+    def _own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Replace the state of rank 0, which a framework loads, by this rank's."""
+        states: Sequence[dict[str, Any]] = self._loaded.get("optimizers", ())
+        if not states:
+            return None
+        self.load_weights()
+        return states[self.optimizers.index(optimizer)]
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        with torch.no_grad():
+            for param in self.model.parameters():
+                digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 import dgcopt
 from dgcopt import Comm, ConfigError
@@ -147,3 +147,20 @@ def same(one: Any, other: Any) -> bool:
             one == other and math.copysign(1, one) == math.copysign(1, other)
         )
     return one == other
+
+
+def momentum_sgd(params) -> SGD:
+    return SGD(params, lr=0.1, momentum=0.9)
+
+
+def weights_after(steps: int = 3, make=momentum_sgd, size: int = 2, **settings) -> list[torch.Tensor]:
+    ranks = Ranks(size, make, **settings)
+    for seed in range(steps):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+    return ranks.weights()
+
+
+def assert_close(ours, theirs, tolerance: float = 1e-12) -> None:
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)

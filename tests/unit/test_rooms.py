@@ -118,3 +118,13 @@ def test_imports_within_functions_and_for_types_are_seen() -> None:
     imports = check["imports"]()
     assert "dgcopt.comm.torch" in imports["dgcopt.comm.launch"]  # inside a function
     assert "dgcopt.data" not in imports["dgcopt"]  # imported by name, when asked for
+
+
+def test_every_room_has_its_tests_under_its_name() -> None:
+    root = Path(__file__).parents[2]
+    rooms = {path.stem.strip("_") for path in (root / "dgcopt").glob("[!.]*") if (path / "__init__.py").exists()}
+    rooms |= {path.stem.strip("_") for path in (root / "dgcopt").glob("*.py") if path.name != "__init__.py"}
+    unit = root / "tests" / "unit"
+    folders = {path.name for path in unit.iterdir() if path.is_dir() and [*path.glob("test_*.py")]}
+    assert len(rooms) > 20 and not folders - rooms, "folders of tests without a room"
+    assert not rooms - folders - {path.stem.removeprefix("test_") for path in unit.glob("test_*.py")}

@@ -14,14 +14,11 @@ from torch.optim import SGD, Optimizer
 
 import dgcopt
 from dgcopt.collectives import AllReduce
-from dgcopt.compressors.sparse.memory import ErrorFeedback
 from dgcopt.flat.buckets import build_buckets
-from dgcopt.flat.gradient import GradientBucket, LocalGradient
-from dgcopt.flat.segments import Segment
+from dgcopt.flat.gradient import GradientBucket
 from dgcopt.gradients.layout import bucket_sizes
 from dgcopt.gradients.optimizer import synchronised
 from dgcopt.gradients.settings import Settings
-from dgcopt.kernels import Parts
 from tests.support.worlds import Ranks, bucket_of, context_of, small_model
 
 
@@ -557,13 +554,6 @@ def test_parameters_of_all_memory_orders() -> None:
         assert not torch.equal(odd, start)
 
 
-def test_a_sparse_sum_adds_in_order_and_knows_its_positions() -> None:
-    total = dgcopt.SparseSum()
-    total.add(torch.tensor([1, 3]), torch.tensor([1.0, 2.0]))
-    total.add(torch.tensor([3]), torch.tensor([5.0]))
-    assert total.add_to(torch.zeros(5)).tolist() == [0, 1, 0, 7, 0]
-
-
 def test_a_compressor_of_ones_own_may_return_a_sparse_sum() -> None:
     class First(dgcopt.Compressor):
         """Each rank sends the first coordinate of every bucket."""
@@ -609,30 +599,6 @@ def test_a_matrix_that_is_not_finite_voids_the_step_everywhere(value: float) -> 
     ranks.step(4)
     ranks.assert_replicas_equal()
     assert not torch.equal(ranks.weights()[0], before[0][0])
-
-
-def test_a_gradient_that_is_missing_is_not_taken_for_cleared() -> None:
-    """What is left of an older one must not be added to."""
-    segments = [Segment("a", torch.empty(3), 0), Segment("b", torch.empty(5), 64)]
-    grad, v = torch.ones(3), torch.zeros(128)
-    local, memory = (
-        LocalGradient(Parts([grad, None], torch.tensor([0, 64]), torch.tensor([3, 69])), scale=2.0),
-        ErrorFeedback(),
-    )
-    maxima = memory.accumulate(local, v, None, memory.runs(segments))
-    assert v[:3].tolist() == [2.0] * 3 and not v[3:].any() and maxima.tolist() == [2.0, 0.0]
-    assert not grad.any()
-    assert local.has_cleared(0) and not local.has_cleared(1)
-
-
-def test_flatten_inverts_view() -> None:
-    for tensor in (torch.randn(3, 4), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)):
-        segment = Segment("w", tensor, 64)
-        flat = torch.zeros(64 + tensor.numel())
-        segment.view(flat).copy_(tensor)
-        assert torch.equal(segment.flatten(tensor), flat[64:])
-        assert segment.flatten(tensor).data_ptr() == tensor.data_ptr()
-        assert torch.equal(segment.flatten(tensor.contiguous()), flat[64:])
 
 
 def test_buckets_on_cuda_are_few_where_each_is_compressed() -> None:

@@ -1,0 +1,155 @@
+"""Averaging of parameters of every kind, and of parameters that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import dgcopt
+from dgcopt import ConfigError, LocalSGD
+from dgcopt.averaging import Averaging
+from tests.support.averaging import (
+    Make,
+    World,
+    adam,
+    assert_worlds_close,
+    momentum,
+    plain,
+)
+from tests.support.worlds import small_model
+
+
+@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_come_and_go(make: Make, overlap: bool):
+    """Frozen at the start, unfrozen, frozen later on, and a group that is added."""
+    runs = []
+    for rule in (LocalSGD(3, overlap=overlap), None):
+        world = World(2, rule, lambda params: make(list(params)[:4]))
+        arriving: dict[str, Tensor] = {}
+        for model in world.models:
+            model[0].weight.requires_grad_(False)
+        for step in range(1, 16):
+            if step == 5:
+                for model in world.models:
+                    model[0].weight.requires_grad_(True)
+            if step == 7:
+                for _, model, optimizer in world:
+                    optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.03})
+            if step == 10:
+                for model in world.models:
+                    model[2].bias.requires_grad_(False)
+                    model[2].bias.grad = None
+            if step == 13:
+                for model in world.models:
+                    model[2].bias.requires_grad_(True)
+            world.backward(step)
+            world.put(arriving)
+            for optimizer in world.optimizers:
+                optimizer.step()
+            arriving = world.means() if rule is None and step % 3 == 0 else {}
+            if not overlap:
+                world.put(arriving)
+        runs.append(world)
+    assert_worlds_close(*runs)
+    names = runs[0].optimizers[0].averaging.names.values()
+    assert list(names) == [name for name, _ in runs[0].models[0].named_parameters()]
+
+
+class Mixed(nn.Module):
+    """Several dtypes, channels-last, empty, scalar, shared, and one that no loss ever uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.low = nn.Linear(12, 10).to(torch.bfloat16)
+        self.conv = nn.Conv2d(2, 6, (1, 3)).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(18, 5).double()
+        self.again = nn.Linear(18, 5).double()
+        self.again.weight = self.wide.weight
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.low(x.to(torch.bfloat16)).float()
+        x = self.conv(x.view(-1, 2, 1, 5)).tanh().flatten(1).double()
+        return self.wide(x) + self.scalar * self.again(x) + self.empty.sum()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameters_of_every_kind(overlap: bool):
+    def make(params: Iterable[Tensor]) -> Optimizer:
+        first, second, *others = params
+        return SGD([{"params": [first, second], "lr": 0.2}, {"params": others}], lr=0.1, momentum=0.9)
+
+    ours = World(3, LocalSGD(2, overlap=overlap), make, Mixed).train(range(5))
+    theirs = World(3, None, make, Mixed)
+    arriving: dict[str, Tensor] = {}
+    for step in range(1, 6):
+        theirs.backward(step - 1)
+        theirs.put(arriving)
+        for optimizer in theirs.optimizers:
+            optimizer.step()
+        arriving = theirs.means() if step % 2 == 0 else {}
+        if not overlap:
+            theirs.put(arriving)
+    for rank in range(3):
+        for here, there in zip(ours.models[rank].parameters(), theirs.models[rank].parameters(), strict=True):
+            tolerance = 2e-2 if here.dtype == torch.bfloat16 else 1e-3
+            torch.testing.assert_close(here, there, rtol=tolerance, atol=tolerance)
+    assert ours.models[0].conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert ours.models[0].wide.weight is ours.models[0].again.weight
+
+
+def test_parameters_that_cannot_be_averaged_are_refused():
+    two_numbers = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="'phase' has dtype complex64"):
+        LocalSGD().attach(SGD([two_numbers], lr=0.1), [("phase", two_numbers)], dgcopt.simulated_world(1)[0])
+    whole = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ConfigError, match="none of the optimizer's parameters requires a gradient"):
+        LocalSGD().attach(SGD([whole], lr=0.1), [("count", whole)], dgcopt.simulated_world(1)[0])
+    model = small_model()
+    with pytest.raises(ConfigError, match=r"1 parameter.s. of the optimizer were not named"):
+        LocalSGD().attach(
+            plain(model.parameters()), list(model.named_parameters())[1:], comm=dgcopt.simulated_world(1)[0]
+        )
+
+
+def test_parameters_that_have_become_what_cannot_be_averaged_are_refused():
+    world = World(2, LocalSGD(2)).train(range(1))
+    for _, _, optimizer in world:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]})
+        with pytest.raises(ConfigError, match=r"'group1.parameter0' has dtype complex64"):
+            optimizer.step()
+    world = World(2, LocalSGD(2)).train(range(1))
+    for _, model, optimizer in world:
+        model[4].bias.data = torch.zeros(7, dtype=torch.float64)
+        model[4].bias.grad = None
+        with pytest.raises(ConfigError, match=r"'4.bias' had 5 elements when it was last exchanged, and has 7"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [LocalSGD(4), dgcopt.DiLoCo(4), dgcopt.SlowMo(4), dgcopt.DiLoCo(4, delay=1), LocalSGD(4, overlap=True)],
+    ids=str,
+)
+def test_what_is_frozen_in_the_middle_of_a_window_comes_together_once_more(rule: Averaging) -> None:
+    world = World(3, rule, plain)
+    for seed in range(6):
+        world.step(seed)
+    for _, model, _ in world:
+        model[0].requires_grad_(False)
+    for seed in range(6, 10):
+        world.step(seed)
+    frozen = [model[0].weight.detach().clone() for _, model, _ in world]
+    assert torch.equal(frozen[0], frozen[1]) and torch.equal(frozen[0], frozen[2])
+    for seed in range(10, 14):
+        world.step(seed)
+    for _, model, _ in world:
+        assert torch.equal(model[0].weight, frozen[0]), "and stays"

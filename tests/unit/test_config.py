@@ -1,0 +1,44 @@
+"""Config files and the command line: each setting keeps its type, and presets are the shipped files."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+
+import dgcopt
+from dgcopt.__main__ import library
+from dgcopt.compressors import Compressor
+
+
+@pytest.mark.parametrize("config, preset", [("dgc", dgcopt.DGC.faithful), ("dgc_compact", dgcopt.DGC.compact)])
+def test_presets_are_the_configs(config, preset):
+    root = Path(__file__).resolve().parents[2]
+    settings = yaml.safe_load((root / f"configs/compressors/{config}.yaml").read_text())["compressor"]["init_args"]
+    settings["warmup"] = dgcopt.Warmup(**settings["warmup"])
+    assert repr(dgcopt.DGC(**settings)) == repr(preset())
+    assert preset(0.01, warmup=None, values="int8").values == "int8" and preset(0.01, warmup=None).ratio == 0.01
+
+
+WARM_UP = [dgcopt.DGC, dgcopt.TopK, dgcopt.ChunkedTopK, dgcopt.RandomK, dgcopt.CLTK, dgcopt.CSC]
+
+
+SETTINGS = [(kind, name) for kind in library() for name in list(inspect.signature(kind.__init__).parameters)[1:]]
+
+
+@pytest.mark.parametrize(("kind", "setting"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
+def test_config_files_know_the_type_of_every_setting(kind, setting, capsys):
+    """Else a warm-up would stay the dictionary that it is in the file, and a number a word."""
+    parser = pytest.importorskip("dgcopt.config").Parser()
+    parser.add_argument("--compressor", type=Compressor)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", f"--compressor.{setting}=no such thing"])
+    assert setting in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", WARM_UP)
+def test_a_warm_up_from_a_config_file_is_one(kind):
+    parser = pytest.importorskip("dgcopt.config").Parser()
+    parser.add_argument("--compressor", type=Compressor)
+    config = parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", "--compressor.warmup.ratios=[0.5]"])
+    assert parser.instantiate(config).compressor.warmup == dgcopt.Warmup((0.5,))

@@ -1,0 +1,135 @@
+"""`check_compressor` finds each broken promise of a compressor and names the ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import dgcopt
+from dgcopt.collectives import AllGather, AllReduce, SendRecv
+from dgcopt.compressors import Compressor, Context, Encoded, Sparse
+from dgcopt.testing import ConformanceError, check_compressor
+
+
+class Drifts(dgcopt.Compressor):
+    """Ranks that add up in their own order get other bits."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        rows = yield AllGather(grad)
+        return (rows.roll(ctx.rank, 0).sum(0)) / ctx.divisor
+
+
+class Infinite(dgcopt.Compressor):
+    """Divides by a norm that half precision cannot hold."""
+
+    carrier = AllReduce
+
+    def compress(self, grad: Tensor, ctx: Context) -> Tensor:
+        return grad * (grad.half() ** 9).sum().to(grad.dtype)
+
+    def decompress(self, payloads: Tensor, ctx: Context) -> Tensor:
+        return payloads
+
+
+class Divides(dgcopt.Compressor):
+    """By its own mean, which is zero of zeros."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield AllReduce(grad / grad.abs().sum() * grad.numel(), op=ctx.op))
+
+
+class Averages(dgcopt.Compressor):
+    """Whatever was asked."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield AllReduce(grad, op="average"))
+
+
+class Remembers(dgcopt.Compressor):
+    """In a place that no roll-back reaches."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        ctx.scratch["sum"] = ctx.scratch.get("sum", torch.zeros_like(grad)) + grad
+        return (yield AllReduce(ctx.scratch["sum"].clone(), op=ctx.op))
+
+
+class Loses(Sparse):
+    """What it does not send, though it says that it keeps it."""
+
+    error_feedback = False
+
+    @property
+    def conserves(self) -> bool:
+        return True
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        return torch.arange(0, len(v), 64)
+
+
+class Understates(dgcopt.NoCompression):
+    """Its bytes."""
+
+    def payload_bytes(self, ctx: Context) -> int:
+        return 2 * ctx.numel
+
+
+class Counts(dgcopt.NoCompression):
+    """Its copies."""
+
+    def __repr__(self) -> str:
+        return f"Counts({id(self)})"
+
+
+class TooManyRounds(dgcopt.Compressor):
+    """On some ranks."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        for _ in range(1 + ctx.rank % 2):
+            grad = yield AllReduce(grad, op=ctx.op)
+        return grad
+
+
+class Rounded(Encoded):
+    """Sends neighbours a different message than the one it decodes itself."""
+
+    error_feedback = True
+
+    def encode(self, values: Tensor, ctx: Context) -> Tensor:
+        return values.half()
+
+    def decode(self, message: Tensor, ctx: Context, rank: int) -> Tensor:
+        return message.double() * (1 if rank != ctx.rank else 1.001)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "failure"),
+    [
+        (Drifts(), "the same bits"),
+        (Infinite(), "the same bits on all ranks, finite"),
+        (Divides(), "zero, constant"),
+        (Averages(), "a sum is size averages"),
+        (Remembers(), "leaves no trace"),
+        (Remembers(), "memory goes through a checkpoint"),
+        (Loses(), "nothing is lost"),
+        (Rounded(), "the same bits"),
+        (Understates(), "bytes sent"),
+        (Counts(), "settings can be compared"),
+        (TooManyRounds(), "training with several buckets"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Compressor) else value,
+)
+def test_a_broken_one_is_caught_with_a_readable_report(compressor: Compressor, failure: str) -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_compressor(compressor, sizes=(2, 3))
+    lines = [line for line in str(caught.value).splitlines() if line.strip().startswith(failure) or failure in line]
+    assert lines and "rank(s): " in lines[0], str(caught.value)
+
+
+def test_a_swap_between_neighbours_is_no_average() -> None:
+    class Swaps(dgcopt.Compressor):
+        def exchange(self, grad: Tensor, ctx: Context):
+            return (yield SendRecv(grad, to=ctx.rank ^ 1, source=ctx.rank ^ 1))
+
+    with pytest.raises(ConformanceError, match="rank 1 got another result"):
+        check_compressor(Swaps(), sizes=(2,))

@@ -58,7 +58,19 @@ class Settings:
     optimizer: Callable[[Iterable[Tensor]], Optimizer]
     """any torch.optim optimizer; lr is that of one worker and one batch per step"""
     compressor: dgcopt.Compressor = dataclasses.field(default_factory=dgcopt.NoCompression)
-    """what is sent of the gradients"""
+    """what is sent of the gradients; dgcopt.Auto chooses it from the first steps, see configs/compressors/auto.yaml"""
+    op: Literal["average", "sum", "adasum"] = "average"
+    """how gradients of workers are combined; sum with an lr of its own, adasum instead of scale_lr"""
+    bucket_mb: PositiveFloat | None = None
+    """megabytes of gradients that travel together; more if messages cost more than bytes; null leaves it to dgcopt"""
+    first_bucket_mb: PositiveFloat | None = None
+    """megabytes of the first bucket; fewer to start sending earlier"""
+    clip_norm: PositiveFloat | None = None
+    """largest norm of the averaged gradients; local clipping before compression is the compressor's setting"""
+    check_replicas_every: NonNegativeInt = 0
+    """steps between comparisons of all workers' weights, bit for bit; 0 compares before the first step only"""
+    amp: Literal["bf16", "fp16"] | None = None
+    """automatic mixed precision of forward and loss; fp16 scales the loss, and skips steps that overflow"""
     averaging: dgcopt.Averaging | None = None
     """how weights are averaged now and then, in place of gradients at every step; then it says what is sent"""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -172,11 +184,13 @@ class Trainer:
         optimizer = settings.optimizer(self.model.parameters())
         self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
         self.optimizer = self.distribute(optimizer, comm)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.amp == "fp16")
         self.state = elastic.State(
             self.output / "checkpoints",
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
+            scaler=self.scaler,
             random=RandomNumbers(self.device),
             step=0,
             epoch=0,
@@ -195,13 +209,19 @@ class Trainer:
                 raise dgcopt.ConfigError(
                     "compressor is for gradients; what averaging sends is for its init_args to say"
                 )
+            if settings.clip_norm is not None or settings.op != "average":
+                raise dgcopt.ConfigError("clip_norm and op are for averaged gradients: leave them out with averaging")
             return settings.averaging.attach(optimizer, named, comm)
         return dgcopt.DistributedOptimizer(
             optimizer,
             named_parameters=named,
             compression=settings.compressor,
             backward_passes_per_step=settings.batches_per_step,
+            op=settings.op,
             comm=comm,
+            bucket_mb=settings.bucket_mb,
+            first_bucket_mb=settings.first_bucket_mb,
+            check_replicas_every=settings.check_replicas_every,
         )
 
     @property
@@ -270,10 +290,19 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
+    def precision(self) -> torch.autocast:
+        """Context of forward and loss: mixed precision, or as the model is."""
+        dtype = torch.float16 if self.settings.amp == "fp16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=self.settings.amp is not None)
+
     def train_step(self) -> float:
         """One step of the optimizer, at the lr that is returned."""
         with self.lr_of_step() as lr:
-            self.optimizer.step()
+            if self.settings.clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+                self.optimizer.clip_grad_norm_(self.settings.clip_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.count_step()
         return lr
 
@@ -301,9 +330,10 @@ class Trainer:
         before, losses = copy.copy(self.exchange.telemetry), []
         self.model.train()
         for batch, (inputs, targets) in enumerate(loader, start=1):
-            output = self.model(inputs.to(self.device, non_blocking=True))
-            loss = cross_entropy(output, targets.to(self.device, non_blocking=True))
-            (loss / settings.batches_per_step).backward()
+            with self.precision():
+                output = self.model(inputs.to(self.device, non_blocking=True))
+                loss = cross_entropy(output, targets.to(self.device, non_blocking=True))
+            self.scaler.scale(loss / settings.batches_per_step).backward()
             losses.append(loss.detach())
             if batch % settings.batches_per_step:
                 continue
@@ -340,7 +370,9 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses, of correct answers, of targets
         self.model.eval()
         for inputs, targets in DataLoader(shard, self.settings.batch_size, num_workers=self.settings.loader_workers):
-            output, targets = self.model(inputs.to(self.device)), targets.to(self.device)
+            with self.precision():
+                output = self.model(inputs.to(self.device)).float()
+            targets = targets.to(self.device)
             sums[0] += cross_entropy(output, targets, reduction="sum")
             sums[1] += (output.argmax(-1) == targets).sum()
             sums[2] += targets.numel()

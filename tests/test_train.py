@@ -19,6 +19,7 @@ import torch
 
 import dgcopt
 from dgcopt.comm import LocalComm
+from dgcopt.tuning.report import read_run, read_trace
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
@@ -350,6 +351,10 @@ class TestAveraging:
         line = refusal(*self.SETTINGS, *DGC)
         assert "compressor is for gradients" in line
 
+    @pytest.mark.parametrize("setting", [("--clip_norm", "1.0"), ("--op", "sum")])
+    def test_settings_of_averaged_gradients_are_refused(self, setting: tuple[str, str]) -> None:
+        assert "clip_norm and op are for averaged gradients" in refusal(*self.SETTINGS, *setting)
+
 
 # Says which samples were drawn: each worker adds a line per sample to a file of its own.
 COUNTED = """
@@ -443,6 +448,31 @@ class TestOtherWorkers:
 
 
 class TestSettings:
+    @pytest.mark.parametrize("amp", ["bf16", "fp16"])
+    def test_mixed_precision_trains_as_well(self, amp: str, reference: dict[str, Any], tmp_path: Path) -> None:
+        """In buckets of another size, with replicas compared at every second step, and a trace of three steps."""
+        more = ["--bucket_mb", "0.05", "--first_bucket_mb", "0.02", "--check_replicas_every", "2", "--trace_steps", "3"]
+        result = train(2, tmp_path, *SMALL, "--scale_lr", "false", "--amp", amp, *more)
+        assert result["test_loss"] != reference["test_loss"], "forward was as precise as without it"
+        assert result["test_loss"] == pytest.approx(reference["test_loss"], rel=0.05)
+        run = read_run(tmp_path)
+        assert len(run.sent) == 2, "buckets are smaller than the model"
+        assert run.steps == 3 and set(run.phases) == {0, 1}
+        names = [event["name"] for event in read_trace(tmp_path / "trace-0.json")]
+        assert any("replica" in name for name in names), "weights were compared"
+
+    def test_clipped_gradients_move_less(self, tmp_path: Path) -> None:
+        """At a learning rate by which weights would explode."""
+        result = train(2, tmp_path, *SMALL, "--optimizer.lr", "1000", "--clip_norm", "1e-9")
+        losses = [entry["loss"] for entry in history(tmp_path) if "loss" in entry]
+        assert losses[-1] == pytest.approx(losses[0], rel=0.1) and result["test_loss"] < 3
+
+    def test_a_sum_at_half_the_lr_is_the_average(self, tmp_path: Path) -> None:
+        plain = [*SMALL, "--scale_lr", "false", "--optimizer.weight_decay", "0", "--optimizer.lr"]
+        average = train(2, tmp_path / "average", *plain, "0.02")
+        total = train(2, tmp_path / "sum", *plain, "0.01", "--op", "sum")
+        assert total["test_loss"] == pytest.approx(average["test_loss"], rel=1e-4)
+
     def test_short_run_with_dgc(self, tmp_path: Path) -> None:
         """Learning rate and ratio follow their warm-ups, the files are there, and the task is learned."""
         settings = ["--config", "configs/tasks/digits.yaml", "--epochs", "3", "--scheduler.T_max", "100"]

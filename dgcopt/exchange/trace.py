@@ -75,6 +75,8 @@ class Trace:
 
     def stepped(self) -> None:
         """Note the end of a step; the events so far are written now and then."""
+        ts = 1e6 * (time.perf_counter() - self._began)
+        self._events.append(f'{{"name": "step", "ph": "i", "s": "p", "pid": {self.rank}, "tid": 0, "ts": {ts:.1f}}},\n')
         if len(self._events) >= ENOUGH:
             self.flush()
 

@@ -76,7 +76,8 @@ def read_trace(path: Path) -> list[Entry]:
 
 def _with_trace(run: Run, path: Path) -> Run:
     """Return a run with the phases of one rank's trace."""
-    events = [event for event in read_trace(path) if event.get("ph") == "X"]
+    everything = read_trace(path)
+    events = [event for event in everything if event.get("ph") == "X"]
     rank = events[0]["pid"] if events else 0
     seconds: Counter[str] = Counter()
     sent: Counter[str] = Counter(run.sent)
@@ -86,7 +87,7 @@ def _with_trace(run: Run, path: Path) -> Run:
         if row == "queued" and rank == 0:
             found = BUCKET.search(event["name"])
             sent[found[0] if found else "other"] += event["args"]["bytes"]
-    steps = sum(event["name"].endswith(" vote") and ROWS[event["tid"]] == "wire" for event in events)
+    steps = sum(event.get("ph") == "i" for event in everything)
     return Run(
         *(run.name, run.entries, run.result, run.notes, {**run.phases, rank: seconds}, sent, max(run.steps, steps))
     )

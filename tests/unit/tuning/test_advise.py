@@ -221,3 +221,12 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "has the costs of toy, not of resnet50" in done.stderr
+
+
+def test_an_unknown_candidate_is_refused_with_recorded_costs_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_recipes({"resnet50": RECIPES}, tmp_path / "costs.json")
+    words = ["--ranks", "4", "--link", "1gbit", "--model", "resnet50", "--costs", str(tmp_path / "costs.json")]
+    assert advise(*words, "--candidates", "DGCC()") == 2
+    assert "unknown candidate 'DGCC()': choose from" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from dgcopt import BF16, DGC, ByteGrad, Compressor, ConfigError, DistributedOptimizer, NoCompression, PowerSGD
 from dgcopt.collectives import AllReduce
 from dgcopt.comm import simulated_world
+from dgcopt.tuning import costs
+from dgcopt.tuning.advise import recipes_of
 from dgcopt.tuning.costs import Recipe, Recording, load_recipes, record, record_recipe, save_recipes
 from dgcopt.tuning.timeline import Round
 from dgcopt.tuning.wire import HALF
@@ -118,3 +121,23 @@ def test_recipes_survive_a_file(tmp_path: Path) -> None:
         load_recipes(tmp_path / "costs.json")
     with pytest.raises(ConfigError, match="cannot read"):
         load_recipes(tmp_path / "none.json")
+
+
+def test_backward_is_not_counted_as_work_of_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of a recorded step take 5 s to arrive; nothing else takes any time."""
+    now, arrive = [0.0], costs._arrive
+
+    def slowly(params: Any, gradients: Any) -> None:
+        now[0] += 5.0
+        arrive(params, gradients)
+
+    monkeypatch.setattr(costs, "_arrive", slowly)
+    recording = record({"weight": (64, 64)}, NoCompression(), 2, clock=lambda: now[0])
+    assert (recording.encode, recording.seconds) == (0.0, 0.0)
+
+
+def test_an_unknown_candidate_is_refused_before_anything_is_recorded() -> None:
+    recorded: list[str] = []
+    with pytest.raises(ConfigError, match=r"unknown candidate 'DGC': choose from"):
+        recipes_of({"weight": (4, 4)}, ["BF16()", "DGC"], before=recorded.append)
+    assert not recorded

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dgcopt import ConfigError, init, shutdown
+from dgcopt import ConfigError, init, shutdown, simulated_world
 from dgcopt.__main__ import main
 from dgcopt.tuning.advise import Prediction
 from dgcopt.tuning.commands import diagnosis
-from dgcopt.tuning.doctor import Diagnosis, Profile, profile_model
+from dgcopt.tuning.doctor import Diagnosis, diagnose, profile_model
 from dgcopt.tuning.models import Model
+from dgcopt.tuning.profile import Profile
 from dgcopt.tuning.wire import Fitted
 
 
@@ -142,3 +143,10 @@ def test_the_text_has_compute_exposed_communication_and_a_choice() -> None:
     assert "toy: 4 parameters; 4 ranks on 2 machine(s)" in text
     assert "forward and backward 0.2000 s; DDP fp32 exposes 0.6000 s of communication" in text
     assert text.splitlines()[-1].startswith("does not pay: DDP bf16 takes 500 ms a step")
+
+
+def test_an_unknown_candidate_is_refused_before_ranks_meet() -> None:
+    """The other rank has not come: a collective would fail."""
+    profile = Profile({"a": (5,)}, {"a": 0.4}, 1.0)
+    with pytest.raises(ConfigError, match=r"unknown candidate 'DGCC\(\)'"):
+        diagnose(simulated_world(2)[0], "toy", profile, names=["DGCC()"])

@@ -78,6 +78,7 @@ from .fuse import fuse_optimizer
 from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
 from .gradients.trace import trace
+from .muon import MuonAdamW
 from .tuning.auto import Auto
 from .uneven import join
 from .version import __version__
@@ -124,6 +125,7 @@ __all__ = [
     "LocalSGD",
     "LowPrecisionDecentralized",
     "MismatchError",
+    "MuonAdamW",
     "Natural",
     "NoCompression",
     "Noop",

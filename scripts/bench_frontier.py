@@ -51,7 +51,7 @@ STEPS = 3000
 WARMUP = 0.2
 """Fraction of the steps during which the learning rate rises; then it falls to zero along a cosine.
 
-Dense AdamW wants it: with 5% its best loss was 1.84, at a quarter of the learning rate (version 1 of the task).
+Dense AdamW wants it: at a learning rate of 0.004 its loss was 1.867 with 5% and 1.679 with 20% (docs/frontier.md).
 """
 
 CLIP = 1.0
@@ -64,7 +64,7 @@ class Method:
 
     Args:
         exchange: expression of a compressor or an averaging rule, evaluated with the names of `dgcopt`.
-        optimizer: "adamw", "adamw0" without its first moment, or "sgd".
+        optimizer: "adamw", "adamw0" without its first moment, "sgd", or "muon" with AdamW for all but the matrices.
         lr: middle of the sweep of learning rates.
         ranks: numbers of ranks: the first is for the sweep and the paired seeds, all others for the last stage.
     """
@@ -92,6 +92,8 @@ METHODS: dict[str, Method] = {
     "TopK of the update, 1%, with first moment": Method(f"TopK(0.01, {CODED})"),
     "DiLoCo, TopK 1%, unsent apart, H = 8": Method(f"DiLoCo(8, compression=TopK(0.01, {CODED}))"),
     "DiLoCo, TopK 0.1%, unsent local, H = 8": Method(f"DiLoCo(8, compression=TopK(0.001, {CODED}), unsent='local')"),
+    "dense, Muon": Method("NoCompression()", "muon"),
+    "MuLoCo, H = 32": Method("DiLoCo(every=32)", "muon"),
     "DeMo": Method("DeMo()", "sgd", lr=2e-3),
     "PowerSGD, rank 4": Method("PowerSGD(rank=4)"),
     "DGC of the gradient, 1%": Method(f"DGC(0.01, {CODED}, vectors='int8', warmup=None)"),
@@ -107,6 +109,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, fused=True),
     "adamw0": partial(torch.optim.AdamW, betas=(0.0, 0.95), weight_decay=0.1, fused=True),
     "sgd": partial(torch.optim.SGD, weight_decay=0.1),
+    "muon": partial(dgcopt.MuonAdamW, betas=(0.9, 0.95), weight_decay=0.1),
 }
 
 
@@ -237,7 +240,8 @@ def train(run: Run) -> dict[str, Any]:
     chosen = eval(run.exchange, vars(dgcopt))
     optimizers: list[Any] = []
     for replica, comm in zip(replicas, dgcopt.simulated_world(run.ranks), strict=True):
-        optimizer = OPTIMIZERS[run.optimizer](replica.values(), lr=run.lr)
+        given = replica.items() if run.optimizer == "muon" else replica.values()
+        optimizer = OPTIMIZERS[run.optimizer](given, lr=run.lr)
         if isinstance(chosen, dgcopt.Averaging):
             optimizers.append(chosen.attach(optimizer, replica.items(), comm))
         else:
@@ -285,10 +289,16 @@ def mean_of(replicas: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Results:
-    """Finished runs, one line of JSON each."""
+    """Finished runs, one line of JSON each.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: their file.
+        task: version of the task of which runs are planned and reported; by default the current one.
+    """
+
+    def __init__(self, path: Path, task: str | None = None) -> None:
         self.path = path
+        self.task = task or task_id()
         self.runs: dict[str, dict[str, Any]] = {}
         if path.exists():
             whole = path.read_bytes()
@@ -313,8 +323,8 @@ class Results:
         return None if entry is None else math.inf if entry["loss"] is None else entry["loss"]
 
 
-def run_of(method: Method, lr: float, ranks: int, steps: int, seed: int) -> Run:
-    return Run(method.exchange, method.optimizer, lr, ranks, steps, seed, task_id())
+def run_of(method: Method, lr: float, ranks: int, steps: int, seed: int, task: str) -> Run:
+    return Run(method.exchange, method.optimizer, lr, ranks, steps, seed, task)
 
 
 def sweep(method: Method, results: Results, ranks: int) -> tuple[Run | None, float]:
@@ -330,7 +340,7 @@ def sweep(method: Method, results: Results, ranks: int) -> tuple[Run | None, flo
         if not ahead:
             return None, method.lr * factor[best]
         factor.setdefault(ahead[0], 2.0 ** ahead[0])
-        run = run_of(method, method.lr * factor[ahead[0]], ranks, STEPS // 2, 0)
+        run = run_of(method, method.lr * factor[ahead[0]], ranks, STEPS // 2, 0, results.task)
         loss = results.loss(run)
         if loss is None:
             return run, method.lr * factor[best]
@@ -348,7 +358,7 @@ def plan(results: Results) -> Iterator[Run]:
                 continue
             lr = sweep(method, results, method.ranks[0])[1]
             for seed in range(3):
-                run = run_of(method, lr, method.ranks[stage], STEPS, seed)
+                run = run_of(method, lr, method.ranks[stage], STEPS, seed, results.task)
                 if results.loss(run) is None:
                     yield run
 
@@ -379,7 +389,7 @@ def swept(method: Method, results: Results) -> dict[float, dict[str, Any]]:
     of_method = {
         entry["run"]["lr"]: entry
         for entry in results.runs.values()
-        if Run(**entry["run"]) == run_of(method, entry["run"]["lr"], method.ranks[0], STEPS // 2, 0)
+        if Run(**entry["run"]) == run_of(method, entry["run"]["lr"], method.ranks[0], STEPS // 2, 0, results.task)
     }
     return dict(sorted(of_method.items()))
 
@@ -390,7 +400,7 @@ def loss_in(entry: dict[str, Any]) -> float:
 
 def status(results: Results) -> None:
     """Print the losses of all sweeps, and the next run."""
-    print(f"{len(results.runs)} runs in {results.path}; task {task_id()}")
+    print(f"{len(results.runs)} runs in {results.path}; task {results.task}")
     for name, method in METHODS.items():
         found = swept(method, results)
         print(f"{name:45} {', '.join(f'{lr:g}: {loss_in(entry):.4f}' for lr, entry in found.items())}")
@@ -426,7 +436,7 @@ def table_of_sweeps(results: Results) -> str:
 def paired(method: Method, results: Results, ranks: int) -> list[dict[str, Any]]:
     """Return the entries of the best learning rate at all steps, by seed."""
     lr = sweep(method, results, method.ranks[0])[1]
-    runs = [run_of(method, lr, ranks, STEPS, seed) for seed in range(3)]
+    runs = [run_of(method, lr, ranks, STEPS, seed, results.task) for seed in range(3)]
     return [results.runs[run.key] for run in runs if run.key in results.runs]
 
 
@@ -474,6 +484,7 @@ def plot(results: Results, path: Path) -> None:
             panel.errorbar(sent, mean, yerr=bar, fmt=style, color=colour, markerfacecolor=fill, capsize=3)
             panel.annotate(name, (sent, mean), xytext=(5, 4), textcoords="offset points", fontsize=7)
     panel.set_xscale("log")
+    panel.margins(x=0.2)  # room for names
     panel.set(xlabel="bytes sent per rank and sample", ylabel="validation loss")
     panel.set_title(f"Best learning rates. Circles: {STEPS // 2} steps, one seed; diamonds: {STEPS} steps", fontsize=10)
     panel.grid(alpha=0.3, which="both")
@@ -488,9 +499,12 @@ def main() -> None:
     parser.add_argument("command", choices=["run", "status", "table"])
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished runs")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so many seconds")
+    parser.add_argument("--task", help="report an earlier version of the task, by the id in its lines")
     parser.add_argument("--plot", type=Path, help="file for a picture of loss over bytes")
     arguments = parser.parse_args()
-    results = Results(arguments.results)
+    if arguments.task and arguments.command == "run":
+        parser.error("--task is for reports: runs are of the current version")
+    results = Results(arguments.results, arguments.task)
     if arguments.command == "run":
         work(results, arguments.seconds)
     elif arguments.command == "status":

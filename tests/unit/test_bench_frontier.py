@@ -72,7 +72,7 @@ def test_a_sweep_ends_at_a_value_between_two_worse_ones(bench: ModuleType, tmp_p
 
 def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleType) -> None:
     method = bench.METHODS["DiLoCo, TopK 1%, unsent local, H = 8"]
-    result = bench.train(bench.run_of(method, 8e-3, 2, 20, 0))
+    result = bench.train(bench.run_of(method, 8e-3, 2, 20, 0, bench.task_id()))
     assert [step for step, _, _ in result["curve"]] == [*range(2, 21, 2)]
     assert 0 < result["bytes_per_sample"] < result["dense_bytes_per_sample"] / 100
     assert result["loss"] < 5.6 and result["loss_of_rank_0"] != result["loss"]  # ranks hold their own unsent part

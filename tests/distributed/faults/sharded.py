@@ -402,10 +402,12 @@ def _train(fault: dict[str, Any], rank: int, mine: bool, states: list[str], tell
                 assert part is not None
                 guard = {**fault, "rank": part.comm.rank}
                 with Tap([part.comm], guard, int(fault["place"] * seen) if is_struck else -1).tapped() as tap:
-                    trained.step(step)
+                    try:
+                        trained.step(step)
+                    finally:
+                        if is_struck:
+                            tell(struck=bool(tap.struck), place=tap.struck)
                 seen = tap.seen
-                if is_struck:
-                    tell(struck=bool(tap.struck), place=tap.struck)
             else:
                 trained.step(step)
             kept = trained.optimizer.state_dict() if step == 0 else kept

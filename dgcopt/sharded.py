@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from .checkpoint import kept_by
 from .coding import decode_values, encode_values
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, CommError, ConfigError
 from .flat.local_shard import LocalShard, as_dtensor, as_stepped, local
 from .flat.store import check_format
 from .gradients.engine import Engine
@@ -158,7 +158,8 @@ class CompressedReduceScatter:
             rounds more: by up to 1/254 of that largest value.
 
     Costs an alltoall of the code's bytes in place of a reduce-scatter of 4 bytes a value. Raises ConfigError for other
-    codes, and for a reduction other than a sum or mean; PayloadError for a damaged message.
+    codes, and for a reduction other than a sum or mean; PayloadError for a damaged message; CommError where a
+    rank is lost.
     """
 
     def __init__(self, code: str = "int8") -> None:
@@ -182,7 +183,14 @@ class CompressedReduceScatter:
         rows = input_tensor.view(group.size(), -1)
         messages = torch.stack([self._coded(row) for row in rows])
         arrived = torch.empty_like(messages)
-        dist.all_to_all_single(arrived, messages, group=group)
+        try:
+            dist.all_to_all_single(arrived, messages, group=group)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {dist.get_rank()}: gradients were not reduced among ranks "
+                f"{dist.get_process_group_ranks(group)}, which hold shards of one replica: "
+                f"{str(error).splitlines()[0]} Look for a rank of these that died."
+            ) from error
         total = torch.zeros(rows.shape[1], device=rows.device)
         for rank, message in enumerate(arrived):
             total += decode_values(message[1:], len(total), self.code, rank)

@@ -1,0 +1,41 @@
+"""The exchange inside frameworks, in a single process; tests/distributed/test_integrations.py has the frameworks."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.optim import SGD
+
+import dgcopt
+from dgcopt.gradients.optimizer import synchronised
+from dgcopt.integrations.exchange import Exchange, keep_gradients_local, read
+
+
+def test_a_method_of_another_kind_is_refused() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(dgcopt.ConfigError, match="method must be a compressor"):
+        Exchange(model, [SGD(model.parameters(), lr=0.1)], 0.01)  # type: ignore[arg-type]
+
+
+def test_each_optimizer_takes_a_copy_of_the_compressor_and_its_own_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    method = dgcopt.DGC(0.1)
+    exchange = Exchange(model, [SGD(layer.parameters(), lr=0.1) for layer in model], method)
+    first, second = exchange.optimizers
+    copies = [first.compressor, second.compressor]  # type: ignore[attr-defined]
+    assert repr(copies[0]) == repr(copies[1]) == repr(method)
+    assert copies[0] is not copies[1] and method not in copies
+    names = [synchronised(optimizer).names.values() for optimizer in (first, second)]  # type: ignore[union-attr]
+    assert [sorted(of) for of in names] == [["0.bias", "0.weight"], ["1.bias", "1.weight"]]
+
+
+def test_a_single_process_needs_no_ddp() -> None:
+    model = nn.Linear(3, 2)
+    assert keep_gradients_local(model) is model
+
+
+def test_a_missing_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dgcopt"):
+        assert read(tmp_path / "nothing") == {}
+    assert "starts from zero" in caplog.text

@@ -138,6 +138,14 @@ class Collective:
         """Set the label, and the number of the user that starts it."""
         self.label, self.user = label, user
 
+    def send(self, tensor: Tensor) -> None:
+        """Send another tensor in place of the one that it was made with."""
+        self.tensor = tensor
+
+    def to_group(self, group: Group) -> None:
+        """Take place in another group."""
+        self.group = group
+
     def send_beside(self, other: Collective) -> None:
         """Go to the group of `other`, on the device of its tensor."""
         self.group, self.tensor = other.group, self.tensor.to(other.tensor.device)
@@ -164,6 +172,10 @@ class AllReduce(Collective):
 
     op: Op = "average"
 
+    def sum_divided(self) -> None:
+        """Sum messages that their senders have divided."""
+        self.op = "sum"
+
     def sent(self, size: int) -> int:
         return 2 * self.nbytes * (size - 1) // size
 
@@ -181,6 +193,10 @@ class ReduceScatter(Collective):
     """Reduction of which each rank gets its part. First dimension divisible by size; result: the r-th part."""
 
     op: Op = "average"
+
+    def sum_divided(self) -> None:
+        """Sum messages that their senders have divided."""
+        self.op = "sum"
 
     def sent(self, size: int) -> int:
         return self.nbytes * (size - 1) // size

@@ -73,7 +73,7 @@ class State:
         """
         comm: Any = current_comm()
         if comm.survives:
-            comm.give = self._transfer
+            comm.give_state_by(self._transfer)
         if comm.survives and comm.is_pending:
             comm.come_back(self._transfer)
         else:

@@ -189,6 +189,14 @@ class Comm(ABC):
         """Move a small bookkeeping tensor to the device of this wire's collectives (the GPU for NCCL)."""
         return tensor
 
+    def verify(self, checksums: bool) -> None:
+        """Verify messages by checksums, on all ranks alike; False to trust the wire."""
+        self.checksums = checksums
+
+    def copy_residuals(self, every: int) -> None:
+        """Copy each rank's residual to another rank every so many steps; 0 for no copies."""
+        self.copy_every = every
+
     def spread(self, streams: int) -> None:
         """Use so many connections to each other rank from now on. Every rank must call it with the same number.
 
@@ -319,7 +327,7 @@ class Comm(ABC):
         if tensor.numel() == 1 and set(tensor.stride()) - {1}:
             # contiguous by any strides, but some do not allow a view of its bytes
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        collective.tensor = tensor
+        collective.send(tensor)
         try:
             return self._start(collective, ranks)
         except DGCError:

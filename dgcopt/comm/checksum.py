@@ -60,7 +60,7 @@ def _sealed(collective: _Messages, rank: int) -> Exchange:
     packed = torch.cat([messages, sums], dim=1)
     sent = replace(collective, tensor=packed if to_each else packed[0])
     arrived = yield sent
-    collective.label = sent.label  # whoever started it may have labelled it
+    collective.call(sent.label, sent.user)  # whoever started it may have labelled it
     if isinstance(collective, SendRecv) and collective.source is None:
         return collective.tensor
     rows = arrived.view(-1, packed.shape[1])

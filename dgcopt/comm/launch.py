@@ -108,8 +108,8 @@ def init(
         raise ConfigError('residuals="buddy" copies residuals for ranks that survive others: set survive=True too')
     if survive and (STORE in os.environ or wire is not None or _detect(os.environ)[0] != "local"):
         _current = _surviving(wire, Rules(min_ranks, deadline=deadline), streams)
-        _current.checksums = checksums
-        _current.copy_every = copy_every if residuals == "buddy" else 0
+        _current.verify(checksums)
+        _current.copy_residuals(copy_every if residuals == "buddy" else 0)
         return _current
     chosen, reason = (wire, ASKED) if wire is not None else _detect(os.environ)
     if chosen not in WIRES:
@@ -120,7 +120,7 @@ def init(
     if not (comm.elastic or (comm.size > 1 and reason.startswith(SCRIPT))):
         _check_all_joined(comm, announced, f"{chosen} ({reason})")
     check_alike(comm, checksums, streams)
-    comm.checksums = checksums
+    comm.verify(checksums)
     comm.spread(streams)
     _current = comm
     log.info(

@@ -227,7 +227,7 @@ def simulated_world(size: int, nodes: int = 1, checksums: bool = False) -> list[
         raise ConfigError(f"{size} ranks cannot be spread evenly over {nodes} nodes")
     comms = _comms([rank // (size // nodes) for rank in range(size)])
     for comm in comms:
-        comm.checksums = checksums
+        comm.verify(checksums)
     return comms
 
 

@@ -242,6 +242,10 @@ class SurvivingComm(GlooComm):
         if not drive(has_begun(), store):
             self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
 
+    def give_state_by(self, transfer: Transfer) -> None:
+        """Admit newcomers from now on: `transfer` gives them this rank's state."""
+        self.give = transfer
+
     @staticmethod
     def from_environment(env: Mapping[str, str], rules: Rules) -> SurvivingComm:
         """Join as the agent of `dgcopt run --survive` says. Raises ConfigError if there is none."""
@@ -463,7 +467,7 @@ class SurvivingComm(GlooComm):
                     self.recover(error)
 
     def _start_labelled(self, collective: Collective, label: str) -> Handle:
-        collective.label = label
+        collective.call(label, collective.user)
         return self.start(collective)
 
     # -- coming back -------------------------------------------------------------------------------------------------

@@ -196,6 +196,10 @@ class Context:
         if sent.travels is not None:
             self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
 
+    def set_peak(self, peak: Tensor | None) -> None:
+        """Tell the largest magnitude in the gradient; None if it is not known."""
+        self.peak = peak
+
     def placed(self: Same, **facts: Any) -> Same:
         """Return a context with other facts and the same memory."""
         return replace(self, place=replace(self.place, **facts))

@@ -151,6 +151,10 @@ class LocalGradient:
         self.scale = scale
         self.is_clear = False
 
+    def mark_clear(self) -> None:
+        """Note that its reader has set it to zero."""
+        self.is_clear = True
+
     def within(self, start: int, stop: int) -> Tensor | Parts:
         """Return the gradient from `start` to `stop`, which are bounds of parameters, without the factor `scale`."""
         if not isinstance(self.whole, Parts):

@@ -87,7 +87,7 @@ def _detached(tensor: Any, operation: str) -> Tensor:
 
 def _started(comm: Comm, collective: Collective, finish: Callable[[Tensor], Any]) -> Handle:
     """Start a collective in the background if the wire has it as one; otherwise run it to its end."""
-    collective.tensor = comm.to_wire(collective.tensor)
+    collective.send(comm.to_wire(collective.tensor))
     if isinstance(collective, AllGather | ReduceScatter | AllToAll) and not collective.tensor.numel():
         gathers = isinstance(collective, AllGather)
         empty = collective.tensor.expand(comm.size, *collective.tensor.shape) if gathers else collective.tensor

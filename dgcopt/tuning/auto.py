@@ -148,6 +148,10 @@ class Auto(Wrapper):
         self._has_tuner = False
         super().__init__(self.make(self.choice))
 
+    def explain(self, reason: str) -> None:
+        """Set the reason of the last choice."""
+        self.reason = reason
+
     def __repr__(self) -> str:
         fixed = "" if self.compressor is None else f", compressor={self.compressor!r}"
         return f"Auto(allow={self.allow}{fixed}) with {self.choice.name}"
@@ -480,7 +484,7 @@ class AutoTuner:
         return f"link: {_time(one.alpha)} latency, {rate(1 / one.beta) if one.beta else 'any rate'}"
 
     def _tell(self, words: str) -> None:
-        self.auto.reason = words
+        self.auto.explain(words)
         if self.comm.rank == 0:
             log.info("dgcopt: auto: %s", words)
 

@@ -64,6 +64,7 @@ def test_it_leaves(code: str) -> None:
             "self.other.step_count",
         ),
         ("def f():\n    made = Engine()\n    return made\ndef g(made):\n    made.due = True", "made.due"),
+        ("def made(made):\n    made.due = True", "made.due"),
     ],
 )
 def test_it_finds_assignments_to_what_others_own(code: str, of: str) -> None:
@@ -79,6 +80,8 @@ def test_it_finds_assignments_to_what_others_own(code: str, of: str) -> None:
         "def f(old):\n    made = copy.copy(old)\n    made.due = True",
         "def f():\n    made = Pending[int](3)\n    made.due = True",
         "class A:\n    due: bool\ndef f(a):\n    a.due = True",
+        "def f():\n    def inner(): pass\n    inner.__name__ = 'outer'\n    return inner",
+        "def f(options):\n    options._timeout = 3",
     ],
 )
 def test_it_leaves_what_is_own(code: str) -> None:
@@ -128,3 +131,11 @@ def test_every_room_has_its_tests_under_its_name() -> None:
     folders = {path.name for path in unit.iterdir() if path.is_dir() and [*path.glob("test_*.py")]}
     assert len(rooms) > 20 and not folders - rooms, "folders of tests without a room"
     assert not rooms - folders - {path.stem.removeprefix("test_") for path in unit.glob("test_*.py")}
+
+
+def test_rooms_and_arrows_have_limits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rooms, arrows = check["MOST"]
+    for most in ((rooms - 3, arrows), (rooms, arrows - 9)):
+        monkeypatch.setitem(check["main"].__globals__, "MOST", most)
+        assert check["main"]() == 1
+        assert f"more than the {most[0]} rooms and {most[1]} arrows" in capsys.readouterr().out

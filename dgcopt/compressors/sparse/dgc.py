@@ -164,7 +164,7 @@ class DGC(ScheduledRatio):
         v = ctx.memory.hold("residual", dtype=dtype)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.preview_blocks(local, v, u, runs).view(-1)
-            ctx.peak = everything.abs().amax() if self.clip is None else None  # clipping removes Inf
+            ctx.set_peak(everything.abs().amax() if self.clip is None else None)  # clipping removes Inf
             ctx.memory.on_commit(lambda: memory.accumulate(local, v, u, runs))
             if ratio == 1:
                 ctx.memory.on_commit(lambda: v.sub_(ctx.all_reduce(v)[1]))
@@ -193,7 +193,7 @@ class DGC(ScheduledRatio):
                 lambda blocks: memory.preview_blocks(local, v, u, runs, blocks), maxima
             )
         if not ctx.certain:
-            ctx.peak = maxima.amax() if self.clip is None else None
+            ctx.set_peak(maxima.amax() if self.clip is None else None)
 
         def at(positions: Tensor) -> Tensor:
             if new is not None:

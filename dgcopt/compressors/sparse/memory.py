@@ -90,7 +90,7 @@ class ErrorFeedback:
     def accumulate(self, grad: LocalGradient, v: Tensor, u: Tensor | None, runs: Sequence[Run]) -> Tensor:
         """Update v and u in one pass and clear the gradient; return the block maxima of v."""
         maxima = self._pass(accumulate, grad, v, u, runs)
-        grad.is_clear = True
+        grad.mark_clear()
         return maxima
 
     def preview_block_maxima(
@@ -105,7 +105,8 @@ class ErrorFeedback:
         for run in moved:
             assert u is not None and run.rule is not None
             update_momentum(u[run.span], grad.within(run.start, run.stop), run.rule, grad.scale)
-        grad.is_clear = len(moved) == len(runs)
+        if len(moved) == len(runs):
+            grad.mark_clear()
 
     def _pass(
         self,

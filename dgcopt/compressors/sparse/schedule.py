@@ -56,6 +56,10 @@ class Warmup:
         if self.steps_per_epoch is not None:
             check_whole(self.steps_per_epoch, "steps_per_epoch", 1)
 
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """Set the number of optimizer steps per epoch."""
+        self.steps_per_epoch = check_whole(steps, "steps_per_epoch", 1)
+
     def stage_steps(self) -> int:
         """Return the optimizer steps per stage."""
         if self.steps is not None:
@@ -98,7 +102,7 @@ class ScheduledRatio(Compressor):
         """See `Compressor.set_steps_per_epoch`."""
         check_whole(steps, "steps_per_epoch", 1)
         if self.warmup is not None:
-            self.warmup.steps_per_epoch = steps
+            self.warmup.set_steps_per_epoch(steps)
 
     def ratio_at(self, step: int) -> float:
         """Return the current ratio at optimizer step `step`, counted from 0."""

@@ -36,12 +36,12 @@ class _Half(Wrapper):
             if isinstance(collective, AllReduce | ReduceScatter) and collective.op == "average" and size:
                 # divide before rounding, so that the sum over many ranks stays in range
                 message.div_(size)
-                collective.op = "sum"
+                collective.sum_divided()
             # reuse buffers: page faults of fresh memory would cost more than the rounding
             buffers = ctx.scratch.setdefault("rounded", {})
             if message.shape not in buffers:
                 buffers[message.shape] = torch.empty(message.shape, dtype=self.dtype, device=message.device)
-            collective.tensor = buffers[message.shape].copy_(message)
+            collective.send(buffers[message.shape].copy_(message))
             result = yield collective
             return message.copy_(result) if isinstance(collective, AllReduce) else result.to(message.dtype)
 

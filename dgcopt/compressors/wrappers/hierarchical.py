@@ -190,4 +190,4 @@ def _heed_refusal(mean: Tensor, ctx: Context) -> None:
 
 
 def send_across(collective: Collective) -> None:
-    collective.group = "across"
+    collective.to_group("across")

@@ -218,7 +218,7 @@ class PerParameter(Compressor):
         rule, mine = self._within(ctx)
 
         def pass_on(_: Collective) -> None:
-            ctx.peak = mine.peak
+            ctx.set_peak(mine.peak)
 
         return (yield from watched(rule.exchange(grad, mine), pass_on))
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from tests.distributed.scenarios import ON_CUDA
+from tests.distributed.scenarios.catalogue import ON_CUDA
 from tests.distributed.scenarios.cuda import DEVICE
 from tests.support.launching import PROGRAMS, Outcome, assert_ended, assert_passed, launch
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.scenarios import IN_DDP
+from tests.distributed.scenarios.catalogue import IN_DDP
 from tests.support.launching import PROGRAMS, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]

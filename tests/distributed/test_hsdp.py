@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.distributed.scenarios import IN_SHARDS, IN_SHARDS_OF_SIX
+from tests.distributed.scenarios.in_shards import IN_SHARDS, IN_SHARDS_OF_SIX
 from tests.support.launching import PROGRAMS, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]

@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
-from tests.distributed.scenarios import names_of
 from tests.distributed.scenarios.algorithms import OPTIMIZERS, SPARSE, bits_of_simulated_ranks
+from tests.distributed.scenarios.catalogue import names_of
 from tests.support.launching import PROGRAMS, WORLDS, Outcome, assert_ended, assert_passed, launch_world
 
 LIMIT = 380

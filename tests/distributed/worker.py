@@ -39,7 +39,11 @@ def main() -> int:
         for name in names:
             getattr(failures, name)(comm)
         return 0
-    from tests.distributed.scenarios import SCENARIOS, asynchronous
+    from tests.distributed.scenarios import asynchronous
+    from tests.distributed.scenarios.catalogue import SCENARIOS as scenarios
+
+    if any(name.startswith("sharded") for name in names):
+        from tests.distributed.scenarios.in_shards import SCENARIOS as scenarios
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
@@ -48,7 +52,7 @@ def main() -> int:
         flag = AllGather(torch.tensor([error != ""]), label=f"end of {name}")
         return name != names[-1] and bool(comm.run(flag).any())
 
-    failed = run(names, lambda name: SCENARIOS[name](comm), agree, rank=comm.rank, wire=comm.wire)
+    failed = run(names, lambda name: scenarios[name](comm), agree, rank=comm.rank, wire=comm.wire)
     left = asynchronous.leave_while_others_exchange(comm) if names[-1] in asynchronous.SCENARIOS else None
     if JOIN_FIRST:
         dgcopt.shutdown()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.scenarios import SCENARIOS
+from tests.distributed.scenarios import catalogue, in_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "feature-parity.md").read_text()
@@ -72,7 +72,7 @@ def check_test(name: str) -> None:
         path, _, function = name.partition("::")
         assert function in functions(ROOT / path), f"{path} has no {function}"
     else:
-        assert name in SCENARIOS, f"there is no scenario {name!r}"
+        assert name in catalogue.SCENARIOS | in_shards.SCENARIOS, f"there is no scenario {name!r}"
 
 
 @pytest.mark.parametrize("name", ["dgcopt.NoSuch", "dgcopt.DGC(no_such=)", "dgcopt", "torch.nn"])

@@ -95,6 +95,11 @@ def test_drift_must_last_two_windows_and_tunings_come_ever_more_rarely() -> None
         assert (fresh.phase is Phase.WATCH) == (number == PAUSE)
 
 
+def test_the_fallback_and_the_one_in_use_are_always_tried() -> None:
+    trials = Trials("plain", "held").shortlisted(["a"], {})
+    assert trials.order == ("plain", "held", "a", "a", "held", "plain")
+
+
 def test_a_restored_choice_is_kept_at_its_level() -> None:
     trials = Trials("plain", "a").kept(0.5, 16)
     assert (trials.phase, trials.running, trials.level, trials.pause) == (Phase.KEEP, "a", 0.5, 16)

@@ -254,7 +254,8 @@ def compare(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launchers and ranks are ended
     for every in arguments.every:
         for kind in arguments.kinds:
-            for save_every in arguments.save_every if kind == "torchrun" and every else [0]:
+            intervals = {"torchrun": arguments.save_every if every else [0], "horovod": arguments.commit_every}
+            for save_every in intervals.get(kind, [0]):
                 line = json.dumps(goodput(arguments, kind, every, save_every))
                 with open(arguments.results, "a") as file:
                     print(line, file=file)
@@ -361,6 +362,7 @@ def main() -> None:
     )
     one.add_argument("--compute", type=float, default=0.2, help="seconds of each step's computing")
     one.add_argument("--save-every", type=int, nargs="+", default=[5], help="steps between checkpoints, for torchrun")
+    one.add_argument("--commit-every", type=int, nargs="+", default=[10], help="steps between commits, for Horovod")
     one.add_argument("--torchft-python", default="python", help="an interpreter that has torchft")
     one.add_argument("--keep", help="where the ranks' output goes")
     one = commands.add_parser("table")

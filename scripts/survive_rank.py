@@ -13,11 +13,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 WIDTH = 64
+STARTING = 5
+"""Niceness of a rank while it imports torch: on a real cluster it takes no processor from those that train."""
 
 
 def main() -> None:
@@ -27,8 +30,12 @@ def main() -> None:
         log = Log(file, compute)
         log.write(place=os.environ.get("HOROVOD_HOSTNAME", os.environ.get("RANK", "")), started=time.time())
         own = {"horovod": ["horovod.torch"], "torchft": ["torchft"]}.get(kind, [])
+        priority = os.nice(0)
+        os.nice(STARTING)
         for module in ("torch", "torch._dynamo", "dgcopt", *own):  # an optimizer imports the second
             import_module(module)
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, priority)
         log.write(ready=time.time())
         train = {"survive": survivor, "torchrun": restarted, "horovod": horovod_elastic, "torchft": torchft_replica}
         train[kind](log, folder, save_every)

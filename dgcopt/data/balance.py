@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from ..checks import check_flag, check_whole
-from ..comm import current_comm
+from ..comm import Comm, current_comm
 from ..errors import CheckpointError, ConfigError
 
 __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSampler"]
@@ -62,13 +62,21 @@ class Resumable:
                 f"this state of {type(self).__name__} is of another order of samples: {'; '.join(differing)}. Restore "
                 f"it with the same settings and world size, or start with the next epoch."
             )
-        self.set_epoch(check_whole(state.get("epoch"), "epoch", 0))
+        self._begin(check_whole(state.get("epoch"), "epoch", 0))
         self._first = self._handed_out = check_whole(state.get("done"), "done", 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch; call it on all ranks before each epoch. A restored epoch keeps its position."""
-        if check_whole(epoch, "epoch", 0) != self.epoch:
+        self._begin(check_whole(epoch, "epoch", 0))
+        if self._first == 0:  # the rest of a restored epoch stays in its order
+            self._follow_ranks()
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self.epoch:
             self.epoch, self._first, self._handed_out = epoch, 0, 0
+
+    def _follow_ranks(self) -> None:
+        """Take the current world size and rank, where ranks survive the loss of others."""
 
     def counted(self, items: Sequence[Any]) -> Iterator[Any]:
         """Yield the remaining items of the epoch."""
@@ -88,7 +96,8 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         dataset: a dataset of fixed length, equal on all ranks.
         complexity_fn: function of a sample that returns its cost in any unit, called once per sample; or the costs, one
             number per sample, if reading all samples takes long.
-        num_replicas, rank: world size and rank; None takes those of `dgcopt.init()`.
+        num_replicas, rank: world size and rank; None takes those of `dgcopt.init()`, where ranks survive the loss of
+            others at each `set_epoch`.
         shuffle: shuffle each epoch differently; otherwise costs ascend.
         seed: seed of the shuffle, equal on all ranks.
         drop_last: drop samples until all ranks have the same number; otherwise some samples are repeated.
@@ -112,8 +121,10 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         *,
         uneven: bool = False,
     ) -> None:
+        self._comm: Comm | None = None
         if num_replicas is None or rank is None:
             comm = current_comm()
+            self._comm = comm if comm.survives and num_replicas is None and rank is None else None
             num_replicas = comm.size if num_replicas is None else num_replicas
             rank = comm.rank if rank is None else rank
         self.num_replicas = check_whole(num_replicas, "num_replicas", 1)
@@ -133,6 +144,10 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         self.random_level = float(random_level)
         self.dataset = dataset
         self.costs = _costs_of(dataset, complexity_fn)
+
+    def _follow_ranks(self) -> None:
+        if self._comm is not None:
+            self.num_replicas, self.rank = self._comm.size, self._comm.rank
 
     def setting(self) -> dict[str, Any]:
         return {
@@ -229,9 +244,14 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
     def setting(self) -> dict[str, Any]:
         return {**self.sampler.setting(), "drop_last_batches": self.drop_last, "uneven_batches": self.uneven}
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.sampler.set_epoch(epoch)
+    def _begin(self, epoch: int) -> None:
+        super()._begin(epoch)
+        self.sampler._begin(epoch)
+
+    def _follow_ranks(self) -> None:
+        self.sampler._follow_ranks()
+        if (self.num_replicas, self.rank) != (self.sampler.num_replicas, self.sampler.rank):
+            self.num_replicas, self.rank, self._batches = self.sampler.num_replicas, self.sampler.rank, None
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.counted(self.batches())

@@ -22,6 +22,8 @@ class Telemetry:
         dense_bytes: bytes of a ring allreduce of the same gradients in float32.
         selected: coordinates that sparse compressors have chosen. left_out: those of them for which a message had no
             room; they wait in the residual.
+        lost_steps: steps that were aborted because a rank was lost, and made again. lost_seconds: seconds of these, up
+            to the end of the recovery.
         compress_seconds: making messages. wait_seconds: waiting for other ranks. apply_seconds: reading messages.
     """
 
@@ -33,6 +35,8 @@ class Telemetry:
     dense_bytes: int = 0
     selected: int = 0
     left_out: int = 0
+    lost_steps: int = 0
+    lost_seconds: float = 0.0
     compress_seconds: float = 0.0
     wait_seconds: float = 0.0
     apply_seconds: float = 0.0
@@ -55,6 +59,11 @@ class Telemetry:
         """Count exchanges that are made again."""
         self.repeated += 1
 
+    def count_lost(self, seconds: float, aborted: bool) -> None:
+        """Count the seconds of a step in which a rank was lost, and the step if it was aborted."""
+        self.lost_steps += aborted
+        self.lost_seconds += seconds
+
     def count_message(self, payload_bytes: int, sent_bytes: int) -> None:
         """Count a message of this rank."""
         self.payload_bytes += payload_bytes
@@ -70,6 +79,10 @@ class Telemetry:
     def ratio(self) -> float:
         """How many times fewer bytes than dense float32; 1.0 before anything was sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
+
+    def goodput(self, seconds: float) -> float:
+        """Return the share of a training time of `seconds` that lost ranks did not cost this one."""
+        return max(0.0, 1.0 - self.lost_seconds / seconds) if seconds > 0 else 1.0
 
     @property
     def overflow(self) -> float:

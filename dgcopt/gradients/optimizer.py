@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -338,6 +339,7 @@ class Synchronised(Stepping):
             self._follow()  # another optimizer of this wire may have met the loss
             engine, generation = self.engine, self.comm.generation
             assert engine is not None
+            start = time.perf_counter()
             try:
                 return act(engine)
             except (VotedOut, QuorumLost):
@@ -345,6 +347,7 @@ class Synchronised(Stepping):
             except CommError as error:
                 if self.comm.generation == generation:  # else a confirmation has recovered already
                     self.comm.recover(error)
+            engine.telemetry.count_lost(time.perf_counter() - start, aborted=self.comm.commits == commits)
             if self.comm.commits > commits:
                 return None
             self._admit()

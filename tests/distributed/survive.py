@@ -204,6 +204,7 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
                 "size": plan.size,
                 "rank": comm.rank,
                 "weights": hashlib.sha256(after.numpy().tobytes()).hexdigest(),
+                "lost": [optimizer.telemetry.lost_steps, optimizer.telemetry.lost_seconds],
                 "applied": (before - after).tolist(),
                 "gradient": torch.cat([grad.flatten() for grad in grads.values()]).tolist(),
                 "before": start.tolist(),

@@ -92,6 +92,17 @@ def test_sums_are_preserved(results: dict[str, Any], name: str) -> None:
     assert (copied > 1) == (SCENARIOS[name].residuals == "buddy")  # a rank may die before its first step
 
 
+def test_lost_steps_are_counted(results: dict[str, Any]) -> None:
+    """Each process counts the deaths that have aborted a step of its own, and the seconds of these."""
+    lines, kills = sorted(results["buddy"]["lines"], key=lambda line: line["step"]), results["buddy"]["kills"]
+    ends = {line["member"]: line["lost"] for line in lines}
+    assert max(steps for steps, _ in ends.values()) > len(kills) / 4
+    for member, (steps, seconds) in ends.items():
+        lived = [line["step"] for line in lines if line["member"] == member]
+        assert steps <= sum(lived[0] <= kill <= lived[-1] + 1 for kill in kills), member
+        assert (seconds > 0) >= (steps > 0), member
+
+
 def test_a_death_while_groups_are_built_is_noticed(results: dict[str, Any]) -> None:
     """Gloo itself would wait for 20 s or more."""
     times = [min(line["time"] for line in lines) for lines in by_step(results["built"]).values()]

@@ -226,3 +226,63 @@ def test_refuses(settings: dict[str, Any], words: str) -> None:
 def test_refuses_batches(make: Any, words: str) -> None:
     with pytest.raises(dgcopt.ConfigError, match=words):
         make()
+
+
+class World:
+    """A wire whose ranks survive the loss of others."""
+
+    survives = True
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_after_a_loss_the_next_epoch_is_of_the_ranks_that_are_left(
+    batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The epoch under way stays in its order, a restored one too."""
+    worlds = [World(rank, 4) for rank in range(4)]
+    made: list[Any] = []
+    for world in worlds:
+        monkeypatch.setattr("dgcopt.data.balance.current_comm", lambda world=world: world)
+        sampler = LoadBalancingDistributedSampler(range(12), range(1, 13), uneven=True)
+        batches = LoadBalancingDistributedBatchSampler(sampler, lambda own: [[one] for one in own], uneven=True)
+        made.append(batches if batched else sampler)
+    everything = [[one] for one in range(12)] if batched else [*range(12)]
+    assert sorted(itertools.chain(*made)) == everything
+    under_way = iter(made[0])
+    next(under_way)
+    for rank, world in enumerate(worlds[:3]):
+        world.rank, world.size = rank, 3
+    assert len([*under_way]) == 2 and made[0].state_dict()["num_replicas"] == 4
+    for sampler in made[:3]:
+        sampler.set_epoch(1)
+    assert sorted(itertools.chain(*made[:3])) == everything
+    assert [len(sampler) for sampler in made[:3]] == [4, 4, 4]
+
+    worlds[1].size = 2
+    made[1].load_state_dict({**made[1].state_dict(), "epoch": 2, "done": 1})
+    made[1].set_epoch(2)
+    assert len([*made[1]]) == 3
+    made[1].set_epoch(3)
+    assert len([*made[1]]) == 6
+
+
+def test_a_rank_that_comes_back_knows_its_place_before_its_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes its sampler while it is alone, and even looks at its batches."""
+    world = World(0, 1)
+    monkeypatch.setattr("dgcopt.data.balance.current_comm", lambda: world)
+    sampler = LoadBalancingDistributedSampler(range(12), range(1, 13))
+    batches = LoadBalancingDistributedBatchSampler(sampler, lambda own: [[one] for one in own])
+    assert len(batches) == 12
+    world.rank, world.size = 2, 3
+    batches.set_epoch(0)
+    assert len(batches) == len(sampler) == 4
+
+
+def test_ranks_that_were_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgcopt.data.balance.current_comm", lambda: World(0, 1))
+    sampler = LoadBalancingDistributedSampler(range(12), range(1, 13), num_replicas=4)
+    sampler.set_epoch(1)
+    assert (sampler.num_replicas, sampler.rank) == (4, 0)

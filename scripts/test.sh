@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source scripts/venv.sh
-python -m pip install --quiet --editable ".[train,test,frameworks]"
+python -m pip install --quiet --editable ".[train,test,frameworks,docs]"
 PYTHON=python bash scripts/install_horovod.sh
 
 export OMP_NUM_THREADS=1

@@ -30,7 +30,7 @@ PAGES = [
 ]
 ALL_RUN = {
     f"docs/{name}.md"
-    for name in ("averaging", "compressors", "data", "design", "fuse", "loops", "migration", "wire-format")
+    for name in ("averaging", "compressors", "data", "design", "fuse", "index", "loops", "migration", "wire-format")
 } | {"README.md"}
 """Pages of which a test here, in tests/distributed/test_examples.py or in tests/conformance runs all blocks."""
 
@@ -107,8 +107,9 @@ def test_a_compressor_of_your_own():
     assert ranks.optimizers[0].telemetry.payload_bytes > 0
 
 
-def test_the_training_loop():
-    (code,) = code_of("README.md")
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_training_loop(page):
+    (code,) = code_of(page)
     model = nn.Linear(4, 3)
     batches = [(torch.randn(5, 4), torch.randint(3, (5,))) for _ in range(3)]
     before = model.weight.detach().clone()

@@ -28,22 +28,6 @@ PAGES = [
     *sorted(path.name for path in ROOT.glob("*.md")),
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
-ALL_RUN = {
-    f"docs/{name}.md"
-    for name in ("averaging", "compressors", "data", "design", "fuse", "index", "loops", "migration", "wire-format")
-} | {"README.md"}
-"""Pages of which a test here, in tests/distributed/test_examples.py or in tests/conformance runs all blocks."""
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ALL_RUN])
-def test_what_is_not_run_by_itself_is_part_of_an_example(page):
-    scripts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
-    for code in code_of(page):
-        if page == "docs/ddp.md" and "DistributedDataParallel(model)" in code:
-            continue  # tests/distributed/test_ddp.py
-        if page == "docs/ddp.md" and "from_ddp_hook" in code:
-            continue  # tests/unit/compressors/test_from_ddp.py
-        assert any(code in script for script in scripts), f"{page} shows what no test runs:\n{code}"
 
 
 def test_the_readme_is_short():

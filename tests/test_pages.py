@@ -6,8 +6,8 @@ A line before the block says so, which the web host and the site do not show:
     <!-- part of examples/survive.py -->                         word for word, and tests run that script
     <!-- run by tests/distributed/test_examples.py::test_name -->
 
-Without it a block of Python runs: the blocks of a page one after another, in one process, with the names of GIVEN. Blocks of
-`text` are output and formulas.
+Without it a block of Python runs: the blocks of a page one after another, in one process, with the names of
+`given()`. Blocks of `text` are output and formulas.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     text = page.read_text()
-    assert len(re.findall(r"^ *```", text, re.M)) == 2 * len(list(FENCE.finditer(text))), (
-        f"{page}: a fence is not closed"
-    )
+    blocks = list(FENCE.finditer(text))
+    assert len(re.findall(r"^ *```", text, re.M)) == 2 * len(blocks), f"{page}: a block does not end"
     return [
         Block(
             page,
@@ -58,7 +57,7 @@ def blocks_of(page: Path) -> list[Block]:
             re.sub(f"^{found['indent']}", "", found["code"], flags=re.M),
             found["mark"] or "",
         )
-        for found in FENCE.finditer(text)
+        for found in blocks
     ]
 
 
@@ -74,7 +73,6 @@ def given() -> dict[str, Any]:
         "loader": [(torch.randn(5, 4), torch.randint(3, (5,))) for _ in range(3)],
         "loss_fn": nn.functional.cross_entropy,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        "__name__": "page",
     }
 
 

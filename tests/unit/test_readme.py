@@ -1,7 +1,6 @@
-"""What the README and the pages in docs/ show runs as it stands there, and what they name exists.
+"""Links, commands and names on the pages exist, and blocks have the effect that their page claims.
 
-Every block of Python is run by a test: here, on two ranks by tests/distributed (migration.md, ddp.md), or as part of a
-whole script in examples/, which must hold the block as it is.
+tests/test_pages.py runs the blocks of all pages.
 """
 
 import importlib

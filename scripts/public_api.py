@@ -28,6 +28,7 @@ MODULES = (
     "dgcopt.elastic",
     "dgcopt.errors",
     "dgcopt.hvd",
+    "dgcopt.integrations",
     "dgcopt.sharded",
     "dgcopt.survive",
     "dgcopt.testing",
@@ -40,6 +41,7 @@ ONLY = {
         *("AllGather", "AllReduce", "AllToAll", "Barrier", "Broadcast", "Collective", "Exchange", "ReduceScatter"),
         *("SendRecv", "check_generator"),
     ),
+    "dgcopt.integrations": (),  # modules, which import frameworks that need not be installed
 }
 """The public names of modules whose other names serve dgcopt itself."""
 

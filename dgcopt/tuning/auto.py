@@ -98,7 +98,7 @@ class Candidate:
 
 
 class Auto(Wrapper):
-    """Chooses the fastest exchange of those allowed, and never a slower one than DistributedDataParallel's.
+    """Chooses the fastest exchange of those allowed, and the dense one in DDP's buckets where none is faster.
 
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), "auto")
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.Auto(allow=("exact", "sparse")))

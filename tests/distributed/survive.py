@@ -88,7 +88,9 @@ SCENARIOS = {
     "down to one": Scenario(
         4, [Kill(1, "after vote"), Kill(0, "after bucket"), Kill(1, "after commit")], restart=False
     ),
-    "built": Scenario(3, [Kill(1, "after vote"), Kill(0, "build"), Kill(2, "after bucket"), Kill(1, "build")]),
+    "built": Scenario(
+        3, [Kill(1, "after vote"), Kill(0, "build"), Kill(2, "after bucket"), Kill(1, "build")], more=300
+    ),
     "frozen": Scenario(3, [Kill(1, "after vote", stop=5.0)], deadline=2.0, more=300),
     "buddy": Scenario(4, every(4, ["backward"]), residuals="buddy"),
     "too few": Scenario(3, [Kill(1, "after vote")], restart=False, min_ranks=3, deadline=2.0),

@@ -65,6 +65,8 @@ def pods(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     spec = document["spec"]
     replicas = spec.get("pytorchReplicaSpecs") or spec.get("mpiReplicaSpecs") or {}
     found = {role: part["template"] for role, part in replicas.items()}
+    if document["kind"] == "TrainingRuntime":
+        return {job["name"]: job["template"]["spec"]["template"] for job in spec["template"]["spec"]["replicatedJobs"]}
     return {**found, **({"": spec["template"]} if "template" in spec else {})}
 
 
@@ -115,6 +117,15 @@ def test_what_operators_look_for() -> None:
     assert set(pods(elastic)) == {"Worker"}, "any may be the first"
     assert policy["minReplicas"] <= workers["replicas"] <= policy["maxReplicas"]
     assert set(pods(DOCUMENTS["mpijob.yaml MPIJob"])) == {"Launcher", "Worker"}
+    runtime, job = DOCUMENTS["trainjob.yaml TrainingRuntime"], DOCUMENTS["trainjob.yaml TrainJob"]["spec"]
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["name"] == "node" and pods(runtime)["node"]["spec"]["containers"][0]["name"] == "node"
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert job["runtimeRef"]["kind"] == "TrainingRuntime" and job["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["runtimeRef"]["apiGroup"] == runtime["apiVersion"].partition("/")[0]
+    assert (
+        job["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] and "torch" in runtime["spec"]["mlPolicy"]
+    )
 
 
 def test_pods_find_the_first() -> None:
@@ -160,6 +171,7 @@ OPERATOR = {"PET_NNODES": "4", "PET_NPROC_PER_NODE": "1"}
         ("pytorchjob.yaml PyTorchJob", "Master", OPERATOR, "python -m torch.distributed.run --tee 3 train.py"),
         ("pytorchjob.yaml PyTorchJob", "Worker", OPERATOR, "python -m torch.distributed.run --tee 3 train.py"),
         ("pytorchjob-elastic.yaml PyTorchJob", "Worker", OPERATOR, "python -m torch.distributed.run --tee 3 train.py"),
+        ("trainjob.yaml TrainingRuntime", "node", OPERATOR, "python -m torch.distributed.run --tee 3 train.py"),
         (
             "mpijob.yaml MPIJob",
             "Launcher",
@@ -275,7 +287,7 @@ def test_tags_are_pinned() -> None:
     ours = [container["image"] for document in DOCUMENTS.values() for container in containers(document)]
     ours += re.findall(r"docker build .* -t (\S+)", page + dockerfile)
     version = rf"dgcopt:{re.escape(dgcopt.__version__)}(-\w+)?"
-    assert len(ours) == 6 + 3 + 3 and [image for image in ours if not re.fullmatch(version, image)] == []
+    assert len(ours) == 7 + 3 + 3 and [image for image in ours if not re.fullmatch(version, image)] == []
 
 
 def test_ssh_is_where_it_is_needed() -> None:

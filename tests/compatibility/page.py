@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.compatibility import trials  # noqa: F401
 from tests.compatibility.table import GROUPS, TRIALS, Trial
 
-HEAD = """# What dgcopt goes with
+HEAD = """# Compatibility
 
 Each row was tried on two ranks, on a CPU, with torch {old} and {new}, by `tests/compatibility`, which the test suite
 runs and which wrote this page: *works*, *refused* (with this message), *not yet*, or — where it does not exist or could
@@ -50,7 +50,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
     old, new = sorted(results, key=lambda version: [int(part) for part in version.split(".")])
     lines = [HEAD.format(old=old, new=new)]
     for group in GROUPS:
-        lines += [f"## {group}\n", f"| what | torch {old} | torch {new} | |", "|---|---|---|---|"]
+        lines += [f"## {group}\n", f"| feature | torch {old} | torch {new} | |", "|---|---|---|---|"]
         for what, trial in TRIALS.items():
             if trial.group == group:
                 said = [results[version].get(what, "not tried") for version in (old, new)]

@@ -665,7 +665,7 @@ def _checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def _part(rank: int) -> str:
-    return f"rank-{rank}.pt"
+    return f"rank-{int(rank)}.pt"
 
 
 def _agree(comm: Comm, problem: str, task: str) -> Generator[Collective, Tensor, None]:

@@ -184,7 +184,7 @@ class Context:
 
     def _seed(self, seed: int, own: bool) -> bytes:
         """Return the text that seeds random numbers."""
-        return f"{seed} {self.step} {self.index} {self.rank if own else 'all'}".encode()
+        return f"{seed} {self.step} {self.index} {int(self.rank) if own else 'all'}".encode()
 
     def count(self, **numbers: int) -> None:
         """Add numbers to the tally at commit."""

@@ -296,8 +296,10 @@ def chosen(comm: Comm) -> dict[str, Any]:
             dgcopt.Auto(allow=("exact", "rounded", "sparse")),
             comm=comm,
         )
-        used = []
-        for step in range(100):
+        used: list[str] = []
+        # 66 steps, and as many again each time that the link seems to have changed
+        while len(used) < 100 or (" uses " not in optimizer.compressor.reason and comm.size > 1 and len(used) < 300):
+            step = len(used)
             optimizer.zero_grad()
             model(torch.full((4, 32), 0.01 * (step + comm.rank))).square().mean().backward()
             optimizer.step()

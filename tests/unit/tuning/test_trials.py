@@ -52,6 +52,30 @@ def test_the_fastest_is_chosen_with_hysteresis(seconds: Mapping[str, float], hel
     assert trials.level == pytest.approx(seconds[best])
 
 
+def test_other_work_on_a_machine_is_no_change_of_the_link() -> None:
+    """Three steps of four take twice as long in the second turn, and one as long as before."""
+    trials = run(Trials("plain", "plain"), {"plain": 1.0}).shortlisted(["a"], {})
+    for seconds in (
+        (1.0,) * MEASURED,
+        (0.5,) * MEASURED,
+        (1.0, *(1.1,) * (MEASURED - 1)),
+        (1.0, *(2.0,) * (MEASURED - 1)),
+    ):
+        for one in (*(9.0,) * SETTLING, *seconds):
+            trials = trials.timed(one)
+    assert (trials.phase, trials.restarts) == (Phase.WATCH, 1), "each step with a was slower than before"
+    trials = run(trials, {"plain": 1.0}).shortlisted(["a"], {})
+    for seconds in (
+        (1.0,) * MEASURED,
+        (0.5,) * MEASURED,
+        (0.5, *(1.1,) * (MEASURED - 1)),
+        (1.0, *(2.0,) * (MEASURED - 1)),
+    ):
+        for one in (*(9.0,) * SETTLING, *seconds):
+            trials = trials.timed(one)
+    assert (trials.phase, trials.chosen) == (Phase.KEEP, "a")
+
+
 def test_a_turn_that_is_far_too_slow_ends_early() -> None:
     trials = run(Trials("plain", "plain"), {"plain": 1.0}).shortlisted(["a"], {})
     trials = run(trials, {"plain": 1.0})

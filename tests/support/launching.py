@@ -245,7 +245,10 @@ def _end_survivors(token: str) -> list[int]:
     return left
 
 
-SHARED = ("test_cuda.py", "test_ddp.py", "test_examples.py", "test_hsdp.py", "test_survive.py", "test_train.py")
+SHARED = (
+    *("test_cuda.py", "test_ddp.py", "test_examples.py", "test_hsdp.py", "test_integrations.py", "test_partition.py"),
+    *("test_survive.py", "test_train.py"),
+)
 """Files whose tests share what they have started."""
 
 

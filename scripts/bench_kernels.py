@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from naive_dgc import NaiveDGC
 from synthetic import Synthetic
 from torch.optim import SGD, Adam
 
@@ -55,7 +56,6 @@ from dgcopt.flat.gradient import GradientBucket
 from dgcopt.gradients.layout import bucket_sizes
 from dgcopt.gradients.settings import Settings
 from dgcopt.kernels import CHUNK
-from tests.conformance.naive_dgc import NaiveDGC
 
 PASS, BY_TORCH, COPY = "5-stream pass", "5-stream pass by torch", "copy"
 TOPK, NAIVE = "torch.topk of all magnitudes", "naive DGC, sampled threshold"

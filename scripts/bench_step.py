@@ -32,12 +32,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from links import Loopback, Namespaces, bits_per_second, lacking
+from naive_dgc import NaiveDGC
 from synthetic import Synthetic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
-
-from tests.conformance.naive_dgc import NaiveDGC
 
 ROOT = Path(__file__).resolve().parent.parent
 DENSE = ("ddp", "ddp-fp16", "ddp-bf16", "horovod", "horovod-fp16")

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,11 +80,16 @@ def given() -> dict[str, Any]:
 
 
 def run(page: Path) -> None:
-    """Run the blocks of a page; an error tells its line on the page."""
-    names = given()
-    for block in blocks_of(page):
-        if block.language == "python" and not block.mark:
-            exec(compile("\n" * block.line + block.code, str(page), "exec"), names)
+    """Run the blocks of a page as a module; an error tells its line on the page.
+
+    Without a module, classes of a page would be builtins to torch's compiler, for the rest of the process.
+    """
+    module = ModuleType("page")
+    vars(module).update(given())
+    with patch.dict(sys.modules, page=module):
+        for block in blocks_of(page):
+            if block.language == "python" and not block.mark:
+                exec(compile("\n" * block.line + block.code, str(page), "exec"), vars(module))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -71,8 +71,8 @@ def _sealed(collective: _Messages, rank: int) -> Exchange:
                 f"bits are not those that were sent, by their CRC-32. Suspect network card, cable or memory of the two "
                 f"machines; go on from the last checkpoint"
             )
-    everyone = (len(rows),) if isinstance(collective, AllGather) else ()
-    return rows[:, :-_CRC].reshape(-1).view(tensor.dtype).view(*everyone, *tensor.shape)
+    leading = (len(rows),) if isinstance(collective, AllGather) else ()
+    return rows[:, :-_CRC].reshape(-1).view(tensor.dtype).view(*leading, *tensor.shape)
 
 
 def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllGather, Tensor, None]:

@@ -29,7 +29,7 @@ from ..exchange.broadcast import broadcast_object
 from ..exchange.parameters import inner_optimizer
 from ..gradients.optimizer import DistributedOptimizer
 
-__all__ = ["Exchange", "keep_gradients_local", "read"]
+__all__ = ["Exchange", "check_method", "keep_gradients_local", "read"]
 
 log = logging.getLogger("dgcopt")
 
@@ -63,6 +63,16 @@ def _as_it_is(state, bucket):  # type: ignore[no-untyped-def]
     return future
 
 
+def check_method(method: Compressor | Averaging) -> Compressor | Averaging:
+    """Return `method`. Raises ConfigError for anything but a compressor or an averaging algorithm."""
+    if not isinstance(method, Compressor | Averaging):
+        raise ConfigError(
+            f"method must be a compressor, such as dgcopt.DGC(0.01), or an averaging algorithm, such as "
+            f"dgcopt.LocalSGD(every=8), not {method!r:.200}"
+        )
+    return method
+
+
 def read(folder: str | Path) -> Parts:
     """Return this rank's part of a checkpoint that `Exchange.save` wrote; empty, with a warning, if there is none.
 
@@ -86,13 +96,8 @@ class Exchange:
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any], method: Compressor | Averaging) -> None:
-        if not isinstance(method, Compressor | Averaging):
-            raise ConfigError(
-                f"method must be a compressor, such as dgcopt.DGC(0.01), or an averaging algorithm, such as "
-                f"dgcopt.LocalSGD(every=8), not {method!r:.200}"
-            )
         self.model = model
-        self.method = method
+        self.method = check_method(method)
         self.optimizers: list[Optimizer] = [inner_optimizer(optimizer) for optimizer in optimizers]
         for optimizer in self.optimizers:
             # a framework may have loaded rank 0's state before, and this rank's part comes later

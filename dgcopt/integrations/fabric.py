@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..averaging import Averaging
 from ..compressors import DGC, Compressor
 from ..errors import ConfigError
-from .exchange import Exchange, keep_gradients_local, read
+from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["DGCStrategy"]
 
@@ -35,7 +35,7 @@ class DGCStrategy(DDPStrategy):
         if isinstance(method, Averaging):  # buffers stay local, as weights do
             settings.setdefault("broadcast_buffers", False)
         super().__init__(**settings)
-        self.method = DGC() if method is None else method
+        self.method = check_method(DGC() if method is None else method)
         self.exchanges: list[Exchange] = []
         self._models: list[nn.Module] = []
 

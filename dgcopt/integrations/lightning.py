@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 from ..averaging import Averaging
 from ..compressors import DGC, Compressor
-from .exchange import Exchange, keep_gradients_local, read
+from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["DGCStrategy"]
 
@@ -36,7 +36,7 @@ class DGCStrategy(DDPStrategy):
         if isinstance(method, Averaging):  # buffers stay local, as weights do
             settings.setdefault("broadcast_buffers", False)
         super().__init__(**settings)
-        self.method = DGC() if method is None else method
+        self.method = check_method(DGC() if method is None else method)
         self.exchange: Exchange | None = None
         self._loaded_from: str | None = None
 

@@ -12,7 +12,7 @@ import transformers
 
 from ..averaging import Averaging
 from ..compressors import Compressor
-from .exchange import Exchange, keep_gradients_local, read
+from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["Callback", "attach"]
 
@@ -29,7 +29,7 @@ class Callback(transformers.TrainerCallback):
     def __init__(
         self, trainer: transformers.Trainer, method: Compressor | Averaging, resume: str | Path | None = None
     ) -> None:
-        self.trainer, self.method, self.resume = trainer, method, resume
+        self.trainer, self.method, self.resume = trainer, check_method(method), resume
         self.exchange: Exchange | None = None
 
     def on_train_begin(

@@ -39,7 +39,7 @@ try:
     from dgcopt import checkpoint, elastic
     from dgcopt.collectives import AllReduce, Broadcast
     from dgcopt.comm import DEADLINE, Comm
-    from dgcopt.config import Parser
+    from dgcopt.tasks.config import Parser
     from dgcopt.tasks.shard import Shard
 except ModuleNotFoundError as error:
     sys.exit(f'train.py: {error.name} is not installed: pip install ".[train]"')

@@ -74,11 +74,10 @@ from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, bro
 from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
 from .flat.gradient import SparseSum
-from .fuse import fuse_optimizer
 from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
 from .gradients.trace import trace
-from .muon import MuonAdamW
+from .optimizers import MuonAdamW, fuse_optimizer
 from .tuning.auto import Auto
 from .uneven import join
 from .version import __version__

@@ -40,7 +40,7 @@ from survive_rank import WIDTH, compressed, made
 
 import dgcopt
 from dgcopt import survive
-from dgcopt.agent import Agent, Plan, Process
+from dgcopt.launcher.agent import Agent, Plan, Process
 
 DEADLINE = 20.0
 PAUSE = 1.0

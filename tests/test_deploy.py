@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import dgcopt
-from dgcopt.launcher import Here, add_arguments, plan
+from dgcopt.launcher.command import Here, add_arguments, plan
 
 ROOT = Path(__file__).parents[1]
 DEPLOY, DATA = ROOT / "deploy", ROOT / "tests" / "data" / "kubernetes"

@@ -29,7 +29,7 @@ SETTINGS = [(kind, name) for kind in library() for name in list(inspect.signatur
 @pytest.mark.parametrize(("kind", "setting"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
 def test_config_files_know_the_type_of_every_setting(kind, setting, capsys):
     """Else a warm-up would stay the dictionary that it is in the file, and a number a word."""
-    parser = pytest.importorskip("dgcopt.config").Parser()
+    parser = pytest.importorskip("dgcopt.tasks.config").Parser()
     parser.add_argument("--compressor", type=Compressor)
     with pytest.raises(SystemExit):
         parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", f"--compressor.{setting}=no such thing"])
@@ -38,7 +38,7 @@ def test_config_files_know_the_type_of_every_setting(kind, setting, capsys):
 
 @pytest.mark.parametrize("kind", WARM_UP)
 def test_a_warm_up_from_a_config_file_is_one(kind):
-    parser = pytest.importorskip("dgcopt.config").Parser()
+    parser = pytest.importorskip("dgcopt.tasks.config").Parser()
     parser.add_argument("--compressor", type=Compressor)
     config = parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", "--compressor.warmup.ratios=[0.5]"])
     assert parser.instantiate(config).compressor.warmup == dgcopt.Warmup((0.5,))

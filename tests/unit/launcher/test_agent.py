@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dgcopt.agent import Agent, Plan
+from dgcopt.launcher.agent import Agent, Plan
 
 
 def run_agent(script: str, ranks: int = 2, **settings: float) -> int:

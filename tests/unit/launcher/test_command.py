@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dgcopt
-from dgcopt.launcher import Command, Here, add_arguments, hosts_in, launch, plan, plan_survivors, run_all
+from dgcopt.launcher.command import Command, Here, add_arguments, hosts_in, launch, plan, plan_survivors, run_all
 
 RUN = "PY -m torch.distributed.run"
 LOG = "env OMP_NUM_THREADS={} 'TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[${{rank}}] '"

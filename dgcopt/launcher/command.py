@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from . import agent
-from .errors import ConfigError
+from ..errors import ConfigError
+from .agent import Agent, Plan
 
 __all__ = ["Command", "Here", "add_arguments", "hosts_in", "launch", "plan"]
 
@@ -388,10 +388,10 @@ def survive(args: argparse.Namespace, here: Here) -> int:
     """Run this machine's ranks under an agent; the exit status."""
     agent_plan = plan_survivors(args, here)
     print(agent_plan, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
-    return 0 if args.dry_run else agent.Agent(agent_plan).run()
+    return 0 if args.dry_run else Agent(agent_plan).run()
 
 
-def plan_survivors(args: argparse.Namespace, here: Here) -> agent.Plan:
+def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
     """Return the plan of this machine's agent. Raises ConfigError for options that do not go together."""
     if args.launcher or args.hosts or args.hostfile or args.max_restarts is not None or args.launcher_args:
         raise ConfigError(
@@ -412,7 +412,7 @@ def plan_survivors(args: argparse.Namespace, here: Here) -> agent.Plan:
         endpoint, hosts = (host, int(port)), _is_here(host, here)
     env = _environment(args, here, args.np)
     after = args.restart_after or 0.0
-    return agent.Plan(_script(args, here), args.np, int(machines), endpoint, hosts, env, after)
+    return Plan(_script(args, here), args.np, int(machines), endpoint, hosts, env, after)
 
 
 def _is_here(host: str, here: Here) -> bool:

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from .checks import check_flag
-from .compressors.own_step import steps_as
-from .errors import ConfigError
-from .exchange.parameters import check_optimizer
-from .flat.gradient import LARGE
-from .flat.segments import Segment
-from .gradients.optimizer import synchronised
-from .gradients.subclass import bare_class, become
-from .kernels import BLOCK
+from ..checks import check_flag
+from ..compressors.own_step import steps_as
+from ..errors import ConfigError
+from ..exchange.parameters import check_optimizer
+from ..flat.gradient import LARGE
+from ..flat.segments import Segment
+from ..gradients.optimizer import synchronised
+from ..gradients.subclass import bare_class, become
+from ..kernels import BLOCK
 
 __all__ = ["fuse_optimizer"]
 

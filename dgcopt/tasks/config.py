@@ -13,7 +13,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["Parser"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["MuonAdamW"]
 

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from .comm.membership import MEMBER, STORE, gone_key, trains_key
-from .errors import ConfigError
+from ..comm.membership import MEMBER, STORE, gone_key, trains_key
+from ..errors import ConfigError
 
 __all__ = ["Agent", "Plan", "Process"]
 

@@ -1,4 +1,4 @@
-"""Loss per byte of a small GPT: every method with its own learning rate, on simulated ranks, resumable across days.
+"""Loss per byte of a small GPT: every method with tuned settings, on simulated ranks, resumable across days.
 
     chrt -i 0 nice -n 19 python scripts/bench_frontier.py run            # continue the plan until it is done or killed
     python scripts/bench_frontier.py status                              # finished runs, and the next ones
@@ -7,9 +7,9 @@
 A finished run is one line of docs/frontier.jsonl. A run that is killed leaves nothing and is repeated; a run whose
 settings are in the file is not. So `run` may be killed at any moment, and adding a method to METHODS extends the plan.
 
-The plan has stages, each over all methods in order: a sweep of the learning rate with seed 0 and half the steps, by
-factors of two until the best value has worse neighbours; then the best learning rate at all steps with three seeds;
-then the same with eight ranks.
+The plan has stages, each over all methods in order: a sweep with seed 0 and half the steps, of the learning rate and
+for methods with an outer optimizer of its learning rate and momentum too, until the best point of the grid has worse
+neighbours; then the best settings at all steps with three seeds; then the same with eight ranks.
 
 All ranks of a run train in one process and one thread. The weights of all ranks are stacked for the forward and
 backward pass, so that eight ranks cost no more than one with eight times the batch. Everything else is the library's
@@ -63,9 +63,10 @@ class Method:
     """An exchange, and the optimizer of each rank.
 
     Args:
-        exchange: expression of a compressor or an averaging rule, evaluated with the names of `dgcopt`.
+        exchange: expression of a compressor or an averaging rule, evaluated with the names of `dgcopt` and `outer`; its
+            fields {outer_lr} and {momentum} are swept like the learning rate.
         optimizer: "adamw", "adamw0" without its first moment, "sgd", or "muon" with AdamW for all but the matrices.
-        lr: middle of the sweep of learning rates.
+        lr: learning rate at which the sweep starts.
         ranks: numbers of ranks: the first is for the sweep and the paired seeds, all others for the last stage.
     """
 
@@ -74,34 +75,59 @@ class Method:
     lr: float = 8e-3
     ranks: tuple[int, ...] = (4, 8)
 
+    @property
+    def grid(self) -> dict[str, dict[int, float]]:
+        """The values of each swept setting by their place from the start of the sweep."""
+        grid = {"lr": {place: self.lr * 2.0**place for place in range(-5, 6)}}
+        if "{outer_lr" in self.exchange:
+            grid["outer_lr"] = {place: 2.0**place for place in range(-3, 3)}
+        if "{momentum" in self.exchange:
+            grid["momentum"] = dict(enumerate((0.0, 0.5, 0.8, 0.9, 0.95), start=-1))
+        return grid
 
+
+def outer(lr: float, momentum: float) -> partial[torch.optim.SGD]:
+    """The outer optimizer of DiLoCo."""
+    return partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+OUTER = "outer=outer({outer_lr:g}, {momentum:g})"
 CODED = "values='int2', indices='rice'"
 METHODS: dict[str, Method] = {
     "dense": Method("NoCompression()"),
     "one rank": Method("NoCompression()", ranks=(1,)),
     "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0"),
-    "DiLoCo, H = 8": Method("DiLoCo(every=8)"),
-    "DiLoCo, TopK 1%, unsent local, H = 8": Method(f"DiLoCo(8, compression=TopK(0.01, {CODED}), unsent='local')"),
-    "SparseLoCo, H = 32": Method("SparseLoCo(every=32)"),
-    "DiLoCo, H = 32": Method("DiLoCo(every=32)"),
+    "DiLoCo as in its paper, H = 8": Method("DiLoCo(every=8)"),
     "LocalSGD, H = 8": Method("LocalSGD(every=8)"),
+    "DiLoCo, H = 8": Method(f"DiLoCo(8, {OUTER})"),
+    "DiLoCo, TopK 1%, unsent local, H = 8": Method(
+        f"DiLoCo(8, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')"
+    ),
     "TopK of the update, 0.1%": Method(f"TopK(0.001, {CODED})", "adamw0"),
-    "dense without first moment": Method("NoCompression()", "adamw0", ranks=(4,)),
-    "DiLoCo, TopK 1%, unsent local, H = 32": Method(f"DiLoCo(32, compression=TopK(0.01, {CODED}), unsent='local')"),
+    "DiLoCo, H = 32": Method(f"DiLoCo(32, {OUTER})"),
     "LocalSGD, H = 32": Method("LocalSGD(every=32)"),
+    "SparseLoCo, H = 32": Method("SparseLoCo(every=32, lr={outer_lr:g})"),
     "TopK of the update, 1%, with first moment": Method(f"TopK(0.01, {CODED})"),
-    "DiLoCo, TopK 1%, unsent apart, H = 8": Method(f"DiLoCo(8, compression=TopK(0.01, {CODED}))"),
-    "DiLoCo, TopK 0.1%, unsent local, H = 8": Method(f"DiLoCo(8, compression=TopK(0.001, {CODED}), unsent='local')"),
-    "dense, Muon": Method("NoCompression()", "muon"),
-    "MuLoCo, H = 32": Method("DiLoCo(every=32)", "muon"),
+    "dense without first moment": Method("NoCompression()", "adamw0", ranks=(4,)),
+    "DiLoCo, TopK 1%, unsent local, H = 32": Method(
+        f"DiLoCo(32, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')"
+    ),
+    "DiLoCo, TopK 1%, unsent apart, H = 8": Method(f"DiLoCo(8, {OUTER}, compression=TopK(0.01, {CODED}))"),
+    "DiLoCo, TopK 0.1%, unsent local, H = 8": Method(
+        f"DiLoCo(8, {OUTER}, compression=TopK(0.001, {CODED}), unsent='local')"
+    ),
     "DeMo": Method("DeMo()", "sgd", lr=2e-3),
     "PowerSGD, rank 4": Method("PowerSGD(rank=4)"),
-    "DGC of the gradient, 1%": Method(f"DGC(0.01, {CODED}, vectors='int8', warmup=None)"),
-    "DGC of the gradient, 0.1%": Method(f"DGC(0.001, {CODED}, vectors='int8', warmup=None)"),
-    "OneBit of the gradient": Method("OneBit()"),
+    "dense, Muon": Method("NoCompression()", "muon"),
+    "MuLoCo, H = 32": Method(f"DiLoCo(32, {OUTER})", "muon"),
+    "DGC of the gradient, 1%": Method(f"DGC(0.01, {CODED}, vectors='int8', warmup=None, source='gradient')"),
+    "DGC of the gradient, 0.1%": Method(f"DGC(0.001, {CODED}, vectors='int8', warmup=None, source='gradient')"),
+    "OneBit of the gradient": Method("OneBit(source='gradient')"),
     "Signum": Method("Signum()", "sgd", lr=2e-3),
     "OneBitAdam": Method("OneBitAdam()"),
-    "DiLoCo, TopK 0.1%, unsent local, H = 32": Method(f"DiLoCo(32, compression=TopK(0.001, {CODED}), unsent='local')"),
+    "DiLoCo, TopK 0.1%, unsent local, H = 32": Method(
+        f"DiLoCo(32, {OUTER}, compression=TopK(0.001, {CODED}), unsent='local')"
+    ),
 }
 """In order of value: the sweep of the first is made first."""
 
@@ -237,7 +263,7 @@ def train(run: Run) -> dict[str, Any]:
         {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
         for _ in range(run.ranks)
     ]
-    chosen = eval(run.exchange, vars(dgcopt))
+    chosen = eval(run.exchange, {**vars(dgcopt), "outer": outer})
     optimizers: list[Any] = []
     for replica, comm in zip(replicas, dgcopt.simulated_world(run.ranks), strict=True):
         given = replica.items() if run.optimizer == "muon" else replica.values()
@@ -323,42 +349,59 @@ class Results:
         return None if entry is None else math.inf if entry["loss"] is None else entry["loss"]
 
 
-def run_of(method: Method, lr: float, ranks: int, steps: int, seed: int, task: str) -> Run:
-    return Run(method.exchange, method.optimizer, lr, ranks, steps, seed, task)
+def run_of(method: Method, settings: dict[str, float], ranks: int, steps: int, seed: int, task: str) -> Run:
+    """Return the run of a method with the values of its swept settings."""
+    return Run(method.exchange.format(**settings), method.optimizer, settings["lr"], ranks, steps, seed, task)
 
 
-def sweep(method: Method, results: Results, ranks: int) -> tuple[Run | None, float]:
-    """Return the next run of the sweep, None if it is done, and the best learning rate so far.
+def swept(method: Method, results: Results) -> tuple[dict[Run, dict[str, float]], Run | None]:
+    """Return the finished runs of the sweep with their settings, best first, and the next run, None if it is done.
 
-    The sweep has the middle value, half of it and twice it, and goes on from a best value at the end of the row.
+    The sweep starts in the middle of the grid and goes on from the best point: to its neighbours in each setting.
     """
-    factor = {0: 1.0, -1: 0.5, 1: 2.0}
-    losses: dict[int, float] = {}
+    start, losses, points = dict.fromkeys(method.grid, 0), dict[Run, float](), dict[Run, dict[str, int]]()
+
+    def run_at(point: dict[str, int]) -> Run:
+        settings = {name: method.grid[name][place] for name, place in point.items()}
+        return run_of(method, settings, method.ranks[0], STEPS // 2, 0, results.task)
+
+    def finished() -> dict[Run, dict[str, float]]:
+        return {
+            run: {name: method.grid[name][place] for name, place in points[run].items()}
+            for run in sorted(losses, key=losses.__getitem__)
+        }
+
     while True:
-        best = min(losses, key=losses.__getitem__) if losses else 0
-        ahead = [place for place in (best, best - 1, best + 1) if place not in losses]
-        if not ahead:
-            return None, method.lr * factor[best]
-        factor.setdefault(ahead[0], 2.0 ** ahead[0])
-        run = run_of(method, method.lr * factor[ahead[0]], ranks, STEPS // 2, 0, results.task)
+        best = points[min(losses, key=losses.__getitem__)] if losses else start
+        moves = [(name, best[name] + by) for name in best for by in (-1, 1) if best[name] + by in method.grid[name]]
+        ahead = [best, *({**best, name: place} for name, place in moves)]
+        point = next((point for point in ahead if run_at(point) not in losses), None)
+        if point is None:
+            return finished(), None
+        run = run_at(point)
         loss = results.loss(run)
         if loss is None:
-            return run, method.lr * factor[best]
-        losses[ahead[0]] = loss
+            return finished(), run
+        losses[run], points[run] = loss, point
+
+
+def best_settings(method: Method, results: Results) -> dict[str, float]:
+    """Return the best settings of the sweep so far."""
+    return next(iter(swept(method, results)[0].values()), {})
 
 
 def plan(results: Results) -> Iterator[Run]:
     """Yield the runs that are left, in order; each depends on the results before it."""
     for method in METHODS.values():
-        while (run := sweep(method, results, method.ranks[0])[0]) is not None:
+        while (run := swept(method, results)[1]) is not None:
             yield run
     for stage in range(max(len(method.ranks) for method in METHODS.values())):
         for method in METHODS.values():
             if len(method.ranks) <= stage:
                 continue
-            lr = sweep(method, results, method.ranks[0])[1]
             for seed in range(3):
-                run = run_of(method, lr, method.ranks[stage], STEPS, seed, results.task)
+                settings = best_settings(method, results)
+                run = run_of(method, settings, method.ranks[stage], STEPS, seed, results.task)
                 if results.loss(run) is None:
                     yield run
 
@@ -384,16 +427,6 @@ def work(results: Results, seconds: float) -> None:
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-def swept(method: Method, results: Results) -> dict[float, dict[str, Any]]:
-    """Return the entries of the sweep by learning rate, in ascending order."""
-    of_method = {
-        entry["run"]["lr"]: entry
-        for entry in results.runs.values()
-        if Run(**entry["run"]) == run_of(method, entry["run"]["lr"], method.ranks[0], STEPS // 2, 0, results.task)
-    }
-    return dict(sorted(of_method.items()))
-
-
 def loss_in(entry: dict[str, Any]) -> float:
     return math.inf if entry["loss"] is None else float(entry["loss"])
 
@@ -402,9 +435,18 @@ def status(results: Results) -> None:
     """Print the losses of all sweeps, and the next run."""
     print(f"{len(results.runs)} runs in {results.path}; task {results.task}")
     for name, method in METHODS.items():
-        found = swept(method, results)
-        print(f"{name:45} {', '.join(f'{lr:g}: {loss_in(entry):.4f}' for lr, entry in found.items())}")
+        print(f"{name:45} {told(swept(method, results)[0], results)}")
     print(f"next: {next(plan(results), 'nothing')}")
+
+
+def told(runs: dict[Run, dict[str, float]], results: Results) -> str:
+    """The settings of runs and their losses."""
+    return ", ".join(f"{shown(settings)}: {loss_in(results.runs[run.key]):.3f}" for run, settings in runs.items())
+
+
+def shown(settings: dict[str, float]) -> str:
+    """The learning rate, then the outer one and the momentum if there are any."""
+    return " / ".join(f"{value:g}" for value in settings.values())
 
 
 def fewer(entry: dict[str, Any]) -> str:
@@ -414,37 +456,39 @@ def fewer(entry: dict[str, Any]) -> str:
 
 
 def table_of_sweeps(results: Results) -> str:
-    """All sweeps in markdown; a best value that has no worse neighbour yet is marked with "..."."""
+    """All sweeps in markdown; best settings that have a neighbour which has not run yet are marked with "..."."""
     lines = [
-        f"{STEPS // 2} steps, seed 0\n",
-        "| method | ranks | bytes per sample | vs fp32 | vs bf16 | best lr | loss | vs dense | all: lr, loss |",
+        f"{STEPS // 2} steps, seed 0; settings are lr, or lr / outer lr / outer momentum\n",
+        "| method | ranks | bytes per sample | vs fp32 | vs bf16 | best | loss | vs dense | all settings: loss |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    dense = min(map(loss_in, swept(METHODS["dense"], results).values()), default=math.nan)
+    dense = min((loss_in(results.runs[run.key]) for run in swept(METHODS["dense"], results)[0]), default=math.nan)
     for name, method in METHODS.items():
-        if not (found := swept(method, results)):
+        found, ahead = swept(method, results)
+        if not found:
             continue
-        best = min(found, key=lambda lr: loss_in(found[lr]))
-        open_end = "" if sweep(method, results, method.ranks[0])[0] is None else " ..."
-        loss = loss_in(found[best])
-        told = ", ".join(f"{lr:g}: {loss_in(entry):.3f}" for lr, entry in found.items())
-        cells = f"{fewer(found[best])} | {best:g}{open_end} | {loss:.3f} | {loss / dense - 1:+.1%} | {told}"
-        lines.append(f"| {name} | {method.ranks[0]} | {cells} |")
+        best, settings = next(iter(found.items()))
+        entry, open_end = results.runs[best.key], "" if ahead is None else " ..."
+        cells = f"{fewer(entry)} | {shown(settings)}{open_end} | {loss_in(entry):.3f}"
+        lines.append(
+            f"| {name} | {method.ranks[0]} | {cells} | {loss_in(entry) / dense - 1:+.1%} | {told(found, results)} |"
+        )
     return "\n".join(lines)
 
 
 def paired(method: Method, results: Results, ranks: int) -> list[dict[str, Any]]:
-    """Return the entries of the best learning rate at all steps, by seed."""
-    lr = sweep(method, results, method.ranks[0])[1]
-    runs = [run_of(method, lr, ranks, STEPS, seed, results.task) for seed in range(3)]
+    """Return the entries of the best settings at all steps, by seed."""
+    if not (settings := best_settings(method, results)):
+        return []
+    runs = [run_of(method, settings, ranks, STEPS, seed, results.task) for seed in range(3)]
     return [results.runs[run.key] for run in runs if run.key in results.runs]
 
 
 def table_of_seeds(results: Results, ranks: int) -> str:
-    """The best learning rates in markdown: mean loss, and mean (range) of the change against dense, paired by seed."""
+    """The best settings in markdown: mean loss, and mean (range) of the change against dense, paired by seed."""
     lines = [
         f"{ranks} ranks, {STEPS} steps\n",
-        "| method | lr | seeds | bytes per sample | vs fp32 | vs bf16 | loss | vs dense, paired |",
+        "| method | settings | seeds | bytes per sample | vs fp32 | vs bf16 | loss | vs dense, paired |",
         "|---|---|---|---|---|---|---|---|",
     ]
     dense = {entry["run"]["seed"]: loss_in(entry) for entry in paired(METHODS["dense"], results, ranks)}
@@ -455,12 +499,13 @@ def table_of_seeds(results: Results, ranks: int) -> str:
         gaps = [loss_in(e) / dense[e["run"]["seed"]] - 1 for e in found if e["run"]["seed"] in dense]
         gap = f"{statistics.mean(gaps):+.1%} ({min(gaps):+.1%} to {max(gaps):+.1%})" if gaps else ""
         loss = statistics.mean(map(loss_in, found))
-        lines.append(f"| {name} | {found[0]['run']['lr']:g} | {len(found)} | {fewer(found[0])} | {loss:.3f} | {gap} |")
+        settings = shown(best_settings(method, results))
+        lines.append(f"| {name} | {settings} | {len(found)} | {fewer(found[0])} | {loss:.3f} | {gap} |")
     return "\n".join(lines)
 
 
 def plot(results: Results, path: Path) -> None:
-    """Loss over bytes per sample at the best learning rates: of the sweeps, and of the paired seeds above them."""
+    """Loss over bytes per sample at the best settings: of the sweeps, and of the paired seeds above them."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -468,9 +513,10 @@ def plot(results: Results, path: Path) -> None:
 
     figure, panel = plt.subplots(figsize=(9, 5.5))
     for number, (name, method) in enumerate(METHODS.items()):
-        found, seeds = swept(method, results), paired(method, results, method.ranks[0])
+        best = [results.runs[run.key] for run in list(swept(method, results)[0])[:1]]
+        seeds = paired(method, results, method.ranks[0])
         colour = f"C{number % 10}"
-        for entries, style in (([min(found.values(), key=loss_in)] if found else [], "o"), (seeds, "D")):
+        for entries, style in ((best, "o"), (seeds, "D")):
             losses = [loss_in(entry) for entry in entries if entry["loss"] is not None]
             if not losses:
                 continue
@@ -486,7 +532,7 @@ def plot(results: Results, path: Path) -> None:
     panel.set_xscale("log")
     panel.margins(x=0.2)  # room for names
     panel.set(xlabel="bytes sent per rank and sample", ylabel="validation loss")
-    panel.set_title(f"Best learning rates. Circles: {STEPS // 2} steps, one seed; diamonds: {STEPS} steps", fontsize=10)
+    panel.set_title(f"Best settings. Circles: {STEPS // 2} steps, one seed; diamonds: {STEPS} steps", fontsize=10)
     panel.grid(alpha=0.3, which="both")
     if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=8)

@@ -1,7 +1,9 @@
 """scripts/bench_frontier.py: stacked replicas train as single ones do, sweeps end, and a killed run is repeated."""
 
 import importlib
+import itertools
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 
@@ -61,18 +63,37 @@ def test_a_line_that_was_cut_off_is_repeated_and_whole_ones_are_not(bench: Modul
 def test_a_sweep_ends_at_a_value_between_two_worse_ones(bench: ModuleType, tmp_path: Path, optimum: float) -> None:
     results = bench.Results(tmp_path / "runs.jsonl")
     method, rates = bench.METHODS["dense"], []
-    while (run := bench.sweep(method, results, 4)[0]) is not None:
+    while (run := bench.swept(method, results)[1]) is not None:
         rates.append(run.lr)
         diverges = run.lr > 2 * optimum
         loss = None if diverges else max(run.lr / optimum, optimum / run.lr)
         results.add(run, {"loss": loss}, "commit")
-    assert bench.sweep(method, results, 4)[1] == optimum
+    assert bench.best_settings(method, results) == {"lr": optimum}
     assert {optimum / 2, optimum, optimum * 2} <= set(rates) and len(rates) <= 6
+
+
+@pytest.mark.parametrize("optimum", [(8e-3, 0.5, 0.8), (2e-3, 2.0, 0.0), (16e-3, 1.0, 0.95)])
+def test_a_sweep_tunes_the_outer_optimizer_too(
+    bench: ModuleType, tmp_path: Path, optimum: tuple[float, float, float]
+) -> None:
+    results = bench.Results(tmp_path / "runs.jsonl")
+    method, runs = bench.METHODS["DiLoCo, H = 8"], 0
+    found = {
+        bench.run_of(method, dict(zip(method.grid, point, strict=True)), 4, bench.STEPS // 2, 0, results.task): point
+        for point in itertools.product(*(grid.values() for grid in method.grid.values()))
+    }
+    while (run := bench.swept(method, results)[1]) is not None:
+        runs += 1
+        loss = sum(abs(math.log((0.1 + a) / (0.1 + b))) for a, b in zip(found[run], optimum, strict=True))
+        results.add(run, {"loss": loss}, "commit")
+    assert tuple(bench.best_settings(method, results).values()) == optimum
+    assert runs < 25  # of hundreds
 
 
 def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleType) -> None:
     method = bench.METHODS["DiLoCo, TopK 1%, unsent local, H = 8"]
-    result = bench.train(bench.run_of(method, 8e-3, 2, 20, 0, bench.task_id()))
+    settings = {"lr": 8e-3, "outer_lr": 1.0, "momentum": 0.5}
+    result = bench.train(bench.run_of(method, settings, 2, 20, 0, bench.task_id()))
     assert [step for step, _, _ in result["curve"]] == [*range(2, 21, 2)]
     assert 0 < result["bytes_per_sample"] < result["dense_bytes_per_sample"] / 100
     assert result["loss"] < 5.6 and result["loss_of_rank_0"] != result["loss"]  # ranks hold their own unsent part

@@ -21,7 +21,6 @@ from .averaging import (
     SlowMo,
     SparseLoCo,
 )
-from .buffers import sync_buffers
 from .comm import Comm, init, shutdown, simulate, simulated_world
 from .compressors import (
     BF16,
@@ -71,15 +70,16 @@ from .errors import (
     VotedOut,
 )
 from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from .exchange.buffers import sync_buffers
 from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
+from .exchange.trace import trace
+from .exchange.uneven import join
 from .flat.gradient import SparseSum
 from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
-from .gradients.trace import trace
 from .optimizers import MuonAdamW, fuse_optimizer
 from .tuning.auto import Auto
-from .uneven import join
 from .version import __version__
 
 

@@ -20,6 +20,7 @@ from ..collectives import AllGather, Collective, Exchange
 from ..comm import Comm, Handle
 from ..errors import CommError, ConfigError, DGCError
 from ..exchange.agreement import compare
+from ..exchange.buffers import Buffers
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.telemetry import Telemetry
@@ -173,8 +174,25 @@ class AsyncRounds(Rounds):
             sent_bytes=ours.sent_bytes + theirs.sent_bytes,
         )
 
-    def join(self) -> None:
-        """Do nothing: ranks may run out of data at any time, since their threads continue and no rank waits."""
+    def sync_buffers(self, buffers: Buffers) -> None:
+        """Raise ConfigError: there is no step in which all ranks meet."""
+        raise ConfigError(
+            "AsyncAverage exchanges weights in a thread, so ranks meet in no step that could exchange buffers. Call "
+            "optimizer.averaging.abort() and then dgcopt.broadcast_parameters(dict(model.named_buffers())) on all "
+            "ranks."
+        )
+
+    def serving(self, throws: bool) -> Sequence[Rounds]:
+        """See `Rounds`; raise ConfigError for `throws`."""
+        if throws:
+            raise ConfigError(
+                "throw_on_early_termination does not support AsyncAverage, in which no rank waits for another"
+            )
+        return super().serving(throws)
+
+    def join(self, divides: bool, throws: bool) -> None:
+        """Finish no round: ranks may run out of data at any time, since their threads continue and no rank waits."""
+        self.participation.begin(divides, throws)
 
     # -- around each step --------------------------------------------------------------------------------------------
 

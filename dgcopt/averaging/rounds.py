@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -455,10 +455,15 @@ class Rounds:
 
     # -- uneven data -------------------------------------------------------------------------------------------------
 
-    def join(self) -> None:
-        """Allow ranks to run out of data from now on: see `dgcopt.join`."""
+    def serving(self, throws: bool) -> Sequence[Rounds]:
+        """Return the parts of this optimizer that serve ranks with data; see `dgcopt.join`."""
+        return [self]
+
+    def join(self, divides: bool, throws: bool) -> None:
+        """Allow ranks to run out of data from now on; see `Participation.begin`."""
         self.finish_round()
         self.joining = True
+        self.participation.begin(divides, throws)
 
 
 def _check_keeps_no_weights(optimizer: Optimizer) -> None:

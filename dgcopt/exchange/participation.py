@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..errors import OutOfData
-from .runner import Job, Runner
 
-__all__ = ["JoinHook", "Participation"]
+__all__ = ["Participation"]
 
 
 class Participation:
@@ -57,31 +56,3 @@ class Participation:
     def share(self) -> float:
         """Weight of a rank's gradient in a mean over all ranks, which makes it a mean over those with data."""
         return self.size / self.ranks if self.divides and self.ranks else 1.0
-
-
-class JoinHook:
-    """One optimizer's part in `torch.distributed.algorithms.Join`; see torch's `JoinHook`.
-
-    Args:
-        runner: the jobs of the optimizer.
-        serve_step: makes the job of a step without data.
-        participation: which ranks have data.
-        divide_by_all: True if averages divide by all ranks.
-    """
-
-    def __init__(
-        self, runner: Runner, serve_step: Callable[[], Job], participation: Participation, divide_by_all: bool
-    ) -> None:
-        self._runner = runner
-        self._serve_step = serve_step
-        self._participation = participation
-        participation.begin(not divide_by_all)
-
-    def main_hook(self) -> None:
-        """Take part in a step of the ranks that have data."""
-        self._runner.add(self._serve_step())
-        self._runner.finish()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Note that all ranks have run out of data."""
-        self._participation.all_here()

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+
 from ..collectives import Collective
 from ..errors import ConfigError
+from .held import held
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "trace"]
 
 ROWS = ("queued", "wire", "waiting", "compress", "apply")
 """Rows of a rank in the trace: the phases of a step."""
@@ -90,3 +95,30 @@ class Trace:
         """Write the rest."""
         self.flush()
         self._file.close()
+
+
+@contextmanager
+def trace(optimizer: Optimizer, path: str | Path) -> Iterator[None]:
+    """Context in which this rank's collectives are written to a file in Chrome's trace format.
+
+    Open it in chrome://tracing or ui.perfetto.dev, or let `dgcopt report` show where a step's time goes.
+
+    Args:
+        optimizer: wrapped by `DistributedOptimizer`; in a single process the file has no event.
+        path: the file, another one on each rank.
+
+    Raises ConfigError for an optimizer that is not wrapped, and for a file that cannot be written.
+    """
+    steps = held(optimizer).gradients
+    if steps is None:
+        raise ConfigError("trace() needs an optimizer that dgcopt.DistributedOptimizer has wrapped")
+    written = Trace(Path(path), steps.comm.rank)
+    scheduler = None if steps.engine is None else steps.engine.runner.scheduler
+    if scheduler is not None:
+        scheduler.write_trace(written)
+    try:
+        yield
+    finally:
+        if scheduler is not None:
+            scheduler.write_trace(None)
+        written.close()

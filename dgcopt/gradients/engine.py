@@ -195,6 +195,10 @@ class Engine:
         self._step.skip()
         return True
 
+    def join(self, divides: bool, throws: bool) -> None:
+        """Allow ranks to run out of data from now on; see `Participation.begin`."""
+        self.participation.begin(divides, throws)
+
     def serve_step(self) -> Job:
         """Take part in a step of the ranks that still have data, or learn that there are none."""
         self.participation.leave()

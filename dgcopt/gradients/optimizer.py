@@ -35,8 +35,8 @@ from ..exchange.divergence import OnDivergence, check_on_divergence
 from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
-from ..exchange.participation import JoinHook
 from ..exchange.telemetry import Telemetry
+from ..exchange.uneven import JoinHook
 from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
 from ..flat.store import check_format
 from .buddy import Buddy

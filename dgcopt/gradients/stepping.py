@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeVar
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce
 from ..comm import Comm
-from ..compressors import Compressor
+from ..compressors import Adasum, Compressor
 from ..errors import ConfigError
+from ..exchange.buffers import Buffers
 from ..exchange.changes import Snapshot, Unstepped
 from ..exchange.held import held
 from ..exchange.vote import Touch
@@ -92,6 +93,16 @@ class Stepping(StepHooks):
         self._warned = False
         self._uses_gradients = False  # whether the step that is under way uses exchanged gradients
         self.begin_anew()
+
+    def sync_buffers(self, buffers: Buffers) -> None:
+        """Synchronise buffers of the model in each step from now on."""
+        self.wrapped.sync_buffers(buffers)
+
+    def serving(self, throws: bool) -> Sequence[Engine]:
+        """Return the engine, which serves ranks with data, if there are several ranks; see `dgcopt.join`."""
+        if any(isinstance(part, Adasum) for part in self.compressor.parts()):
+            raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
+        return [self.engine] if self.engine is not None else []
 
     def begin_anew(self) -> None:
         """No step is under way."""

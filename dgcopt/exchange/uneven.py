@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .averaging import AsyncAverage, Rounds
-from .checks import check_flag
-from .compressors import Adasum
-from .errors import ConfigError
-from .exchange.held import held
-from .exchange.runner import serve
-from .gradients.engine import Engine
-from .gradients.optimizer import synchronised
+from ..checks import check_flag
+from ..errors import ConfigError
+from .held import held
+from .participation import Participation
+from .runner import Job, Runner, serve
 
-__all__ = ["join"]
+__all__ = ["JoinHook", "join"]
+
+
+class Serving(Protocol):
+    """One optimizer's exchange of gradients or weights, which serves the ranks that have data."""
+
+    runner: Runner
+    participation: Participation
+
+    def join(self, divides: bool, throws: bool) -> None:
+        """Allow ranks to run out of data from now on; see `Participation.begin`."""
 
 
 @contextmanager
@@ -72,7 +79,7 @@ def join(
     check_flag(enable, "enable")
     check_flag(throw_on_early_termination, "throw_on_early_termination")
     throws, others = throw_on_early_termination, [member for member in members if _is_torchs(member)]
-    serving = [part for member in members if member not in others for part in _part_of(member, throws)]
+    serving = [part for member in members if member not in others for part in _serving(member, throws)]
     if not enable:
         yield
     elif others:
@@ -80,34 +87,25 @@ def join(
             yield
     else:
         for part in serving:
-            if isinstance(part, Rounds):
-                part.join()
-            part.participation.begin(divide_by == "active", throws)
+            part.join(divide_by == "active", throws)
         yield
         for part in serving:
             part.participation.leave()
         serve([part.runner for part in serving])
 
 
-def _part_of(optimizer: Any, throws: bool) -> Sequence[Engine | Rounds]:
-    """Return the object that serves an optimizer's steps, none on a single rank. Raises ConfigError if unsupported."""
-    averaging: Rounds | None = held(optimizer).averaging
-    steps = synchronised(optimizer)
-    if averaging is not None:
-        if steps is not None:
-            raise ConfigError("join does not work if both gradients and weights are averaged")
-        if throws and isinstance(averaging.rule, AsyncAverage):
-            raise ConfigError(
-                "throw_on_early_termination does not support AsyncAverage, in which no rank waits for another"
-            )
-        return [averaging]
-    if steps is None:
+def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
+    """Return the parts that serve an optimizer's steps, none on a single rank. Raises ConfigError if unsupported."""
+    parts = held(optimizer)
+    if parts.averaging is not None and parts.gradients is not None:
+        raise ConfigError("join does not work if both gradients and weights are averaged")
+    part = parts.averaging or parts.gradients
+    if part is None:
         raise ConfigError(
             "join takes optimizers from DistributedOptimizer or an averaging algorithm, and members of torch's Join"
         )
-    if any(isinstance(part, Adasum) for part in steps.compressor.parts()):
-        raise ConfigError("join does not work with Adasum, for which a rank without data has no neutral update")
-    return [steps.engine] if steps.engine is not None else []
+    serving: Sequence[Serving] = part.serving(throws)
+    return serving
 
 
 # -- members of torch's Join ------------------------------------------------------------------------------------------
@@ -115,7 +113,7 @@ def _part_of(optimizer: Any, throws: bool) -> Sequence[Engine | Rounds]:
 
 def _is_torchs(member: Any) -> bool:
     """Return True for a torch Joinable that is not a wrapped optimizer."""
-    if synchronised(member) is not None or not torch.distributed.is_available():
+    if held(member).gradients is not None or not torch.distributed.is_available():
         return False
     return isinstance(member, torch.distributed.algorithms.join.Joinable)
 
@@ -140,7 +138,7 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
         )
     group = others[0].join_process_group
     theirs = torch.distributed.get_world_size(group)
-    comms = {member: steps.comm for member in members if (steps := synchronised(member)) is not None}
+    comms = {member: steps.comm for member in members if (steps := held(member).gradients) is not None}
     for comm in comms.values():
         if comm.size != theirs:
             raise ConfigError(
@@ -173,3 +171,31 @@ class _Guest:
         self.join_hook = optimizer.join_hook
         self.join_device = host.join_device
         self.join_process_group = host.join_process_group
+
+
+class JoinHook:
+    """One optimizer's part in `torch.distributed.algorithms.Join`; see torch's `JoinHook`.
+
+    Args:
+        runner: the jobs of the optimizer.
+        serve_step: makes the job of a step without data.
+        participation: which ranks have data.
+        divide_by_all: True if averages divide by all ranks.
+    """
+
+    def __init__(
+        self, runner: Runner, serve_step: Callable[[], Job], participation: Participation, divide_by_all: bool
+    ) -> None:
+        self._runner = runner
+        self._serve_step = serve_step
+        self._participation = participation
+        participation.begin(not divide_by_all)
+
+    def main_hook(self) -> None:
+        """Take part in a step of the ranks that have data."""
+        self._runner.add(self._serve_step())
+        self._runner.finish()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Note that all ranks have run out of data."""
+        self._participation.all_here()

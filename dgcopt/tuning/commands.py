@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..collectives import Link
-from ..comm import init, shutdown
+from ..comm import Comm, init, shutdown
 from ..errors import ConfigError
 from .advise import (
     ACCURACY,
@@ -34,7 +35,9 @@ from .doctor import Diagnosis, diagnose, profile_model
 from .models import Model, load_model, model_on_paper
 from .plot import plot_regions
 from .probe import probe, save_probe
+from .profile import Profile
 from .report import write_report
+from .script import STEPS, run_script
 from .wire import Fitted, Network
 
 __all__ = ["COMMANDS", "add_commands", "run"]
@@ -61,9 +64,11 @@ bytes by bucket, ratio, norm of the residual, skipped steps, and choices of comp
 """
 DOCTOR = """\
 Measures a model's step, the link, and the cost of every exchange on the ranks that are running, predicts a step with
-each, and recommends one. Start it on all ranks, as a training script:
+each, and recommends one. Start it on all ranks, as a training script. With --script, after all other options, a script
+of your own takes some steps, unchanged, and is then ended.
 
   torchrun --nproc-per-node 4 -m dgcopt doctor --model torchvision.models:resnet50 --batch 32 --input 3,224,224
+  torchrun --nproc-per-node 4 -m dgcopt doctor --script train.py --config configs/tasks/digits.yaml
 """
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -125,7 +130,11 @@ def add_commands(commands: Any) -> None:
     healing = commands.add_parser(
         "doctor", help="measure everything on running ranks and recommend", description=DOCTOR, formatter_class=form
     )
-    healing.add_argument("--model", required=True, help="module:callable that returns the model")
+    measured = healing.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--model", help="module:callable that returns the model")
+    measured.add_argument("--script", nargs=argparse.REMAINDER, metavar="train.py ...", help="training script with its "
+                          "arguments, in place of a model; the last option")  # fmt: skip
+    healing.add_argument("--steps", type=int, default=STEPS, help=f"of the script (default: {STEPS})")
     healing.add_argument("--batch", type=int, default=32, help="samples of a rank in a step (default: 32)")
     healing.add_argument("--input", type=shape_of, default=(3, 224, 224), help="shape of a sample (default: 3,224,224)")
     healing.add_argument("--vocab", type=int, help="samples are token numbers below this one, not real numbers")
@@ -205,27 +214,15 @@ def _advise(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Measure, and print on rank 0."""
-    if arguments.batch < 1:
-        raise ConfigError(f"--batch must be 1 or more, not {arguments.batch}")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    model = load_model(arguments.model, str(device))
-    shape = (arguments.batch, *arguments.input)
-    if arguments.vocab is not None:
-        inputs = torch.randint(arguments.vocab, shape, device=device)
-    else:
-        inputs = torch.randn(shape, device=device)
-    comm = init(deadline=arguments.deadline)
     try:
-        found = diagnose(
-            comm,
-            arguments.model,
-            profile_model(model, [inputs]),
-            names=arguments.candidates,
-            seconds=arguments.seconds,
-            deadline=arguments.deadline,
-            device=device,
-            before=lambda name: print(f"recording {name}", file=sys.stderr) if comm.rank == 0 else None,
-        )
+        if arguments.script is not None:
+            if not arguments.script:
+                raise ConfigError("--script needs the path of a training script")
+            path, *words = arguments.script
+            then = partial(_diagnosed, arguments, Path(path).name)
+            found, comm = run_script(Path(path), words, then, arguments.steps)
+        else:
+            found, comm = _diagnosed(arguments, arguments.model, *_profile(arguments))
         if comm.rank == 0:
             print(diagnosis(found, comm.size, comm.nodes, arguments.allow))
             if arguments.json is not None:
@@ -236,6 +233,38 @@ def _doctor(arguments: argparse.Namespace) -> int:
     finally:
         shutdown()
     return 0
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Profile, torch.device]:
+    """Return the profile of the model that was given, and its device."""
+    if arguments.batch < 1:
+        raise ConfigError(f"--batch must be 1 or more, not {arguments.batch}")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    model = load_model(arguments.model, str(device))
+    shape = (arguments.batch, *arguments.input)
+    if arguments.vocab is not None:
+        inputs = torch.randint(arguments.vocab, shape, device=device)
+    else:
+        inputs = torch.randn(shape, device=device)
+    return profile_model(model, [inputs]), device
+
+
+def _diagnosed(
+    arguments: argparse.Namespace, name: str, profile: Profile, device: torch.device
+) -> tuple[Diagnosis, Comm]:
+    """Return the diagnosis of a profile, and the wire of the ranks that have made it."""
+    comm = init(deadline=arguments.deadline)
+    found = diagnose(
+        comm,
+        name,
+        profile,
+        names=arguments.candidates,
+        seconds=arguments.seconds,
+        deadline=arguments.deadline,
+        device=device,
+        before=lambda name: print(f"recording {name}", file=sys.stderr) if comm.rank == 0 else None,
+    )
+    return found, comm
 
 
 def diagnosis(found: Diagnosis, size: int, nodes: int, allow: Sequence[str]) -> str:

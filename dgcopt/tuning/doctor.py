@@ -20,29 +20,13 @@ from .advise import BASELINES, CANDIDATES, Prediction, Setting, check_candidates
 from .costs import Recipe, Recording
 from .models import Model, tensors_of
 from .probe import probe
-from .profile import Profile
+from .profile import GradientMarks, Profile
 from .wire import Fitted
 
 __all__ = ["Diagnosis", "Profile", "diagnose", "profile_model"]
 
 STEPS = 3
 """Measured steps of forward and backward, of which the fastest counts, after one that allocates memory."""
-
-
-class _Arrivals:
-    """Notes when the gradient of each parameter is complete; on CUDA by events, without waiting for the device."""
-
-    def __init__(self, named: Mapping[str, Tensor], device: torch.device) -> None:
-        self.marks: dict[str, Any] = {}
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(lambda _, name=name: self.marks.update({name: clock.mark(device)}))
-            for name, param in named.items()
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS) -> Profile:
@@ -52,19 +36,19 @@ def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS
     """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     device = next(iter(named.values())).device
-    arrivals = _Arrivals(named, device)
+    arrivals = GradientMarks(named, device)
     found: list[tuple[float, dict[str, float]]] = []
     try:
         for _ in range(1 + steps):
             model.zero_grad()
-            arrivals.marks.clear()
+            arrivals.clear()
             start = clock.mark(device)
             outputs = [tensor for tensor in tensors_of(model(*inputs)) if tensor.requires_grad]
             if not outputs:
                 raise ConfigError("the model's output does not depend on a trained parameter")
             torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
             seconds = clock.between(start, clock.mark(device))
-            found.append((seconds, {name: clock.between(start, mark) for name, mark in arrivals.marks.items()}))
+            found.append((seconds, arrivals.since(start)))
     except (RuntimeError, TypeError, ValueError) as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
         said = str(error).strip().splitlines()[0]

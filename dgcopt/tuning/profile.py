@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from . import clock
 from .models import Model
 
-__all__ = ["Profile"]
+__all__ = ["GradientMarks", "Profile"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +42,34 @@ class Profile:
             *(name, {one: self.shapes[one] for one in back}, [shares[one] for one in back], self.seconds),
             forward=min(start, self.seconds) / self.seconds,
         )
+
+
+class GradientMarks:
+    """The moments when gradients become complete; on CUDA events, without waiting for the device.
+
+    Args:
+        named: parameters by name.
+        device: of the parameters.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], device: torch.device) -> None:
+        self._marks: dict[str, Any] = {}
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(
+                lambda _, name=name: self._marks.update({name: clock.mark(device)})
+            )
+            for name, param in named.items()
+        ]
+
+    def since(self, start: Any) -> dict[str, float]:
+        """Return the seconds from a mark to each gradient, by the parameter's name."""
+        return {name: clock.between(start, mark) for name, mark in self._marks.items()}
+
+    def clear(self) -> None:
+        """Forget all moments, before the next step."""
+        self._marks.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import types
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -35,6 +37,7 @@ from dgcopt.comm.launch import check_alike
 from dgcopt.tuning import auto
 from dgcopt.tuning.doctor import diagnose, profile_model
 from dgcopt.tuning.probe import probe
+from dgcopt.tuning.script import run_script
 from dgcopt.tuning.wire import KINDS
 
 DTYPES = (
@@ -284,6 +287,44 @@ def diagnosed(comm: Comm) -> dict[str, Any]:
     return {}
 
 
+SCRIPT = """
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import dgcopt
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+if sys.argv[1] == "DDP":
+    run = DistributedDataParallel(model)
+else:
+    run, optimizer = model, dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.DGC(ratio=0.1))
+for _ in range(20):
+    optimizer.zero_grad()
+    run(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def diagnosed_in_script(comm: Comm, method: str = "dgcopt") -> dict[str, Any]:
+    """A script of DDP or of DistributedOptimizer takes some steps, and all ranks predict alike before it ends."""
+    if comm.size < 2:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "script.py")
+        path.write_text(SCRIPT)
+        found = run_script(
+            *(path, [method], lambda profile, device: diagnose(comm, "toy", profile, names=["BF16()"], seconds=0.2))
+        )
+    assert found.model.numel == 64 * 256 + 256 + 2560 + 10
+    mine = torch.tensor([one.seconds for one in sorted(found.predictions, key=lambda one: one.name)])
+    assert all(row.equal(mine) for row in comm.run(AllGather(mine, label="predictions")))
+    return {}
+
+
 def chosen(comm: Comm) -> dict[str, Any]:
     """All ranks choose alike and at the same step, and replicas stay equal through the changes."""
     torch.manual_seed(0)
@@ -321,6 +362,7 @@ SCENARIOS = {
         ranks_share_a_device,
         measured_link,
         diagnosed,
+        diagnosed_in_script,
         chosen,
     )
 }

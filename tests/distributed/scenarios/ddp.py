@@ -34,7 +34,9 @@ from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.comm.torch import TorchComm
 from dgcopt.gradients.hook.ddp import HookState
 
-SCENARIOS: dict[str, Callable[[Comm], None]] = {}
+from .collectives import diagnosed_in_script
+
+SCENARIOS: dict[str, Callable[[Comm], Any]] = {}
 CPU = torch.device("cpu")
 RATIO = 0.05
 
@@ -43,6 +45,9 @@ def scenario(run: Callable[[], None]) -> Callable[[], None]:
     """Adds it; the ranks are those of torch's default group, as DDP takes them."""
     SCENARIOS["ddp: " + run.__name__.replace("_", " ")] = lambda comm: run()
     return run
+
+
+SCENARIOS["ddp: script is diagnosed"] = lambda comm: diagnosed_in_script(comm, "DDP")
 
 
 # -- a model of several of DDP's buckets, and its training ------------------------------------------------------------

@@ -188,9 +188,9 @@ def run_script(
 @contextmanager
 def _command_line(path: Path, arguments: Sequence[str]) -> Iterator[None]:
     """Context in which this process looks as if the script had been started."""
-    argv, modules = sys.argv, sys.path[:]
-    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.resolve().parent)]
+    argv, modules = sys.argv[:], sys.path[:]
+    sys.argv[:], sys.path[:0] = [str(path), *arguments], [str(path.resolve().parent)]
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, modules
+        sys.argv[:], sys.path[:] = argv, modules

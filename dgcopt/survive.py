@@ -22,6 +22,7 @@ from .checkpoint import STATE_KEY, unmarked
 from .comm import Comm, current_comm
 from .errors import ConfigError
 from .exchange.broadcast import broadcast_object
+from .exchange.held import held
 
 __all__ = ["State", "complete"]
 
@@ -44,10 +45,11 @@ class State:
 
     Args:
         model: parameters and buffers.
-        optimizer: as `dgcopt.DistributedOptimizer` returned it, or a sequence of such optimizers.
+        optimizer: as `dgcopt.DistributedOptimizer` or an averaging algorithm returned it, or a sequence of such
+            optimizers.
         values: become attributes. Tensors, numbers, text, None, and dicts, lists and tuples of them; and objects with
             `state_dict()` and `load_state_dict()`, such as schedulers. A rank gives them as they are at the first
-            gradient of a step, before the step.
+            gradient of a step, or, where weights are averaged, at the first local step after a round, before the step.
 
     A rank that comes back has an empty residual: its old one was lost with its process.
     """
@@ -85,10 +87,16 @@ class State:
         if comm.rank != 0:
             self._load(sent)
 
+    @property
+    def _averaging(self) -> list[Any]:
+        """The `Rounds` of each optimizer; None if its weights are not averaged."""
+        return [held(one).averaging for one in self._optimizers]
+
     def _own(self) -> dict[str, Any]:
         return {
             "model": dict(self.model.state_dict()),
             "optimizers": [_without_memory(one.state_dict()) for one in self._optimizers],
+            "averaging": [None if one is None else one.give_state() for one in self._averaging],
             "parts": {name: part.state_dict() for name, part in self._parts.items()},
             "values": {name: getattr(self, name) for name in self._names},
         }
@@ -100,6 +108,9 @@ class State:
             if mine is not None and kept is not None:
                 state[STATE_KEY] = {**mine, **kept, "memory": {}}
             optimizer.load_state_dict(state)
+        for averaging, given in zip(self._averaging, sent["averaging"], strict=True):
+            if given is not None:
+                averaging.take_state(given)
         for name, part in self._parts.items():
             part.load_state_dict(sent["parts"][name])
         for name, value in sent["values"].items():

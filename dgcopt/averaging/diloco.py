@@ -28,6 +28,7 @@ from ..flat.memory import at_least_float32
 from ..flat.store import NamedTensors
 from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
 from .base import Averaging
+from .rule import refuse_with_losses
 from .sync import Round, RoundStep, Sync
 
 __all__ = ["DiLoCo", "Outer", "OuterSync", "SparseLoCo"]
@@ -139,6 +140,9 @@ class DiLoCo(Averaging):
     def identical(self, step: int) -> bool:
         return self.due(step) and self.fragments == 1 and self.alpha == 0 and self.unsent == "apart"
 
+    def check_losses(self) -> None:
+        refuse_with_losses(self, delay=0, warmup_steps=0)
+
     def set_steps_per_epoch(self, steps: int) -> None:
         if self.compression is not None:
             self.compression.set_steps_per_epoch(self.rounds_per_epoch(steps))
@@ -223,6 +227,7 @@ class OuterSync(Sync):
             else:
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
+            _steps_of(outer).leave_losses()
             if (engine := _steps_of(outer).engine) is not None:
                 engine.inspect_sums()  # outer steps are rare, and NaN would stay in the anchors
 

@@ -8,6 +8,7 @@ from ..checks import check_flag, check_whole
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
 from .base import Averaging
+from .rule import refuse_with_losses
 from .weights import Weights, mean
 
 __all__ = ["LocalSGD"]
@@ -50,6 +51,9 @@ class LocalSGD(Averaging):
             raise ConfigError(f"node_every {self.node_every} must divide every {self.every}")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self.overlap = check_flag(overlap, "overlap")
+
+    def check_losses(self) -> None:
+        refuse_with_losses(self, node_every=None, overlap=False, warmup_steps=0)
 
     def due(self, step: int) -> bool:
         return step % (self.node_every or self.every) == 0

@@ -62,6 +62,11 @@ class Replica:
         self._buckets: dict[Bucket, Weights] = {}
         self._trained: list[Tensor] = []
 
+    def follow_ranks(self) -> None:
+        """Adopt the current ranks of the wire, some of which were lost or are new; memory stays."""
+        for bucket, ctx in self._buckets.items():
+            ctx.move(replace(place_of(bucket, self._comm, "average"), kind=ctx.place.kind))
+
     def describe(self) -> list[str]:
         """Return the settings that must be equal on all ranks, one line each."""
         return describe(self.optimizer, self.names, {"averaging": self.rule})

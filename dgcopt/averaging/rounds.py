@@ -29,6 +29,7 @@ from ..exchange.buffers import Buffers
 from ..exchange.commit import CommitMarker
 from ..exchange.divergence import replicas
 from ..exchange.held import check_names, held, hold
+from ..exchange.losses import repeat_after_losses
 from ..exchange.parameters import given_names
 from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
@@ -79,6 +80,9 @@ class Rounds:
         commit: the marker of a round that is being written back.
     """
 
+    runner: Runner
+    participation: Participation
+
     def __init__(
         self,
         rule: Rule,
@@ -104,10 +108,7 @@ class Rounds:
         self.commit = CommitMarker()
         comm = current_comm(comm)
         if comm.survives:
-            raise ConfigError(
-                f"{type(rule).__name__} cannot go on after ranks are lost: leave out dgcopt.init(survive=True), or "
-                f"average gradients at every step with dgcopt.DistributedOptimizer"
-            )
+            rule.check_losses()
         wire = self._wire_of_gradients()
         is_same = wire is comm or (wire is not None and wire.joins_replicas)  # of the same shards
         if not rule.warmup_steps and comm.size > 1 and is_same:
@@ -116,6 +117,7 @@ class Rounds:
                 f"no effect. Give it the bare optimizer or one with a smaller process_set, or set warmup_steps."
             )
         self._join_wire(comm)
+        self._admits = self.runner.scheduler.number == 0  # the first of the training loop's optimizers
         if rule.warmup_steps and synchronised(optimizer) is None:
             named = [(name, as_stepped(param)) for param, name in self.names.items()]
             DistributedOptimizer(optimizer, named, comm=comm)
@@ -147,13 +149,18 @@ class Rounds:
     def _join_wire(self, comm: Comm) -> None:
         self.rule.check(comm, list(self.names.values()))
         self.comm = comm
-        self.runner = Runner(comm, "averaging", self._offer, self.sync.abort)
+        self._attend()
         self.replica.join(comm)
-        self.participation = Participation(comm.size)
         self.joining = False
         self._missed = False  # True if a round was in flight in the loaded state, to be launched again
         if comm.waits_at_start:
             comm.drive(compare(self.replica.describe(), comm.rank, "parameters and settings"))
+
+    def _attend(self) -> None:
+        """Become a user of the wire, with its current ranks."""
+        self._generation = self.comm.generation
+        self.runner = Runner(self.comm, "averaging", self._offer, self.sync.abort)
+        self.participation = Participation(self.comm.size)
 
     def sync_buffers(self, buffers: Buffers) -> None:
         """Synchronise buffers of the model in rounds from now on."""
@@ -234,6 +241,8 @@ class Rounds:
         self.replica.follow()
         self._check_load()
         self._add_new_parameters()
+        if self._admits:
+            self.comm.begin_step()
         self.finish_round()
         buckets = self.buckets()  # new parameters start from weights before any local step
         if self.rule.prepares and self.local_step >= 0:
@@ -274,16 +283,33 @@ class Rounds:
             self.runner.scheduler.count_step(sum(param.numel() for param in trained))
             self.sync.stepped()
             if self.rule.due(self.local_step):
-                if self.buffers is not None:
-                    self.runner.add(self._share_buffers(self.buffers, self.local_step))
-                    self.runner.go()
-                if self.overlaps:
-                    self.runner.add(self._overlapping())
-                    self.runner.begin()
-                else:
-                    self.runner.add(self.sync.run())
-                    self.runner.go()
+                self.comm.close_admission()
+                count_lost = self.runner.scheduler.telemetry.count_lost
+                repeat_after_losses(self._take_part, self.comm, self._follow, count_lost)
         self._follow_warm_up()
+
+    def _take_part(self) -> None:
+        """Take part in the round that is due; launch it if it overlaps."""
+        if self.buffers is not None:
+            self.runner.add(self._share_buffers(self.buffers, self.local_step))
+            self.runner.go()
+        if self.overlaps:
+            self.runner.add(self._overlapping())
+            self.runner.begin()
+        else:
+            self.runner.add(self.sync.run())
+            self.runner.go()
+
+    def _follow(self) -> None:
+        """Go on among the current ranks, if some were lost or have come; memory and weights stay."""
+        if self._generation == self.comm.generation:
+            return
+        telemetry = self.runner.scheduler.telemetry
+        self.sync.abort()
+        self._attend()
+        self.runner.scheduler.count_in(telemetry)
+        self.replica.follow_ranks()
+        self.sync.join()
 
     @property
     def _is_void(self) -> bool:
@@ -310,8 +336,15 @@ class Rounds:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
         if not self.runner.failed:  # else the error that was kept is the one to tell
             self.commit.check(self.comm.rank)
-        self.runner.finish(None if self.replica.started else self._begin)
+        if self.replica.started:
+            self.runner.finish()
+        else:
+            self.comm.complete(self._begin_together)
         self.sync.apply()
+
+    def _begin_together(self) -> None:
+        self._follow()
+        self.runner.finish(self._begin)
 
     # -- jobs that wait for other ranks ----------------------------------------------------------------------------
 
@@ -356,20 +389,25 @@ class Rounds:
         source = f"of {abs(replica.saved_by)} ranks" if replica.saved_by else "none loaded"
         lines = [*replica.describe(), f"state: {source}{', not merged' if replica.saved_by < 0 else ''}"]
         yield from scheduler.through(compare(lines, self.comm.rank, "parameters and settings", LOADED_BY_ALL))
-        buckets = self.buckets()
         if not replica.saved_by:
             named = {name: [param] for param, name in self.names.items()}
             yield from scheduler.through(replicas(named, self.comm, None, "raise"))
         elif replica.needs_merge:
+            self.buckets()
             yield from replica.merge(scheduler)
             self._missed = False
-        replica.resume()
-        for bucket, ctx in buckets.items():
-            self._start(bucket, ctx)
-        replica.start()
+        self._start_all()
         if self._missed:
             self._missed = False
             self.sync.relaunch()
+
+    def _start_all(self) -> None:
+        """Let the rule see the weights from which training starts or resumes."""
+        buckets = self.buckets()
+        self.replica.resume()
+        for bucket, ctx in buckets.items():
+            self._start(bucket, ctx)
+        self.replica.start()
 
     def buckets(self) -> dict[Bucket, Weights]:
         """Return the current layout of the exchanged weights."""
@@ -448,6 +486,35 @@ class Rounds:
         self.runner.scheduler.count_in(telemetry)
         self.restore(state)
         self.sync.join()
+
+    def give_state(self) -> dict[str, Any] | None:
+        """Return the state that a rank which comes back takes from this one: no residual; None before the first step.
+
+        It takes the weights apart from this.
+        """
+        if not self.replica.started:
+            return None
+        entry: dict[str, Any] = {STATE_KEY: self.state()}
+        entry[STATE_KEY]["memory"].pop("weights", None)
+        self.sync.save(entry, entry[STATE_KEY])
+        for outer in entry.get("outers", ()):
+            outer["param_groups"] = [*map(unmarked, outer["param_groups"])]
+            if STATE_KEY in outer:
+                outer[STATE_KEY]["memory"] = {}
+        return entry
+
+    @torch.no_grad()
+    def take_state(self, entry: dict[str, Any]) -> None:
+        """Go on from the state that a live rank has given, after its weights: there is nothing to compare or merge."""
+        here = {"rank": int(self.comm.rank), "world_size": self.comm.size}
+        for outer in entry.get("outers", ()):
+            if STATE_KEY in outer:
+                outer[STATE_KEY] |= here
+        state = {**entry[STATE_KEY], **here, "saved_by": self.comm.size}
+        self._follow()
+        self.restore(state)
+        self.sync.load(entry, state)
+        self._start_all()
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Set the number of local steps per epoch; see `Averaging.set_steps_per_epoch`."""

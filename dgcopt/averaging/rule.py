@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ..collectives import Exchange
 from ..comm import Comm
+from ..errors import ConfigError
 from .weights import Weights
 
-__all__ = ["Rule"]
+__all__ = ["Rule", "refuse_with_losses"]
 
 
 class Rule:
@@ -44,6 +45,13 @@ class Rule:
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         """Raise ConfigError if the algorithm does not support these ranks or parameter names."""
+
+    def check_losses(self) -> None:
+        """Raise ConfigError unless training can go on after ranks are lost, with these settings."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot go on after ranks are lost. Leave out dgcopt.init(survive=True), or average "
+            f"by LocalSGD, SlowMo or DiLoCo, or gradients at every step (dgcopt.DistributedOptimizer)."
+        )
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Set the number of local steps per epoch, for schedules that count epochs."""
@@ -94,3 +102,13 @@ class Rule:
     def merges(self, kind: str) -> bool:
         """Return True if another number of ranks resumes from the mean of this kind of memory."""
         return True
+
+
+def refuse_with_losses(rule: Rule, **settings: object) -> None:
+    """Raise ConfigError if a setting of the rule has another value than this one, with which ranks may be lost."""
+    for name, value in settings.items():
+        if getattr(rule, name) != value:
+            raise ConfigError(
+                f"{type(rule).__name__}({name}={getattr(rule, name)!r}) cannot go on after ranks are lost. Set "
+                f"{name}={value!r}, or leave out dgcopt.init(survive=True)."
+            )

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..flat.memory import at_least_float32
 from .base import Averaging
 from .local_sgd import LocalSGD
+from .rule import refuse_with_losses
 from .weights import Weights, mean
 
 __all__ = ["SlowMo"]
@@ -231,6 +232,10 @@ class SlowMo(Averaging):
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         self.base.check(comm, names)
+
+    def check_losses(self) -> None:
+        self.base.check_losses()
+        refuse_with_losses(self, sharded=False, exact=True, warmup_steps=0)
 
     def before_step(self, x: Tensor, ctx: Weights) -> None:
         self.base.before_step(x, ctx)

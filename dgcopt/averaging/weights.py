@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..collectives import AllReduce, Broadcast, Collective, Exchange, watched
 from ..comm import Comm
-from ..compressors.context import Context
+from ..compressors.context import Context, Place
 from ..compressors.wrappers.hierarchical import send_across
 from ..flat.buckets import Bucket
 
@@ -35,6 +35,10 @@ class Weights(Context):
         """Set the number of local steps since the warm-up, and return this context."""
         self.place = replace(self.place, step=step)
         return self
+
+    def move(self, place: Place) -> None:
+        """Go on at another place."""
+        self.place = place
 
     def use_settings(self, group: dict[str, Any]) -> None:
         """Use another parameter group's settings."""

@@ -444,6 +444,9 @@ class Comm(ABC):
     def begin_step(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
         """Take in the processes that have asked to join; called where the training loop of every rank begins a step."""
 
+    def close_admission(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
+        """Take in no process until the next `begin_step`, as this rank is past the state that it would give."""
+
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
         """Commit a step that this rank has prepared, or skips, together with all ranks.
 

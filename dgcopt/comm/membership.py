@@ -341,10 +341,11 @@ class _Census:
         if not with_state or 2 * len(there) < len(last.members) - len(self.gone):
             return None
         commits = _decision(with_state)
-        keep = [one for one in there if one.commits in (-1, commits) or (one.prepared and one.commits == commits - 1)]
+        keep = [one for one in there if one.commits == commits or (one.prepared and one.commits == commits - 1)]
         asking: list[Status] = []
         asked = last.asked
-        if all(one.admits for one in keep if one.commits >= 0):
+        if all(one.admits for one in keep):
+            keep = [one for one in there if one in keep or one.commits < 0]
             asking, asked = yield from _asking(last.asked)
         known = {one.member for one in keep}
         keep += [one for one in asking if one.member not in known and one.member not in self.gone]

@@ -342,9 +342,13 @@ class SurvivingComm(GlooComm):
         """Shut this rank's connections down once another one has left the epoch; on rank 0, look for newcomers."""
         with contextlib.suppress(CommError):
             store = self._for_watching = self._for_watching or self._connection()
-            while self._connected == epoch.number:
+            while True:
                 time.sleep(LOOK)
-                self._is_asked = self.rank == 0 and self.give is not None and store.get(next_ask(epoch)) is not None
+                is_asked = self.rank == 0 and self.give is not None and store.get(next_ask(epoch)) is not None
+                with self._live:
+                    if self._connected != epoch.number:  # the next epoch may have answered the request
+                        return
+                    self._is_asked = is_asked
                 if store.get(failed_key(epoch)) is not None:
                     self._disconnect(epoch)
                     store.set(noticed_key(epoch.number, self._me.member), "")
@@ -452,8 +456,13 @@ class SurvivingComm(GlooComm):
             self._handed = self.epoch.number
             self._hand_over(self.epoch)
 
+    def close_admission(self) -> None:
+        """As `Comm.close_admission`; processes without state are voted out of an epoch that begins meanwhile."""
+        self._admits = False
+
     def complete(self, act: Callable[[], Result]) -> Result:
         """As `Comm.complete`: the function ends with a commit of its own."""
+        self.close_admission()
         while True:
             generation = self.generation
             try:

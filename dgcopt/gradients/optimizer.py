@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -28,12 +27,13 @@ from ..checks import check_flag, check_positive, check_whole
 from ..comm import Comm, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
 from ..compressors.own_step import check_steps_alone
-from ..errors import CommError, ConfigError, QuorumLost, VotedOut
+from ..errors import ConfigError
 from ..exchange.agreement import compare
 from ..exchange.broadcast import broadcast_optimizer_state
 from ..exchange.divergence import OnDivergence, check_on_divergence
 from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
+from ..exchange.losses import repeat_after_losses
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
 from ..exchange.uneven import JoinHook
@@ -215,6 +215,7 @@ class Synchronised(Stepping):
         self._given_names = given
         self._is_hooked = False
         self._generation = 0
+        self._is_part_of_round = False
         self._buddy = Buddy()
         self._place: int | None = None
         """Its number among the optimizers of the wire, in the order in which they were wrapped."""
@@ -334,23 +335,23 @@ class Synchronised(Stepping):
 
         Returns None if the step has been committed by the time of the loss, and so is over.
         """
-        commits = self.comm.commits
-        while True:
-            self._follow()  # another optimizer of this wire may have met the loss
-            engine, generation = self.engine, self.comm.generation
-            assert engine is not None
-            start = time.perf_counter()
-            try:
-                return act(engine)
-            except (VotedOut, QuorumLost):
-                raise
-            except CommError as error:
-                if self.comm.generation == generation:  # else a confirmation has recovered already
-                    self.comm.recover(error)
-            engine.telemetry.count_lost(time.perf_counter() - start, aborted=self.comm.commits == commits)
-            if self.comm.commits > commits:
-                return None
-            self._admit()
+
+        def attempt() -> Of:
+            assert self.engine is not None
+            return act(self.engine)
+
+        if self._is_part_of_round:
+            self._follow()
+            return attempt()
+        return repeat_after_losses(attempt, self.comm, self._follow, self._count_lost, self._admit)
+
+    def leave_losses(self) -> None:
+        """Let an exchange fail if a rank is lost: it is part of a larger step, which its caller makes again."""
+        self._is_part_of_round = True
+
+    def _count_lost(self, seconds: float, aborted: bool) -> None:
+        if self.engine is not None:
+            self.engine.telemetry.count_lost(seconds, aborted)
 
     def _admit(self) -> None:
         """Take in those that have come, before the first step of the training loop's optimizers."""

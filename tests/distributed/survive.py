@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,24 @@ from dgcopt.comm.membership import MEMBER, STORE, gone_key
 
 APART = 4
 """Steps between two kills, at least."""
+LOCAL = 3
+"""Local steps in a step of a scenario that averages weights: one round."""
 
 COMPRESSORS = {
     "dgc": lambda: dgcopt.DGC(0.05),
     "topk": lambda: dgcopt.TopK(0.05),
     "none": lambda: dgcopt.NoCompression(),
     "powersgd": lambda: dgcopt.PowerSGD(2),
+}
+
+
+AVERAGING = {
+    "local sgd": lambda: dgcopt.LocalSGD(every=LOCAL),
+    "slowmo": lambda: dgcopt.SlowMo(every=LOCAL, base=dgcopt.LocalSGD(every=LOCAL), sharded=False),
+    "diloco": lambda: dgcopt.DiLoCo(every=LOCAL, compression=dgcopt.TopK(0.05)),
+    "diloco, plain": lambda: dgcopt.DiLoCo(
+        every=LOCAL, outer=partial(torch.optim.SGD, lr=1.0), compression=dgcopt.TopK(0.05)
+    ),
 }
 
 
@@ -65,6 +78,7 @@ class Scenario:
     more: int = 20
     restart: bool = True
     compressor: str = "dgc"
+    averaging: str = ""  # in place of a compressor
     optimizer: str = "sgd"
     deadline: float = 20.0
     min_ranks: int = 1
@@ -92,6 +106,10 @@ SCENARIOS = {
         3, [Kill(1, "after vote"), Kill(0, "build"), Kill(2, "after bucket"), Kill(1, "build")], more=300
     ),
     "frozen": Scenario(3, [Kill(1, "after vote", stop=5.0)], deadline=2.0, more=300),
+    "local sgd": Scenario(4, every(4, PLACES)[::3], averaging="local sgd"),
+    "slowmo": Scenario(3, every(3, PLACES)[::5], averaging="slowmo"),
+    "diloco": Scenario(3, every(3, PLACES)[1::4], averaging="diloco"),
+    "diloco, plain": Scenario(3, every(3, PLACES[::3])[::2], averaging="diloco, plain", residuals="buddy"),
     "buddy": Scenario(4, every(4, ["backward"]), residuals="buddy"),
     "too few": Scenario(3, [Kill(1, "after vote")], restart=False, min_ranks=3, deadline=2.0),
 }
@@ -179,14 +197,20 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
         bare: Any = torch.optim.SGD(params.values(), lr=1.0)
     else:
         bare = torch.optim.Adam(params.values(), lr=0.01)
-    optimizer = dgcopt.DistributedOptimizer(bare, params.items(), COMPRESSORS[scenario.compressor]())
+    if scenario.averaging:
+        optimizer = AVERAGING[scenario.averaging]().attach(bare, params.items())
+        exchange = optimizer.averaging
+    else:
+        optimizer = dgcopt.DistributedOptimizer(bare, params.items(), COMPRESSORS[scenario.compressor]())
+        exchange = optimizer
     state = dgcopt.survive.State(model=model, optimizer=optimizer, step=0)
     state.sync()
     plan, draw = Plan(scenario, comm, folder / "kills"), torch.Generator().manual_seed(hash(name) % 2**31)
     bare.register_step_pre_hook(lambda *_: plan.at("committed"))
 
     def residual() -> torch.Tensor:
-        memory = bare.state_dict()[STATE_KEY]["memory"].get("residual", {})
+        coded = exchange.outers[0] if scenario.averaging.startswith("diloco") else bare
+        memory = coded.state_dict().get(STATE_KEY, {"memory": {}})["memory"].get("residual", {})
         return torch.cat([memory.get(key, torch.zeros_like(param)).flatten() for key, param in params.items()])
 
     def weights() -> torch.Tensor:
@@ -194,11 +218,13 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
 
     with open(folder / f"{name}.jsonl", "w") as file:
         while plan.begin(state.step):
-            optimizer.zero_grad()
-            grads = {key: torch.randint(-8, 9, param.shape, generator=draw) for key, param in params.items()}
-            before, start = weights(), residual()
-            sum((param * grads[key]).sum() for key, param in params.items()).backward()
-            optimizer.step()
+            before, start, gradient = weights(), residual(), torch.zeros_like(weights())
+            for _ in range(LOCAL if scenario.averaging else 1):
+                optimizer.zero_grad()
+                grads = {key: torch.randint(-8, 9, param.shape, generator=draw) for key, param in params.items()}
+                gradient += torch.cat([grad.flatten() for grad in grads.values()])
+                sum((param * grads[key]).sum() for key, param in params.items()).backward()
+                optimizer.step()
             after = weights()
             line = {
                 "time": time.monotonic(),
@@ -206,9 +232,9 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
                 "size": plan.size,
                 "rank": comm.rank,
                 "weights": hashlib.sha256(after.numpy().tobytes()).hexdigest(),
-                "lost": [optimizer.telemetry.lost_steps, optimizer.telemetry.lost_seconds],
+                "lost": [exchange.telemetry.lost_steps, exchange.telemetry.lost_seconds],
                 "applied": (before - after).tolist(),
-                "gradient": torch.cat([grad.flatten() for grad in grads.values()]).tolist(),
+                "gradient": gradient.tolist(),
                 "before": start.tolist(),
                 "after": residual().tolist(),
             }

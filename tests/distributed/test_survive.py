@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 LIMIT = 300.0
 KILLED = [name for name, scenario in SCENARIOS.items() if not any(kill.stop for kill in scenario.kills)]
 TRAINED_ON = [name for name in SCENARIOS if name != "too few"]
+WITH_MOMENTUM = ("slowmo", "diloco")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,14 @@ def test_no_rank_is_started_anew_but_the_lost(results: dict[str, Any], name: str
             assert other["before"] == one["after"], f"{member}: its residual changed between two steps"
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED_ON if SCENARIOS[name].optimizer == "sgd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in TRAINED_ON
+        if SCENARIOS[name].optimizer == "sgd" and SCENARIOS[name].averaging not in WITH_MOMENTUM
+    ],
+)
 def test_sums_are_preserved(results: dict[str, Any], name: str) -> None:
     """In every step all gradients and residuals of those who made it are applied or held back; averages are
     divided by those who are there. With copies the residual of a lost rank counts too, in the first step without it.

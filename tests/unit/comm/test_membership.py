@@ -1,6 +1,7 @@
 """Membership: survivors agree on who is left and on the interrupted step, whenever ranks die or stand still."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -92,6 +93,16 @@ def test_the_interrupted_step(statuses: list[Status], commits: int) -> None:
     """It is committed if a survivor has done so or all have prepared; else all abort."""
     sim = settle(3, dict(enumerate(statuses)), gone=(2,))
     assert {process.result.commits for process in sim.processes.values()} == {commits}
+
+
+@pytest.mark.parametrize("admits", [True, False])
+def test_a_process_without_state_waits_for_a_rank_that_can_give_it(admits: bool) -> None:
+    """One that has asked for state again is voted out if the others are past the place at which they give it."""
+    ranks = {0: status(0, 5), 1: replace(status(1, 5), admits=admits), 2: status(2, -1)}
+    sim = settle(3, ranks)
+    members = sim.processes["m0"].result.members
+    assert members == (("m0", "m1", "m2") if admits else ("m0", "m1"))
+    assert isinstance(sim.processes["m2"].error, VotedOut) is not admits
 
 
 def test_known_deaths_need_no_patience() -> None:

@@ -117,12 +117,6 @@ def test_closures_are_refused() -> None:
         optimizer.step(lambda: model(torch.ones(1, 3)).sum())
 
 
-def test_averaged_weights_are_refused() -> None:
-    model = nn.Linear(3, 2)
-    with pytest.raises(ConfigError, match="average gradients at every step"):
-        dgcopt.averaging.LocalSGD(every=2).attach(torch.optim.SGD(model.parameters(), lr=0.1), comm=Losing(()))
-
-
 def test_the_hook_of_ddp_is_refused() -> None:
     with pytest.raises(ConfigError, match="DistributedOptimizer"):
         dgcopt.ddp_hook(dgcopt.DGC(), comm=Losing(()))

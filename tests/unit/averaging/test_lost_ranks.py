@@ -1,0 +1,96 @@
+"""An aborted round leaves no trace, and a rank that comes back goes on like the live rank that gave it its state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dgcopt
+from dgcopt.errors import ConfigError
+from tests.unit.gradients.test_lost_ranks import Losing, assert_same
+
+ROUNDS, EVERY = 6, 3
+SUPPORTED = [
+    dgcopt.LocalSGD(EVERY),
+    dgcopt.SlowMo(EVERY, base=dgcopt.LocalSGD(EVERY), sharded=False),
+    dgcopt.DiLoCo(EVERY),
+    dgcopt.DiLoCo(EVERY, compression=dgcopt.TopK(0.1), unsent="local"),
+    dgcopt.DiLoCo(EVERY, compression=dgcopt.PowerSGD(2), fragments=3, alpha=0.5),
+    dgcopt.SparseLoCo(EVERY),
+]
+
+
+class Trained:
+    """One rank whose weights are averaged with those of lost ranks."""
+
+    def __init__(self, averaging: dgcopt.Averaging, comm: Losing) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 5))
+        bare = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.optimizer: Any = copy.deepcopy(averaging).attach(bare, self.model.named_parameters(), comm=comm)
+
+    def step(self, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 24, generator=draw)).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> list[Any]:
+        return copy.deepcopy([[*self.model.parameters()], self.optimizer.state_dict()["averaging"]])
+
+
+@pytest.mark.parametrize("commits_all_the_same", [False, True])
+@pytest.mark.parametrize("averaging", SUPPORTED, ids=repr)
+def test_an_aborted_round_leaves_no_trace(averaging: dgcopt.Averaging, commits_all_the_same: bool) -> None:
+    """Made again, it has the bits of an undisturbed one."""
+    told = []
+    for losses in ((), (0, 1, 3, 5)):
+        comm = Losing(losses, commits_all_the_same)
+        rank = Trained(averaging, comm)
+        told.append([])
+        for step in range(ROUNDS * EVERY):
+            rank.step(step)
+            told[-1].append(rank.state())
+        assert not comm.losses
+        assert comm.commits >= ROUNDS
+        assert rank.optimizer.averaging.telemetry.lost_steps == (0 if commits_all_the_same else len(losses))
+    assert_same(*told)
+
+
+@pytest.mark.parametrize("averaging", SUPPORTED, ids=repr)
+def test_a_rank_that_comes_back_goes_on_like_its_giver(averaging: dgcopt.Averaging) -> None:
+    """It has the same weights, anchors and outer momentum; its residual is empty."""
+    giver, taker = (Trained(averaging, Losing(())) for _ in range(2))
+    for step in range(2 * EVERY):
+        giver.step(step)
+    states = [dgcopt.survive.State(model=one.model, optimizer=one.optimizer) for one in (giver, taker)]
+    states[1]._load(copy.deepcopy(states[0]._own()))
+    assert taker.optimizer.averaging.residual_norm() == 0
+    if giver.optimizer.averaging.residual_norm() > 0:
+        return
+    for step in range(2 * EVERY, 4 * EVERY):
+        giver.step(step)
+        taker.step(step)
+        assert_same(taker.state(), giver.state())
+
+
+@pytest.mark.parametrize(
+    ("averaging", "remedy"),
+    [
+        (dgcopt.LocalSGD(4, node_every=2), "node_every=None"),
+        (dgcopt.LocalSGD(4, overlap=True), "overlap=False"),
+        (dgcopt.SlowMo(4), "sharded=False"),
+        (dgcopt.DiLoCo(4, delay=1), "delay=0"),
+        (dgcopt.DiLoCo(4, warmup_steps=2), "warmup_steps=0"),
+        (dgcopt.SGP(), "LocalSGD, SlowMo or DiLoCo"),
+    ],
+    ids=repr,
+)
+def test_refused(averaging: dgcopt.Averaging, remedy: str) -> None:
+    """The error names the setting with which ranks may be lost."""
+    with pytest.raises(ConfigError, match=remedy):
+        Trained(averaging, Losing(()))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt import DGC, Comm
 from dgcopt.tuning.probe import probe
-from tests.distributed.scenarios import asynchronous
+from tests.distributed.scenarios.asynchronous.replica import Replica as AsynchronousReplica
 from tests.distributed.scenarios.training import TINY, Recipe, Replica, train
 
 FROZEN = {"torch": 15}
@@ -48,7 +48,7 @@ def raises(comm: Comm) -> None:
 
 
 def raises_while_weights_are_averaged(comm: Comm) -> None:
-    mine = asynchronous.Replica(comm)
+    mine = AsynchronousReplica(comm)
     for step in range(200):
         mine.step()
         time.sleep(0.01)

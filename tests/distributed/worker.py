@@ -40,6 +40,7 @@ def main() -> int:
             getattr(failures, name)(comm)
         return 0
     from tests.distributed.scenarios import asynchronous
+    from tests.distributed.scenarios.asynchronous.replica import leave_while_others_exchange, threads
     from tests.distributed.scenarios.catalogue import SCENARIOS as scenarios
 
     if any(name.startswith("sharded") for name in names):
@@ -53,10 +54,10 @@ def main() -> int:
         return name != names[-1] and bool(comm.run(flag).any())
 
     failed = run(names, lambda name: scenarios[name](comm), agree, rank=comm.rank, wire=comm.wire)
-    left = asynchronous.leave_while_others_exchange(comm) if names[-1] in asynchronous.SCENARIOS else None
+    left = leave_while_others_exchange(comm) if names[-1] in asynchronous.SCENARIOS else None
     if JOIN_FIRST:
         dgcopt.shutdown()
-        failed |= asynchronous.threads() > 0
+        failed |= threads() > 0
         del left
     if JOIN_FIRST == "torch":
         torch.distributed.destroy_process_group()

@@ -14,7 +14,9 @@ from dgcopt import Comm
 from dgcopt.collectives import Link
 from dgcopt.compressors import Compressor
 
-from . import algorithms, averaging
+from . import algorithms
+from .averaging.algorithms import as_simulated_ranks
+from .averaging.member import AVERAGED
 from .collectives import regrouped
 
 REDUCED: dict[str, Compressor] = {
@@ -54,12 +56,12 @@ def among_all(name: str, comm: Comm) -> None:
 
 
 def averaged(name: str, comm: Comm) -> None:
-    averaging.as_simulated_ranks(name, two_by_two(comm))
+    as_simulated_ranks(name, two_by_two(comm))
 
 
 SCENARIOS = {
     **{f"2 x 2 machines: {name}": functools.partial(between_machines, name) for name in HIERARCHICAL},
     **{f"2 x 2 machines: among all, {name}": functools.partial(among_all, name) for name in REDUCED},
-    **{f"2 x 2 machines: {name}": functools.partial(averaged, name) for name in averaging.AVERAGED},
+    **{f"2 x 2 machines: {name}": functools.partial(averaged, name) for name in AVERAGED},
 }
 """Of four ranks."""

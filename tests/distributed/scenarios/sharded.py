@@ -29,7 +29,7 @@ from dgcopt.gradients.optimizer import synchronised
 from tests.support.library import FIRST_OF_A_KIND
 
 from .collectives import regrouped
-from .loops import refused
+from .training import refused
 
 Make = Callable[[Iterable[Tensor]], Optimizer]
 

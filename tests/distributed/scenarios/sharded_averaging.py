@@ -16,7 +16,6 @@ from dgcopt.averaging import Averaging
 from dgcopt.collectives import AllGather
 from dgcopt.flat.local_shard import local
 
-from .loops import refused
 from .persistence import shared_folder
 from .sharded import (
     TOLERANCE,
@@ -32,6 +31,7 @@ from .sharded import (
     whole,
     wrap,
 )
+from .training import refused
 
 OUTER = functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 

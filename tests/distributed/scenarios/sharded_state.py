@@ -29,9 +29,9 @@ from dgcopt.flat.local_shard import as_dtensor
 from dgcopt.flat.memory import is_unsent
 from dgcopt.gradients.optimizer import synchronised
 
-from .loops import refused
 from .persistence import shared_folder
 from .sharded import Wide, loss_of, memory_of, same_memory, sharded, whole, wrap
+from .training import refused
 
 CASES: dict[str, tuple[dgcopt.Compressor, Callable[..., Any]]] = {
     "DGC and SGD": (DGC(0.2), functools.partial(SGD, lr=0.05, momentum=0.9)),

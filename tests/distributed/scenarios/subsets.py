@@ -9,9 +9,9 @@ from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcas
 from dgcopt.comm import LocalComm
 from tests.support.wires import HOROVOD, only
 
-from . import loops
 from .collectives import all_collectives, expect, regrouped
 
+from .training import refused as assert_refused
 
 def votes_in_any_order(comm: Comm) -> None:
     """Every rank casts its votes at another point between the same exchanges of the world, named or not."""
@@ -150,7 +150,7 @@ def no_subset_of_a_subset(comm: Comm) -> None:
     if comm.rank == 3:
         assert isinstance(outer.among([0]), LocalComm)
     else:
-        with loops.refused(comm, ConfigError, "ask the comm of all ranks for ranks [1, 2]"):
+        with assert_refused(comm, ConfigError, "ask the comm of all ranks for ranks [1, 2]"):
             outer.among([1, 2])
 
 

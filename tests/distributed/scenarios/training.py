@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,3 +164,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 def memory_of(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
     """What this rank holds back, by kind and parameter name."""
     return optimizer.state_dict()["dgcopt"]["memory"]
+
+
+@contextmanager
+def refused(comm: Comm, kind: type[Exception], *words: str) -> Iterator[None]:
+    """Assert that the block raises an error of a kind, whose text contains all `words`."""
+    try:
+        yield
+    except kind as error:
+        for part in words:
+            assert part in str(error), f"does not say {part!r}: {error}"
+    else:
+        raise AssertionError(f"rank {comm.rank}: no {kind.__name__}")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dgcopt
-from dgcopt import checkpoint
+from dgcopt.checkpoint import saving
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Collective, watched
 from dgcopt.compressors import Compressor
 from dgcopt.exchange.vote import Ballot, Touch, checksum, fingerprint, vote
@@ -244,7 +244,7 @@ def test_checkpoints(page: SimpleNamespace, tmp_path: Path) -> None:
     for seed in range(3):
         ranks.step(seed)
     states = [{"optimizer": optimizer.state_dict()} for optimizer in ranks.optimizers]
-    (folder, _) = together(2, lambda comm: checkpoint._save(tmp_path, states[comm.rank], 3, comm, 2))
+    (folder, _) = together(2, lambda comm: saving._save(tmp_path, states[comm.rank], 3, comm, 2))
     step, files = page.checkpoint(folder)
     assert step == 3 and sorted(path.name for path in folder.iterdir()) == ["manifest.json", *[f.name for f in files]]
     keys = re.findall(r"^\| `(.*?)` \|", PAGE[PAGE.index('has an entry `"dgcopt"`') :], re.MULTILINE)

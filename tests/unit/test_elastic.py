@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
 from dgcopt.averaging import Averaging
-from dgcopt.checkpoint import STATE_KEY
+from dgcopt.checkpoint import STATE_KEY, loading, saving
 from dgcopt.comm import LocalComm, current_comm, launch
 from dgcopt.gradients.optimizer import synchronised
 from tests.support.worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
@@ -262,7 +262,7 @@ def resize(world: Ranks, size: int, directory: Path, commit: int) -> None:
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         for model, optimizer in zip(world.models, world.optimizers, strict=True)
     ]
-    together(was, lambda comm: checkpoint._save(directory, states[comm.rank], commit, comm, keep=2))
+    together(was, lambda comm: saving._save(directory, states[comm.rank], commit, comm, keep=2))
     world.step(99)  # of which nothing may be left
     for optimizer in world.optimizers:
         optimizer.zero_grad()
@@ -271,7 +271,7 @@ def resize(world: Ranks, size: int, directory: Path, commit: int) -> None:
 
     new = Ranks(size, lambda p: torch.optim.SGD(p, LR), compression=DGC(0.05))
     new.models[:was], new.optimizers[:was] = world.models[:size], world.optimizers[:size]
-    loaded = together(size, lambda comm: checkpoint._load(directory, comm))
+    loaded = together(size, lambda comm: loading._load(directory, comm))
     world.comms = dgcopt.simulated_world(size)
     world.models, world.optimizers = new.models, new.optimizers
     for comm, model, optimizer, (_, state) in zip(world.comms, world.models, world.optimizers, loaded, strict=True):

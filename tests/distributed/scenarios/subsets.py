@@ -10,8 +10,8 @@ from dgcopt.comm import LocalComm
 from tests.support.wires import HOROVOD, only
 
 from .collectives import all_collectives, expect, regrouped
-
 from .training import refused as assert_refused
+
 
 def votes_in_any_order(comm: Comm) -> None:
     """Every rank casts its votes at another point between the same exchanges of the world, named or not."""

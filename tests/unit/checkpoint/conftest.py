@@ -1,0 +1,10 @@
+"""One rank, for checkpoints of a single process."""
+
+import pytest
+
+from dgcopt.comm import LocalComm
+
+
+@pytest.fixture
+def comm() -> LocalComm:
+    return LocalComm()

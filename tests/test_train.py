@@ -1,34 +1,46 @@
-"""train.py from the outside: every launcher, refusals in one line, exact resumption."""
+"""train.py from the outside: every launcher, exact resumption, other numbers of workers, averaging."""
 
 import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import dgcopt
 from dgcopt.comm import LocalComm
-from dgcopt.tuning.report import read_run, read_trace
+from tests.support.train_script import (
+    DGC,
+    SMALL,
+    end_standing_workers,
+    execute,
+    history,
+    launch,
+    parser_of_train,
+    refusal,
+    train,
+)
 
 pytest.importorskip("jsonargparse")
 pytest.importorskip("sklearn")
 pytestmark = [pytest.mark.processes]
 
-REPOSITORY = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
-SMALL = ["--config", "configs/tasks/digits.yaml", "--model.width", "8", "--epochs", "1", "--log_steps", "1"]
-DGC = ["--config", "configs/compressors/dgc.yaml"]
+
+@pytest.fixture(scope="module", autouse=True)
+def standing() -> Iterator[None]:
+    """Standing workers of this file end well after all its runs."""
+    yield
+    end_standing_workers()
+
+
+@pytest.fixture
+def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return parser_of_train(monkeypatch)
+
 
 # What a checkpoint has to get right beyond digits: dropout and augmentation draw random numbers, batch normalisation
 # has statistics that differ from rank to rank.
@@ -49,139 +61,6 @@ class NoisyNet(nn.Sequential):
         hidden = [nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout()]
         super().__init__(nn.Flatten(), *hidden, nn.Linear(32, 10))
 """
-
-
-def tool(name: str) -> str | None:
-    """A launcher that came with this Python, or is on the path."""
-    return str(BIN / name) if (BIN / name).exists() else shutil.which(name)
-
-
-def launch(workers: int, launcher: str = "torchrun") -> list[str]:
-    """What to put before ``train.py``; skips the test where the launcher is not installed."""
-    if launcher == "python":
-        return [sys.executable]
-    if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    needed = {"mpirun": "mpi4py", "horovodrun": "horovod"}[launcher]
-    path = tool(launcher)
-    if path is None or importlib.util.find_spec(needed) is None:
-        pytest.skip(f"needs {launcher} and {needed}")
-    options = ["--allow-run-as-root", "--oversubscribe"] if launcher == "mpirun" else []
-    return [path, "-n" if launcher == "mpirun" else "-np", str(workers), *options, sys.executable]
-
-
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY / "tests" / "support" / "startup"),
-    "CUDA_VISIBLE_DEVICES": "",
-    "PATH": f"{BIN}:{os.environ['PATH']}",
-}
-"""On the CPU, one thread per worker."""
-
-
-class Standing:
-    """Workers that run ``train.py`` once after another, as tests/support/training.py says."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers, self.orders = workers, 0
-        self.folder = tempfile.TemporaryDirectory(prefix="dgcopt-training-")
-        command = [
-            *launch(workers, "python" if workers == 1 else "torchrun"),
-            "tests/support/training.py",
-            self.folder.name,
-        ]
-        environment = {**ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{ENVIRONMENT['PYTHONPATH']}"}
-        self.output = open(Path(self.folder.name) / "output", "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=self.output, stderr=subprocess.STDOUT, text=True
-        )
-
-    def order(self, order: Any) -> Path:
-        path = Path(self.folder.name) / f"order-{self.orders}.json"
-        path.with_suffix(".part").write_text(json.dumps(order))
-        path.with_suffix(".part").rename(path)
-        self.orders += 1
-        return path
-
-    def run(self, arguments: Iterable[str], path: Path | None) -> "subprocess.CompletedProcess[str]":
-        order = self.order({"arguments": list(arguments), "path": path and str(path)})
-        names = [order.with_name(f"answer-{order.stem[6:]}-{rank}.json") for rank in range(self.workers)]
-        deadline = time.monotonic() + 200
-        while not all(name.exists() for name in names):
-            assert self.process.poll() is None, f"they ended:\n{Path(self.output.name).read_text()[-3000:]}"
-            assert time.monotonic() < deadline, "no answer"
-            time.sleep(0.02)
-        answers = [json.loads(name.read_text()) for name in names]
-        out, err = ("".join(answer[stream] for answer in answers) for stream in ("stdout", "stderr"))
-        return subprocess.CompletedProcess([], max(answer["code"] for answer in answers), out, err)
-
-    def end(self) -> None:
-        self.order("end")
-        try:
-            assert self.process.wait(60) == 0, Path(self.output.name).read_text()[-3000:]
-        finally:
-            self.process.kill()
-            self.process.wait()
-            self.output.close()
-            self.folder.cleanup()
-
-
-STANDING: dict[int, Standing] = {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standing() -> Iterator[None]:
-    """All of them end well, after so many runs."""
-    yield
-    while STANDING:
-        STANDING.popitem()[1].end()
-
-
-def execute(command: list[str] | int, *arguments: str, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run ``train.py`` in the repository by a command of its own, or by so many standing workers."""
-    if isinstance(command, int):
-        if command not in STANDING:
-            STANDING[command] = Standing(command)
-        return STANDING[command].run(arguments, path)
-    return subprocess.run(
-        [*command, "train.py", *arguments],
-        cwd=REPOSITORY,
-        env={**ENVIRONMENT, **({"PYTHONPATH": f"{path}:{ENVIRONMENT['PYTHONPATH']}"} if path else {})},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
-def train(command: list[str] | int, output: Path, *arguments: str, path: Path | None = None) -> dict[str, Any]:
-    """A run that must succeed; returns its result."""
-    done = execute(command, *arguments, "--output", str(output), path=path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    name = "evaluation.json" if "--evaluate" in arguments else "result.json"
-    return json.loads((output / name).read_text())
-
-
-def history(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "history.jsonl").read_text().splitlines()]
-
-
-def refusal(*arguments: str, command: list[str] | int = 1) -> str:
-    """The one line on stderr of a run that must fail without a traceback."""
-    done = execute(command, *arguments)
-    assert done.returncode > 0
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("train.py: ")
-    return lines[0]
-
-
-@pytest.fixture
-def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The parser of ``train.py``, in this process and in the repository."""
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.syspath_prepend(REPOSITORY)
-    return importlib.import_module("train").make_parser()
 
 
 @pytest.fixture(scope="module")
@@ -445,290 +324,3 @@ class TestOtherWorkers:
             sent = [entry["payload_bytes"] for entry in steps]
             assert sent[16] == pytest.approx(sent[18], rel=0.02)
             assert sent[18 + first] == pytest.approx(sent[17 + first] / 2, rel=0.1)
-
-
-class TestSettings:
-    @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-    def test_mixed_precision_trains_as_well(self, amp: str, tmp_path: Path) -> None:
-        """In buckets of another size, with replicas compared at every second step, and a trace of three steps."""
-        settings = [*SMALL, "--scale_lr", "false", "--optimizer.lr", "0.1", "--warmup_epochs", "0"]
-        plain = train(1, tmp_path / "plain", *settings, "--batch_size", "64")
-        more = ["--bucket_mb", "0.05", "--first_bucket_mb", "0.02", "--check_replicas_every", "2", "--trace_steps", "3"]
-        result = train(2, tmp_path / amp, *settings, "--amp", amp, *more)
-        assert 1e-4 < abs(result["test_loss"] / plain["test_loss"] - 1) < 0.05
-        run = read_run(tmp_path / amp)
-        assert len(run.sent) == 2, "buckets are smaller than the model"
-        assert run.steps == 3 and set(run.phases) == {0, 1}
-        names = [event["name"] for event in read_trace(tmp_path / amp / "trace-0.json")]
-        assert sum("digests of parameters" in name for name in names) > 1, "weights are compared after the start too"
-
-    def test_clipped_gradients_move_less(self, tmp_path: Path) -> None:
-        """At a learning rate by which weights would explode."""
-        result = train(2, tmp_path, *SMALL, "--optimizer.lr", "1000", "--clip_norm", "1e-9")
-        losses = [entry["loss"] for entry in history(tmp_path) if "loss" in entry]
-        assert losses[-1] == pytest.approx(losses[0], rel=0.1) and result["test_loss"] < 3
-
-    def test_a_sum_at_half_the_lr_is_the_average(self, tmp_path: Path) -> None:
-        plain = [*SMALL, "--scale_lr", "false", "--optimizer.weight_decay", "0", "--optimizer.lr"]
-        average = train(2, tmp_path / "average", *plain, "0.02")
-        total = train(2, tmp_path / "sum", *plain, "0.01", "--op", "sum")
-        assert total["test_loss"] == pytest.approx(average["test_loss"], rel=1e-4)
-
-    def test_short_run_with_dgc(self, tmp_path: Path) -> None:
-        """Learning rate and ratio follow their warm-ups, the files are there, and the task is learned."""
-        settings = ["--config", "configs/tasks/digits.yaml", "--epochs", "3", "--scheduler.T_max", "100"]
-        settings += [*DGC, "--compressor.warmup.ratios", "[0.25]", "--compressor.ratio", "0.01"]
-        settings += ["--warmup_epochs", "1", "--log_steps", "1", "--optimizer.lr", "0.03"]
-        result = train(2, tmp_path, *settings)
-        steps = [entry for entry in history(tmp_path) if "loss" in entry]
-        assert [entry["step"] for entry in steps] == list(range(1, 67))
-        assert [steps[step]["lr"] for step in (0, 11, 22)] == pytest.approx([0.03, 0.045, 0.06], rel=1e-3)
-        # 8 bytes for each value that is sent of the four matrices; the vectors (234 values and padding) whole, in fp32
-        for step, values in ((21, 37_768), (22, 1_512)):
-            assert 4 * 234 <= steps[step]["payload_bytes"] - 8 * values <= 4 * 400
-        assert result["ratio_fp32"] == pytest.approx(2 * result["ratio_bf16"]) and result["ratio_fp32"] > 4
-        assert steps[-1]["residual_norm"] > 0 and steps[-1]["loss"] < steps[0]["loss"] / 2
-        assert result["accuracy"] > 0.5
-        assert list((tmp_path / "tensorboard").glob("events.*"))
-
-    def test_print_config_composes_left_to_right(self, tmp_path: Path) -> None:
-        yaml = pytest.importorskip("yaml")
-        second = tmp_path / "second.yaml"
-        second.write_text("epochs: 7\noptimizer:\n  init_args:\n    lr: 0.5\n")
-        arguments = ["--config", "configs/tasks/digits.yaml", *DGC, "--config", str(second)]
-        done = execute(1, *arguments, "--compressor.ratio", "0.01", "--print_config")
-        assert done.returncode == 0, done.stderr
-        shown = yaml.safe_load(done.stdout)
-        assert shown["epochs"] == 7 and shown["batch_size"] == 32
-        assert shown["optimizer"]["class_path"] == "torch.optim.SGD"
-        assert shown["optimizer"]["init_args"]["lr"] == 0.5 and shown["optimizer"]["init_args"]["momentum"] == 0.9
-        assert shown["compressor"]["init_args"]["ratio"] == 0.01
-        assert shown["compressor"]["init_args"]["warmup"]["ratios"] == [0.25, 0.0625, 0.015625, 0.004]
-
-    @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("configs/*/*.yaml")), ids=lambda path: path.stem)
-    def test_every_config_is_valid(self, path: Path, parser: Any) -> None:
-        task = [] if path.parent.name == "tasks" else ["--config", str(REPOSITORY / "configs/tasks/digits.yaml")]
-        config = parser.parse_args([*task, "--config", str(path)])
-        if config.scheduler.class_path.endswith("CosineAnnealingLR"):
-            assert config.scheduler.init_args.T_max == config.epochs
-        if path.stem == "dgc":
-            compressor = parser.instantiate(config).compressor
-            assert compressor.ratio == 0.001 and compressor.warmup.ratios == (0.25, 0.0625, 0.015625, 0.004)
-
-    def test_another_optimizer_keeps_what_fits(self, parser: Any) -> None:
-        config = parser.parse_args([*SMALL, "--optimizer", "torch.optim.AdamW", "--optimizer.weight_decay", "0.1"])
-        assert config.optimizer.class_path == "torch.optim.AdamW"
-        assert config.optimizer.init_args.lr == 0.02 and "momentum" not in config.optimizer.init_args
-
-
-FACTORIES = """
-from collections.abc import Callable, Iterable
-from pathlib import Path
-import torch
-from torch.optim import SGD, Optimizer
-
-def unannotated(lr=0.1):
-    Path("called").touch()
-
-def of_another_type(lr: float = 0.1) -> int:
-    Path("called").touch()
-
-class Callable_:
-    def __init__(self, lr: float = 0.1) -> None:
-        Path("called").touch()
-    def __call__(self, parameters):
-        return SGD(parameters, 0.1)
-
-def made(parameters: Iterable[torch.Tensor]) -> SGD:
-    return SGD(parameters, 0.1)
-
-def makes(lr: float = 0.1) -> Callable[[Iterable[torch.Tensor]], Optimizer]:
-    return lambda parameters: SGD(parameters, lr)
-"""
-
-
-CALLED: dict[str, dict[str, Any]] = {
-    "os.system": {"command": "touch called"},
-    "os.mkdir": {"path": "called"},
-    "subprocess.check_call": {"args": ["touch", "called"]},
-    "builtins.exec": {"source": "open('called', 'w')"},
-    "factories.unannotated": {},
-    "factories.of_another_type": {},
-    "factories.Callable_": {},
-}
-"""Names that make no optimizer, with arguments by which a call of them would leave a file behind."""
-
-
-class TestRefusals:
-    """Each ends in one line that names what is wrong and what would be right."""
-
-    @pytest.mark.parametrize("module", ["jsonargparse", "tensorboard", "torch"])
-    def test_a_package_that_is_not_installed(self, module: str) -> None:
-        script = f"import runpy, sys; sys.modules[{module!r}] = None; sys.argv = ['train.py', *sys.argv[2:]]"
-        script += "; runpy.run_path('train.py', run_name='__main__')"
-        line = refusal(*SMALL, command=[sys.executable, "-c", script])
-        assert module in line and 'pip install ".[train]"' in line
-
-    @pytest.mark.parametrize(
-        ("arguments", "named"),
-        [
-            (["--epoch_count", "3"], ["epoch_count", "epochs", "resume"]),
-            (["--optimizer.learning_rate", "1"], ["learning_rate", "lr", "momentum"]),
-            ([*DGC, "--compressor.ration", "0.1"], ["ration'", "ratio,"]),
-            ([*DGC, "--compressor.warmup.epoch", "1"], ["'epoch'", "epochs"]),
-            (["--model.widht", "8"], ["widht", "width"]),
-            (["--model", "dgcopt.tasks.digits.Digit"], ["dgcopt.tasks.digits", "'Digit'"]),
-            (["--epochs", "many"], ["epochs", "many"]),
-            (["--batch_size", "0"], ["batch_size", "0"]),
-            (["--wire", "pigeon"], ["wire", "pigeon", "horovod"]),
-            (["--config", "nowhere.yaml"], ["config", "nowhere.yaml"]),
-        ],
-        ids=lambda value: value[-2] if value[0].startswith("--") else "",
-    )
-    def test_arguments(
-        self, arguments: list[str], named: list[str], parser: Any, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with pytest.raises(SystemExit) as stop:
-            parser.parse_args([*SMALL, *arguments])
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train.py: ")
-        assert [name for name in named if name not in lines[0]] == []
-
-    @pytest.mark.parametrize(
-        ("setting", "name"),
-        [
-            *(("optimizer", name) for name in CALLED),
-            *((setting, "os.system") for setting in ("scheduler", "averaging.init_args.outer", "model", "train_data")),
-            *((setting, "factories.unannotated") for setting in ("scheduler", "averaging.init_args.outer")),
-        ],
-    )
-    def test_a_function_that_makes_nothing_wanted_is_not_called(
-        self,
-        setting: str,
-        name: str,
-        tmp_path: Path,
-        parser: Any,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        arguments = CALLED[name]
-        value: Any = {"class_path": name, "init_args": arguments}
-        for part in reversed(setting.split(".")):
-            value = {part: value, **({"class_path": "dgcopt.DiLoCo"} if part == "init_args" else {})}
-        (tmp_path / "evil.yaml").write_text(json.dumps(value))
-        (tmp_path / "factories.py").write_text(FACTORIES)
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises(SystemExit) as stop:
-            parser.parse_args([*SMALL, "--config", str(tmp_path / "evil.yaml")])
-        lines = capsys.readouterr().err.strip().splitlines()
-        assert stop.value.code == 2 and len(lines) == 1 and lines[0].startswith("train.py: "), lines
-        assert setting.partition(".")[0] in lines[0] and name.rpartition(".")[2] in lines[0], lines
-        if setting == "optimizer":  # nor where a config was not read by parse_args
-            config = parser.parse_args(SMALL)
-            config.optimizer = type(config)(class_path=name, init_args=type(config)(arguments))
-            with pytest.raises(ValueError, match="optimizer"):
-                parser.instantiate(config)
-        assert not Path("called").exists() and not (tmp_path / "called").exists()
-
-    def test_functions_that_make_what_is_wanted(
-        self, tmp_path: Path, parser: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "factories.py").write_text(FACTORIES)
-        monkeypatch.syspath_prepend(tmp_path)
-        param = torch.nn.Parameter(torch.ones(1))
-        for name in ("factories.made", "factories.makes", "torch.optim.Adam"):
-            settings = ["--optimizer", name] if name.endswith("made") else []
-            if not settings:
-                (tmp_path / "good.yaml").write_text(json.dumps({"optimizer": {"class_path": name}}))
-                settings = ["--config", str(tmp_path / "good.yaml")]
-            config = parser.parse_args([*SMALL, *settings])
-            optimizer = parser.instantiate(config).optimizer([param])
-            assert type(optimizer) is (torch.optim.Adam if name.endswith("Adam") else torch.optim.SGD)
-
-    def test_a_nul_character(self, tmp_path: Path, parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / "nul.yaml").write_text('output: "a\\0b"\n')
-        with pytest.raises(SystemExit):
-            parser.parse_args([*SMALL, "--config", str(tmp_path / "nul.yaml")])
-        assert "\"output\" is 'a\\x00b', with a NUL character" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("text", "named"),
-        [
-            ("batchsize: 8\n", ["batchsize", "batch_size"]),
-            ("model:\n\twidth: 8\n", ["wrong.yaml", "line 2"]),
-            ("# model\n", ["wrong.yaml", "names none"]),
-        ],
-    )
-    def test_a_wrong_file(
-        self, text: str, named: list[str], tmp_path: Path, parser: Any, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = tmp_path / "wrong.yaml"
-        path.write_text(text)
-        with pytest.raises(SystemExit):
-            parser.parse_args([*SMALL, "--config", str(path)])
-        message = capsys.readouterr().err
-        assert [part for part in named if part not in message] == []
-
-    def test_unknown_key_ends_the_script(self) -> None:
-        line = refusal(*SMALL, "--batchsize", "3", command=launch(1, "python"))
-        assert "--batchsize" in line and "batch_size" in line
-
-    def test_missing_data(self, tmp_path: Path) -> None:
-        line = refusal(
-            "--config", "configs/tasks/cifar10_resnet20.yaml", "--train_data.root", str(tmp_path / "nowhere")
-        )
-        for part in ("rank 0: ", str(tmp_path / "nowhere"), "cifar-10-batches-bin", "--train_data.init_args.root"):
-            assert part in line
-
-    def test_missing_data_on_two_workers(self, tmp_path: Path) -> None:
-        settings = ["--config", "configs/tasks/cifar10_resnet20.yaml", "--train_data.root", str(tmp_path / "nowhere")]
-        done = execute(launch(2), *settings)
-        assert done.returncode != 0 and 'train.py", line' not in done.stderr
-        assert "train.py: rank 0: no CIFAR-10" in done.stderr or "train.py: rank 1: no CIFAR-10" in done.stderr
-
-    def test_bad_value(self, tmp_path: Path) -> None:
-        assert "ratio" in refusal(*SMALL, *DGC, "--compressor.ratio", "20", "--output", str(tmp_path))
-
-    def test_too_little_data(self, tmp_path: Path) -> None:
-        assert "batch_size" in refusal(*SMALL, "--batch_size", "2000", "--output", str(tmp_path))
-
-    @pytest.mark.parametrize("more", [[], ["--resume"], ["--output", "somewhere"]], ids=" ".join)
-    def test_a_place_that_workers_do_not_find(
-        self, more: list[str], parser: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """Under Horovod Elastic they come later, when nobody tells them where the run is and that it has begun."""
-        comm = LocalComm()
-        comm.elastic = True
-        monkeypatch.setattr(dgcopt, "init", lambda wire, deadline: comm)
-        monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, *more])
-        with pytest.raises(SystemExit) as stop:
-            importlib.import_module("train").main()
-        assert stop.value.code == 1 and "say --output and --resume" in capsys.readouterr().err
-
-    def test_a_checkpoint_of_another_model(self, tmp_path: Path) -> None:
-        train(1, tmp_path, *SMALL)
-        for what in ("--resume", "--evaluate"):
-            line = refusal(*SMALL, "--model.width", "9", what, "--output", str(tmp_path))
-            assert f"{tmp_path}/checkpoints is of another model: size mismatch for" in line
-            assert "take the one that it was saved with, or another directory" in line
-
-    def test_runs_that_cannot_be_compared(self, tmp_path: Path) -> None:
-        """Each in one line, which names the folder."""
-        alone = tmp_path / "alone"
-        train(1, alone, *SMALL)
-        unfinished = tmp_path / "unfinished"
-        shutil.copytree(alone, unfinished)
-        (unfinished / "result.json").unlink()
-        for run, says in (
-            (tmp_path / "nowhere", "is not the output folder of a run of train.py"),
-            (unfinished, "has no result.json: the run has not ended"),
-            (alone, "is a run of one worker, which sends nothing"),
-        ):
-            command = [sys.executable, "scripts/compare.py", str(run)]
-            done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
-            lines = done.stderr.strip().splitlines()
-            assert done.returncode == 2 and len(lines) == 1 and lines[0].startswith(f"compare.py: {run} "), done.stderr
-            assert says in lines[0]
-
-    def test_nothing_to_evaluate(self, tmp_path: Path) -> None:
-        assert str(tmp_path) in refusal(*SMALL, "--evaluate", "--output", str(tmp_path))

@@ -247,7 +247,7 @@ def _end_survivors(token: str) -> list[int]:
 
 SHARED = (
     *("test_cuda.py", "test_ddp.py", "test_examples.py", "test_hsdp.py", "test_integrations.py", "test_partition.py"),
-    *("test_survive.py", "test_train.py"),
+    *("test_survive.py", "test_train.py", "test_train_settings.py"),
 )
 """Files whose tests share what they have started."""
 

@@ -54,7 +54,7 @@ LATE = 10**6  # a step at which every warm-up is over
 
 
 def library() -> list[type[Compressor]]:
-    """Every compressor that comes with dgcopt, by name."""
+    """Return every compressor that comes with dgcopt, by name."""
     public = [getattr(compressors, name) for name in compressors.__all__]
     classes = [thing for thing in public if inspect.isclass(thing) and issubclass(thing, Compressor)]
     to_inherit_from = (Compressor, Encoded, ScheduledRatio, Sparse, Wrapper, HorovodCompression)
@@ -62,7 +62,7 @@ def library() -> list[type[Compressor]]:
 
 
 def cost(kind: type[Compressor]) -> tuple[int, int]:
-    """Bytes that one of two machines sends for a float32 matrix of a million elements, and in how many collectives.
+    """Return the bytes that one of two machines sends for a float32 matrix of a million elements, and its collectives.
 
     With the default settings, once every warm-up is over.
     """
@@ -91,7 +91,7 @@ def cost(kind: type[Compressor]) -> tuple[int, int]:
 
 
 def algorithms() -> list[type[Averaging]]:
-    """Every averaging algorithm that comes with dgcopt, by name."""
+    """Return every averaging algorithm that comes with dgcopt, by name."""
     public = [getattr(averaging, name) for name in averaging.__all__]
     classes = [thing for thing in public if inspect.isclass(thing) and issubclass(thing, Averaging)]
     return sorted((kind for kind in classes if kind is not Averaging), key=lambda kind: kind.__name__.lower())
@@ -177,7 +177,7 @@ def main() -> int:
     except (ConfigError, CommError) as error:
         print(f"dgcopt {arguments.command}: {error}", file=sys.stderr)
         status = 2
-    except BrokenPipeError:  # whoever reads has enough, as `head` has
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     return status

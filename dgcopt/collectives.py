@@ -57,7 +57,7 @@ for an answer.
 
 
 class Rank(int):
-    """A rank in the numbers of a group, that messages name by its number among all ranks.
+    """A rank's number within a group, shown in messages as its number among all ranks.
 
     For a group of some ranks, whose own numbers a user does not know. Attributes: `name`, for messages, "3 (replica
     1)"; `everyone`, all ranks of the group.
@@ -139,24 +139,24 @@ class Collective:
         self.label, self.user = label, user
 
     def send(self, tensor: Tensor) -> None:
-        """Send another tensor in place of the one that it was made with."""
+        """Replace the tensor."""
         self.tensor = tensor
 
     def to_group(self, group: Group) -> None:
-        """Take place in another group."""
+        """Move the collective to another group."""
         self.group = group
 
     def send_beside(self, other: Collective) -> None:
-        """Go to the group of `other`, on the device of its tensor."""
+        """Move the collective to the group and device of `other`."""
         self.group, self.tensor = other.group, self.tensor.to(other.tensor.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's message."""
+        """Number of bytes in this rank's message."""
         return self.tensor.numel() * self.tensor.element_size()
 
     def sent(self, size: int) -> int:
-        """Bytes that this rank puts on the wire among `size` ranks, by the bandwidth-optimal algorithm."""
+        """Return the bytes that this rank sends among `size` ranks, by the bandwidth-optimal algorithm."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -190,7 +190,7 @@ class AllGather(Collective):
 
 @dataclass(eq=False)
 class ReduceScatter(Collective):
-    """Reduction of which each rank gets its part. First dimension divisible by size; result: the r-th part."""
+    """Reduction that leaves one part on each rank. First dimension divisible by size; result: the r-th part."""
 
     op: Op = "average"
 

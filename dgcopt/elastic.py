@@ -124,7 +124,7 @@ def _member(optimizer: Any) -> Any:
 
 @functools.cache
 def _over_horovod() -> type[_State]:
-    """`_Rejoining` as a subclass of Horovod's, which is imported no earlier than it is needed."""
+    """Return `_Rejoining` as a subclass of Horovod's State, imported at first use."""
     from horovod.common.elastic import State as base
 
     return type("State", (_Rejoining, base), {"__module__": __name__, "__doc__": State.__doc__})
@@ -154,7 +154,7 @@ class _State:
         return self._member.comm
 
     def save(self) -> None:
-        """Write the next checkpoint; `commit()` is the one to call."""
+        """Write the next checkpoint. Users call `commit()`."""
         values = self._values_of_rank_0()
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "values": values}
         state["parts"] = {name: part.state_dict() for name, part in self._parts.items()}
@@ -179,7 +179,7 @@ class _State:
                 f"{[*parts]}, but this State has {self._names} and {[*self._parts]}: give it the same, or another "
                 f"directory"
             )
-        # a single rank commits no memory, and residuals since then must not stay
+        # a single rank commits no memory, and later residuals must not stay
         nothing = checkpoint.kept_by(self._comm.rank, self._comm.size)
         kept = {checkpoint.STATE_KEY: nothing} | state["optimizer"]
         self._take_over(self.model, state["model"], "model")
@@ -204,7 +204,7 @@ class _State:
             ) from error
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """As Horovod's, but run after the commit is loaded, which would undo their changes."""
+        """Register callbacks as Horovod does; they run after the commit is loaded, which would undo their changes."""
         self._after_loading.extend(callbacks)
 
     def _values_of_rank_0(self) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class _Rejoining(_State, _HorovodsState):
             param.grad = None
 
     def reset(self) -> None:
-        """Horovod was restarted. `sync` joins it, because Horovod catches its errors there."""
+        """Do nothing: Horovod was restarted, and `sync` joins it, because Horovod catches its errors there."""
         self._joined = False
 
     def sync(self) -> bool:
@@ -259,7 +259,7 @@ class _Rejoining(_State, _HorovodsState):
         return found
 
     def check_host_updates(self) -> None:
-        """As Horovod's, but everything is committed, and every rank synchronises even if ranks only left."""
+        """Check as Horovod does, but commit everything, and synchronise every rank even if ranks only left."""
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         try:

@@ -70,7 +70,7 @@ class Checks:
 
 
 def expect(checks: Checks | None, right: Tensor, problem: Callable[[], str]) -> None:
-    """`Checks.expect`; without any, wait for the device and raise at once."""
+    """Check as `Checks.expect` does; without `checks`, wait for the device and raise at once."""
     if checks is not None:
         checks.expect(right, problem)
     elif not right:

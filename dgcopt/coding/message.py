@@ -26,9 +26,9 @@ class Sent:
 
     Attributes:
         message: uint8.
-        indices: all coordinates, those that travel first; ascending, if all do.
-        values: as decoded, in the dtype of those given; 0 if they are omitted.
-        travels: which coordinates travel; None if all.
+        indices: all coordinates, those in the message first; ascending, if all are in it.
+        values: as decoded, in the dtype of the input; 0 for omitted coordinates.
+        travels: mask of the coordinates in the message; None if all are.
     """
 
     message: Tensor
@@ -83,7 +83,7 @@ class SparseCode:
         return messages[0], indices if kept is None else indices[kept], arriving
 
     def send(self, indices: Tensor, values: Tensor, numel: int, checks: Checks) -> Sent:
-        """`encode` of as many coordinates as receivers expect, without a wait for the device.
+        """Encode a fixed number of coordinates without waiting for the device.
 
         The message has room for all values; those of coordinates that are left out are not read. A ValueError for
         indices that do not ascend comes as PayloadError when `checks` are read.
@@ -226,7 +226,9 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
 
 
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
-    """Rows of int32 as int64 in [0, numel); PayloadError, at once or as `checks` are read, unless they were."""
+    """Return rows of int32 as int64 in [0, numel). Raises PayloadError, at once or as `checks` are read, if they were
+    not.
+    """
     if indices.numel():
         first, last = indices[:, 0], indices[:, -1]
         # compared, not subtracted: the difference of two that are far apart wraps around

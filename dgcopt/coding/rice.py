@@ -33,9 +33,9 @@ _SIGMAS = 4  # random positions exceed the message once in 30,000 times
 
 @functools.lru_cache
 def remainder_bits(count: int, numel: int) -> int:
-    """b = round(log2(ln 2 / density)), and at least 0.
+    """Return b = round(log2(ln 2 / density)), at least 0.
 
-    Taken from the exponent of a product: a logarithm may differ in its last bit between machines, which must agree.
+    Computed from the exponent of a product: logarithms may differ between machines in the last bit, and all must agree.
     """
     return max(0, math.frexp(math.log(2) * math.sqrt(2) * (numel / count))[1] - 1)
 
@@ -57,7 +57,7 @@ def _unary_bits(count: int, numel: int) -> int:
 
 @functools.lru_cache
 def rice_bytes(count: int, numel: int) -> int:
-    """Length of the message for `count` indices below `numel`, a multiple of 8; 0 for none."""
+    """Return the length of the message for `count` indices below `numel`, a multiple of 8; 0 for none."""
     if count == 0:
         return 0
     remainders = packed_bytes(count, remainder_bits(count, numel))
@@ -65,7 +65,7 @@ def rice_bytes(count: int, numel: int) -> int:
 
 
 def rice_excess(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
-    """How many of the `counts` (int64, on the CPU) indices of each row have to be left out, whichever they are.
+    """Return the number of indices to leave out of each row, whichever they are; usually 0.
 
     0 as a rule. Each row has a message for `count`. Leaving one out saves its b bits, and joins two gaps whose unary
     parts never grow together.
@@ -80,7 +80,7 @@ def rice_excess(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tens
 
 
 def measure_rows(rows: Tensor, counts: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
-    """Whether all indices ascend strictly within [0, numel), and the `rice_excess` of each row, both on the device.
+    """Return True if all indices ascend strictly within [0, numel), and the `rice_excess` of each row, on the device.
 
     Rows are of one length, int64 `[rows, length]`, of which the first `counts` count, here and below.
     """
@@ -92,7 +92,7 @@ def measure_rows(rows: Tensor, counts: Tensor, count: int, numel: int) -> tuple[
 
 
 def encode_rice(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
-    """Messages that carry `counts` (int64, on the CPU) indices each in the `rice_bytes(count, numel)` for `count`.
+    """Encode `counts` (int64, on the CPU) indices per row into messages of `rice_bytes(count, numel)`.
 
     Takes int64, strictly ascending in [0, numel) in each row, one row after the other: all `count` of them, or fewer,
     or those that `rice_excess` leaves. Returns uint8 `[rows, nbytes]`: their number, the remainders, the unary parts as
@@ -102,7 +102,7 @@ def encode_rice(indices: Tensor, counts: Tensor, count: int, numel: int) -> Tens
 
 
 def write_rows(rows: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
-    """The messages of `encode_rice`."""
+    """Write the messages of `encode_rice`."""
     messages = torch.zeros(len(rows), rice_bytes(count, numel), dtype=torch.uint8, device=rows.device)
     if count:
         messages[:, :_HEADER] = counts.to(torch.int32).view(torch.uint8).view(-1, _HEADER)
@@ -112,7 +112,7 @@ def write_rows(rows: Tensor, counts: Tensor, count: int, numel: int) -> Tensor:
 
 
 def decode_rice(messages: Tensor, count: int, numel: int, ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The indices of messages `[rows, nbytes]` from `ranks`, one row after the other, and how many each has.
+    """Decode messages `[rows, nbytes]` from `ranks`; return all indices, row after row, and their number per row.
 
     Both int64, the latter on the CPU; at most `count` in each row, strictly ascending in [0, numel). Raises
     PayloadError if a message cannot be right. Waits for the device.
@@ -127,7 +127,8 @@ def decode_rice(messages: Tensor, count: int, numel: int, ranks: Sequence[int]) 
 def read_rows(
     messages: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The indices of messages `[rows, nbytes]` from `ranks`, `[rows, count]`, and how many of each row count.
+    """Decode messages `[rows, nbytes]` from `ranks`; return indices `[rows, count]` and the number of valid ones per
+    row.
 
     Both int64, on the device; the others repeat the last that counts. All lie in [0, numel), also in rows that cannot
     be right, for which PayloadError is raised at once, or as `checks` are read.
@@ -159,7 +160,7 @@ def read_rows(
 
 
 def _in_rows(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that follow one another, of `counts` (int64, on the CPU), as rows of the longest one's length."""
+    """Return consecutive rows of lengths `counts` (int64, on the CPU) as a matrix of the longest row's length."""
     lengths = counts.tolist()
     if len(set(lengths)) <= 1:
         rows = indices.view(len(lengths), -1) if len(lengths) else indices.new_zeros(0, 0)
@@ -170,5 +171,5 @@ def _in_rows(indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _counted(rows: Tensor, counts: Tensor) -> Tensor:
-    """Return which elements of rows are among the first `counts` of their row: bool, of the shape of `rows`."""
+    """Return True for the first `counts` elements of each row: bool, in the shape of `rows`."""
     return torch.arange(rows.shape[1], device=rows.device) < sent(counts, rows.device).unsqueeze(1)

@@ -28,7 +28,7 @@ def put_trits(
     rank: int,
     checks: Checks | None = None,
 ) -> None:
-    """Let the first of `count` trits from `rank`, those of block b times `scales[place[b]]`, take effect on `out`.
+    """Add the first `count` trits from `rank`, scaled by `scales[place[b]]` in block b, to `out`.
 
     Raises PayloadError if there are not so many bytes; if some cannot be right, at once or as `checks` are read.
     """

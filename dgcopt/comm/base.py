@@ -38,10 +38,10 @@ from .checksum import checked
 __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "RankSet", "lowered"]
 
 DEADLINE = 300.0
-"""Seconds that a rank waits for a collective before it gives up, unless told otherwise."""
+"""Default deadline: seconds that a rank waits for a collective before it raises."""
 
 Channel: TypeAlias = tuple[int, ...] | Literal["replica", "control", "agreement"]
-"""Within which collectives are matched: groups of the same ranks are one channel, but for those of small messages."""
+"""Key within which collectives are matched: the ranks of a group, or the name of a group for small messages."""
 
 Result = TypeVar("Result")
 
@@ -53,7 +53,7 @@ class RankSet(Protocol):
 
 
 class Handle(ABC):
-    """A collective on its way."""
+    """A collective in flight."""
 
     collective: Collective
 
@@ -63,11 +63,11 @@ class Handle(ABC):
 
     @abstractmethod
     def result(self) -> Tensor:
-        """The result, as the collective's docstring says. Only once `done()`."""
+        """Return the result, as the collective's docstring defines it. Call it only once `done()`."""
 
 
 class Finished(Handle):
-    """A collective that needed no wire."""
+    """A collective that is complete at its start."""
 
     def __init__(self, collective: Collective, result: Tensor) -> None:
         self.collective = collective
@@ -96,7 +96,7 @@ class Comm(ABC):
     takes_turns: ClassVar[bool] = False
     """True if ranks take turns in one thread, so that none can wait for a later call of another."""
     elastic: bool = False
-    """True if ranks may join while others train, so that none may wait before it has their state."""
+    """True if ranks may join while others train; no collective may then wait before a new rank has its state."""
     survives: bool = False
     """True if ranks may be lost, or join, while the others train on: see `confirm` and `recover`."""
     generation: int = 0
@@ -106,15 +106,15 @@ class Comm(ABC):
     members: tuple[str, ...] = ()
     """Unique names of the processes by rank, if ranks survive."""
     copy_every: int = 0
-    """Steps from one copy of each rank's residual on another rank to the next, if ranks survive; 0 makes none."""
+    """Steps between copies of each rank's residual to another rank, if ranks survive; 0 for no copies."""
     link: Link | None = None
-    """How fast it is, the same on all ranks; None before it was measured."""
+    """Measured speed of the wire, the same on all ranks; None if not measured."""
     joins_replicas: bool = False
-    """Whether it is of one rank of each replica, as `across_replicas` makes."""
+    """True for a comm of one rank per replica, as `across_replicas` makes it."""
     is_part: bool = False
-    """Whether it is of some of the ranks only, as `among` makes."""
+    """True for a comm of a subset of the ranks, as `among` makes it."""
     no_threads: str = ""
-    """Why no other thread may use a second comm of the same ranks, as `among` makes; empty if one may."""
+    """Reason why no other thread may use a second comm of the same ranks, as `among` makes it; empty if one may."""
 
     def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
         if not 0 <= rank < size:
@@ -176,7 +176,7 @@ class Comm(ABC):
         self._set_nodes([rows.index(row) for row in rows])
 
     def _name_ranks(self, names: Sequence[str]) -> None:
-        """Let messages name the ranks of this comm so, in place of their numbers in it."""
+        """Name the ranks of this comm in messages, in place of their numbers in it."""
         ranks = Rank.of_group(names)
         self.rank = ranks[self.rank]
         self._ranks = {group: tuple(ranks[place] for place in of) for group, of in self._ranks.items()}
@@ -194,11 +194,11 @@ class Comm(ABC):
         self.checksums = checksums
 
     def copy_residuals(self, every: int) -> None:
-        """Copy each rank's residual to another rank every so many steps; 0 for no copies."""
+        """Copy each rank's residual to another rank every `every` steps; 0 for no copies."""
         self.copy_every = every
 
     def spread(self, streams: int) -> None:
-        """Use so many connections to each other rank from now on. Every rank must call it with the same number.
+        """Spread exchanges over `streams` connections to each other rank; every rank must call it with the same number.
 
         Raises ConfigError if the library has only one.
         """
@@ -207,23 +207,23 @@ class Comm(ABC):
             raise ConfigError(f"init(streams={streams}) is for the wire torch, not for {self.wire}{instead}")
 
     def ranks(self, group: Group = "world") -> tuple[int, ...]:
-        """The ranks of one of this rank's groups, ascending."""
+        """Return the ranks of one of this rank's groups, ascending."""
         return self._ranks[group]
 
     def size_of(self, group: Group) -> int:
-        """How many ranks share the group."""
+        """Return the number of ranks in the group."""
         return len(self.ranks(group))
 
     def is_void(self) -> bool:
-        """Whether the library was restarted since this comm was made: its ranks are gone, or have other numbers now."""
+        """Return True if the library was restarted since this comm was made; its ranks are gone or renumbered."""
         return False
 
     def _channel(self, group: Group) -> Channel:
-        """The group's key in the tables of a wire."""
+        """Return the group's key in the tables of a wire."""
         return group if group in ("replica", "control", "agreement") else self._ranks[group]
 
     def among(self, ranks: Iterable[int] | RankSet | Literal["node", "across"]) -> Comm:
-        """A comm of some of this comm's ranks, renumbered from 0 in ascending order.
+        """Return a comm of some of this comm's ranks, renumbered from 0 in ascending order.
 
         A rank outside, or alone in the set, gets a LocalComm. Every rank of this comm must call it with the same
         `ranks`: whole numbers, or an object that has them as `.ranks`, such as Horovod's ProcessSet; or "node" or
@@ -274,11 +274,11 @@ class Comm(ABC):
         return {"rank": ranks.index(self._rank_in("replica")), "size": len(ranks)}
 
     def _share_replica(self, comm: Comm, replicas: Sequence[tuple[int, ...]]) -> None:
-        """Give a comm of one rank per replica its group "replica"; every rank takes part in making each."""
+        """Give a comm of one rank per replica its group "replica"; every rank takes part in making each group."""
         raise ConfigError(f"sharded parameters are exchanged over torch.distributed, and the wire is {self.wire}")
 
     def _asked_for(self, given: Any) -> tuple[int, ...]:
-        """The ranks that `given` names, if all ranks name the same."""
+        """Return the ranks that `given` names, if all ranks name the same."""
         asked = getattr(given, "ranks", given)
         try:
             members = tuple(sorted(map(index, asked)))
@@ -363,8 +363,8 @@ class Comm(ABC):
         """
 
     def sent(self, collective: Collective) -> int:
-        """Bytes that this rank puts on the wire for a collective: by the bandwidth-optimal algorithm, or by one that
-        the wire is known to take.
+        """Return the bytes that this rank sends for a collective, by the algorithm of the wire if known, else the
+        bandwidth-optimal one.
         """
         return collective.sent(self.size_of(collective.group))
 
@@ -391,21 +391,22 @@ class Comm(ABC):
 
     @abstractmethod
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
-        """This rank's comm among two or more `members`, for which `given` was given; None if it is not one of them.
+        """Return this rank's comm of two or more `members`; None if this rank is not a member. `given` is the user's
+        argument.
 
         Called on every rank of this comm, so that all can take part in making the group.
         """
 
     def supports(self, collective: Collective) -> bool:
-        """Whether the library has this collective for this dtype; if not, `emulate` says it in terms of others."""
+        """Return True if the library has this collective for this dtype; otherwise `emulate` builds it from others."""
         return True
 
     def _supports_alone(self, collective: Collective) -> bool:
-        """Whether the wire itself wants to see collectives of a single rank."""
+        """Return True if the wire handles collectives of a single rank itself."""
         return False
 
     def emulate(self, collective: Collective) -> Exchange:
-        """A collective that the library lacks, as an exchange of those it has, at the same cost in bytes."""
+        """Carry out a collective that the library lacks, by supported ones, at the same cost in bytes."""
         size = self.size_of(collective.group)
         same = {"group": collective.group, "label": collective.label}
         tensor = collective.tensor
@@ -424,11 +425,11 @@ class Comm(ABC):
 
     @property
     def waits_at_start(self) -> bool:
-        """Whether ranks may wait for each other as soon as each is there, before any has taken a step."""
+        """True if ranks may wait for each other at start-up, before any has taken a step."""
         return not (self.takes_turns or self.elastic or self.survives)
 
     def nudge(self, user: int | None = None) -> None:  # noqa: B027  # no need if ranks run by themselves
-        """If ranks take turns, run the pending jobs of all ranks, of one user or of all, as far as they get."""
+        """Run the pending jobs of all ranks as far as possible, for one user or for all, if ranks take turns."""
 
     def attend(self, progress: Callable[[], None]) -> int:
         """Register a user of this wire and return its number, by which all ranks know it.
@@ -442,33 +443,36 @@ class Comm(ABC):
     # -- where ranks survive -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
-        """Take in the processes that have asked to join; called where the training loop of every rank begins a step."""
+        """Admit the processes that have asked to join; call it at the beginning of a step in every rank's training
+        loop.
+        """
 
     def close_admission(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
         """Take in no process until the next `begin_step`, as this rank is past the state that it would give."""
 
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
-        """Commit a step that this rank has prepared, or skips, together with all ranks.
+        """Commit a prepared or skipped step together with all ranks.
 
-        Returns False if the ranks have changed since. Raises CommError if the step is aborted on all survivors instead.
+        Returns False if the membership has changed since. Raises CommError if the step is aborted on all survivors
+        instead.
         """
         return True
 
     def complete(self, act: Callable[[], Result]) -> Result:
-        """Call a function of collectives on every rank; again after a loss, until all that are left have done it."""
+        """Call a function of collectives on every rank; after a loss repeat it until all survivors have done so."""
         return act()
 
     def recover(self, error: CommError | None = None) -> None:
-        """Go on with the ranks that are left after an error of this comm. Raises the error where they cannot."""
+        """Continue with the surviving ranks after an error of this comm. Raises the error if they cannot."""
         if error is not None:
             raise error
 
     def abort(self, code: int = 1) -> NoReturn:
-        """Exit with this code, and end the other ranks if the launcher would not."""
+        """Exit with this code; end the other ranks too if the launcher would not."""
         sys.exit(code)
 
     def before_close(self, leave: Callable[[], None]) -> None:
-        """Have `leave` called by `close`, while the other ranks can still be reached."""
+        """Register `leave`, to be called by `close` while the other ranks can still be reached."""
         self._leaving.append(leave)
 
     def close(self) -> None:
@@ -481,7 +485,7 @@ class Comm(ABC):
         me = self._rank_in(collective.group)
         others = [r for r in self._ranks[collective.group] if r != me]
         words = collective.describe()
-        # ranks of a replica have other numbers than the ranks of this comm, which can ask only each other
+        # ranks of a replica have other numbers than the ranks of this comm, and only the latter can be asked
         waiting = None if collective.group == "replica" else self._waiting(words)
         here = [rank for rank in others if waiting is not None and waiting.get(rank) == words]
         missing = [rank for rank in others if rank not in here]
@@ -500,11 +504,11 @@ class Comm(ABC):
         )
 
     def _rank_in(self, group: Group) -> int:
-        """This rank's number among those of a group."""
+        """Return this rank's number within a group."""
         return self.rank
 
     def _waiting(self, words: str) -> dict[int, str] | None:
-        """Tell the other ranks that this one's deadline for `words` has passed; return those of theirs.
+        """Tell the other ranks that this deadline for `words` has passed; return the collectives that they wait for.
 
         By rank; None if the wire cannot exchange it.
         """
@@ -529,11 +533,11 @@ class Comm(ABC):
         return f" Rank(s) {ranks} closed the connection: look there first." if ranks else ""
 
     def _gone(self) -> list[int]:
-        """Ranks that can no longer be reached, as far as the wire can tell after a failure."""
+        """Return the ranks that can no longer be reached, as far as the wire knows after a failure."""
         return []
 
     def _error(self, kind: type[CommError], message: str) -> CommError:
-        """A failure of the library as an exception."""
+        """Convert a failure of the library to an exception."""
         return kind(message)
 
     def _check(self, collective: Collective, size: int) -> None:
@@ -577,7 +581,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def alone(collective: Collective) -> Tensor:
-    """The result of a collective in a group of one rank."""
+    """Return the result of a collective in a group of one rank."""
     return collective.tensor.unsqueeze(0) if isinstance(collective, AllGather) else collective.tensor
 
 
@@ -586,14 +590,14 @@ def _one(collective: Collective) -> Exchange:
 
 
 def lowered(exchange: Generator[Collective, Tensor, Result], comm: Comm) -> Generator[Collective, Tensor, Result]:
-    """The same exchange as a wire carries it: in collectives that its library has, verified if checksums are on."""
+    """Return the exchange in collectives that the wire's library has, verified if checksums are on."""
     exchange = _emulated(exchange, comm)
     return checked(exchange, comm.rank) if comm.checksums else exchange
 
 
 def _emulated(exchange: Generator[Collective, Tensor, Result], comm: Comm) -> Generator[Collective, Tensor, Result]:
     def carry(collective: Collective) -> Exchange:
-        # each rank gets another sum, which nobody can compare: with checksums the summands travel instead
+        # each rank gets another sum, which cannot be compared: with checksums the summands travel instead
         cannot_be_checked = comm.checksums and isinstance(collective, ReduceScatter)
         if comm.supports(collective) and not cannot_be_checked:
             return (yield collective)

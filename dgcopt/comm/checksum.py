@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 def checked(exchange: Generator[Collective, Tensor, Result], rank: int) -> Generator[Collective, Tensor, Result]:
-    """Return the same exchange of this `rank` with a CRC-32 behind each message, which is verified on arrival.
+    """Return the exchange with a CRC-32 behind each message of this `rank`, verified on arrival.
 
     A sum has no sender: after an AllReduce the ranks compare checksums of its result instead, in one more round. A
     ReduceScatter has come as an AllToAll of its summands. Raises PayloadError, naming the sender if there is one.
@@ -60,7 +60,7 @@ def _sealed(collective: _Messages, rank: int) -> Exchange:
     packed = torch.cat([messages, sums], dim=1)
     sent = replace(collective, tensor=packed if to_each else packed[0])
     arrived = yield sent
-    collective.call(sent.label, sent.user)  # whoever started it may have labelled it
+    collective.call(sent.label, sent.user)  # its sender may have labelled it
     if isinstance(collective, SendRecv) and collective.source is None:
         return collective.tensor
     rows = arrived.view(-1, packed.shape[1])
@@ -94,7 +94,7 @@ def _compare(collective: AllReduce, result: Tensor, rank: int) -> Generator[AllG
 
 
 def _crc(message: Tensor) -> Tensor:
-    """CRC-32 of a row of bytes, as 4 bytes on the row's device."""
+    """Return the CRC-32 of a row of bytes, as 4 bytes on the row's device."""
     value = zlib.crc32(bytes_of(message))
     return torch.tensor(list(value.to_bytes(_CRC, "little")), dtype=torch.uint8, device=message.device)
 

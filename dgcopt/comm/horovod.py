@@ -24,13 +24,15 @@ _GLOO_TIMEOUT = 30
 _LATER = 5
 """Seconds between dgcopt's deadline, with an error that names the missing rank, and Gloo's, with one that does not.
 
+Gloo counts from the moment at which a rank stalls, dgcopt from the moment at which another rank begins to wait for it.
+
 Gloo counts from the moment at which a rank stands still, dgcopt from that at which another rank waits for it.
 """
 _MOVED = (*_REDUCED, torch.uint8, torch.int8)
 
 
 def horovod_torch() -> Any:
-    """The module `horovod.torch`, imported no earlier than it is needed. Raises CommError if it cannot be."""
+    """Import and return `horovod.torch`, at first use. Raises CommError if it cannot be imported."""
     try:
         import horovod.torch as hvd
     except ImportError as error:
@@ -73,12 +75,12 @@ class _Session:
         self._mark: int | None = None
 
     def leave_mark(self) -> None:
-        """Start an allreduce that nobody waits for. `hvd.shutdown()` drops its handle: so `is_over` knows of it."""
+        """Start an allreduce without a waiter, for `is_over`: `hvd.shutdown()` drops its handle."""
         if self._mark is None:
             self._mark = self.hvd.allreduce_async(torch.zeros(1), name="dgcopt", op=self.hvd.Sum)
 
     def is_over(self) -> bool:
-        """Whether Horovod was restarted since, as Horovod Elastic does when workers are lost or come."""
+        """Return True if Horovod was restarted since, as Horovod Elastic does when workers leave or join."""
         if not self.hvd.is_initialized():
             return False
         if self.place != (self.hvd.rank(), self.hvd.size()):
@@ -134,7 +136,7 @@ class HorovodComm(Comm):
                 self.node, self.nodes = self.cross_rank, self.cross_size = hvd.cross_rank(), hvd.cross_size()
                 self.local_rank, self.local_size = hvd.local_rank(), hvd.local_size()
                 return
-            # horovodrun's name of it with Gloo, by which Horovod counts local ranks; MPI goes by the machine's own
+            # with Gloo the name that horovodrun gives, by which Horovod counts local ranks; MPI uses the machine's own
             self._find_nodes(os.environ.get("HOROVOD_HOSTNAME", ""))
             for members in self._subgroups:
                 self._sets[members] = self._register(members, list(members))
@@ -151,7 +153,7 @@ class HorovodComm(Comm):
         return self._session is not HorovodComm._latest or self._session.is_over()
 
     def _register(self, members: tuple[int, ...], given: Any) -> Any:
-        """The process set of these ranks, registered if it is not yet; all ranks must call it, in the same order."""
+        """Return the process set of these ranks, registered if needed; all ranks must call it, in the same order."""
         if getattr(given, "process_set_id", None) is not None:
             self._session.registered[members] = given
         known = self._session.registered.get(members)
@@ -289,12 +291,12 @@ class _Unchanged(_Pending):
 
 
 def _is_elastic() -> bool:
-    """Whether Horovod Elastic runs, under which no process sets may be registered."""
+    """Return True under Horovod Elastic, which allows no process sets."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def _is_alive(process_set: Any) -> bool:
-    """Whether Horovod still knows a process set that was registered."""
+    """Return True if Horovod still knows a registered process set."""
     try:
         return process_set.size() is not None
     except ValueError:
@@ -303,7 +305,7 @@ def _is_alive(process_set: Any) -> bool:
 
 @functools.cache
 def _elastic(kind: type[CommError]) -> type[CommError]:
-    """The same exception that is also Horovod's own, which `hvd.elastic.run` catches."""
+    """Return the exception as a subclass of Horovod's own too, which `hvd.elastic.run` catches."""
     from horovod.common.exceptions import HorovodInternalError
 
     return type(kind.__name__, (kind, HorovodInternalError), {"__module__": kind.__module__})

@@ -161,7 +161,7 @@ def _announced(env: Mapping[str, str]) -> dict[str, int]:
 
 
 def _check_all_joined(comm: Comm, announced: Mapping[str, int], how: str) -> None:
-    """Raises ConfigError if a launcher announces more ranks than have joined."""
+    """Raise ConfigError if a launcher announces more ranks than have joined."""
     for name, size in announced.items():
         if size > comm.size:
             comm.close()
@@ -177,7 +177,7 @@ def _check_all_joined(comm: Comm, announced: Mapping[str, int], how: str) -> Non
 
 
 def _number(env: Mapping[str, str], name: str, least: int = 0, most: int = 2**63 - 1) -> int:
-    """The whole number that a variable holds. Raises ConfigError for anything else."""
+    """Return a variable's value as a whole number. Raises ConfigError for anything else."""
     text = env[name]
     if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
         numbers = f"of at least {least}" if most == 2**63 - 1 else f"from {least} to {most}"
@@ -189,7 +189,7 @@ def _number(env: Mapping[str, str], name: str, least: int = 0, most: int = 2**63
 
 
 def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
-    """Raises MismatchError unless all ranks say the same: those that differ would misread each other's messages."""
+    """Raise MismatchError unless all ranks have the same settings; others would misread each other's messages."""
     if comm.elastic:
         return
     mine = torch.tensor([checksums, streams])
@@ -207,8 +207,9 @@ def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
 
 
 def current_comm(given: Comm | None = None) -> Comm:
-    """The comm that was given; else that of `init`, joining now if it has not been called, and again if the library was
-    restarted.
+    """Return `comm` if given, else that of `init`.
+
+    Joins if `init` has not been called, and again if the library was restarted.
 
     Raises ConfigError for any other object.
     """
@@ -232,12 +233,12 @@ def _renew() -> None:
 
 
 def wire_in_use() -> str:
-    """The name of the wire that this process has joined by, or that `init` would choose."""
+    """Return the name of the wire that this process has joined by, or that `init` would choose."""
     return _current.wire if _current is not None else _detect(os.environ)[0]
 
 
 def shutdown() -> None:
-    """Forget the comm, so that `init` joins again; ends torch.distributed if `init` started it."""
+    """Clear the current comm, so that `init` joins again; end torch.distributed if `init` started it."""
     global _current
     if _current is not None:
         _current.close()

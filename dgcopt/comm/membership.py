@@ -1,4 +1,4 @@
-"""Membership: which ranks train on after some are lost, decided in one place, a key-value store that outlives them.
+"""Membership: agreement on the ranks that train on after a loss, through a key-value store that outlives them.
 
 An epoch is a period in which the ranks stay the same. When a rank is lost, each survivor announces itself for the next
 epoch. One of them, the proposer, collects the announcements and offers a membership by `compare_set`: the first offer
@@ -55,9 +55,9 @@ STORE, MEMBER = "DGCOPT_STORE", "DGCOPT_MEMBER"
 
 LATEST = "dgcopt/latest"
 POLL = 0.05
-"""Seconds between two looks of the proposer at the store."""
+"""Seconds between two polls of the store by the proposer."""
 STAGGERED = 10
-"""Ranks that take over one after another if proposers stay silent; all further ones take over together."""
+"""Number of ranks that take over one after another if proposers stay silent; all further ones take over together."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Write:
 
 @dataclass(frozen=True)
 class CompareSet:
-    """Set a key that does not exist yet; return the value that it has afterwards."""
+    """Set a key that does not exist yet; return its value afterwards."""
 
     key: str
     value: str
@@ -286,7 +286,7 @@ def agree(
 
 
 class _Census:
-    """What one rank knows of the members of the last epoch."""
+    """One rank's knowledge of the members of the last epoch."""
 
     def __init__(self, last: Epoch, announced: dict[str, Status]) -> None:
         self.last = last
@@ -315,7 +315,7 @@ class _Census:
         return position
 
     def update(self) -> Negotiation[None]:
-        """Look for the announcements, and ends, of those that are missing."""
+        """Poll for the announcements and ends of missing members."""
         number = self.last.number + 1
         for member in self.missing:
             text = yield Read(_alive_key(number, member))
@@ -327,7 +327,7 @@ class _Census:
                 self._noticed.add(member)
 
     def confirm_left(self) -> Negotiation[None]:
-        """Look for the ends of those that have announced themselves."""
+        """Poll for the ends of announced members."""
         for member in [*self.announced]:
             if (yield Read(gone_key(member))) is not None:
                 self.gone.add(member)
@@ -361,7 +361,7 @@ class _Census:
         )
 
     def tally(self, rules: Rules) -> str:
-        """For an error: how many ranks there are, and how many it takes."""
+        """Describe the present and required number of ranks, for an error."""
         return (
             f"{len(self.announced)} of {len(self.last.members)} ranks have answered, {len(self.gone)} are known to "
             f"have ended; it takes half of the others, at least one of them with state, and min_ranks={rules.min_ranks}"
@@ -369,7 +369,7 @@ class _Census:
 
 
 def _decision(with_state: list[Status]) -> int:
-    """Return how many commits count: the interrupted one too if a rank has made it or all have prepared it."""
+    """Return the number of valid commits: the interrupted one counts if a rank has made it or all have prepared it."""
     commits = max(one.commits for one in with_state)
     return commits + all(one.prepared and one.commits == commits for one in with_state)
 

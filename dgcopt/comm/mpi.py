@@ -160,7 +160,7 @@ class MPIComm(Comm):
 
 
 def _buffer(tensor: Tensor, kind: Any, parts: int = 1) -> list[Any]:
-    """The tensor's own memory as an mpi4py buffer, `parts` equal parts of it if the collective needs them.
+    """Return the tensor's own memory as an mpi4py buffer, in `parts` equal parts if the collective needs them.
 
     MPI counts elements in a C int, so long messages of bytes are counted in blocks.
     """

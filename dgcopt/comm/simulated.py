@@ -134,7 +134,7 @@ class _World:
         return _Seat(meeting, rank, collective)
 
     def all_started(self) -> int:
-        """Number of collectives started here and across replicas."""
+        """Return the number of collectives started here and across replicas."""
         return self.started + sum(part._world.started for part in self.parts.values())
 
 
@@ -175,14 +175,14 @@ class SimulatedComm(Comm):
         return self
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        """Wait by moving the missing ranks' exchanges on.
+        """Wait by advancing the missing ranks' exchanges.
 
         Raises the errors of their own code unchanged, and CommError if they cannot get there.
         """
         while not handle.done():
             assert isinstance(handle, _Seat)
             missing, user = handle.meeting.missing(), handle.collective.user
-            # a missing rank may itself wait for one that has come here, but is behind in another collective
+            # a missing rank may itself wait for one that has arrived here, but is behind in another collective
             if not self._move(missing, user) and not self._move((r for r in range(self.size) if r != self.rank), user):
                 raise CommError(
                     f"rank {self.rank} waits for {handle.collective.describe()}, which rank(s) "
@@ -192,12 +192,12 @@ class SimulatedComm(Comm):
         return handle.result()
 
     def nudge(self, user: int | None = None) -> None:
-        """Move all ranks' exchanges, those of one user or of all, on as far as they get without any rank waiting."""
+        """Advance all ranks' exchanges, for one user or for all, until each waits for a rank."""
         while self._move(range(self.size), user):
             pass
 
     def _move(self, ranks: Iterable[int], user: int | None) -> bool:
-        """Move the exchanges of these ranks on, those of one user or of all; returns whether any got further."""
+        """Advance the exchanges of these ranks, for one user or for all; return True if any got further."""
         if self._whole is not None:
             whole = self._whole._world
             before = whole.all_started()
@@ -210,7 +210,7 @@ class SimulatedComm(Comm):
 
 
 def _progress(world: _World, ranks: Iterable[int], user: int | None) -> None:
-    """Move the exchanges of some ranks on, those of one user or of all."""
+    """Advance the exchanges of some ranks, for one user or for all."""
     for rank in ranks:
         for number, reference in enumerate(world.users[rank]):
             progress = reference() if user is None or number == user else None
@@ -219,7 +219,7 @@ def _progress(world: _World, ranks: Iterable[int], user: int | None) -> None:
 
 
 def simulated_world(size: int, nodes: int = 1, checksums: bool = False) -> list[SimulatedComm]:
-    """`size` ranks spread evenly over `nodes` machines, rank 0 first, with `checksums` as in `dgcopt.init`.
+    """Return `size` ranks spread evenly over `nodes` machines, rank 0 first, with `checksums` as in `dgcopt.init`.
 
     Raises ConfigError if the ranks do not divide.
     """
@@ -232,7 +232,7 @@ def simulated_world(size: int, nodes: int = 1, checksums: bool = False) -> list[
 
 
 def _comms(node_of: Sequence[int]) -> list[SimulatedComm]:
-    """All ranks of a new world, one for each machine number."""
+    """Return all ranks of a new world, one for each machine number."""
     world = _World(node_of)
     return [SimulatedComm(world, rank) for rank in range(len(node_of))]
 

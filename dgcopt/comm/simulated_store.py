@@ -29,8 +29,8 @@ Life: TypeAlias = Generator[Operation | Pause, str | None, Any]
 class Process:
     """One simulated process.
 
-    Attributes: `result` and `error`, how its life has ended, and `time`, when; `operations`, of the store, by kind;
-    `nbytes`, of keys and values.
+    Attributes: `result` and `error`, its outcome; `time`, when it ended; `operations`, store operations by kind;
+    `nbytes`, bytes of keys and values.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Simulation:
         self._waiting: dict[str, list[Process]] = {}
 
     def now(self) -> float:
-        """The virtual time in seconds."""
+        """Return the virtual time in seconds."""
         return self.time
 
     def start(self, name: str, life: Life) -> Process:
@@ -76,7 +76,7 @@ class Simulation:
         return process
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Have something happen later."""
+        """Schedule a call after some seconds."""
         heapq.heappush(self._events, (self.time + seconds, next(self._order), act))
 
     def kill(self, process: Process) -> None:
@@ -124,7 +124,7 @@ class Simulation:
         except Exception as error:
             process.ended, process.error = True, error
         else:
-            # the request travels, and takes effect at the store even if its sender is gone by then
+            # the request takes effect at the store even if its sender has ended by then
             turn = process.turn
             self.after(self._delay(), lambda: self._carry_out(process, operation, turn))
 

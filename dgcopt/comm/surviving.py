@@ -1,4 +1,4 @@
-"""The wire torch among ranks of which some may be lost while the others train on.
+"""The torch wire for jobs that train on after ranks are lost.
 
 Ranks meet in a store that outlives each of them, hosted by the agent of `dgcopt run --survive`. Each epoch, a period in
 which the ranks stay the same, has Gloo groups of its own. A rank whose collective fails leaves them first: it shuts its
@@ -62,17 +62,17 @@ __all__ = ["SurvivingComm", "TCPKeyValueStore"]
 log = logging.getLogger("dgcopt")
 
 LOOK = 0.2
-"""Seconds between two looks of rank 0 for processes that ask to join, and of every rank for the end of an epoch."""
+"""Seconds between two polls: of rank 0 for processes that ask to join, and of every rank for the end of an epoch."""
 
 BUILD = 20.0
-"""Longest seconds for building the groups of an epoch, whose members are all known to wait for it."""
+"""Longest seconds for building the groups of an epoch; all members are known to be waiting for it."""
 
 PAUSE = 0.005
-"""Seconds between two looks at the store of a rank that has nothing else to do."""
+"""Seconds between two polls of the store by an idle rank."""
 
 
 class TCPKeyValueStore:
-    """torch's TCPStore as the membership protocol needs it. Raises CommError once the store is gone."""
+    """torch's TCPStore with the interface of the membership protocol. Raises CommError once the store is gone."""
 
     def __init__(self, host: str, port: int, deadline: float = DEADLINE) -> None:
         self._place = f"{host}:{port}"
@@ -97,7 +97,7 @@ class TCPKeyValueStore:
             return bytes(self.tcp.compare_set(key, "", value)).decode()
 
     def wait(self, key: str, seconds: float) -> str | None:
-        # torch's own wait logs two lines whenever its time is up, and keeps other threads from the store meanwhile
+        # torch's own wait logs two lines at each timeout, and blocks other threads' access to the store meanwhile
         end, pause = time.monotonic() + seconds, PAUSE / 4
         while (value := self.get(key)) is None and time.monotonic() < end:
             time.sleep(pause)
@@ -120,7 +120,7 @@ class TCPKeyValueStore:
 
 
 class GlooComm(Comm):
-    """Collectives over Gloo groups that are made by hand; CUDA tensors travel through the host."""
+    """Collectives over hand-made Gloo groups; CUDA tensors travel through the host."""
 
     wire = "torch"
 
@@ -178,7 +178,7 @@ class GlooComm(Comm):
         return Works(collective, works, output, divide_by, to_all)
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        """As `Comm.wait`, blocking inside the library."""
+        """Wait as `Comm.wait` does, blocking inside the library."""
         if not isinstance(handle, Works):
             return super().wait(handle, deadline)
         limit = self.deadline if deadline is None else deadline
@@ -198,11 +198,11 @@ class GlooComm(Comm):
 
 
 Transfer: TypeAlias = Callable[[Comm], None]
-"""Gives this rank's state, as rank 0 of a comm, to its other ranks; on these takes it."""
+"""Sends this rank's state, as rank 0 of a comm, to its other ranks; there it receives the state."""
 
 
 class SurvivingComm(GlooComm):
-    """One rank's end of a wire whose ranks may be lost and come back; made by `dgcopt.init(survive=True)`.
+    """One rank's end of a wire that survives the loss of ranks; made by `dgcopt.init(survive=True)`.
 
     `rank` and `size` change when the membership does: at the end of a failed step, and at the first gradient of a step
     if a process has asked to join. A process that comes back is alone until it has taken over the state of a live rank
@@ -237,18 +237,18 @@ class SurvivingComm(GlooComm):
         self._live = threading.Lock()
         self._for_groups: TCPKeyValueStore | None = None
         self._for_watching: TCPKeyValueStore | None = None
-        self._connected: int | None = None  # the epoch whose connections are open
+        self._connected: int | None = None  # epoch of the open connections
         self._watcher: threading.Thread | None = None
         if not drive(has_begun(), store):
             self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
 
     def give_state_by(self, transfer: Transfer) -> None:
-        """Admit newcomers from now on: `transfer` gives them this rank's state."""
+        """Admit newcomers from now on; `transfer` sends them this rank's state."""
         self.give = transfer
 
     @staticmethod
     def from_environment(env: Mapping[str, str], rules: Rules) -> SurvivingComm:
-        """Join as the agent of `dgcopt run --survive` says. Raises ConfigError if there is none."""
+        """Join with the settings of the agent of `dgcopt run --survive`. Raises ConfigError if there is none."""
         missing = [name for name in (STORE, MEMBER, "RANK", "WORLD_SIZE") if name not in env]
         if missing:
             raise ConfigError(
@@ -264,7 +264,7 @@ class SurvivingComm(GlooComm):
     # -- epochs ------------------------------------------------------------------------------------------------------
 
     def _begin(self, epoch: Epoch) -> None:
-        """Build the groups of an epoch, which may fail; on return this rank has its rank in it."""
+        """Build the groups of an epoch and take this rank's number in it. May fail."""
         self.epoch, self.generation, self.members = epoch, epoch.number + 1, epoch.members
         self._set_ranks(epoch.members.index(self._me.member), len(epoch.members))
         places = [json.loads(where) for where in epoch.where]
@@ -288,8 +288,8 @@ class SurvivingComm(GlooComm):
     def _build(self, epoch: Epoch, prefix: str, channels: dict[Channel, list[str]]) -> dict[Channel, Any]:
         """Build a group of the members of each channel.
 
-        Raises CommError or RuntimeError if they do not all come; at once if one is known to have ended, of which Gloo
-        takes no notice. Its attempt is left to a thread then.
+        Raises CommError or RuntimeError if they do not all come, at once if one is known to have ended: Gloo does not
+        notice that. The attempt is then left to a thread.
         """
         built: dict[Channel, Any] = {}
         failures: list[Exception] = []
@@ -299,7 +299,7 @@ class SurvivingComm(GlooComm):
                 store, self._for_groups = self._for_groups or self._connection(), None
                 for channel, members in channels.items():
                     built[channel] = self._group(store, f"{epoch.number}/{prefix}{channel}", members)
-                self._for_groups = store  # unless it waits in vain: then the next groups need another one
+                self._for_groups = store  # unless it waits in vain: the next groups then need another one
             except Exception as error:  # raised below, in the thread that waits
                 failures.append(error)
 
@@ -316,15 +316,15 @@ class SurvivingComm(GlooComm):
             thread.join(LOOK)
         if failures:
             raise failures[0]
-        if self._connected != epoch.number:  # another rank has left it meanwhile, whose thread may still have built
+        if self._connected != epoch.number:  # another rank has left it meanwhile; its thread may still have built
             raise CommError(f"a rank has left epoch {epoch.number} while its groups were built")
         return built
 
     def _connection(self) -> TCPKeyValueStore:
-        """Return a further connection to the store, for a thread: torch keeps other threads from one that waits.
+        """Return a further connection to the store, for a thread: torch blocks other threads while one waits.
 
-        Each is kept for later epochs, since torch's store looks up the name of whoever connects, and serves nobody
-        meanwhile: seconds if no name server answers.
+        Connections are kept for later epochs: torch's store looks up the name of each client, and serves nobody
+        meanwhile, for seconds if no name server answers.
         """
         return TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
 
@@ -339,7 +339,7 @@ class SurvivingComm(GlooComm):
         return group
 
     def _watch(self, epoch: Epoch) -> None:
-        """Shut this rank's connections down once another one has left the epoch; on rank 0, look for newcomers."""
+        """Shut this rank's connections down once another rank has left the epoch; on rank 0, poll for newcomers."""
         with contextlib.suppress(CommError):
             store = self._for_watching = self._for_watching or self._connection()
             while True:
@@ -355,7 +355,7 @@ class SurvivingComm(GlooComm):
                     return
 
     def _disconnect(self, epoch: Epoch) -> None:
-        """Shut down the connections of an epoch, so that whoever waits in them fails at once, here and elsewhere."""
+        """Shut down the connections of an epoch, so that every wait in them fails at once, here and elsewhere."""
         with self._live:
             if self._connected == epoch.number:
                 _shut_down(self._address, self._peers)
@@ -367,7 +367,7 @@ class SurvivingComm(GlooComm):
         self._disconnect(self.epoch)
         try:
             self._store.set(failed_key(self.epoch), str(self.rank))
-        finally:  # a process that ends with open groups is aborted by their threads
+        finally:  # open groups abort a process that ends, from their threads
             for group in self._groups.values():
                 group.abort()
             self._groups.clear()
@@ -380,7 +380,7 @@ class SurvivingComm(GlooComm):
             self.recover()
 
     def recover(self, error: CommError | None = None) -> None:
-        """Go on with the ranks that are left, and those that ask to join, as the next epoch.
+        """Begin the next epoch with the surviving ranks and those that ask to join.
 
         Afterwards the step that `error` has interrupted is committed, if `commits` has grown, or else aborted on all.
         Raises VotedOut if the others have gone on without this rank, QuorumLost if too few are left.
@@ -418,7 +418,7 @@ class SurvivingComm(GlooComm):
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
-        """As `Comm.confirm`; if it raises CommError the next epoch has begun."""
+        """Commit as `Comm.confirm` does; if it raises CommError the next epoch has begun."""
         self._prepared = True
         wanted = torch.tensor([self._is_asked], dtype=torch.int32)
         before = self.commits
@@ -437,7 +437,7 @@ class SurvivingComm(GlooComm):
         return True
 
     def begin_step(self) -> None:
-        """Take in those that have asked to join; every rank calls it between two steps.
+        """Admit processes that ask to join; every rank calls it between two steps.
 
         Raises ConfigError on a rank that has come back and has no state yet.
         """
@@ -461,7 +461,7 @@ class SurvivingComm(GlooComm):
         self._admits = False
 
     def complete(self, act: Callable[[], Result]) -> Result:
-        """As `Comm.complete`: the function ends with a commit of its own."""
+        """Call as `Comm.complete` does; the function ends with a commit of its own."""
         self.close_admission()
         while True:
             generation = self.generation
@@ -472,7 +472,7 @@ class SurvivingComm(GlooComm):
             except (VotedOut, QuorumLost):
                 raise
             except CommError as error:
-                if self.generation == generation:  # else the confirmation has recovered already
+                if self.generation == generation:  # otherwise the confirmation has recovered already
                     self.recover(error)
 
     def _start_labelled(self, collective: Collective, label: str) -> Handle:
@@ -483,11 +483,11 @@ class SurvivingComm(GlooComm):
 
     @property
     def is_pending(self) -> bool:
-        """True for a process that has come back and has no state yet."""
+        """True for a process that has rejoined and has no state yet."""
         return self.epoch is None or self.commits < 0
 
     def _hand_over(self, epoch: Epoch) -> None:
-        """Give this rank's state to the newcomers, if it is the first that has state."""
+        """Send this rank's state to the newcomers, if this is the first rank with state."""
         giver = next(member for member in epoch.members if member not in epoch.newcomers)
         if giver != self._me.member:
             return
@@ -496,13 +496,13 @@ class SurvivingComm(GlooComm):
             if self.give is None:
                 raise CommError("dgcopt.survive.State.sync() was not called here")
             self.give(self._pair(epoch))
-        except (CommError, RuntimeError) as error:  # the newcomer is gone, as the vote will tell
+        except (CommError, RuntimeError) as error:  # the newcomer is gone, as the vote will show
             log.warning("dgcopt: rank %d could not give its state to a new rank: %s", self.rank, error)
             return
         log.info("dgcopt: rank %d gave its state to %s in %.2f s", self.rank, epoch.newcomers, time.monotonic() - start)
 
     def _pair(self, epoch: Epoch) -> Comm:
-        """A comm of the rank that gives its state, as rank 0, and the newcomers."""
+        """Return a comm of the sender of state, as rank 0, and the newcomers."""
         giver = next(member for member in epoch.members if member not in epoch.newcomers)
         members = [giver, *epoch.newcomers]
         comm = GlooComm(members.index(self._me.member), len(members), self.deadline)
@@ -511,7 +511,7 @@ class SurvivingComm(GlooComm):
         return comm
 
     def come_back(self, take: Transfer) -> None:
-        """Join the ranks that train, and take over the state of one of them.
+        """Join the training ranks, and receive the state of one of them.
 
         Raises QuorumLost if they do not take this process in before the deadline.
         """
@@ -529,7 +529,7 @@ class SurvivingComm(GlooComm):
                 self.recover()
 
     def close(self) -> None:
-        """Leave for good, and tell the others, who need not wait then."""
+        """Leave permanently and tell the other ranks, so that they need not wait."""
         super().close()
         with contextlib.suppress(CommError):
             self._store.set(gone_key(self._me.member), "left")
@@ -545,7 +545,7 @@ def _machine() -> str:
 
 
 def _device() -> tuple[object, tuple[str, int]]:
-    """Make Gloo's device of this process; return it with the address at which it listens."""
+    """Make Gloo's device for this process; return it with the address at which it listens."""
     before = _listening()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     make = dist.ProcessGroupGloo
@@ -557,7 +557,7 @@ def _device() -> tuple[object, tuple[str, int]]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Copies of the TCP sockets of this process."""
+    """Return copies of this process's TCP sockets."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -567,7 +567,7 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _end_waits_after(deadline: float, port: int) -> None:
-    """Let connections to a port fail once the network has been silent for the deadline; torch's store waits on."""
+    """Make connections to a port fail after the network was silent for the deadline; torch's store would wait on."""
     pause = max(1, int(deadline / 4))
     for one in _sockets():
         with contextlib.suppress(OSError):
@@ -587,9 +587,9 @@ def _listening() -> set[tuple[str, int]]:
 
 
 def _shut_down(mine: tuple[str, int], theirs: set[tuple[str, int]]) -> None:
-    """Shut down the connections of Gloo: those to its own address, and those to the addresses of other ranks.
+    """Shut down Gloo's connections: those to its own address, and those to the addresses of other ranks.
 
-    Its `abort` does not: a thread that waits for a rank that stands still keeps the connections to all others open.
+    Its `abort` does not: while a thread waits for a stalled rank, the connections to all others stay open.
     """
     for one in _sockets():
         with contextlib.suppress(OSError):

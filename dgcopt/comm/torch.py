@@ -1,4 +1,4 @@
-"""The wire of torch.distributed: Gloo on CPU, NCCL on CUDA. Nothing to build and nothing to start."""
+"""The wire of torch.distributed: Gloo on CPU, NCCL on CUDA. Needs no build and no daemon."""
 
 from __future__ import annotations
 
@@ -42,25 +42,23 @@ NOTICE = 0.5
 """Seconds within which Gloo notices that all connections to a lost process are closed."""
 
 NCCL_STREAMS = "NCCL_SOCKET_NTHREADS"
-"""How many threads, each with a connection of its own, serve one of NCCL's connections between machines."""
+"""NCCL's setting for the number of threads, each with its own socket, per connection between machines."""
 
 CUT = 2**18
-"""Least bytes of a piece of a message that is cut for several connections."""
+"""Minimum bytes per piece of a message that is cut for several connections."""
 
 COPIES, PACKET = 2**20, 1400
-"""Bytes that a rank sends to all others together, at most, in an exchange of all with all: of a message to be gathered,
-and of numbers to be reduced.
+"""Largest total bytes that a rank sends directly to all others instead of around Gloo's ring, for gathers and sums.
 
-Gloo passes both around a ring, in which each of N - 1 or 2 (N - 1) messages waits for the one before: eight ranks on
-two cores take 2.8 ms of CPU time to gather, and 1.1 if each sends to all at once. But the bytes of a ring's sum do not
-grow with N.
+In a ring each of N - 1 or 2 (N - 1) messages waits for the previous one: with eight ranks on two cores a gather takes
+2.8 ms of CPU time, and 1.1 ms if each rank sends to all at once. The bytes of a ring's sum do not grow with N, though.
 """
 
 LATE = "dgcopt waits, rank "
-"""Store key, before a rank's number, of the collective for which its deadline has passed."""
+"""Prefix of the store key, before a rank's number, that holds the collective for which its deadline has passed."""
 
 PROBE = 1_000_003
-"""The tag of messages that test whether a rank can be reached; nothing else uses it."""
+"""Tag of messages that test if a rank can be reached; nothing else uses it."""
 
 _GIVEN_UP: list[dist.Work] = []
 """Collectives without a waiter: their deadline has passed, or the wire has failed."""
@@ -75,7 +73,7 @@ REDUCE = {"average": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.Re
 
 
 class Works(Handle):
-    """The pending works of one collective, and the tensor they fill; of an AllReduce maybe `rows` to be reduced."""
+    """The pending works of one collective, and the tensor that they fill; for some AllReduces `rows` to be reduced."""
 
     def __init__(
         self, collective: Collective, works: list[dist.Work], output: Tensor, divide_by: int, rows: bool
@@ -95,7 +93,7 @@ class Works(Handle):
         while self.works:
             work = self.works.pop()
             try:
-                # on NCCL this only orders the streams, so the host goes on and the process group's own deadline holds
+                # on NCCL this only orders the streams: the host continues, and the process group's own deadline holds
                 work.wait(*[timedelta(seconds=seconds)] if on_cpu else [])
             except RuntimeError:
                 _GIVEN_UP[:] = [one for one in (*_GIVEN_UP, work) if not one.is_completed()]  # each holds its tensors
@@ -187,7 +185,7 @@ class TorchComm(Comm):
         self._make_groups()
 
     def _find_shared_devices(self) -> None:
-        """Choose Gloo for CUDA tensors if two ranks have one GPU, which NCCL refuses at its first collective."""
+        """Choose Gloo for CUDA tensors if two ranks share a GPU, which NCCL refuses at its first collective."""
         if self._gpu_only or not torch.cuda.is_available():
             return
         name = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid).encode()[:64]
@@ -202,7 +200,7 @@ class TorchComm(Comm):
             )
 
     def _make_groups(self) -> None:
-        """Make a process group of all ranks and every sub-group; every rank has to take part in making each."""
+        """Make a process group of all ranks and of every sub-group; every rank must take part in making each."""
         if self._world is None or self._backend is not None:
             self._groups[self.ranks()] = self._new_group(self.ranks())
             self._lanes = [self._groups[self.ranks()]]
@@ -213,7 +211,7 @@ class TorchComm(Comm):
                 self._groups[members] = made
 
     def spread(self, streams: int) -> None:
-        """As `Comm.spread`, by process groups, each of which has its own connections; NCCL by a setting of its own."""
+        """Spread exchanges over process groups, each with its own connections; on NCCL by its own setting."""
         self.streams = streams
         if streams == 1:
             return
@@ -224,7 +222,7 @@ class TorchComm(Comm):
             self._lanes += [self._new_group(self.ranks(), "gloo") for _ in range(1, streams)]
 
     def _lanes_of(self, collective: Collective) -> list[dist.ProcessGroup | None]:
-        """The groups over which a collective travels: one after another has its turn, large ones are cut in pieces."""
+        """Return the groups that carry a collective: they take turns, and large messages are cut into pieces."""
         channel, tensor = self._channel(collective.group), collective.tensor
         if channel != self.ranks() or tensor.device.type != "cpu" or len(self._lanes) == 1:
             return [self._groups[channel]]
@@ -265,7 +263,7 @@ class TorchComm(Comm):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's own name for these ranks."""
+        """Return torch's process group of these ranks."""
         group = self._world if self._world is not None else dist.group.WORLD
         assert group is not None
         return group
@@ -341,7 +339,7 @@ class TorchComm(Comm):
     def _connect(
         self, collective: Collective, tensor: Tensor, group: dist.ProcessGroup | None
     ) -> list[dist.Work | None]:
-        """Launch one tiny allreduce in a new NCCL group, as its first sends and receives need all of its ranks."""
+        """Launch one tiny allreduce in a new NCCL group, whose first sends and receives need all of its ranks."""
         channel = self._channel(collective.group)
         if tensor.is_cpu or channel in self._connected or "nccl" not in _backends(group):
             return []
@@ -356,7 +354,7 @@ class TorchComm(Comm):
         return dist.get_global_rank(self._world, rank) if self._world is not None else rank
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        """As `Comm.wait`, blocking inside the library: no polling on CPU, no host synchronisation on NCCL."""
+        """Wait as `Comm.wait` does, inside the library: no polling on CPU, no host synchronisation on NCCL."""
         if not isinstance(handle, Works):
             return super().wait(handle, deadline)
         limit = self.deadline if deadline is None else deadline
@@ -374,7 +372,7 @@ class TorchComm(Comm):
             raise self._failed(handle.collective, error) from error
 
     def finish_on_device(self, deadline: float | None = None) -> None:
-        """As `Comm.finish_on_device`: poll NCCL's works, so that the deadline passes here and not in a read."""
+        """Wait as `Comm.finish_on_device` does: poll NCCL's works, so that a timeout is raised here, not in a read."""
         if not self._on_device:
             return
         limit = self.deadline if deadline is None else deadline
@@ -391,9 +389,9 @@ class TorchComm(Comm):
                 raise self._failed(collective, error)
 
     def _waiting(self, words: str) -> dict[int, str] | None:
-        """Through the rendezvous store. A thread asks it, because its machine may be the lost one."""
+        """Ask through the rendezvous store, in a thread, because the store's machine may be the lost one."""
         group = self._groups.get("control")
-        if group is None:  # it was late while they were made
+        if group is None:  # the deadline passed while the threads were made
             return None
         found: dict[int, str] = {}
         asked = threading.Event()
@@ -416,13 +414,14 @@ class TorchComm(Comm):
         return dict(found) if asked.wait(2 * NOTICE) else None
 
     def _gone(self) -> list[int]:
-        """Gloo names a lost rank by its address only, but refuses at once to send there: so each rank is tried.
+        """Return the ranks that Gloo refuses to send to.
 
-        A failed collective may close its group's connections to ranks that are alive, but not those of other groups.
+        Gloo names a lost rank by its address only, but refuses at once to send to it, so each rank is tried. A failed
+        collective may close its group's connections to live ranks too, but not those of other groups.
         """
         channels: list[Channel] = ["control", *([] if self._gpu_only else [self.ranks()])]
         groups = [self._groups[channel] for channel in channels if channel in self._groups]
-        if not groups:  # it failed while they were made
+        if not groups:  # it failed while the groups were made
             return []
         others, end = [rank for rank in self.ranks() if rank != self.rank], time.monotonic() + NOTICE
         while True:
@@ -432,7 +431,7 @@ class TorchComm(Comm):
             time.sleep(0.01)
 
     def _reaches(self, rank: int, group: dist.ProcessGroup | None) -> bool:
-        """Whether Gloo accepts a message to a rank. Nobody waits for it to arrive."""
+        """Return True if Gloo accepts a message to a rank, without waiting for its arrival."""
         try:
             dist.isend(torch.zeros(1), self._global(rank), group, tag=PROBE)
         except RuntimeError:
@@ -473,7 +472,7 @@ def _release_gil() -> None:
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:
-    """The back ends of a group, per device type, as torch writes them."""
+    """Return the back ends of a group by device type, in torch's notation."""
     try:
         return str(dist.get_backend_config(group))
     except (AttributeError, ValueError):

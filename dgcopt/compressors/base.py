@@ -153,7 +153,7 @@ class Compressor:
         """
 
     def __repr__(self) -> str:
-        """The settings. Ranks compare them when an optimizer is wrapped."""
+        """Return the settings; ranks compare them when an optimizer is wrapped."""
         settings = [f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_")]
         return f"{type(self).__name__}({', '.join(settings)})"
 

@@ -61,7 +61,8 @@ REFUSED = {
 
 
 def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
-    """A communication hook of DistributedDataParallel as a compressor, with the arguments of `register_comm_hook`.
+    """Return a communication hook of DistributedDataParallel as a compressor; takes the arguments of
+    `register_comm_hook`.
 
         state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.from_ddp_hook(state, powerSGD_hook))

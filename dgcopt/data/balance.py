@@ -169,7 +169,7 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         return self.counted(self.of_rank(self.rank))
 
     def __len__(self) -> int:
-        """Number of this rank's samples per epoch."""
+        """Return the number of this rank's samples per epoch."""
         short, longer = divmod(len(self.costs), self.num_replicas)
         if self.uneven:  # the first ranks have one sample more
             return short + (self.rank < longer)
@@ -257,7 +257,7 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
         return self.counted(self.batches())
 
     def __len__(self) -> int:
-        """Number of this rank's batches per epoch."""
+        """Return the number of this rank's batches per epoch."""
         return len(self.batches())
 
     def batches(self) -> list[list[int]]:

@@ -49,7 +49,7 @@ class Store:
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         raise NotImplementedError
 
     def warn(self, problem: str) -> None:
@@ -134,11 +134,11 @@ class DiskStore(Store):
         return self.path / "samples.sqlite"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Each process opens the file for itself."""
+        """Pickle without the open file: each process opens its own."""
         return {"path": self.path, "capacity": self.capacity, "_opened": None, "_away_until": 0.0}
 
     def _ask(self, command: str, *values: bytes) -> list[Any]:
-        """As `_run`, but nothing from a file that fails, which the log says once."""
+        """Run as `_run` does, but return nothing for a file that fails; log that once."""
         if time.monotonic() < self._away_until:
             return []
         try:
@@ -273,7 +273,7 @@ class RedisStore(Store):
         return sum(1 for client in self._clients for _ in client.scan_iter(PREFIX + b"*", count=1000))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Each process connects for itself."""
+        """Pickle without the connection: each process opens its own."""
         return {"urls": self.urls}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -304,13 +304,13 @@ AWAY = 30.0
 
 
 def _named(url: str) -> str:
-    """A URL without its password."""
+    """Return a URL without its password."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def open_store(store: str | Sequence[str] | Store, capacity: int | None = None) -> Store:
-    """The store of a name: "memory", "disk", "disk:PATH", or one or several URLs of Redis servers.
+    """Return the store of a name: "memory", "disk", "disk:PATH", or one or several URLs of Redis servers.
 
     Raises ConfigError for others, and for a capacity if the store has its own.
     """

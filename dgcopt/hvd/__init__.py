@@ -186,7 +186,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def DistributedOptimizer(
     optimizer: AnyOptimizer, *args: Any, on_divergence: OnDivergence = "warn", **settings: Any
 ) -> AnyOptimizer:
-    """As `dgcopt.DistributedOptimizer`, with the same arguments; but ranks that come apart train on, as with Horovod.
+    """Wrap an optimizer as `dgcopt.DistributedOptimizer` does; but diverging ranks train on, as with Horovod.
 
     Ranks that start from other weights, optimizer state or settings, and that change them apart, are a warning in the
     log of every rank. `on_divergence="raise"` makes it an error, the default of `dgcopt.DistributedOptimizer`.

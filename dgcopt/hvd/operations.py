@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 Average, Sum, Adasum, Min, Max, Product = range(6)
-"""The same numbers as Horovod's, so that either library's can be given to the other."""
+"""Numbers equal to Horovod's, so that either library's constants work in the other."""
 
 _REDUCTIONS: dict[Any, Reduction] = {Average: "average", Sum: "sum", Min: "min", Max: "max"}
 
@@ -63,7 +63,7 @@ _REDUCTIONS: dict[Any, Reduction] = {Average: "average", Sum: "sum", Min: "min",
 
 
 def _labels(operation: str, name: str | None, process_set: ProcessSet) -> tuple[str, str]:
-    """Return the name of a collective for the comparison over ranks, and its label on the wire.
+    """Return a collective's name for the comparison over ranks, and its label on the wire.
 
     Unnamed collectives are numbered on the wire, as Horovod refuses two of one name at a time.
     """

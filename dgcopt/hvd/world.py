@@ -1,4 +1,4 @@
-"""Ranks, process sets, and which libraries carry messages."""
+"""Ranks, process sets, and the libraries that carry messages."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ class ProcessSet:
         return f"ProcessSet({self.ranks})"
 
     def included(self) -> bool:
-        """Whether this rank is in the set."""
+        """Return True if this rank is in the set."""
         return rank() in self.ranks
 
     def rank(self) -> int | None:
-        """This rank's place in the set; None outside."""
+        """Return this rank's place in the set; None outside."""
         return self.ranks.index(rank()) if self.included() else None
 
     def size(self) -> int:
-        """How many ranks the set has."""
+        """Return the number of ranks in the set."""
         return len(self.ranks)
 
     def place_of(self, root_rank: int) -> int:
-        """A rank's place in the set. Raises ConfigError if it is not in it."""
+        """Return a rank's place in the set. Raises ConfigError if it is not a member."""
         if root_rank not in self.ranks:
             raise ConfigError(f"root_rank {root_rank} is not in {self}")
         return self.ranks.index(root_rank)
@@ -113,7 +113,7 @@ def _leave_sets() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Return True if `init` has been called, and `shutdown` not since."""
     return global_process_set._comm is not None
 
 
@@ -165,7 +165,7 @@ def _joined() -> Comm:
 
 
 def comm_of(process_set: ProcessSet) -> Comm:
-    """The comm of an added set. Raises ConfigError if it was not added, or this rank is not in it."""
+    """Return the comm of an added set. Raises ConfigError if it was not added, or this rank is not in it."""
     me = _joined().rank
     if process_set._comm is None:
         raise ConfigError(f"{process_set} has not been added: hvd.add_process_set() does, on all ranks")
@@ -178,32 +178,32 @@ def comm_of(process_set: ProcessSet) -> Comm:
 
 
 def rank() -> int:
-    """This process's number, from 0."""
+    """Return this process's number, from 0."""
     return _joined().rank
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return _joined().size
 
 
 def local_rank() -> int:
-    """This process's number on its machine."""
+    """Return this process's number on its machine."""
     return _joined().local_rank
 
 
 def local_size() -> int:
-    """How many processes there are on this machine."""
+    """Return the number of processes on this machine."""
     return _joined().local_size
 
 
 def cross_rank() -> int:
-    """This process's number among those of the same local rank, one on each machine."""
+    """Return this process's number among those of the same local rank, one on each machine."""
     return _joined().cross_rank
 
 
 def cross_size() -> int:
-    """How many processes have this local rank, one on each machine."""
+    """Return the number of processes of this local rank, one on each machine."""
     return _joined().cross_size
 
 
@@ -217,13 +217,13 @@ def _of_horovod(question: str) -> Any:
 
 
 def mpi_built() -> bool:
-    """Whether messages could travel by MPI: Horovod was built with it, or mpi4py is installed."""
+    """Return True if messages could travel by MPI: Horovod was built with it, or mpi4py is installed."""
     answer = _of_horovod("mpi_built")
     return importlib.util.find_spec("mpi4py") is not None if answer is None else answer
 
 
 def mpi_enabled() -> bool:
-    """Whether messages travel by MPI."""
+    """Return True if messages travel by MPI."""
     answer = _of_horovod("mpi_enabled")
     return wire_in_use() == "mpi" if answer is None else answer
 
@@ -238,20 +238,20 @@ def mpi_threads_supported() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether messages could travel by Gloo: Horovod, or torch, was built with it."""
+    """Return True if messages could travel by Gloo: Horovod, or torch, was built with it."""
     answer = _of_horovod("gloo_built")
     dist = torch.distributed
     return dist.is_available() and dist.is_gloo_available() if answer is None else answer
 
 
 def gloo_enabled() -> bool:
-    """Whether messages travel by Gloo."""
+    """Return True if messages travel by Gloo."""
     answer = _of_horovod("gloo_enabled")
     return wire_in_use() == "torch" if answer is None else answer
 
 
 def nccl_built() -> int:
-    """NCCL's version (21903 is 2.19.3) if Horovod, or torch, was built with it, else 0."""
+    """Return NCCL's version (21903 is 2.19.3) if Horovod, or torch, was built with it, else 0."""
     answer = _of_horovod("nccl_built")
     if answer is not None:
         return answer
@@ -262,22 +262,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Whether Horovod is the wire and was built with IBM's DDL."""
+    """Return True if Horovod is the wire and was built with IBM's DDL."""
     return bool(_of_horovod("ddl_built"))
 
 
 def ccl_built() -> bool:
-    """Whether Horovod is the wire and was built with Intel's oneCCL."""
+    """Return True if Horovod is the wire and was built with Intel's oneCCL."""
     return bool(_of_horovod("ccl_built"))
 
 
 def cuda_built() -> bool:
-    """Whether Horovod, or torch, was built with CUDA."""
+    """Return True if Horovod, or torch, was built with CUDA."""
     answer = _of_horovod("cuda_built")
     return torch.version.cuda is not None if answer is None else answer
 
 
 def rocm_built() -> bool:
-    """Whether Horovod, or torch, was built with ROCm."""
+    """Return True if Horovod, or torch, was built with ROCm."""
     answer = _of_horovod("rocm_built")
     return torch.version.hip is not None if answer is None else answer

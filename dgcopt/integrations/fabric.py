@@ -77,7 +77,7 @@ class DGCStrategy(DDPStrategy):
         return rest
 
     def _of(self, state: Any) -> list[tuple[int, Exchange]]:
-        """The exchanges of the optimizers in a state, and their numbers."""
+        """Return the exchanges of the optimizers in a state, and their numbers."""
         held = [state] if isinstance(state, Optimizer) else list(state.values()) if isinstance(state, dict) else []
         return [
             (number, exchange)

@@ -1,4 +1,4 @@
-"""The agent of `dgcopt run --survive`: starts the ranks of a machine, and starts each one anew that dies, alone.
+"""The agent of `dgcopt run --survive`: starts the ranks of a machine, and restarts each rank that dies.
 
 The first agent hosts the store in which ranks agree on their membership, so that it outlives every rank. Each agent
 testifies there to the ends of its ranks, so that the others need not wait for them.
@@ -30,7 +30,7 @@ POLL = 0.02
 """Seconds between two looks at the ranks."""
 
 TRIES = 3
-"""Starts of a rank in a row that may end before it trains."""
+"""Limit of consecutive starts of a rank that end before it trains."""
 
 GRACE = 10.0
 """Seconds that ranks have to end after SIGTERM."""
@@ -84,8 +84,11 @@ class Plan:
 
 @dataclass
 class _Slot:
-    """One rank's place. Attributes: `due`, its next start; `tries`, starts in a row that came to nothing; `code`, its
-    exit status once it is not to be started any more."""
+    """One rank's place.
+
+    Attributes: `due`, time of its next start; `tries`, consecutive starts without training; `code`, its exit status
+    once it is not restarted any more.
+    """
 
     number: int
     process: Process | None = None
@@ -101,7 +104,7 @@ class Agent:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         host, port = plan.endpoint
-        # the store looks up the name of each process that connects, and keeps all others waiting until it is answered
+        # the store looks up the name of each client, and serves nobody meanwhile
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         try:
             self._store = dist.TCPStore(host, port, is_master=plan.hosts, timeout=PATIENCE, wait_for_workers=False)
@@ -139,7 +142,7 @@ class Agent:
         return 128 - failed if failed < 0 else failed
 
     def _look(self, slot: _Slot) -> None:
-        """Start a rank that is due, and take note of one that has ended."""
+        """Start a rank that is due, and note one that has ended."""
         if slot.process is None:
             if slot.code is None and self._has(FINISHED):
                 slot.code = 0
@@ -176,7 +179,7 @@ class Agent:
         return False
 
     def _set(self, key: str, value: str) -> None:
-        with contextlib.suppress(RuntimeError):  # ranks need no testimony, which only saves them time
+        with contextlib.suppress(RuntimeError):  # ranks can do without the testimony, which only saves them time
             self._store.set(key, value)
 
     def _start(self, slot: _Slot) -> None:

@@ -28,7 +28,7 @@ from .agent import Agent, Plan
 __all__ = ["Command", "Here", "add_arguments", "hosts_in", "launch", "plan"]
 
 KUBEFLOW = "PET_NNODES"
-"""Set by Kubeflow's PyTorchJob, with the other PET_ variables for torchrun's node rank and rendezvous."""
+"""Variable set by Kubeflow's PyTorchJob, together with PET_ variables for torchrun's node rank and rendezvous."""
 
 LAUNCHERS = ("torchrun", "horovodrun", "mpirun", "srun")
 PORT, LAST_PORT = 29500, 65535
@@ -385,7 +385,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def survive(args: argparse.Namespace, here: Here) -> int:
-    """Run this machine's ranks under an agent; the exit status."""
+    """Run this machine's ranks under an agent; return the exit status."""
     agent_plan = plan_survivors(args, here)
     print(agent_plan, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
     return 0 if args.dry_run else Agent(agent_plan).run()
@@ -416,7 +416,7 @@ def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
 
 
 def _is_here(host: str, here: Here) -> bool:
-    """True if a host's name or address is this machine's."""
+    """Return True if a host's name or address is this machine's."""
     if host in here.names:
         return True
     with contextlib.suppress(OSError):

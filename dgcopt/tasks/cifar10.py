@@ -19,7 +19,8 @@ _STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 
 
 def read_files(root: str, names: list[str]) -> list[bytes]:
-    """The named files of the binary version, out of ``root/cifar-10-batches-bin`` or ``root/cifar-10-binary.tar.gz``.
+    """Return the named files of the binary version, from ``root/cifar-10-batches-bin`` or
+    ``root/cifar-10-binary.tar.gz``.
 
     Raises FileNotFoundError, with the files expected and the setting, when neither holds all of them,
     and ValueError when the archive is damaged.

@@ -19,7 +19,7 @@ __all__ = ["Parser"]
 
 
 class Parser(ArgumentParser):
-    """Refuses an unknown key in one line that names it, its file, and the keys that exist in its place.
+    """A parser that refuses an unknown key in one line, with its file and the valid keys.
 
     If a setting is a function that makes an object (`Callable[..., Optimizer]`), a class_path must be a class of
     such objects, or a function that is annotated to return one or to return such a function. It is refused before it
@@ -30,7 +30,7 @@ class Parser(ArgumentParser):
     """The file that is being parsed."""
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
-        """As jsonargparse does, but errors name the file."""
+        """Parse as jsonargparse does; errors name the file."""
         self._reading = path
         parsed = super().parse_path(path, *args, **kwargs)
         self._reading = ""
@@ -48,7 +48,9 @@ class Parser(ArgumentParser):
             self.error(problem)
 
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
-        """As jsonargparse does. Raises ConfigError for a function that may return something else than it should."""
+        """Instantiate as jsonargparse does. Raises ConfigError for a function that may return another type than
+        required.
+        """
         if problem := self._wrong_factory(namespace):
             raise ConfigError(problem)
         return super().instantiate(namespace, *args, **kwargs)

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 def import_torchvision() -> Any:
-    """The package torchvision; raises ImportError with the remedy if it is missing or built for another torch."""
+    """Import torchvision; raise ImportError with the remedy if it is missing or built for another torch."""
     try:
         import torchvision
     except (ImportError, RuntimeError, OSError) as error:  # the last two: its binary part does not fit
@@ -58,7 +58,7 @@ class ImageNet(Dataset[tuple[Tensor, int]]):
 
 
 def network(name: str = "resnet50", classes: int = 1000) -> nn.Module:
-    """A classification network of torchvision, untrained, by its name there: "resnet50", "vgg16_bn" and the like.
+    """Return an untrained classification network of torchvision by its name there: "resnet50", "vgg16_bn" and the like.
 
     ``torchvision.models.resnet50`` as class_path is the same; this one needs torchvision only when it is built.
     Raises ValueError for a name that torchvision does not have, and ImportError without torchvision.

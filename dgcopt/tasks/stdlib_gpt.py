@@ -15,7 +15,7 @@ _TABLES = {"encodings", "pydoc_data"}  # megabytes of character maps and help te
 
 
 def source_files(root: Path) -> list[str]:
-    """The ``.py`` files of the standard library under ``root``: relative paths with ``/``, sorted."""
+    """Return the ``.py`` files of the standard library under ``root``: relative paths with ``/``, sorted."""
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     return sorted(
         path.as_posix()

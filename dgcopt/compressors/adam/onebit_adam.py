@@ -155,7 +155,7 @@ def decode(message: Tensor, ctx: Context, rank: int, checks: Checks) -> tuple[Te
 
 
 def decode_rows(messages: Tensor, ctx: Context, ranks: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """`decode` the messages of several ranks, and read their checks at once."""
+    """Decode the messages of several ranks as `decode` does, and read their checks at once."""
     checks = Checks()
     decoded = [decode(message, ctx, rank, checks) for message, rank in zip(messages, ranks, strict=True)]
     read_checks([checks])

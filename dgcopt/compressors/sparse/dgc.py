@@ -90,7 +90,7 @@ class DGC(ScheduledRatio):
 
     @classmethod
     def faithful(cls, ratio: float = 0.001, **settings: Any) -> "DGC":
-        """As in the paper: fp32 values, int32 indices, dense biases and norms, and a warm-up of four epochs."""
+        """Return the paper's DGC: fp32 values, int32 indices, dense biases and norms, and a warm-up of four epochs."""
         return cls(**{"ratio": ratio, "warmup": Warmup(), **settings})
 
     @classmethod

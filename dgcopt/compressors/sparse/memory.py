@@ -217,7 +217,10 @@ class MomentumCorrection(ErrorFeedback):
 
     @torch.no_grad()
     def _decay(self, group: dict[str, Any], rule: Momentum) -> None:
-        """b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b)."""
+        """Apply weight decay through its own momentum buffer b.
+
+        b <- m b + (1 - dampening) wd w, w <- w - lr b; with Nesterov w <- w - lr (wd w + m b).
+        """
         weight_decay, lr = float(group["weight_decay"]), float(group["lr"])
         alike: dict[tuple[torch.device, torch.dtype, bool], list[Pair]] = {}
         for param in group["params"]:

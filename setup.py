@@ -13,16 +13,16 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-NATIVE = Path("dgcopt/kernels/native")
-HEADERS = sorted(NATIVE.rglob("*.h"))
+KERNELS = Path("dgcopt/kernels")
+SOURCE, HEADERS = KERNELS / "native" / "native.c", sorted(KERNELS.rglob("*.h"))
 LIBRARY = "dgcopt.kernels.libdgcopt"
 OLDEST_GLIBC = 17
 """Minor version of the glibc of manylinux2014, the oldest that pip still knows for all processors."""
 
 
 def digest() -> str:
-    """What the sources hold, as dgcopt/kernels/native/library.py computes it too."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (NATIVE / "native.c", *HEADERS))).hexdigest()[:16]
+    """Return the hash of the sources, which dgcopt/kernels/native/library.py computes too."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))).hexdigest()[:16]
 
 
 class build_loops(build_ext):
@@ -48,7 +48,7 @@ class any_python(bdist_wheel):
 
 loops = Extension(
     LIBRARY,
-    sources=[str(NATIVE / "native.c")],
+    sources=[str(SOURCE)],
     depends=[str(path) for path in HEADERS],
     # where sources are at hand, a library that was built from others is not used
     define_macros=[("DGCOPT_SOURCES", f'"{digest()}"')],

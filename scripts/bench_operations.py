@@ -55,7 +55,7 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
         yield "update_momentum", (u, g, rule, 0.5)
         yield "preview_blocks", (v, u, g, some, flat(64 * len(some), dtype).view(-1, 64), rule)
         yield "block_maxima", (v,)
-        found = kernels.torch.block_maxima(v)
+        found = kernels.block_maxima.specification(v)
         yield "select", (v, found, groups)
         yield "select_ahead", (lambda chosen, v=v: v.view(-1, 64).index_select(0, chosen), found, groups)
         spans = [(start, start + 4096) for start in range(0, n, 4096)]

@@ -22,7 +22,7 @@ from dgcopt import __version__, kernels
 from dgcopt.kernels.native import library
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "dgcopt/kernels/native").rglob("*.[ch]"))
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "dgcopt/kernels").rglob("*.[ch]"))
 PLACE = Path("dgcopt/kernels/libdgcopt.so")
 LEFT_OUT = (".*", "runs", "data", "build", "dist", "*.egg-info", "__pycache__", "tests", "docs", "examples", "site")
 

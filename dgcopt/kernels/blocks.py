@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks", "is_dense"]
+__all__ = ["BLOCK", "CHUNK", "bits_of", "chunks", "is_dense", "is_flat", "is_in_rows"]
 
 BLOCK = 64
 """Elements per block; every parameter starts on a block boundary."""
@@ -26,6 +26,16 @@ def chunks(start: int, stop: int, device: torch.device) -> Iterator[slice]:
 def bits_of(flat: Tensor) -> Tensor:
     """The integers that floats are in memory. Without their sign bit they are ordered as the floats are, NaN last."""
     return flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def is_flat(x: Tensor) -> bool:
+    """Return True if a tensor's elements are in memory one after the other, in order."""
+    return x.layout is torch.strided and x.is_contiguous()
+
+
+def is_in_rows(x: Tensor) -> bool:
+    """Return True if the elements of each row are in memory one after the other; rows may lie apart."""
+    return x.layout is torch.strided and (x.is_contiguous() or x.stride(-1) == 1)
 
 
 def is_dense(x: Tensor) -> bool:

@@ -1,35 +1,115 @@
-"""A kernel: one operation, of which there may be several implementations."""
+"""A kernel: one operation, implemented in torch, in C and in Triton."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeVar
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
 
-from .cuda import warn_of_torch
+import torch
+from torch import Tensor
 
-__all__ = ["Kernel"]
+from .blocks import is_flat
+from .native import library
+from .parts import tensors_in
+from .triton.available import has_triton
+
+__all__ = ["FLOAT32", "HALVES", "Kernel"]
+
+FLOAT32 = (torch.float32,)
+HALVES = (torch.float32, torch.bfloat16, torch.float16)
+"""Floating dtypes of operations on gradients and memory in any precision; the loops in C have no float16."""
+
+log = logging.getLogger("dgcopt")
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Kernel(Generic[P, R]):
-    """Calls the first implementation that takes the arguments: all give the same bits.
+    """An operation. A call runs the implementation for its tensors' device and dtype; all give the same bits.
+
+    C runs on CPU tensors, Triton on tensors of one CUDA device, and the specification on all others. Tensors in lists
+    must have one dtype.
 
     Args:
-        specification: the implementation in torch, which takes any arguments.
-        others: implementations, each after a function that says of the arguments whether they suit it.
+        specification: the implementation in torch.
+        native: the implementation in C, of the same name in the family's native.py.
+        floats: floating dtypes of the tensors; other floats run in torch. Integers are not checked.
+        layout: predicate of a tensor's layout in memory.
+        operands: function of the arguments that returns those to check; all by default.
+        triton: True if the family's triton.py has the operation, or a predicate of the arguments that it takes.
     """
 
-    def __init__(self, specification: Callable[P, R], *others: tuple[Callable[..., bool], Callable[P, R]]) -> None:
-        self.specification = specification
-        self.others = others
+    def __init__(
+        self,
+        specification: Callable[P, R],
+        native: Callable[P, R],
+        *,
+        floats: Sequence[torch.dtype] = FLOAT32,
+        layout: Callable[[Tensor], bool] = is_flat,
+        operands: Callable[..., Iterable[Any]] | None = None,
+        triton: bool | Callable[..., bool] = True,
+    ) -> None:
+        self.specification, self.native = specification, native
+        self.floats, self.layout, self.operands, self.in_triton = floats, layout, operands, triton
         functools.update_wrapper(self, specification)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for takes, run in self.others:
-            if takes(*args, *kwargs.values()):
-                return run(*args, **kwargs)
-        warn_of_torch(self.specification.__name__, (*args, *kwargs.values()))
-        return self.specification(*args, **kwargs)
+        return self.implementation(*args, *kwargs.values())(*args, **kwargs)
+
+    def implementation(self, *arguments: Any) -> Callable[P, R]:
+        """Return the implementation that runs on the arguments."""
+        operands = arguments if self.operands is None else self.operands(*arguments)
+        tensors = list(tensors_in(operands))
+        if tensors and tensors[0].is_cpu:
+            if library.instructions() and all(x.is_cpu for x in tensors) and self.fits(operands, library.FLOATS):
+                return self.native
+        elif any(x.is_cuda for x in tensors) and has_triton() and self.in_triton:
+            if len({x.device for x in tensors}) == 1 and self.takes_triton(*arguments):
+                return self.triton
+            _warn_of_torch(self.specification.__name__, tensors)
+        return self.specification
+
+    def fits(self, operands: Iterable[Any], floats: Iterable[torch.dtype] = HALVES) -> bool:
+        """True if all tensors have the layout and the dtypes of the operation, and of `floats`."""
+        for x in tensors_in(operands):
+            if not self.layout(x) or (x.is_floating_point() and not (x.dtype in self.floats and x.dtype in floats)):
+                return False
+        return len({x.dtype for some in operands if isinstance(some, list | tuple) for x in tensors_in(some)}) <= 1
+
+    def takes_triton(self, *arguments: Any) -> bool:
+        """True if the implementation in Triton takes the arguments, wherever they lie."""
+        operands = arguments if self.operands is None else self.operands(*arguments)
+        return (self.in_triton is True or self.in_triton(*arguments)) and self.fits(operands)  # type: ignore[operator]
+
+    @functools.cached_property
+    def triton(self) -> Callable[P, R]:
+        """The implementation in Triton, imported on first use, on the device of its first tensor."""
+        family = self.specification.__module__.rpartition(".")[0]
+        inner: Callable[P, R] = getattr(importlib.import_module(f"{family}.triton"), self.specification.__name__)
+
+        @functools.wraps(self.specification)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with torch.cuda.device_of(next(tensors_in(args))):
+                return inner(*args, **kwargs)
+
+        return run
+
+
+def _warn_of_torch(operation: str, tensors: Iterable[Tensor]) -> None:
+    """Log a warning, once per operation, that CUDA tensors run in eager torch although there is a kernel."""
+    if operation in _warned:
+        return
+    _warned.add(operation)
+    log.warning(
+        "dgcopt: %s runs in eager torch, several times slower than its CUDA kernel, which does not take these tensors: "
+        "%s. Train in float32, bfloat16 or float16, with contiguous tensors on one device",
+        *(operation, ", ".join(sorted({f"{x.dtype} on {x.device}".removeprefix("torch.") for x in tensors}))),
+    )
+
+
+_warned: set[str] = set()
+"""Operations that a warning was logged for."""

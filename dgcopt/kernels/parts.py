@@ -59,7 +59,7 @@ class Mixture:
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield all tensors among the arguments, in parts and in mixtures."""
+    """Yield all tensors among the arguments, in lists, parts and mixtures."""
     for x in arguments:
         if isinstance(x, Tensor):
             yield x
@@ -67,3 +67,5 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
             yield from (part for part in x.tensors if part is not None)
         elif isinstance(x, Mixture):
             yield from x.parts
+        elif isinstance(x, list | tuple):
+            yield from tensors_in(x)

@@ -17,7 +17,7 @@ from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.kernels import BLOCK, draws
-from dgcopt.kernels.torch import pack_trits
+from dgcopt.kernels.rounding.torch import pack_trits
 from tests.conformance import naive_quantizers as naive
 
 SIZES = (1, 7, 64, 65, 1000)

@@ -16,10 +16,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgcopt.kernels import Chunks, Groups, Mixture, Momentum, Parts, native
+from dgcopt import kernels
+from dgcopt.kernels import Chunks, Groups, Mixture, Momentum, Parts
 
 built = pytest.mark.skipif(
-    not native.instructions(),
+    not kernels.instructions(),
     reason="the compiled loops are not built here: install dgcopt with a C compiler, on a processor with AVX2 or NEON",
 )
 EXAMPLES = int(os.environ.get("DGCOPT_TEST_EXAMPLES", "250"))
@@ -90,12 +91,28 @@ class Sizes(NamedTuple):
         return self.few | self.many if compiled else self.few
 
 
-class InTriton:
+class Implementation:
+    """All operations in one implementation, by name."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Return the operation of that name in its family's torch.py, native.py or triton.py."""
+        family = getattr(kernels, name).specification.__module__.rpartition(".")[0]
+        found: Callable[..., Any] = getattr(importlib.import_module(f"{family}.{self.module}"), name)
+        return found
+
+
+class InTriton(Implementation):
     """The kernels in Triton, for operands on a CPU: where there is CUDA they are copied there, as badly aligned, and
     back."""
 
+    def __init__(self) -> None:
+        super().__init__("triton")
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        inner: Callable[..., Any] = getattr(importlib.import_module("dgcopt.kernels.triton"), name)
+        inner = super().__getattr__(name)
         if not ON_CUDA:
             return inner
 
@@ -109,6 +126,9 @@ class InTriton:
             return _moved(found, "cpu")
 
         return outer
+
+
+specification, native = Implementation("torch"), Implementation("native")
 
 
 def tensors_in(x: Any) -> list[Tensor]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from dgcopt import kernels
 from dgcopt.flat.buckets import Bucket
+from dgcopt.kernels import Kernel
 
 __all__ = ["Waits", "as_on_cuda"]
 
@@ -140,18 +140,12 @@ def as_on_cuda() -> Iterator[None]:
         for mode in modes:  # whatever it has written to, it has read from a device
             mode.put(arg for arg in args if isinstance(arg, Tensor))
 
-    def takes(arguments: Any, floats: Any, lies_well: Any = Tensor.is_contiguous) -> bool:
-        tensors = list(kernels.cuda._tensors_in(arguments))
-        parts = any(isinstance(x, kernels.Parts) for x in arguments)
-        return not parts and all(lies_well(x) and (not x.is_floating_point() or x.dtype in floats) for x in tensors)
+    def implementation(kernel: Kernel[Any, Any], *arguments: Any) -> Any:
+        return kernel.triton if kernel.in_triton and kernel.takes_triton(*arguments) else kernel.specification
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", launched)
-        patch.setattr("dgcopt.kernels.cuda._takes", takes)
+        patch.setattr(Kernel, "implementation", implementation)
         patch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
         patch.setattr(Bucket, "is_cpu", False)
-        for kernel in vars(kernels).values():
-            if isinstance(kernel, kernels.Kernel):
-                there = [other for other in kernel.others if other[1] not in vars(kernels.native).values()]
-                patch.setattr(kernel, "others", there)
         yield

@@ -21,7 +21,7 @@ from dgcopt.comm.torch import TorchComm
 from dgcopt.compressors.sparse.selection import Selection
 from dgcopt.exchange import commit
 from dgcopt.gradients.tracker import GradientTracker
-from dgcopt.kernels.torch import block_maxima
+from dgcopt.kernels.reductions.torch import block_maxima
 from dgcopt.testing import check_compressor
 from tests.support.library import SETTINGS
 from tests.support.worlds import Ranks, bucket_of, flat_gradient, small_model

@@ -1,4 +1,4 @@
-"""The library of loops in C (native.c), through ctypes: one pass over memory each; torch takes several.
+"""The library of loops in C (native.c), through ctypes: one pass over memory each, instead of several in torch.
 
 The library is built when dgcopt is installed, if there is a C compiler. Without it, on an unknown processor, or with
 DGCOPT_KERNELS=torch, everything runs in torch, with the same bits. Loops release the GIL, and use as many threads as
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
-from ..blocks import BLOCK
-from ..parts import Parts, tensors_in
+from ..blocks import BLOCK, is_flat
+from ..parts import Parts
 
 __all__ = [
     "FLOATS",
@@ -33,17 +33,14 @@ __all__ = [
     "Pointer",
     "array",
     "at",
+    "check_alike",
     "check_bytes",
     "check_flat",
     "function",
     "in_use",
     "instructions",
-    "is_flat",
     "pointers",
     "shared",
-    "takes_flat",
-    "takes_float32",
-    "takes_floats",
 ]
 
 log = logging.getLogger("dgcopt")
@@ -100,14 +97,14 @@ def _text(library: ctypes.CDLL, function: str) -> str:
 
 def _is_of_these_sources(library: ctypes.CDLL) -> bool:
     """Return True if the library was built from the present sources, which an editable install may have changed."""
-    here = Path(__file__).parent
-    if not (here / "native.c").exists():
+    source = Path(__file__).with_name("native.c")
+    if not source.exists():
         return True
     try:
         built_from = _text(library, "dgcopt_sources")
     except AttributeError:
         return False
-    sources = b"".join(path.read_bytes() for path in (here / "native.c", *sorted(here.rglob("*.h"))))
+    sources = b"".join(path.read_bytes() for path in (source, *sorted(source.parents[1].rglob("*.h"))))
     return built_from in ("", hashlib.sha256(sources).hexdigest()[:16])
 
 
@@ -132,45 +129,29 @@ def function(name: str, *arguments: type) -> Callable[..., int]:
     return loop
 
 
-def is_flat(tensor: Tensor) -> bool:
-    """Return True if a loop can run over a tensor's memory."""
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
-
-
-def takes_flat(*arguments: Any) -> bool:
-    """Return True if loops can run over all tensors among the arguments."""
-    for x in tensors_in(arguments):
-        if not is_flat(x):
-            return False
-    return _library()[0] is not None
-
-
-def takes_float32(*arguments: Any) -> bool:
-    """Return True if loops can run over all tensors among the arguments, with float32 as the only float dtype."""
-    for x in tensors_in(arguments):
-        if (x.is_floating_point() and x.dtype != torch.float32) or not is_flat(x):
-            return False
-    return _library()[0] is not None
-
-
-def takes_floats(*arguments: Any) -> bool:
-    """Return True if loops can run over all tensors among the arguments, and exist for their float dtypes."""
-    for x in tensors_in(arguments):
-        if (x.is_floating_point() and x.dtype not in FLOATS) or not is_flat(x):
-            return False
-    return _library()[0] is not None
+def check_alike(layout: Callable[[Tensor], bool], *tensors: Tensor) -> None:
+    """Raise ValueError unless tensors have one dtype that loops exist for, and a layout that a loop can run over."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) != 1 or not dtypes <= FLOATS.keys() or not all(x.is_cpu and layout(x) for x in tensors):
+        raise ValueError(f"tensors of one dtype are needed, each in one piece, not {sorted(map(str, dtypes))}")
 
 
 def check_bytes(packed: Tensor, least: int) -> None:
     """Raise ValueError if there are fewer bytes than `least`."""
-    if packed.dtype != torch.uint8 or packed.dim() != 1 or len(packed) < least or not is_flat(packed):
+    if (
+        packed.dtype != torch.uint8
+        or packed.dim() != 1
+        or len(packed) < least
+        or not packed.is_cpu
+        or not is_flat(packed)
+    ):
         raise ValueError(f"at least {least} bytes are needed, not {tuple(packed.shape)} of {packed.dtype}")
 
 
 def check_flat(numel: int, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
     """Raise ValueError for tensors of another length or dtype, which a loop would read or write out of bounds."""
     for tensor in tensors:
-        if tensor.dim() != 1 or tensor.numel() != numel or not is_flat(tensor):
+        if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_cpu or not is_flat(tensor):
             raise ValueError(f"a flat tensor of {numel} elements is needed, not {tuple(tensor.shape)}")
         if dtype is not None and tensor.dtype != dtype:
             raise ValueError(f"a tensor of {dtype} is needed, not of {tensor.dtype}")

@@ -1,5 +1,7 @@
-/* Included by native.c once for each instruction set, with TARGET and FN set to it. The specification of every function
-   is the one of the same name in ../torch/. Lengths are of elements; nothing is allocated but in `select`. */
+/* Included by native.c once for each instruction set, with TARGET and SET set to it. The specification of every function
+   is the one of the same name in its family's torch.py. Lengths are of elements; only selection allocates memory.
+
+   A family's native.h includes its loops on several dtypes (per_dtype.h) once for each, with `dtype` set to it. */
 
 #ifndef DGCOPT_LOOPS_H
 #define DGCOPT_LOOPS_H
@@ -30,6 +32,22 @@ typedef struct {
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Names of functions: of one instruction set, name_avx2, and of one dtype too, name_f32_avx2. */
+#define JOIN(a, b) JOIN_EXPANDED(a, b)
+#define JOIN_EXPANDED(a, b) a##_##b
+#define FN(name) JOIN(name, SET)
+#define OF(name) FN(JOIN(name, dtype))
+
+/* A dtype is also the C type of its elements; BITS is the integer of its width, and CODE(bits) the magnitude as an int32_t
+   with the order of magnitudes, NaN last. */
+typedef float f32;
+typedef int32_t f32_bits;
+typedef uint16_t bf16, bf16_bits;
+#define BITS JOIN(dtype, bits)
+#define CODE(bits) JOIN(code, dtype)(bits)
+#define code_f32(bits) ((int32_t)((bits) & 0x7fffffff))
+#define code_bf16(bits) ((int32_t)((bits) & 0x7fff) << 16)
+
 /* How many of n are looked at before all others. */
 static int64_t sample_size(int64_t n) { return n / 16 < SAMPLE ? n / 16 : SAMPLE; }
 
@@ -42,26 +60,18 @@ static int64_t rank_in_sample(int64_t k, int64_t n, int64_t size) {
 
 #endif
 
-#include "loops/floats.h"
-#include "loops/sums.h"
-#include "loops/copying.h"
-#include "loops/parts.h"
-#include "loops/memory.h"
-#include "loops/mixing.h"
-#include "loops/residual.h"
-#include "loops/selection.h"
-#include "loops/threshold.h"
-#include "loops/chunks.h"
-#include "loops/minmax.h"
-#include "loops/coordinates.h"
-#include "loops/dct.h"
-#include "loops/owners.h"
-#include "loops/packing.h"
-#include "loops/products.h"
-#include "loops/rice.h"
-#include "loops/rounding.h"
-#include "loops/drawing.h"
-#include "loops/hashing.h"
-#include "loops/signs.h"
-#include "loops/trits.h"
-#include "loops/values.h"
+#include "floats.h"
+#include "flags.h"
+#include "parts.h"
+#include "../reductions/native.h"
+#include "../copying/native.h"
+#include "../memory/native.h"
+#include "../selection/native.h"
+#include "../coordinates/native.h"
+#include "../hashing/native.h"
+#include "../packing/native.h"
+#include "../rounding/native.h"
+#include "../values/native.h"
+#include "../minmax/native.h"
+#include "../signs/native.h"
+#include "../matrices/native.h"

@@ -1,6 +1,6 @@
 /* The inner loops of dgcopt on a CPU, without torch or Python: plain functions on pointers, called through ctypes.
 
-   loops.h holds the loops. It is compiled once for each instruction set below, all in one library, and `dgcopt_cpu` says
+   loops.h includes the loops of all families. It is compiled once for each instruction set below, all in one library, and `dgcopt_cpu` says
    which of them this processor runs best. All need fused multiply-add in hardware, because torch's own loops use it and
    results must have the same bits. -ffp-contract=off keeps the compiler from fusing anything else. */
 
@@ -28,26 +28,26 @@ const char *dgcopt_sources(void) { return DGCOPT_SOURCES; }
 #define FENCE _mm_sfence()
 
 #define TARGET __attribute__((target("avx2,fma,bmi,bmi2,lzcnt")))
-#define FN(name) name##_avx2
+#define SET avx2
 #define STREAMED 8
 #define STREAM(to, from) _mm256_stream_ps(to, _mm256_loadu_ps(from))
 #define BELOW_ZERO(v) _mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(v), _mm256_setzero_ps(), _CMP_LT_OS))
 #include "loops.h"
 #undef TARGET
-#undef FN
+#undef SET
 #undef STREAMED
 #undef STREAM
 #undef BELOW_ZERO
 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,lzcnt")))
-#define FN(name) name##_avx512
+#define SET avx512
 #define STREAMED 16
 #define STREAM(to, from) _mm512_stream_ps(to, _mm512_loadu_ps(from))
 #define BELOW_ZERO(v) _mm512_cmp_ps_mask(_mm512_loadu_ps(v), _mm512_setzero_ps(), _CMP_LT_OS)
 #define FLAGS(bytes) _mm512_test_epi8_mask(_mm512_loadu_si512(bytes), _mm512_set1_epi8(1))
 #include "loops.h"
 #undef TARGET
-#undef FN
+#undef SET
 
 const char *dgcopt_cpu(void) {
     __builtin_cpu_init();
@@ -62,7 +62,7 @@ const char *dgcopt_cpu(void) {
 #elif defined(__aarch64__)
 
 #define TARGET
-#define FN(name) name##_neon
+#define SET neon
 #define STREAMED 4
 #define STREAM(to, from) memcpy(to, from, 4 * sizeof(float))
 #define FENCE

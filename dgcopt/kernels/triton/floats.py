@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..torch import LARGEST
+from ..floats import LARGEST
 
 __all__ = ["UNFUSED", "finite", "magnitudes", "nearest", "put", "rounded", "wide"]
 

@@ -8,9 +8,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import Chunks, native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, all_implementations, assert_same_bits, built, halves_and_wholes, numbers
+from dgcopt.kernels import Chunks
+from tests.support.oracle import (
+    KINDS,
+    all_implementations,
+    assert_same_bits,
+    built,
+    halves_and_wholes,
+    native,
+    numbers,
+    specification,
+)
 
 
 @all_implementations(

@@ -7,8 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from dgcopt import kernels
-from dgcopt.kernels import Parts, native
-from dgcopt.kernels import torch as specification
+from dgcopt.kernels import Parts
 from tests.support.oracle import (
     KINDS,
     InTriton,
@@ -18,8 +17,10 @@ from tests.support.oracle import (
     built,
     halves_and_wholes,
     in_triton,
+    native,
     numbers,
     numels,
+    specification,
 )
 
 

@@ -8,9 +8,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import Matrices, native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
+from dgcopt.kernels import Matrices
+from tests.support.oracle import (
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    native,
+    numbers,
+    specification,
+)
 
 few_sides = st.sampled_from([1, 2, 3, 7, 12, 21, 48, 64, 66])
 sides = st.one_of(st.integers(1, 80), st.sampled_from([128, 147, 200]))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import all_implementations
+from tests.support.oracle import all_implementations, specification
 
 
 @all_implementations(

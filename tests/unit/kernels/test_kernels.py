@@ -19,10 +19,9 @@ from torch import Tensor
 
 from dgcopt import kernels
 from dgcopt.errors import ConfigError
-from dgcopt.kernels import Groups, Momentum, native
-from dgcopt.kernels import torch as specification
+from dgcopt.kernels import Groups, Momentum
 from dgcopt.kernels.native import library
-from dgcopt.kernels.torch import block_maxima
+from dgcopt.kernels.reductions.torch import block_maxima
 from tests.support.oracle import (
     EXAMPLES,
     KINDS,
@@ -32,8 +31,10 @@ from tests.support.oracle import (
     built,
     halves_and_wholes,
     momenta,
+    native,
     numbers,
     numels,
+    specification,
 )
 
 KERNELS = Path(kernels.__file__).parent
@@ -315,9 +316,12 @@ def test_copies_do_not_leave_their_place():
     g, out = torch.ones(100), torch.ones(90)
     with pytest.raises(ValueError, match="100 elements do not fit into 90"):
         native.copy_scaled([g], [out], 1.0)
-    odd = (torch.ones(10, 2), torch.ones(40)[::2], torch.ones(10, dtype=torch.bfloat16))
-    assert [native.takes_copies([g], [out], 1.0) for g in (out, *odd)] == [True, False, False, False]
-    assert not any(native.takes_copies([out], [other], 1.0) for other in odd)
+    odd = (torch.ones(40)[::2], torch.ones(20, dtype=torch.bfloat16))
+    for g, to in [*((x, out) for x in odd), *((out, x) for x in odd)]:
+        with pytest.raises(ValueError, match="of one dtype are needed, each in one piece"):
+            native.copy_scaled([g], [to], 1.0)
+        assert kernels.copy_scaled.implementation([g], [to], 1.0) is kernels.copy_scaled.specification
+    assert kernels.copy_scaled.implementation([out], [out], 1.0) is kernels.copy_scaled.native
 
 
 @all_implementations(
@@ -517,13 +521,13 @@ def test_where_no_library_is_expected_nothing_warns(why, tmp_path, monkeypatch, 
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch, caplog):
     """As after an update of an editable install: what is missing in it would end training with an AttributeError."""
     monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
-    elsewhere = tmp_path / "native"
-    shutil.copytree(KERNELS / "native", elsewhere)
-    monkeypatch.setattr(library, "__file__", str(elsewhere / "library.py"))
+    elsewhere = tmp_path / "kernels"
+    shutil.copytree(KERNELS, elsewhere, ignore=shutil.ignore_patterns("*.so", "*.py"))
+    monkeypatch.setattr(library, "__file__", str(elsewhere / "native" / "library.py"))
     library._library.cache_clear()
     try:
         assert kernels.instructions()
-        (elsewhere / "native.c").write_text("/* newer */")
+        (elsewhere / "memory" / "native.h").write_text("/* newer */")
         library._library.cache_clear()
         with caplog.at_level("INFO", "dgcopt"):
             assert kernels.instructions() == ""
@@ -541,10 +545,10 @@ def test_under_sanitizers(tmp_path):
     flags = ["-g1", "-O0", "-ffp-contract=off", "-shared", "-fPIC", "-fsanitize=address,undefined"]
     flags.append("-fno-sanitize-recover=all")
     # of the instruction sets only the one that this processor runs: each takes a quarter of a minute
-    sets = re.compile(r"#define TARGET.*?#define FN\(name\) name##_(\w+)\n.*?#undef FN\n", re.DOTALL)
+    sets = re.compile(r"#define TARGET.*?#define SET (\w+)\n.*?#undef SET\n", re.DOTALL)
     whole = (KERNELS / "native" / "native.c").read_text()
     source = tmp_path / "native.c"
-    source.write_text(sets.sub(lambda found: found[0] * (found[1] == native.instructions()), whole))
+    source.write_text(sets.sub(lambda found: found[0] * (found[1] == kernels.instructions()), whole))
     assert len(source.read_text()) < len(whole)
     build = subprocess.run(
         [compiler, *flags, f"-I{KERNELS / 'native'}", source, "-o", sanitized], capture_output=True, text=True
@@ -554,7 +558,7 @@ def test_under_sanitizers(tmp_path):
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     code = f"""
 import importlib, pathlib, sys
-from dgcopt.kernels.native import instructions, library
+from dgcopt.kernels.native import library
 library._LIBRARY = pathlib.Path({str(sanitized)!r})
 here = pathlib.Path({str(Path(__file__).parent)!r})
 sys.path.insert(0, str(here.parents[2]))
@@ -562,7 +566,7 @@ for path in sorted(here.glob("test_*.py")):
     for name, test in vars(importlib.import_module("tests.unit.kernels." + path.stem)).items():
         if name.startswith("test_") and getattr(test, "in_c", test).__dict__.get("is_hypothesis_test"):
             getattr(test, "in_c", test)()
-print("clean", instructions())
+print("clean", library.instructions())
 """
     env = {"LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "DGCOPT_TEST_EXAMPLES": "30"}
-    assert run(code, DGCOPT_KERNELS="native", **env) == f"clean {native.instructions()}"
+    assert run(code, DGCOPT_KERNELS="native", **env) == f"clean {kernels.instructions()}"

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgcopt import kernels
-from dgcopt.kernels import Mixture, native
-from dgcopt.kernels import torch as specification
+from dgcopt.kernels import Mixture
 from tests.support.oracle import (
     EXAMPLES,
     KINDS,
@@ -17,8 +16,10 @@ from tests.support.oracle import (
     all_implementations,
     assert_same_bits,
     built,
+    native,
     numbers,
     some_mixture,
+    specification,
 )
 
 

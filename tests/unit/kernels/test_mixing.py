@@ -7,9 +7,17 @@ import torch
 from hypothesis import strategies as st
 
 from dgcopt import kernels
-from dgcopt.kernels import Mixture, native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers
+from dgcopt.kernels import Mixture
+from tests.support.oracle import (
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    native,
+    numbers,
+    specification,
+)
 
 
 def lists_of(large):

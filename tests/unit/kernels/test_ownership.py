@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import native, owner_of
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import all_implementations, built
+from dgcopt.kernels import owner_of
+from tests.support.oracle import all_implementations, built, native, specification
 
 
 @all_implementations(

@@ -6,9 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, all_implementations, assert_same_bits, built, numbers
+from tests.support.oracle import KINDS, all_implementations, assert_same_bits, built, native, numbers, specification
 
 
 @all_implementations(

@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 from dgcopt import kernels
 from dgcopt.compressors import Context, Memory, Place
-from dgcopt.kernels import native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import EXAMPLES, KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
+from tests.support.oracle import (
+    EXAMPLES,
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    native,
+    numbers,
+    places,
+    specification,
+)
 
 tensors = st.integers(1, 5)
 blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
@@ -37,7 +46,7 @@ def draw(i: int, key: int) -> int:
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(count=st.integers(0, 50), key=keys)
 def test_draws(count, key):
-    assert [x % 2**32 for x in specification.draws(count, key).tolist()] == [draw(i, key) for i in range(count)]
+    assert [x % 2**32 for x in kernels.draws(count, key).tolist()] == [draw(i, key) for i in range(count)]
 
 
 @pytest.mark.parametrize("bit", range(32))
@@ -45,7 +54,7 @@ def test_every_bit_is_one_half_of_the_time_and_says_nothing_of_its_neighbours_or
     count, near = 2**18, 4.5 / 2**9  # standard deviations of the mean of 2^18 signs
 
     def signs(key: int) -> torch.Tensor:
-        return 1 - 2 * (specification.draws(count, key) >> bit & 1).double()
+        return 1 - 2 * (kernels.draws(count, key) >> bit & 1).double()
 
     first, *others = (signs(key_of(0, step, 0, rank)) for step in range(3) for rank in range(3))
     assert first.mean().abs() < near

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dgcopt.compressors.sparse.selection import Selection, count_of
 from dgcopt.flat.buckets import Bucket
-from dgcopt.kernels.torch import block_maxima
+from dgcopt.kernels.reductions.torch import block_maxima
 from tests.support.worlds import bucket_of
 
 KINDS = {

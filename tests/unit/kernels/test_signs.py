@@ -7,17 +7,18 @@ import torch
 from hypothesis import strategies as st
 
 from dgcopt import kernels
-from dgcopt.kernels import Mixture, native
-from dgcopt.kernels import torch as specification
+from dgcopt.kernels import Mixture
 from tests.support.oracle import (
     KINDS,
     Sizes,
     all_implementations,
     assert_same_bits,
     built,
+    native,
     numbers,
     places,
     some_mixture,
+    specification,
 )
 
 blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))

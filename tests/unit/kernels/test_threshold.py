@@ -7,9 +7,17 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, numels
+from tests.support.oracle import (
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    native,
+    numbers,
+    numels,
+    specification,
+)
 
 
 @all_implementations(

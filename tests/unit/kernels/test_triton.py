@@ -13,7 +13,6 @@ import os
 import runpy
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,24 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 
 from dgcopt import kernels
-from dgcopt.kernels import Chunks, Groups, Momentum, native
-from dgcopt.kernels import torch as specification
-from dgcopt.kernels.cuda import has_triton, takes_cuda
+from dgcopt.kernels import Chunks, Groups, Kernel, Momentum
+from dgcopt.kernels.triton.available import has_triton
 from tests.support.oracle import (
     IN_TRITON,
     KINDS,
     ON_CUDA,
+    Implementation,
     InTriton,
     assert_same_bits,
     in_triton,
     momenta,
     numbers,
     numels,
+    specification,
     tensors_in,
 )
 
-triton = InTriton()
+triton, raw = InTriton(), Implementation("triton")
 DEVICE = torch.device("cuda" if ON_CUDA else "cpu")
 pytestmark = in_triton
 half_types = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -90,7 +90,7 @@ def test_memory(numel, memory, gradient, rule, scale, has_gradient, kind, shift,
 
 def test_what_is_equal_lies_in_several_tiles(monkeypatch):
     """The first are taken, of blocks and of elements."""
-    monkeypatch.setattr("dgcopt.kernels.torch.selection._TILE", 64)
+    monkeypatch.setattr("dgcopt.kernels.selection.groups._TILE", 64)
     flat = numbers(70 * 64, torch.float32, "tied", 7)
     flat[4200] = 5.0  # and what is larger, wherever it lies
     groups = Groups([[(0, 2000), (2048, 4300)], [(4352, 70 * 64)]], [10, 3], DEVICE)
@@ -139,7 +139,7 @@ def test_half_precision():
         if not any(x.dtype == torch.bfloat16 for operand in operands for x in tensors_in(operand)):
             continue
         results = []
-        for of in (importlib.import_module("dgcopt.kernels.triton"), specification):
+        for of in (raw, specification):
             mine = [in_float16(operand) for operand in operands]
             found = getattr(of, name)(*mine)
             both = (*mine, *found) if isinstance(found, tuple) else (*mine, found)
@@ -201,10 +201,9 @@ def test_tensors_that_lie_apart_are_one_launch(launches):
     )
     there = [g if place % 2 else g[:0] for place, g in enumerate(grads)]
     expected = [x.clone() for x in outs], [x.clone() for x in weights], [x.clone() for x in buffers]
-    run = importlib.import_module("dgcopt.kernels.triton")
-    tops = run.copy_scaled(there, outs, 0.37)
-    run.decay(weights, buffers, Momentum(0.9, 0.1, True), 0.01, 0.1)
-    run.peaks(grads)
+    tops = raw.copy_scaled(there, outs, 0.37)
+    raw.decay(weights, buffers, Momentum(0.9, 0.1, True), 0.01, 0.1)
+    raw.peaks(grads)
     assert len(launches) == 3, launches
     assert_same_bits(tops, specification.copy_scaled(there, expected[0], 0.37))
     specification.decay(*expected[1:], Momentum(0.9, 0.1, True), 0.01, 0.1)
@@ -219,7 +218,8 @@ def test_what_runs_in_torch_on_cuda_is_told_once(caplog):
             kernels.block_maxima(on_cuda)
         kernels.peaks([on_cuda])
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            assert takes_cuda(torch.zeros(128, dtype=dtype, device="cuda"), None, 0.5)
+            x = torch.zeros(128, dtype=dtype, device="cuda")
+            assert kernels.block_maxima.implementation(x) is kernels.block_maxima.triton
     kernels.block_maxima(torch.zeros(128, dtype=torch.float64))
     told = [record.getMessage() for record in caplog.records]
     assert [text.split()[1] for text in told] == ["block_maxima", "peaks"]
@@ -229,7 +229,8 @@ def test_what_runs_in_torch_on_cuda_is_told_once(caplog):
 @pytest.mark.skipif(not ON_CUDA, reason="no CUDA device on this machine")
 def test_cuda_tensors_come_here(monkeypatch):
     ran = []
-    monkeypatch.setattr("dgcopt.kernels.triton.preview_block_maxima", lambda *_: ran.append(True))
+    monkeypatch.setattr("dgcopt.kernels.memory.triton.preview_block_maxima", lambda *_: ran.append(True))
+    monkeypatch.delattr(kernels.preview_block_maxima, "triton", raising=False)
     kernels.preview_block_maxima(torch.zeros(4, device="cuda"), None, None, torch.zeros(1, device="cuda"), None)
     assert ran == [True]
 
@@ -261,20 +262,17 @@ def test_it_compiles_for_cuda(tmp_path):
 
 
 def operations():
-    """What there is in Triton of what is specified in torch."""
-    there = vars(importlib.import_module("dgcopt.kernels.triton"))
-    return {name for name, thing in there.items() if isinstance(thing, types.FunctionType)}
+    """The operations that have a kernel in Triton."""
+    return {name for name, kernel in vars(kernels).items() if isinstance(kernel, Kernel) and kernel.in_triton}
 
 
-def test_all_that_is_there_is_used():
-    for name in operations():
-        specified = getattr(specification, name)
-        parameters, expected = (inspect.signature(each).parameters for each in (getattr(triton, name), specified))
-        assert [(x.name, x.default) for x in parameters.values()] == [(x.name, x.default) for x in expected.values()], (
-            name
-        )
-        used = [run for _, run in getattr(kernels, name).others if run is not getattr(native, name)]
-        assert [inspect.unwrap(run) for run in used] == [specified], name
+def test_implementations_have_one_signature():
+    for name, kernel in vars(kernels).items():
+        if isinstance(kernel, Kernel):
+            others = [kernel.native, *([getattr(raw, name)] if kernel.in_triton else [])]
+            for parameters in (inspect.signature(each).parameters.values() for each in others):
+                expected = inspect.signature(kernel.specification).parameters.values()
+                assert [(x.name, x.default) for x in parameters] == [(x.name, x.default) for x in expected], name
 
 
 def test_autograd_notices_what_is_changed_in_place():
@@ -283,7 +281,7 @@ def test_autograd_notices_what_is_changed_in_place():
     for name, operands in calls():
         tensors = [x for operand in operands for x in tensors_in(operand)]
         changed = []
-        for of in (specification, importlib.import_module("dgcopt.kernels.triton")):
+        for of in (specification, raw):
             before = [x._version for x in tensors]
             if of is specification or (changed[0] and name not in changing):
                 getattr(of, name)(*operands)

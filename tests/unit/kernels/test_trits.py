@@ -7,9 +7,18 @@ import torch
 from hypothesis import strategies as st
 
 from dgcopt import kernels
-from dgcopt.kernels import native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, Sizes, all_implementations, assert_same_bits, built, numbers, places
+from dgcopt.kernels.rounding.torch import pack_trits, unpack_trits
+from tests.support.oracle import (
+    KINDS,
+    Sizes,
+    all_implementations,
+    assert_same_bits,
+    built,
+    native,
+    numbers,
+    places,
+    specification,
+)
 
 blocks = Sizes(st.sampled_from([0, 1, 3, 17, 100]), st.just(2200))
 keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
@@ -18,12 +27,12 @@ keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1
 def test_every_byte():
     for byte in range(256):
         packed = torch.tensor([byte], dtype=torch.uint8)
-        trits, out = specification.unpack_trits(packed, 5), torch.zeros(5)
+        trits, out = unpack_trits(packed, 5), torch.zeros(5)
         right = specification.put_trits(packed, torch.ones(1), torch.zeros(1, dtype=torch.int64), out, "set")
         assert bool(right) == (byte < 243)
         if right:
             assert sum(3 ** (4 - i) * (t + 1) for i, t in enumerate(trits.tolist())) == byte
-            assert specification.pack_trits(trits).tolist() == [byte] and torch.equal(out, trits.float())
+            assert pack_trits(trits).tolist() == [byte] and torch.equal(out, trits.float())
 
 
 @all_implementations(
@@ -87,11 +96,11 @@ def test_what_they_mean():
     values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
     values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
     packed = kernels.round_trits(values, torch.tensor([2.0]), place, key=1)  # none has to be rounded
-    trits = specification.unpack_trits(packed, 64)
+    trits = unpack_trits(packed, 64)
     assert trits[:5].tolist() == [1, -1, 1, -1, 0]
     out = torch.full((6,), 10.0)
     assert kernels.put_trits(packed, torch.tensor([3.0]), place, out, "add") and out.tolist() == [13, 7, 13, 7, 10, 10]
-    said = specification.unpack_trits(kernels.majority(torch.tensor([[1], [3]], dtype=torch.uint8)), 8)
+    said = unpack_trits(kernels.majority(torch.tensor([[1], [3]], dtype=torch.uint8)), 8)
     assert said.tolist() == [-1, 0, *[1] * 6]
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from dgcopt.kernels import native
-from dgcopt.kernels import torch as specification
-from tests.support.oracle import KINDS, all_implementations, assert_same_bits, built, numbers
+from tests.support.oracle import KINDS, all_implementations, assert_same_bits, built, native, numbers, specification
 
 numels = st.one_of(st.integers(0, 300), st.sampled_from([512, 1000, 5000]))
 blocks = st.sampled_from([64, 128, 256, 512])

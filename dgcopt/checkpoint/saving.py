@@ -120,8 +120,10 @@ def _save(
 
 
 def _check_can_write(directory: Path, step: int) -> None:
-    """Raise CheckpointError if another run writes here, a valid checkpoint of a later step exists, which `load` would
-    prefer, or the folder of this step is not dgcopt's.
+    """Raise CheckpointError if a save to this directory would conflict with other folders.
+
+    Conflicts are another run that writes here, a valid checkpoint of a later step, which `load` would prefer, and a
+    folder of this step that is not dgcopt's.
     """
     check_sole_writer(directory)
     for later, folder in finished_checkpoints(directory).items():

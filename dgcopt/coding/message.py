@@ -226,9 +226,7 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
 
 
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:
-    """Return rows of int32 as int64 in [0, numel). Raises PayloadError, at once or as `checks` are read, if they were
-    not.
-    """
+    """Return rows of int32 as int64 in [0, numel). Raises PayloadError, at once or as `checks` are read, otherwise."""
     if indices.numel():
         first, last = indices[:, 0], indices[:, -1]
         # compared, not subtracted: the difference of two that are far apart wraps around

@@ -127,8 +127,7 @@ def decode_rice(messages: Tensor, count: int, numel: int, ranks: Sequence[int]) 
 def read_rows(
     messages: Tensor, count: int, numel: int, ranks: Sequence[int], checks: Checks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Decode messages `[rows, nbytes]` from `ranks`; return indices `[rows, count]` and the number of valid ones per
-    row.
+    """Decode messages `[rows, nbytes]` from `ranks` to indices `[rows, count]` and the number of valid ones per row.
 
     Both int64, on the device; the others repeat the last that counts. All lie in [0, numel), also in rows that cannot
     be right, for which PayloadError is raised at once, or as `checks` are read.

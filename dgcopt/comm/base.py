@@ -363,9 +363,7 @@ class Comm(ABC):
         """
 
     def sent(self, collective: Collective) -> int:
-        """Return the bytes that this rank sends for a collective, by the algorithm of the wire if known, else the
-        bandwidth-optimal one.
-        """
+        """Return the bytes that this rank sends for a collective, by the wire's algorithm or the bandwidth-optimal one."""
         return collective.sent(self.size_of(collective.group))
 
     def run(self, collective: Collective, deadline: float | None = None) -> Tensor:
@@ -391,8 +389,7 @@ class Comm(ABC):
 
     @abstractmethod
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
-        """Return this rank's comm of two or more `members`; None if this rank is not a member. `given` is the user's
-        argument.
+        """Return this rank's comm of `members`, for which `given` was given; None if it is not a member.
 
         Called on every rank of this comm, so that all can take part in making the group.
         """
@@ -443,9 +440,7 @@ class Comm(ABC):
     # -- where ranks survive -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
-        """Admit the processes that have asked to join; call it at the beginning of a step in every rank's training
-        loop.
-        """
+        """Admit processes that have asked to join; every rank calls it at the beginning of a step."""
 
     def close_admission(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
         """Take in no process until the next `begin_step`, as this rank is past the state that it would give."""

@@ -16,10 +16,7 @@ __all__ = ["NoCompression", "Noop"]
 
 @dataclass(eq=False)
 class NoCompression(Compressor):
-    """Averages dense gradients: the baseline for accuracy.
-
-    Costs one allreduce of 4 bytes per float32 parameter.
-    """
+    """Averages dense gradients: the baseline for accuracy. Costs one allreduce of 4 bytes per float32 parameter."""
 
     carrier = AllReduce
 

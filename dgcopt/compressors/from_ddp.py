@@ -61,8 +61,7 @@ REFUSED = {
 
 
 def from_ddp_hook(state: Any, hook: Hook) -> Compressor:
-    """Return a communication hook of DistributedDataParallel as a compressor; takes the arguments of
-    `register_comm_hook`.
+    """Return a DDP communication hook as a compressor; takes the arguments of `register_comm_hook`.
 
         state = PowerSGDState(process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10)
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.from_ddp_hook(state, powerSGD_hook))

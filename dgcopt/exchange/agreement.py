@@ -20,10 +20,10 @@ __all__ = ["DAMAGED", "SAME_MODEL", "announced", "compare"]
 Result = TypeVar("Result")
 
 LONG = 120
-"""Characters of a line that is shown as it is."""
+"""Longest line, in characters, that an error shows whole."""
 
 LONGEST = 2**26
-"""Bytes of the lines that are compared in words, at most."""
+"""Largest size, in bytes, of lines that are compared word for word."""
 
 SAME_MODEL = "Build the same model with the same settings on every rank."
 
@@ -38,14 +38,14 @@ SAME_MESSAGES = (
 def announced(
     exchange: Generator[Collective, Tensor, Result], label: str, rank: int
 ) -> Generator[Collective, Tensor, Result]:
-    """The same exchange, whose ranks compare each of its collectives, and its end, before they start it.
+    """Run an exchange; the ranks compare each of its collectives, and its end, before they start it.
 
     Raises MismatchError, on all ranks, where these differ: libraries would end the process, or wait for ever.
     """
 
     def of(words: str, like: Collective | None) -> Generator[Collective, Tensor, None]:
         def send_like(collective: Collective) -> None:
-            if like is not None and like.group != "world":  # which only some ranks take part in
+            if like is not None and like.group != "world":  # some ranks do not take part in it
                 collective.send_beside(like)
 
         return watched(compare([words], rank, f"what {label} sends", SAME_MESSAGES), send_like)
@@ -100,7 +100,7 @@ def compare(lines: list[str], rank: int, what: str, remedy: str = SAME_MODEL) ->
 
 
 def _short(line: str, other: str) -> str:
-    """A long line without the settings before and after those in which it differs from another."""
+    """Shorten a long line: leave out settings before and after those that differ from the other line."""
     if max(len(line), len(other)) <= LONG:
         return line
     mine, theirs = line.split(", "), other.split(", ")
@@ -112,7 +112,7 @@ def _short(line: str, other: str) -> str:
 
 
 def _alike(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """How many are equal before the first that differs."""
+    """Return the number of equal elements before the first that differs."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))
 
 

@@ -1,4 +1,4 @@
-"""Start alike: one rank's parameters, optimizer state or plain values on every rank. Nothing is pickled."""
+"""Equal starts: one rank's parameters, optimizer state or plain values on every rank. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def broadcast_parameters(
 
 
 def broadcast_object(value: Any, root_rank: int = 0, comm: Comm | None = None) -> Any:
-    """Rank `root_rank`'s value on every rank, such as settings that one rank has read; the others' is not looked at.
+    """Return rank `root_rank`'s value on every rank, such as settings that one rank has read.
 
     Tensors, None, bool, int, float and str, and dicts, lists and tuples of them, at any depth; the result is a
     copy, on the root too, with its tensors on the CPU. Subclasses arrive as their base classes. Nothing is
@@ -104,14 +104,14 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, comm: Co
 
 
 def _sent(value: Any, root: int, comm: Comm, what: str) -> Generator[Collective, Tensor, Any]:
-    """Text that describes the tree, then the bytes of its tensors. If the root cannot say it, the text says why."""
+    """Send text that describes the tree, then the bytes of its tensors; or, if that fails, text with the reason."""
     tensors: list[Tensor] = []
     text = b""
     if comm.rank == root:
         try:
             tree = _encode(value, tensors)
             text = json.dumps({"tree": tree, "bytes": [tensor.numel() for tensor in tensors]}).encode()
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # of any kind: the other ranks wait for this one's answer
             text = json.dumps({"problem": f"{what} of rank {root} cannot be sent: {error}"}).encode()
     length = torch.tensor([len(text)])
     (told,) = (yield Broadcast(comm.to_wire(length), root=root, label=f"length of {what}")).tolist()
@@ -141,7 +141,7 @@ def _sent(value: Any, root: int, comm: Comm, what: str) -> Generator[Collective,
 def _from_root(
     data: Tensor | None, nbytes: int, root: int, comm: Comm, label: str
 ) -> Generator[Collective, Tensor, bytearray]:
-    """The root's `data`, of which all know the length."""
+    """Return the root's `data`, of a length that all ranks know."""
 
     def send(start: int, stop: int) -> Broadcast:
         piece = torch.empty(stop - start, dtype=torch.uint8) if data is None else data[start:stop].clone()
@@ -152,7 +152,7 @@ def _from_root(
 
 
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError, RecursionError, MemoryError)
-"""Errors of reading text that another program has written, or none."""
+"""Errors of reading text that another program may have written."""
 
 
 def _damaged(what: str, root: int, comm: Comm, received: str) -> CommError:
@@ -174,7 +174,7 @@ def _read(text: bytearray) -> tuple[str, Any, list[int]]:
 
 
 def _encode(value: Any, tensors: list[Tensor]) -> Any:
-    """The tree in JSON's types, every node a tagged pair; tensors become their place, dtype and shape."""
+    """Encode the tree in JSON's types, every node a tagged pair; tensors become place, dtype and shape."""
     if isinstance(value, Tensor):
         # as bytes, because not every wire has every dtype
         tensors.append(value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8))

@@ -83,13 +83,12 @@ class Buffers:
             )
 
     def _found(self) -> dict[str, Tensor]:
-        """All of them by name, looked up anew each time, as a module may replace its buffers."""
+        """Return all buffers by name, looked up each time, since a module may replace them."""
         return {name: buffer for name, buffer in self.model.named_buffers() if buffer.numel()}
 
     @torch.no_grad()
     def exchange(self, comm: Comm, step: int, active: bool) -> Generator[Collective, Tensor, None]:
-        """After `step` steps, if it is time: make them alike on all ranks of `comm`, from those that are `active`,
-        which have seen data since.
+        """Synchronise the buffers on all ranks of `comm`, if due after `step` steps, from the `active` ranks, which had data.
 
         Raises MismatchError, on all ranks, at the first step if their buffers or settings differ.
         """

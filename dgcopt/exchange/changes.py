@@ -1,4 +1,4 @@
-"""Changes outside of the exchange: gradients clipped on some ranks only, weights moved by other methods than `step`."""
+"""Changes outside the exchange: gradients clipped on some ranks only, weights moved by methods other than `step`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .vote import Verdict
 __all__ = ["Changes", "Snapshot", "Unstepped"]
 
 MOVES = 3
-"""Changes of weights without a step that are no accident."""
+"""Number of weight changes without a step that count as a mistake."""
 
 log = logging.getLogger("dgcopt")
 
 
 class Snapshot:
-    """Gradients at one moment, by identity and version; torch counts the changes of a tensor."""
+    """Identities and versions of gradients at one moment; torch counts the changes of a tensor."""
 
     def __init__(self, grads: Iterable[Tensor | None]) -> None:
         self._seen = [(grad, 0 if grad is None else grad._version) for grad in grads]
 
     def has_changed(self, grads: Iterable[Tensor | None]) -> bool:
-        """True if a gradient was replaced or changed in place since."""
+        """True if a gradient was replaced or changed in place since the snapshot."""
         now = zip(grads, self._seen, strict=False)
         return any(grad is not seen or (grad is not None and grad._version != version) for grad, (seen, version) in now)
 
 
 class Unstepped:
-    """Weights that change between backward passes although neither `synchronize()` nor `step()` is called."""
+    """Detector of weights that change between backward passes without `synchronize()` or `step()`."""
 
     def __init__(self) -> None:
         self._first: Tensor | None = None
@@ -40,7 +40,7 @@ class Unstepped:
         self._moves = 0
 
     def moved(self, param: Tensor) -> bool:
-        """Note that a backward pass has added to the gradient of `param`; True once weights have changed MOVES times.
+        """Record an addition to the gradient of `param`; return True once weights have changed MOVES times.
 
         The parameter whose gradient arrives first stands for all.
         """

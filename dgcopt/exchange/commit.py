@@ -1,4 +1,4 @@
-"""The end of a step on one rank, once for all who exchange gradients: prepare, then commit as one act, or abort.
+"""The end of a step on one rank, shared by all exchanges of gradients: prepare, then commit as one act, or abort.
 
     prepare   inspect the results, and do all that may fail or allocate; nothing has changed if it fails
     commit    let memory and gradients take their new values
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 Write = Callable[[], None]
-"""Assigns gradients that are prepared."""
+"""Function that assigns prepared gradients."""
 
 
 class CommitMarker:
-    """Tells whether memory, gradients and weights of one rank belong to the same step.
+    """Marker of a commit in progress on one rank: memory, gradients and weights must belong to the same step.
 
     They take their new values between `begin` and `end`. Whatever interrupts that leaves them apart: `check` refuses to
     go on then. Needs no exception handler, and so misses none.
@@ -54,11 +54,11 @@ class CommitMarker:
         self._under_way = ""
 
     def begin(self, changes: str) -> None:
-        """Note that `changes` take their new values from here on."""
+        """Note that `changes` are about to take their new values."""
         self._under_way = changes
 
     def end(self) -> None:
-        """Note that everything has its new value, or that of a checkpoint."""
+        """Note that everything has its new value, or a checkpoint's."""
         self._under_way = ""
 
     def check(self, rank: int) -> None:
@@ -68,7 +68,7 @@ class CommitMarker:
 
 
 def interrupted(rank: int, changes: str) -> InterruptedStep:
-    """Return the error of a rank whose last step has made a part of its `changes`."""
+    """Return the error of a rank that has made only some of the `changes` of its last step."""
     return InterruptedStep(
         f"rank {rank}: an exception interrupted the last step while {changes} took their new values, so that this rank "
         f"is between two steps. Restore all ranks from a checkpoint (load_state_dict, or dgcopt.checkpoint.load)."
@@ -77,7 +77,7 @@ def interrupted(rank: int, changes: str) -> InterruptedStep:
 
 @dataclass(frozen=True)
 class FinishedExchange:
-    """One exchange whose result has arrived, and the gradient that its step is to use.
+    """One finished exchange, and the gradient for its step.
 
     Attributes:
         pending: the exchange.
@@ -94,13 +94,13 @@ class FinishedExchange:
     numel: int
 
     def with_committed_memory(self) -> FinishedExchange:
-        """Return the same exchange, of which only the gradient is left to be committed."""
+        """Return the exchange with only its gradient left to commit."""
         return replace(self, context=None)
 
 
 @dataclass(frozen=True)
 class NotFinite:
-    """NaN or Inf has arrived in the exchange called `label`; from `ranks`, none if that is not known."""
+    """NaN or Inf in the results of the exchange `label`, with the sending `ranks`; none if unknown."""
 
     label: str
     ranks: Sequence[int]
@@ -110,7 +110,7 @@ class NotFinite:
 
 
 def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False) -> list[NotFinite]:
-    """Return the exchanges that have brought NaN or Inf, at a cost in proportion to the messages.
+    """Return the exchanges with NaN or Inf in their results, at a cost proportional to the messages.
 
     Looks at sums of a few coordinates, and at tensors given to `Checks.look_at`. A dense sum that an
     allreduce has made is looked at only where `sums`, as that takes one more pass; `dgcopt.init(checksums=True)`
@@ -140,14 +140,14 @@ def inspect(finished: Sequence[FinishedExchange], comm: Comm, sums: bool = False
 
 
 def prepare_memory(finished: Sequence[FinishedExchange]) -> None:
-    """Do all that may fail or allocate before memory takes its new values."""
+    """Do everything that may fail or allocate, before memory takes its new values."""
     for one in finished:
         if one.context is not None:
             one.context.memory.prepare(one.used)
 
 
 def prepare_gradients(finished: Sequence[FinishedExchange]) -> list[Write]:
-    """Do all that may fail or allocate before gradients take their new values; return the assignments."""
+    """Do everything that may fail or allocate, before gradients take their new values; return the assignments."""
     writes = []
     for one in finished:
         assert one.pending.result is not None
@@ -156,7 +156,7 @@ def prepare_gradients(finished: Sequence[FinishedExchange]) -> list[Write]:
 
 
 def commit_memory(finished: Sequence[FinishedExchange], telemetry: Telemetry) -> None:
-    """Let memory take its new values, and add the tallies of exchanges to telemetry."""
+    """Give memory its new values, and add the tallies of exchanges to telemetry."""
     for one in finished:
         if one.context is not None:
             one.context.commit()
@@ -165,7 +165,7 @@ def commit_memory(finished: Sequence[FinishedExchange], telemetry: Telemetry) ->
 
 
 def commit_gradients(writes: Sequence[Write]) -> None:
-    """Let gradients take their new values."""
+    """Give gradients their new values."""
     for write in writes:
         write()
 
@@ -199,7 +199,7 @@ def _are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _finite_flags(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return a flag for each device and dtype, not read yet: True if all its tensors are finite."""
+    """Return an unread flag per device and dtype: True if all its tensors are finite."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -211,7 +211,7 @@ def _refused(one: FinishedExchange) -> bool:
 
 
 def _senders(one: FinishedExchange) -> list[int]:
-    """Return the ranks whose messages hold NaN or Inf, if each message is of one rank."""
+    """Return the ranks with NaN or Inf in their messages, if each message has one sender."""
     result, context = one.pending.result, one.context
     if context is None:
         return []

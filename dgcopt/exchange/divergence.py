@@ -23,7 +23,7 @@ __all__ = ["OnDivergence", "check_finite", "check_on_divergence", "check_replica
 log = logging.getLogger("dgcopt")
 
 SMALL = 4096
-"""Bytes of a tensor that is read as it is: a hash on its device would take longer."""
+"""Largest tensor, in bytes, that is sent as it is: a hash on its device would take longer."""
 
 OnDivergence: TypeAlias = Literal["raise", "resync", "warn"]
 
@@ -51,7 +51,7 @@ def check_replicas(
 
 
 def check_on_divergence(on_divergence: Any) -> None:
-    """Raises ConfigError for anything but "raise", "resync" and "warn"."""
+    """Raise ConfigError for anything but "raise", "resync" and "warn"."""
     if on_divergence not in ("raise", "resync", "warn"):
         raise ConfigError(f'on_divergence must be "raise", "resync" or "warn", not {on_divergence!r}')
 
@@ -59,7 +59,7 @@ def check_on_divergence(on_divergence: Any) -> None:
 def replicas(
     tensors: Mapping[str, Sequence[Tensor]], comm: Comm, step: int | None, on_divergence: OnDivergence
 ) -> Generator[Collective, Tensor, None]:
-    """`check_replicas` as an exchange: one digest per name in one message, then tensors only where they differ.
+    """Compare as `check_replicas`, in an exchange: one digest per name in one message, then the tensors that differ.
 
     A name stands for a parameter and the state that the optimizer keeps of it, which must be mended together.
     """
@@ -100,7 +100,7 @@ def replicas(
 
 
 def check_finite(weights: Mapping[Tensor, str], rank: int, step: int, on_divergence: OnDivergence) -> None:
-    """Raise DivergenceError if weights hold NaN or Inf: no step can mend them, and each one would be skipped.
+    """Raise DivergenceError if weights hold NaN or Inf: no step can repair them, and each would be skipped.
 
     For ranks whose gradients were not finite. A warning instead, if `on_divergence` is "warn".
     """
@@ -119,7 +119,7 @@ def check_finite(weights: Mapping[Tensor, str], rank: int, step: int, on_diverge
 
 
 def digests(tensors: Mapping[str, Sequence[Tensor]]) -> Tensor:
-    """16 bytes for each name, which two ranks share only if its tensors are equal in every bit, dtype and shape.
+    """Return 16 bytes per name; two ranks share them only if its tensors are equal in every bit, dtype and shape.
 
     Large tensors are hashed on their device. Each device is read once. Shape `[names, 16]`, uint8, on the CPU.
     """
@@ -138,11 +138,11 @@ def digests(tensors: Mapping[str, Sequence[Tensor]]) -> Tensor:
 
 
 def _summary(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, or if they are many 16 bytes in their place: uint8, flat, on its device."""
+    """Return a tensor's bytes, or 16 bytes of hash if there are many: uint8, flat, on its device."""
     data = _whole(tensor.detach()).contiguous().view(-1).view(torch.uint8)
     return data if len(data) <= SMALL else hash_of(data).view(torch.uint8)
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Every element: SGD's momentum of a sparse gradient is sparse too, and may hold a row in several parts."""
+    """Return every element: SGD's momentum of a sparse gradient is sparse too, and may hold a row in several parts."""
     return tensor if tensor.layout == torch.strided else tensor.to_dense()

@@ -28,13 +28,13 @@ REMEDY = (
 )
 
 NOT_COMPARED = frozenset({"params", "foreach", "fused"})
-"""The last two say how a step is computed, not its result."""
+"""Keys left out of the comparison; the last two set how a step is computed, not its result."""
 
 _SCALARS = (float, int, bool)
 
 
 def check_may_differ(may_differ: Any, optimizer: Optimizer) -> tuple[str, ...]:
-    """Raises ConfigError for anything but a sequence of the names of the optimizer's settings."""
+    """Raise ConfigError for anything but a sequence of the optimizer's setting names."""
     known = {*optimizer.defaults, *(name for group in optimizer.param_groups for name in group)} - NOT_COMPARED
     is_names = isinstance(may_differ, Sequence) and not isinstance(may_differ, str)
     if not is_names or not known.issuperset(may_differ):
@@ -61,7 +61,7 @@ class GroupSettings:
         self._warned = False
 
     def checksum(self) -> int:
-        """Return 32 bits that are equal where ranks have the same settings.
+        """Return 32 bits that are equal on ranks with the same settings.
 
         Computed anew only if a setting has changed since the last call. A tensor on an accelerator is skipped, since
         its value is not known without a wait for the device.
@@ -112,7 +112,7 @@ class GroupSettings:
                 yield from self.take_over(rank, comm, comm.rank != rank)
 
     def take_over(self, rank: int, comm: Comm, takes: bool) -> Generator[Collective, Tensor, None]:
-        """Send the settings of `rank` to all ranks of `comm`; this rank replaces its own by them if it `takes` them.
+        """Broadcast the settings of `rank` in `comm`; this rank replaces its own by them if it `takes` them.
 
         Raises CommError for settings that arrive damaged.
         """
@@ -147,7 +147,7 @@ def _crc(numbers: Sequence[float]) -> int:
 
 
 def _numbers(value: Any) -> tuple[Any, ...]:
-    """The numbers of a setting, such as two betas or one learning rate; none for a setting of another kind."""
+    """Return the numbers in a setting, such as two betas or one learning rate; none for other settings."""
     if isinstance(value, Tensor):
         return tuple(value.flatten().tolist())
     parts = tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -155,5 +155,5 @@ def _numbers(value: Any) -> tuple[Any, ...]:
 
 
 def _on_cpu(value: Any) -> tuple[Any, ...]:
-    """The same, without a wait for an accelerator."""
+    """Return a setting's numbers without waiting for an accelerator."""
     return () if isinstance(value, Tensor) and value.device.type != "cpu" else _numbers(value)

@@ -1,4 +1,4 @@
-"""The one private attribute that dgcopt sets on a user's optimizer, whose other attributes stay its own."""
+"""The one private attribute that dgcopt sets on a user's optimizer; all other attributes stay its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Held", "check_names", "held", "hold", "unwrapped", "without"]
 _NAME = "_dgcopt"
 _MISSING = object()
 _FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Frameworks that wrap optimizers, and call `step` of the one inside, `.optimizer`, with its step hooks."""
+"""Frameworks that wrap optimizers in `.optimizer`, and call the inner `step` with its hooks."""
 
 
 @dataclass(eq=False)

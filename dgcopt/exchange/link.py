@@ -1,4 +1,4 @@
-"""How fast the wire is, measured once: for compressors that choose their collectives by it."""
+"""The speed of the wire, measured once, for compressors that choose their collectives by it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMES = 3  # of which the fastest counts; one more goes before, in which connec
 
 
 def measure_link(comm: Comm, compressor: Compressor, device: torch.device) -> Generator[Collective, Tensor, None]:
-    """Set `comm.link` if the compressor asks for it and it is not known: the same on all ranks.
+    """Measure `comm.link` if the compressor needs it and it is unknown; the result is the same on all ranks.
 
     Measures the wire that carries buckets on `device`: CUDA tensors may travel by another library than CPU tensors. The
     clock is read when the device has finished, as NCCL returns before anything has arrived.
@@ -43,7 +43,7 @@ def measure_link(comm: Comm, compressor: Compressor, device: torch.device) -> Ge
         little.append(between - start)
         much.append(_now(device) - between)
     latency, took = min(little[1:]), min(much[1:])
-    # a background thread that looks for work now and then, as Horovod's, may keep the little one waiting for longer
+    # a background thread that polls for work, such as Horovod's, may delay the small message
     per_byte = max(took - latency, took / 10) / (each * (comm.size - 1))
     mine = torch.tensor([latency, per_byte], dtype=torch.float64)
     agreed = yield AllReduce(comm.to_wire(mine), op="max", label="latency and bandwidth of the slowest rank")

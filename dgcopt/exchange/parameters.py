@@ -1,4 +1,4 @@
-"""The parameters that a user gives: their names, checks, and the lines that must be equal on all ranks."""
+"""The parameters given by a user: their names, checks, and the lines that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _HOOKS = frozenset(
     for which in ("step", "state_dict", "load_state_dict")
     for when in ("pre", "post")
 )
-"""Attributes of torch's optimizers; a wrapper that leaves out `Optimizer.__init__` lacks some."""
+"""Attributes of torch's optimizers; a wrapper that skips `Optimizer.__init__` lacks some."""
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise ConfigError for an object that is no torch optimizer, or only looks like one: its step runs no hooks."""
-    # looked up in the object itself, because wrappers pass on lookups to the optimizer inside
+    """Raise ConfigError for an object that is no torch optimizer, or whose step runs no hooks."""
+    # looked up on the object itself, because wrappers forward lookups to the optimizer inside
     if isinstance(optimizer, Optimizer) and _HOOKS.issubset(vars(optimizer)):
         return
     name, remedy = type(optimizer).__name__, "give the optimizer of the model's parameters"
@@ -68,12 +68,12 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
 
 
 def number(group: int, place: int) -> str:
-    """The name of a parameter that the user gave none."""
+    """Return the name of a parameter without a user's name."""
     return f"group{group}.parameter{place}"
 
 
 def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:
-    """The user's names by parameter; those of parameters that the optimizer gets later are welcome.
+    """Return the user's names by parameter, including parameters that the optimizer will get later.
 
     Raises ConfigError (a ValueError) if they are no pairs, or two have one name.
     """
@@ -130,7 +130,9 @@ FOREIGN = (
 
 
 def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:
-    """Every parameter of the optimizer with its name, in the optimizer's order. Raises ConfigError if one has none."""
+    """Return every parameter of the optimizer with its name, in the optimizer's order. Raises ConfigError if one has
+    none.
+    """
     own = [
         (number(group, place), param)
         for group, settings in enumerate(optimizer.param_groups)
@@ -188,7 +190,7 @@ def _check_whole_on_each_rank(param: Tensor, name: str, may_be_sharded: bool) ->
 
 
 def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
-    """`items` cut into at most `parts` runs whose lengths differ by one at most."""
+    """Cut `items` into at most `parts` runs with lengths that differ by at most one."""
     parts = min(parts, max(1, len(items)))
     short, longer = divmod(len(items), parts)
     bounds = [place * short + min(place, longer) for place in range(parts + 1)]
@@ -196,7 +198,7 @@ def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
 
 
 def plain(value: Any) -> str:
-    """A setting in words that are the same on all ranks: without addresses in memory."""
+    """Return a setting in words that are the same on all ranks: without memory addresses."""
     return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -206,7 +208,7 @@ def describe(
     settings: dict[str, Any],
     trained: Collection[Tensor] | None = None,
 ) -> list[str]:
-    """Everything that must be equal on all ranks, a line each. `trained` are those that require a gradient if None."""
+    """Return the lines that must be equal on all ranks. `trained` are those that require a gradient if None."""
     trained = {param for param in names if param.requires_grad} if trained is None else trained
     return [
         f"versions: dgcopt {__version__}, torch {torch.__version__}",

@@ -10,7 +10,7 @@ __all__ = ["Participation"]
 
 
 class Participation:
-    """The ranks that have data, as one of `size` ranks knows them.
+    """The ranks with data, as one of `size` ranks knows them.
 
     Attributes:
         here: True if this rank has data.
@@ -25,7 +25,7 @@ class Participation:
         self.begin()
 
     def begin(self, divides: bool = True, throws: bool = False) -> None:
-        """Let ranks run out of data from now on; all have some."""
+        """Allow ranks to run out of data from now on; all have data at first."""
         self.divides, self.throws = divides, throws
         self.all_here()
 
@@ -38,12 +38,12 @@ class Participation:
         self.here = False
 
     def count(self, ranks: int) -> bool:
-        """Note how many ranks have data; return True if that has not changed."""
+        """Set the number of ranks with data; return True if it has not changed."""
         before, self.ranks = self.ranks, ranks
         return before == ranks
 
     def check(self, absent: Sequence[int]) -> None:
-        """Note the `absent` ranks; raise OutOfData, on all ranks, if there are some and that is an error."""
+        """Record the `absent` ranks; raise OutOfData, on all ranks, if there are any and `throws` is set."""
         self.ended = len(absent) == self.size
         if self.throws and 0 < len(absent) < self.size:
             self.all_here()
@@ -54,5 +54,5 @@ class Participation:
 
     @property
     def share(self) -> float:
-        """Weight of a rank's gradient in a mean over all ranks, which makes it a mean over those with data."""
+        """Weight of a rank's gradient in a mean over all ranks that yields the mean over ranks with data."""
         return self.size / self.ranks if self.divides and self.ranks else 1.0

@@ -1,4 +1,4 @@
-"""Bytes of which another rank has told the number: received in pieces, so that a false number costs no memory."""
+"""Transfer of bytes in pieces, so that a false length from another rank costs no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..collectives import Collective, bytes_of
 __all__ = ["PIECE", "in_pieces"]
 
 PIECE = 2**24
-"""Bytes that are allocated before they arrive, at most."""
+"""Largest number of bytes that are allocated before they arrive."""
 
 
 def in_pieces(

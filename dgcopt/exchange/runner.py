@@ -55,7 +55,7 @@ class Runner:
 
     @property
     def busy(self) -> bool:
-        """True if a job has begun, or waits for its turn, that has not ended."""
+        """True if a job is running or queued."""
         return bool(self._jobs)
 
     @property
@@ -64,7 +64,7 @@ class Runner:
         return self._failure is not None
 
     def add(self, job: Generator[Handle, Tensor, object]) -> None:
-        """Run a job after all others."""
+        """Queue a job after all others."""
         self._jobs.append(job)
 
     def begin(self) -> None:
@@ -78,7 +78,7 @@ class Runner:
         return None if self.comm.takes_turns else self.scheduler.drive(question)
 
     def finish(self, job: Callable[[], Generator[Handle, Tensor, object]] | None = None) -> None:
-        """Run all jobs, or make one if there are none. Raises their errors, after `abandon`."""
+        """Run all jobs to their end, or make one if there are none. Raises their errors, after `abandon`."""
         self._raise_failure()
         if job is not None and not self._jobs:
             self.add(job())
@@ -87,7 +87,7 @@ class Runner:
                 self._step(None if self._awaited is None else self.scheduler.wait(self._awaited))
 
     def go(self) -> None:
-        """As `finish`; but where ranks take turns no more than is possible with the ranks that have come so far."""
+        """Run jobs as `finish` does; if ranks take turns, only as far as the ranks that have arrived allow."""
         if not self.comm.takes_turns:
             self.finish()
             return
@@ -128,17 +128,17 @@ class Runner:
         return job is not None
 
     def clear(self) -> None:
-        """Drop all jobs, and an error that was kept."""
+        """Delete all jobs, and an error that was kept."""
         self._jobs.clear()
         self._awaited = self._failure = None
 
     def together(self, label: str) -> Job:
-        """Wait until all ranks have come to this place, where none may wait for another one's turn later on."""
+        """Wait until all ranks have arrived here, if none may wait for another one's turn later on."""
         if self.comm.takes_turns:
             yield self.scheduler.start(Barrier(), label)
 
     def _step(self, result: Tensor | None) -> None:
-        """Run the first job to where it waits next, or to its end."""
+        """Run the first job to its next wait, or to its end."""
         job = self._jobs[0]
         try:
             self._awaited = job.send(result)  # type: ignore[arg-type]  # None starts a generator
@@ -148,10 +148,10 @@ class Runner:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Context in which an error ends all jobs; one of the wire names the collectives in flight."""
+        """Context in which an error ends all jobs; an error of the wire names the collectives in flight."""
         try:
             yield
-        except BaseException as error:  # also KeyboardInterrupt, after which a notebook goes on
+        except BaseException as error:  # KeyboardInterrupt too: a notebook continues after it
             more = self._abandon()
             self.clear()
             if more and isinstance(error, CommError):
@@ -165,10 +165,10 @@ class Runner:
 
 
 def serve(runners: Iterable[Runner]) -> None:
-    """Take part in the jobs of the other ranks, of all `runners` in turn, until none has more to offer."""
+    """Take part in the jobs of the other ranks, of all `runners` in turn, until no more are offered."""
     waiting = []
     for runner in runners:
-        if runner.comm.takes_turns:  # which goes on when the others wait
+        if runner.comm.takes_turns:  # which continues while the others wait
             runner.go()
         else:
             waiting.append(runner)

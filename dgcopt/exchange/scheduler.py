@@ -1,4 +1,4 @@
-"""Exchanges in flight: the one place where collectives leave, are named and counted, and in which order they go on.
+"""Collectives of pending exchanges: started, named, counted and ordered in one place.
 
 Exchanges are taken round by round, in the order of their launch: round two of the first is on its way while round one
 of the second is still awaited. No order depends on timing, because torch.distributed and MPI match collectives by
@@ -38,14 +38,14 @@ Of = TypeVar("Of")
 Result = TypeVar("Result")
 
 ENOUGH = 2**18
-"""Bytes of messages that are sent without waiting for others."""
+"""Total bytes of small messages that are sent without waiting for others to join them."""
 
 UNEVEN = "If ranks run out of data one before another: `with dgcopt.join(optimizer):`, or DDP's own join() with a hook."
 
 
 @dataclass(eq=False)
 class PendingExchange(Generic[Of]):
-    """One exchange, `of` a bucket or another object of its caller: the collective that it waits for, or its result.
+    """One exchange of a bucket, or of another object of its caller: its current collective, or its result.
 
     `rounds` counts its collectives by group: not all ranks of the world take part in those of "node" and "across", and
     labels must be the same on all that do. Exchanges whose messages travel as one have the same `handle`.
@@ -60,12 +60,12 @@ class PendingExchange(Generic[Of]):
     result: Tensor | SparseSum | None = field(default=None, init=False)
 
     def replace_result(self, result: Tensor | SparseSum) -> None:
-        """Let another result be written back."""
+        """Replace the result before the write-back."""
         self.result = result
 
 
 Ready: TypeAlias = tuple[PendingExchange[Any], Collective]
-"""An exchange, and its next collective that is yet to be started."""
+"""An exchange, and its next collective, not started yet."""
 
 
 class CollectiveScheduler:
@@ -86,7 +86,7 @@ class CollectiveScheduler:
         self.user = user
         self.number = comm.attend(progress)
         self._trace: Trace | None = None
-        self._asked: dict[int, float] = {}  # when an exchange has asked for a collective
+        self._asked: dict[int, float] = {}  # time at which an exchange has asked for a collective
 
     def count_in(self, telemetry: Telemetry) -> None:
         """Count bytes and seconds in `telemetry` from now on."""
@@ -97,7 +97,7 @@ class CollectiveScheduler:
         self._trace = trace
 
     def start(self, collective: Collective, label: str) -> Handle:
-        """Start a collective, and count its bytes: the one place where collectives leave."""
+        """Start a collective and count its bytes: the one place where collectives start."""
         collective.call(f"{self.user} {self.number} {label}", self.number)
         self.telemetry.count_message(collective.nbytes, self.comm.sent(collective))
         if self._trace is not None:
@@ -105,12 +105,12 @@ class CollectiveScheduler:
         return self.comm.start(collective)
 
     def wait(self, handle: Handle) -> Tensor:
-        """Return the result of a collective that was started."""
+        """Return the result of a started collective."""
         start = time.perf_counter()
         try:
             result = self.comm.wait(handle)
         except CommError as error:
-            if handle.collective.label.endswith(" vote"):  # where a rank that takes no more steps is missed first
+            if handle.collective.label.endswith(" vote"):  # a rank that takes no more steps is missed here first
                 error.args = (f"{error} {UNEVEN}",)
             raise
         end = time.perf_counter()
@@ -130,7 +130,7 @@ class CollectiveScheduler:
             result = self.wait(handle)
 
     def through(self, exchange: Generator[Collective, Tensor, Result]) -> Generator[Handle, Tensor, Result]:
-        """Run an exchange that is not of a bucket, such as a vote, in its place in the order of the step."""
+        """Run an exchange without a bucket, such as a vote, at its place in the order of the step."""
 
         def carry(collective: Collective) -> Generator[Handle, Tensor, Tensor]:
             return (yield self.start(collective, collective.label))
@@ -138,11 +138,11 @@ class CollectiveScheduler:
         return carried(lowered(exchange, self.comm), carry)
 
     def launch(self, pending: PendingExchange[Any], exchange: GradientExchange) -> None:
-        """Run an exchange to its first collective, and start that."""
+        """Run an exchange to its first collective, and start it."""
         self.launch_together([(pending, exchange)])
 
     def launch_together(self, launches: Iterable[tuple[PendingExchange[Any], GradientExchange]]) -> None:
-        """Launch several exchanges, the same ones on all ranks, whose small messages travel together."""
+        """Launch several exchanges, the same ones on all ranks; their small messages travel together."""
         ready: list[Ready] = []
         for pending, exchange in launches:
             pending.exchange = lowered(exchange, self.comm)
@@ -154,7 +154,7 @@ class CollectiveScheduler:
 
     @torch.no_grad()
     def _run(self, pending: PendingExchange[Any], result: Tensor | None) -> list[Ready]:
-        """Run an exchange to its next collective, which is returned, yet to be started; or to its end."""
+        """Run an exchange to its end, or to its next collective; return that one, not started."""
         assert pending.exchange is not None
         ready: list[Ready] = []
         start = time.perf_counter()
@@ -175,7 +175,7 @@ class CollectiveScheduler:
         return ready
 
     def _start_all(self, ready: list[Ready]) -> None:
-        """Start the collectives of several exchanges, one for those that can be joined."""
+        """Start the collectives of several exchanges, one collective for those that can be joined."""
         while ready:
             like = ready[0][1]
             together = [each for each in ready if each[1] is like or is_joinable(like, each[1])]
@@ -205,8 +205,10 @@ class CollectiveScheduler:
                 self._start_all([ready for run in runs for ready in run])
 
     def cancel(self, exchanges: Sequence[PendingExchange[Any]]) -> Generator[Handle, Tensor, None]:
-        """Wait for collectives that were started, the same ones on all ranks, and discard their results: afterwards
-        exchanges are as they were before they were launched."""
+        """Wait for started collectives, the same ones on all ranks, and ignore their results.
+
+        Afterwards exchanges are as they were before their launch.
+        """
         for handle in _awaited(exchanges):  # noqa: UP028  # a list cannot be sent results
             yield handle
         for pending in exchanges:
@@ -241,7 +243,7 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
 
 
 def _awaited(exchanges: Sequence[PendingExchange[Any]]) -> list[Handle]:
-    """Return the handles that exchanges wait for, in their order, each once."""
+    """Return the handles that exchanges wait for, in order, each once."""
     return [*dict.fromkeys(pending.handle for pending in exchanges if pending.handle is not None)]
 
 
@@ -272,7 +274,7 @@ def place_of(bucket: Bucket, comm: Comm, op: Literal["average", "sum"], prescale
 
 
 def _is_of_the_library(compressor: Compressor) -> bool:
-    """True if all its parts are of dgcopt, whose collectives do not depend on data."""
+    """True if all parts are dgcopt's own, whose collectives do not depend on data."""
     return all(type(part).__module__.split(".")[0] == "dgcopt" for part in compressor.parts())
 
 

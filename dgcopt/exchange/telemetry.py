@@ -77,7 +77,7 @@ class Telemetry:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than dense float32; 1.0 before anything was sent."""
+        """Ratio of dense float32 bytes to sent bytes; 1.0 before anything was sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     def goodput(self, seconds: float) -> float:

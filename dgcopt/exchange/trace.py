@@ -25,7 +25,7 @@ ROWS = ("queued", "wire", "waiting", "compress", "apply")
 
 
 ENOUGH = 256
-"""Events that are written together: a call of the operating system costs as much as some of them."""
+"""Number of events that are written together: a system call costs as much as several of them."""
 
 
 class Trace:

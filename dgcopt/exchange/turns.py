@@ -1,4 +1,4 @@
-"""The turns of several optimizers on one wire, of which one may launch during backward."""
+"""The order of several optimizers on one wire; one of them may launch during backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Stepper = TypeVar("Stepper")
 
 
 class Turns(Generic[Stepper]):
-    """The order in which the optimizers of one wire step, which is the same on all ranks.
+    """The order in which the optimizers of one wire step, the same on all ranks.
 
     When a bucket is full, and so leaves during backward, depends on the gradients that a rank has, and wires match
     collectives by their order. So of several optimizers only one sends before its step: the one that came next the
@@ -37,7 +37,7 @@ class Turns(Generic[Stepper]):
         return None if self._expected is None else self._expected()
 
     def came(self, stepper: Stepper) -> None:
-        """Note the step of an optimizer."""
+        """Record the step of an optimizer."""
         this, last = weakref.ref(stepper), None if self._last is None else self._last()
         if last is not None:
             self._after[last] = this

@@ -36,12 +36,12 @@ class Settings:
     may_differ: tuple[str, ...] = ()
 
     def add_up(self, passes: Any) -> None:
-        """Add up that many backward passes before gradients are exchanged. Raises ConfigError for other values."""
+        """Set the number of backward passes per exchange. Raises ConfigError for other values."""
         self.backward_passes_per_step = check_passes(passes)
 
 
 def check_op(op: Any) -> Op:
-    """Ours, or Horovod's `Average`, `Sum` and `Adasum`, which are numbers. Raises ConfigError for others."""
+    """Return our name of a reduction, given ours or Horovod's constant. Raises ConfigError for others."""
     if op in ("average", "sum", "adasum"):
         return op
     # horovod.common.basics: Average = 0, Sum = 1, Adasum = 2 in all versions that have process sets
@@ -56,7 +56,7 @@ def check_passes(passes: Any) -> int:
 
 
 def check_predivide(factor: Any, op: Op) -> float:
-    """Part of the division by the number of ranks, done before the sum. Raises ConfigError where nothing is divided."""
+    """Return the part of the division that is done before the sum. Raises ConfigError if nothing is divided."""
     factor = check_positive(factor, "gradient_predivide_factor")
     if factor != 1 and op != "average":
         raise ConfigError("gradient_predivide_factor not supported with op != Average")
@@ -66,7 +66,7 @@ def check_predivide(factor: Any, op: Op) -> float:
 def check_groups(
     names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None, num_groups: int
 ) -> dict[str, int] | None:
-    """Return the group of each parameter's name, from lists, or by splitting all parameters in a number of groups.
+    """Return each parameter's group by name, from lists or from a number of groups.
 
     `num_groups` is the name of that number in Horovod before 0.23. Raises ConfigError for both at once, unknown
     parameters, one in two groups, or a negative number.

@@ -1,4 +1,4 @@
-"""SGD's step where the gradient is zero nearly everywhere: at the coordinates that arrived, and nowhere else."""
+"""SGD's step at the coordinates that arrived, for gradients that are zero elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["step_touched"]
 
 @torch.no_grad()
 def step_touched(optimizer: Optimizer, touched: Iterable[Touched]) -> list[Tensor]:
-    """w <- w - lr g at the positions that were `touched`, as SGD would, without passing over all others.
+    """Take SGD's step, w <- w - lr g, at the `touched` positions only.
 
     Only for SGD itself, where it has neither momentum nor weight decay to apply (DGC takes its momentum over), and
     where nobody else is to see the gradients before the step. Returns the parameters that are done.
@@ -27,7 +27,7 @@ def step_touched(optimizer: Optimizer, touched: Iterable[Touched]) -> list[Tenso
     touched = list(touched)
     if not touched or of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
         return []
-    more = ("momentum", "weight_decay", "differentiable", "fused")  # a fused kernel may round otherwise
+    more = ("momentum", "weight_decay", "differentiable", "fused")  # a fused kernel may round differently
     rate = {
         param: float(group["lr"]) * (1 if group["maximize"] else -1)
         for group in optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Hooks around each step of an optimizer, whose compressor takes part of it over; with a closure or without."""
+"""Hooks around each step of an optimizer, with or without a closure, for a compressor that takes over part of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..flat.gradient import HiddenGradients
 __all__ = ["Call", "Closure", "StepHooks"]
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments and those by name, of which the optimizer is the first."""
+"""Positional and keyword arguments; the first positional one is the optimizer."""
 
 Closure: TypeAlias = Callable[[], Any]
 """Makes gradients anew, and returns the loss."""
@@ -54,10 +54,10 @@ class StepHooks:
         return loss
 
     def take_over(self) -> Iterable[Tensor]:
-        """Let the compressor take over its part of the step; return the parameters that it has stepped itself."""
+        """Let the compressor take over its part of the step; return the parameters that it has stepped."""
         return self.compressor.before_step(self.optimizer) or ()
 
     def give_back(self) -> None:
-        """Undo after a step whatever was changed for it."""
+        """Undo all temporary changes after a step."""
         self._hidden.show()
         self.compressor.after_step(self.optimizer)

@@ -1,4 +1,4 @@
-"""A step of a wrapped optimizer: its gradients are averaged before it, whoever calls it and however."""
+"""Steps of a wrapped optimizer: gradients are averaged before each, whoever calls `step()`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SENDS_NOTHING = (Mode.ADD_UP, Mode.LOCAL)
 
 
 class OwnStep(Enum):
-    """Where the wrapped optimizer's own step is."""
+    """Progress of the wrapped optimizer's own step."""
 
     AHEAD = "yet to come"
     DONE = "not to be called, as nothing is left for it to do"
@@ -91,7 +91,7 @@ class Stepping(StepHooks):
         self.mode = Mode.EXCHANGE
         self._watched: set[Tensor] = set()
         self._warned = False
-        self._uses_gradients = False  # whether the step that is under way uses exchanged gradients
+        self._uses_gradients = False  # True if the step in progress uses exchanged gradients
         self.begin_anew()
 
     def sync_buffers(self, buffers: Buffers) -> None:
@@ -105,25 +105,25 @@ class Stepping(StepHooks):
         return [self.engine] if self.engine is not None else []
 
     def begin_anew(self) -> None:
-        """No step is under way."""
+        """Reset: no step is in progress."""
         self._grads, self._own_step, self._hidden = Grads.OWN, OwnStep.AHEAD, HiddenGradients()
         self._averages: Snapshot | None = None
         self._unstepped = Unstepped()
 
     def keep_up(self) -> None:
-        """Rejoin if the ranks that this optimizer was of are no more."""
+        """Rejoin if the membership of this optimizer's wire has changed."""
 
     def begin_step(self) -> None:
-        """Called before the first gradient of a step is taken in."""
+        """Prepare for the first gradient of a step."""
         self.keep_up()
 
     def exchange(self, act: Callable[[Engine], Of]) -> Of | None:
-        """Let the engine exchange something; fails if a rank is lost."""
+        """Run an exchange of the engine; roll the step back if a rank is lost."""
         assert self.engine is not None
         return act(self.engine)
 
     def own_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's own step, without any exchange or hook: `optimizer.step()` is the subclass's."""
+        """Run the wrapped optimizer's own step, without exchange or hooks: `optimizer.step()` is the subclass's."""
         before = self._own_step
         try:
             self._own_step = OwnStep.BEGUN
@@ -133,7 +133,7 @@ class Stepping(StepHooks):
 
     @property
     def in_own_step(self) -> bool:
-        """True while the optimizer's own step runs, in which hooks of its step have nothing to do."""
+        """True while the optimizer's own step runs; hooks of its step then do nothing."""
         return self._own_step in (OwnStep.BEGUN, OwnStep.RUNNING)
 
     def synchronize(self) -> None:
@@ -146,7 +146,7 @@ class Stepping(StepHooks):
             self._averages = Snapshot(param.grad for param in self.names)
 
     def _average(self) -> bool:
-        """Average the gradients, unless they are averaged already; True if the step may then be taken."""
+        """Average the gradients, unless they are averaged already; return True if the step may then be taken."""
         if self.engine is not None and self._grads in NOT_YET:
             self.begin_step()
         if self.engine is None or not (self._grads in NOT_YET or self.engine.pending):
@@ -160,38 +160,38 @@ class Stepping(StepHooks):
         return not self.engine.void
 
     def _averaged(self, is_void: bool) -> None:
-        """Called where a step is committed or aborted, so that no exception comes between."""
+        """Note a commit or an abort, at its very moment, so that no exception comes between."""
         self._grads = Grads.VOID if is_void else Grads.AVERAGED
         if not is_void:
             self.wrapped.count_exchanged()
 
     def _failed(self) -> None:
-        """Called where an exchange has failed."""
+        """Note a failed exchange."""
         self._own_step = OwnStep.AHEAD
 
     @contextmanager
     def within(self, mode: Mode) -> Iterator[None]:
-        """Within it, another mode; a rank that trains by itself stays in its own."""
+        """Context with another mode; a rank that trains alone keeps its own."""
         before = self.mode
         self.mode = before if before is Mode.LOCAL else mode
         try:
             yield
         finally:
-            if self.mode is not Mode.LOCAL:  # as a warm-up may have ended within
+            if self.mode is not Mode.LOCAL:  # a warm-up may have ended in the context
                 self.mode = before
 
     def switch(self, mode: Mode) -> None:
-        """Go on in another mode."""
+        """Switch to another mode."""
         self.mode = mode
 
     def fix(self) -> None:
-        """Average the gradients for the next step, which takes them as they are then, without a warning."""
+        """Average the gradients for the next step; later changes cause no warning."""
         self.synchronize()
         if self._grads is Grads.AVERAGED:
             self._grads = Grads.FINAL
 
     def discard(self) -> None:
-        """Gradients are set to zero: those that are on their way are taken back, on all ranks."""
+        """Cancel in-flight gradients, on all ranks, because gradients are set to zero."""
         if self.engine is not None:
             self.engine.gradients_cleared()
             self._grads = Grads.OWN
@@ -199,7 +199,7 @@ class Stepping(StepHooks):
     # -- gradients that come in --------------------------------------------------------------------------------------
 
     def watch_parameters(self) -> None:
-        """Watch every parameter that is trained and not watched yet."""
+        """Watch every trained parameter that is not watched yet."""
         if len(self._watched) == len(self.names):
             return
         for param in self.names:
@@ -249,7 +249,7 @@ class Stepping(StepHooks):
         return tell
 
     def gradient_arrived(self, param: Tensor) -> None:
-        """`param.grad` was added to; called by autograd, or by who makes gradients without it."""
+        """Take in `param.grad` after an addition; called by autograd, or by code that makes gradients without it."""
         self._tell(param)
 
     def _step_without_data(self) -> None:
@@ -273,7 +273,7 @@ class Stepping(StepHooks):
         """
         is_averaged = held(self.optimizer).averaging is not None
         engine = self.engine
-        if engine is None or self.mode is Mode.LOCAL:  # between averages of weights nothing is agreed upon
+        if engine is None or self.mode is Mode.LOCAL:  # between averages of weights there is nothing to agree on
             return is_averaged
         engine.hold()
         if engine.in_flight and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
@@ -283,7 +283,7 @@ class Stepping(StepHooks):
         return is_averaged
 
     def _spoil_a_gradient(self) -> None:
-        """Let this rank's scaler find NaN, as another rank's has."""
+        """Give this rank's scaler a NaN to find, because another rank has one."""
         for param in self.names:
             values = values_of(param.grad) if param.grad is not None else torch.empty(0)
             if values.numel():
@@ -299,11 +299,11 @@ class Stepping(StepHooks):
         return super().before_step(args, kwargs)
 
     def prepare_step(self) -> None:
-        """Average the gradients, and use them."""
+        """Average the gradients and use them in the step."""
         try:
             self._average_before_step()
             self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
-        except BaseException:  # after which torch calls neither the step nor other hooks
+        except BaseException:  # torch calls neither the step nor further hooks after this
             self.end_step(failed=True)
             raise
 
@@ -334,7 +334,7 @@ class Stepping(StepHooks):
         return all(grad is not None and not values_of(grad).any() for grad in grads)
 
     def run_closure(self, closure: Closure) -> Any:
-        """The closure, then the mean of its loss over ranks, so that line searches decide alike everywhere.
+        """Run the closure and return the mean of its loss over ranks, so that line searches decide alike everywhere.
 
         If nothing is left to do then, the step that has called it is over, unless it has changed weights already.
         """
@@ -381,14 +381,12 @@ class Stepping(StepHooks):
             self.wrapped.commit.begin("weights")
         self._grads, self._averages, self._uses_gradients = Grads.OWN, None, True
         if is_void or takes_update:
-            # for a step of its own that was bound before it was wrapped, or that has others left to do
+            # the own step may have been bound before wrapping, or may have other parameters to step
             self._hidden.hide(self.names if is_void else self.wrapped.take_update())
             if all(param.grad is None for param in self.names):
                 self.wrapped.commit.end()
                 return True
-        if isinstance(
-            self.optimizer, torch.optim.SparseAdam
-        ):  # it takes no other gradients, also where they came densely
+        if isinstance(self.optimizer, torch.optim.SparseAdam):  # the own step takes no other gradients, even dense ones
             for param in self.names:
                 if param.grad is not None and not param.grad.is_sparse:
                     param.grad = param.grad.to_sparse(1)
@@ -405,7 +403,7 @@ class Stepping(StepHooks):
             result = self.own_step(*args, **kwargs)
         except _Done as done:
             return done.loss
-        except BaseException as error:  # after which torch runs no hooks
+        except BaseException as error:  # torch runs no further hooks after this
             self.end_step(failed=True)
             if "does not require grad and does not have a grad_fn" in str(error):
                 raise ConfigError(
@@ -418,12 +416,12 @@ class Stepping(StepHooks):
         return result
 
     def check_whole(self) -> None:
-        """Raises InterruptedStep if memory, gradients and weights do not belong to the same step."""
+        """Raise InterruptedStep if memory, gradients and weights do not belong to the same step."""
         if self.engine is None or not self.engine.pending:
             self.wrapped.commit.check(self.comm.rank)
 
     def end_step(self, failed: bool = False) -> None:
-        """After a step: gradients are seen again, and nothing is kept of them."""
+        """Restore hidden gradients after a step, and release their memory."""
         self._own_step = OwnStep.AHEAD
         self.give_back()
         if self.engine is not None:
@@ -435,7 +433,7 @@ class Stepping(StepHooks):
 
 
 class _Done(Exception):
-    """The closure has left nothing to do for the step that called it."""
+    """Raised by a closure that leaves the step nothing to do."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -443,14 +441,14 @@ class _Done(Exception):
 
 
 def stepping_of(optimizer: Optimizer) -> Stepping | None:
-    """The steps of an optimizer that DistributedOptimizer has wrapped; None for any other."""
+    """Return the stepping of an optimizer that DistributedOptimizer has wrapped; None for any other."""
     steps = held(optimizer).gradients
     assert steps is None or isinstance(steps, Stepping)
     return steps
 
 
 def in_own_step(optimizer: Optimizer) -> bool:
-    """True if the wrapped optimizer's own step is running, in which hooks of its step have nothing to do."""
+    """Return True while the wrapped optimizer's own step runs; hooks of its step then do nothing."""
     steps = stepping_of(optimizer)
     return steps is not None and steps.in_own_step
 
@@ -461,13 +459,13 @@ def between_hooks(optimizer: Optimizer, bare: Callable[..., Any], *args: Any, **
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Average gradients, or let the closure do it; runs also where a scheduler kept the unwrapped `step`."""
+    """Average gradients, or have the closure do it; runs even if a scheduler kept the unwrapped `step`."""
     steps = _steps_of(optimizer)
     return None if steps.in_own_step else steps.before_step(args, kwargs)
 
 
 def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs after every step but the optimizer's own."""
+    """Finish every step but the optimizer's own."""
     steps = _steps_of(optimizer)
     if not steps.in_own_step:
         steps.end_step()

@@ -1,4 +1,4 @@
-"""The class that a wrapped optimizer gets: a subclass of the one it had, so that it stays the same object."""
+"""The generated subclass of a wrapped optimizer: the object stays the same, its class changes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[
 
 
 def bare_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The class that the optimizer had before any `become`."""
+    """Return the class of the optimizer before any `become`."""
     generated = [kind for kind in type(optimizer).__mro__ if kind in _BARE]
     return _BARE[generated[-1]][0] if generated else type(optimizer)
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step that the optimizer's class had before the last `become`, without hooks: a function of the optimizer."""
+    """Return the step of the optimizer's class before the last `become`, without hooks: a function of the optimizer."""
     return next(_BARE[kind][1] for kind in type(optimizer).__mro__ if kind in _BARE)
 
 
 _BARE: dict[type[Optimizer], tuple[type[Optimizer], Callable[..., Any]]] = {}
-"""The class, and its step without hooks, that each generated class comes from."""
+"""For each generated class, the original class and its step without hooks."""
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def _subclass(base: Any, ours: Any, between_hooks: Callable[..., Any]) -> type[O
 
 
 def _ahead_of(kind: Any, ours: type[Optimizer]) -> Any:
-    """A `kind` of class whose own methods give way to those of `ours`, though it names `base` first.
+    """Return a metaclass like `kind` that puts the methods of `ours` first, although a class names `base` first.
 
     Python lets an object change to a class that has its memory laid out by the same first base. With `ours` first, that
     fails for optimizers whose first base is none itself, such as `class Mine(ABC, Optimizer)`.
@@ -75,23 +75,23 @@ def _ahead_of(kind: Any, ours: type[Optimizer]) -> Any:
 
 
 def _with_hooks(step: Any) -> Any:
-    """A step as torch makes it of the one that a class defines: with the hooks of the optimizer around it."""
+    """Wrap a class's `step` as torch does: with the optimizer's hooks around it."""
     hooked: Any = Optimizer.profile_hook_step(step)
-    hooked.hooked = True  # so that torch does not do it again
+    hooked.hooked = True  # otherwise torch would wrap it again
     return hooked
 
 
 def _bind_anew(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Let a scheduler that was made before, and has bound the old class's `step`, call that of `kind`."""
+    """Make a scheduler that has bound the old class's `step` call that of `kind`."""
     bound, own = vars(optimizer).get("step"), type(optimizer).step
-    # a newer torch names the function that its scheduler calls, an older one does not
+    # newer torch names the function that its scheduler calls, older torch does not
     if hasattr(bound, "_wrapped_by_lr_sched") and getattr(bound, "__wrapped__", own) is own:
         reference = weakref.ref(optimizer)
 
         @functools.wraps(bound)  # type: ignore[arg-type]
         def step(*args: Any, **kwargs: Any) -> Any:
             optimizer: Any = reference()
-            optimizer._opt_called = True  # all that the scheduler wants to know
+            optimizer._opt_called = True  # everything that the scheduler reads
             return kind.step(optimizer, *args, **kwargs)
 
         optimizer.step = step  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""One step's gradients on one rank: how often each was added to, which are in their buckets, and whether they changed.
+"""The gradients of one step on one rank: additions, completeness of buckets, and later changes.
 
 A backward pass adds to a gradient once, but reentrant checkpointing runs backward passes of its own within the user's:
 a layer that is used in two checkpoints is added to twice. A launch waits for all additions;
@@ -25,7 +25,7 @@ from .introspection import user_backward_call
 __all__ = ["EarlyLaunch", "GradientTracker"]
 
 ENOUGH = 2**18
-"""Elements that wait to be copied on a CPU: few enough to be in its cache, so many that a call costs little beside.
+"""Elements of gradients to collect before a copy on a CPU: few enough for its cache, enough to amortise a call.
 
 Other devices copy a whole bucket at once, as each call is a launch.
 
@@ -33,16 +33,16 @@ One by one, ResNet-50's gradients take 3% more of a step's CPU time.
 """
 
 LONGEST_PAUSE = 1024
-"""Steps without early launches after launches that proved too early again and again."""
+"""Longest pause, in steps, of early launches after repeated mistakes."""
 
 NOTHING = object()
-"""Mark of a gradient that was not taken into its bucket."""
+"""Mark of a gradient that is not in its bucket."""
 
 _VERSION = operator.attrgetter("_version")
 
 
 class _Filling:
-    """A bucket that gradients come into.
+    """A bucket to which gradients are being added.
 
     Attributes: `count`, how many there are to come; `copies_each`, False if they are copied when all are there, or not
     at all; `complete`, the places of those that are; `waiting`, of those that wait to be copied, and `numel`, how many
@@ -63,7 +63,7 @@ class _Filling:
         self.peaks: list[Tensor] = []
 
     def has_changed(self) -> bool:
-        """True if a gradient is not the one any more that was taken."""
+        """True if a gradient has changed since it was read."""
         now, taken = self.bucket.grads(), self.taken
         versions = _versions(now)
         if versions == self.versions and all(map(operator.is_, now, taken)):
@@ -74,7 +74,7 @@ class _Filling:
         )
 
     def take(self, places: Sequence[int], grads: list[Tensor | None], peaks: Tensor | None) -> None:
-        """Take note of the gradients at `places` as they are now."""
+        """Record the current versions of the gradients at `places`."""
         versions = _versions(grads)
         if len(places) == self.count:
             self.taken, self.versions, self.peaks, self.missing = list(grads), versions, [], 0
@@ -107,7 +107,7 @@ class GradientTracker:
         self._filling: dict[GradientBucket, _Filling] = {}
 
     def arrived(self, param: Tensor, announced: int) -> bool:
-        """Count an addition; return True for the last one, by the `announced` number or the usual one."""
+        """Count an addition; return True for the last one of the step."""
         if self._watched is None or param is self._watched[0]:
             self._watch(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
@@ -122,7 +122,7 @@ class GradientTracker:
         return additions >= max(announced, usual)
 
     def added(self, param: Tensor) -> None:
-        """Note an addition by a pass that does not count."""
+        """Record an addition by a pass that does not count."""
         if self._watched is None or param is self._watched[0]:
             self._watch(param)
         self.uncounted.add(param)
@@ -133,7 +133,9 @@ class GradientTracker:
 
     @property
     def touch(self) -> Touch:
-        """Tells if the first gradient has changed since it arrived; it stands for all, which clipping changes alike."""
+        """Return True if the first gradient has changed since it arrived; it stands for all, since clipping changes all
+        alike.
+        """
         if self._watched is None:
             return Touch.UNKNOWN
         param, grad, version = self._watched
@@ -141,22 +143,22 @@ class GradientTracker:
         return Touch.KEPT if is_kept else Touch.CHANGED
 
     def _current_pass(self) -> int:
-        """The number of the user's backward pass that is running."""
+        """Return the number of the user's backward pass that is running."""
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._graph_task:
             self._graph_task = graph_task
             call = user_backward_call()
-            # the frame is kept until the end of the step, so that no later call can have the same one
+            # the frame is kept until the end of the step, so that no later pass can reuse its identity
             if call is None or call is not self._call:
                 self._pass, self._call = self._pass + 1, call
         return self._pass
 
     def has_added_to(self, param: Tensor) -> bool:
-        """True if a gradient is this rank's own, also by passes that do not count."""
+        """Return True if a gradient is this rank's own; passes that do not count included."""
         return param in self.additions or param in self.uncounted
 
     def completed(self, bucket: GradientBucket, place: int) -> bool:
-        """Take note of a gradient that is complete.
+        """Record a complete gradient; return True if the bucket is complete, or enough wait for `fill_waiting`.
 
         True if now all of its bucket are, or so many wait to be copied that they should be (`fill_waiting`).
         """
@@ -168,12 +170,12 @@ class GradientTracker:
         return len(filling.complete) == filling.count or filling.numel >= ENOUGH
 
     def has_all_of(self, bucket: GradientBucket) -> bool:
-        """True if all gradients of a bucket are complete."""
+        """Return True if all gradients of a bucket are complete."""
         filling = self._filling.get(bucket)
         return filling is not None and len(filling.complete) == filling.count
 
     def fill_waiting(self, bucket: GradientBucket, scale: float) -> None:
-        """Copy `scale` times the gradients that wait for a bucket into it."""
+        """Copy `scale` times the waiting gradients of a bucket into it."""
         waiting = self._of(bucket).waiting
         if waiting:
             self._copy(bucket, sorted(waiting), scale)
@@ -200,12 +202,14 @@ class GradientTracker:
         filling.waiting, filling.numel = set(), 0
 
     def read(self, bucket: GradientBucket) -> None:
-        """An exchange is about to read a bucket's gradients where they lie."""
+        """Record that an exchange is about to read a bucket's gradients in place."""
         grads = bucket.grads()
         self._of(bucket).take(range(len(grads)), grads, None)
 
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
-        """The exchange has looked at all of a bucket's gradients: a `peak` of NaN or Inf stands for theirs."""
+        """Record the largest magnitude that an exchange has found in a bucket; NaN or Inf in `peak` stands for one
+        there.
+        """
         self._of(bucket).peaks.append(peak.reshape(1))
 
     def _of(self, bucket: GradientBucket) -> _Filling:
@@ -215,7 +219,7 @@ class GradientTracker:
         return filling
 
     def changed(self) -> list[GradientBucket]:
-        """Return the buckets of which gradients have changed since they were copied."""
+        """Return the buckets with gradients that have changed since they were copied."""
         return [bucket for bucket, filling in self._filling.items() if filling.has_changed()]
 
     def find_infinite(
@@ -244,7 +248,7 @@ class GradientTracker:
     def _peaks_of_others(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], seen: Sequence[_Filling]
     ) -> list[Tensor]:
-        """Return the largest magnitudes of gradients that are in none of the buckets."""
+        """Return the largest magnitudes of gradients outside the buckets."""
         known = {
             segment.param
             for filling in seen
@@ -268,13 +272,13 @@ class GradientTracker:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all backward passes since the last step."""
+        """Clear the record of all backward passes since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()
         self._graph_task = self._call = self._watched = None
 
 
 class EarlyLaunch:
-    """Tells if buckets may be launched before the step is called, when their gradients may still change.
+    """The decision to launch buckets before `step()`, while their gradients may still change.
 
     Attributes: `possible`, False as long as gradients are scaled until then.
     """
@@ -289,17 +293,17 @@ class EarlyLaunch:
         return self.possible and step >= self._pause_until
 
     def stop(self) -> None:
-        """Launch none from now on, because gradients are scaled until the step."""
+        """Stop early launches, because gradients are scaled until the step."""
         self.possible = False
 
     def was_mistaken(self, step: int) -> None:
-        """Gradients have changed after they were sent: launch none for a while, longer each time."""
+        """Pause early launches, longer each time, because gradients changed after they were sent."""
         self._mistakes += 1
         self._pause_until = step + 1 + min(2**self._mistakes, LONGEST_PAUSE)
 
 
 def _versions(grads: Sequence[Tensor | None]) -> list[int]:
-    """How often each gradient was changed, as torch counts it; 0 where there is none."""
+    """Return torch's version count of each gradient; 0 if there is none."""
     try:
         return [*map(_VERSION, grads)]
     except AttributeError:

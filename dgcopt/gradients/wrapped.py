@@ -1,4 +1,4 @@
-"""The wrapped optimizer of an engine: its settings, which all ranks compare, and the update that it makes."""
+"""The wrapped optimizer of an engine: settings that all ranks compare, and updates made from gradients."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class Wrapped:
         self.commit = CommitMarker()
         self.not_taken = 0
         self._before_update: list[Callable[[], object]] = []
-        self.buffers: Buffers | None = None  # of the model, that each step makes alike
+        self.buffers: Buffers | None = None  # of the model, equal in each step
 
     def count_exchanged(self) -> None:
-        """Count a step whose gradients are averaged, for the optimizer to take."""
+        """Count a step with averaged gradients, for the optimizer to take."""
         self.not_taken += 1
 
     def count_taken(self) -> None:
-        """Note that the optimizer has taken its step, or that state is restored."""
+        """Record that the optimizer has taken its step, or that state is restored."""
         self.not_taken = 0
 
     def sync_buffers(self, buffers: Buffers) -> None:
@@ -80,7 +80,7 @@ class Wrapped:
     # -- comparison over ranks ---------------------------------------------------------------------------------------
 
     def describe(self, settings: Settings, trained: Collection[Tensor] | None = None) -> list[str]:
-        """Return the lines that must be equal whenever buckets are laid out.
+        """Return the lines that must be equal at each bucket layout.
 
         `trained` are the parameters that travel: those that require a gradient if None.
         """
@@ -115,7 +115,7 @@ class Wrapped:
     # -- the update, for compressors that send it --------------------------------------------------------------------
 
     def updated(self) -> list[Tensor]:
-        """Return the parameters of which updates travel."""
+        """Return the parameters that travel as updates."""
         if self.compressor.sends == "gradient":
             return []
         kind, sends_of = self.compressor.kind, self.compressor.sends_of
@@ -191,7 +191,7 @@ class Wrapped:
 
 
 def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:
-    """Whether a DistributedDataParallel without a hook has averaged gradients of `params` over all processes."""
+    """Return True if a DistributedDataParallel without a hook has averaged gradients of `params` over all processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     ours = set(params)

@@ -1,4 +1,4 @@
-"""The optimizer that steps behind DistributedDataParallel, of whose step compressors take a part over."""
+"""The optimizer behind DistributedDataParallel, with steps that a compressor takes over in part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AttachedOptimizer(StepHooks):
         _OF.setdefault(optimizer, WeakSet()).add(self)
 
     def expect_step(self) -> None:
-        """Note that gradients have been exchanged, for a step to come."""
+        """Record that gradients have been exchanged for a coming step."""
         self.is_due = True
 
     def detach(self) -> None:
@@ -79,7 +79,7 @@ class AttachedOptimizer(StepHooks):
             )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Runs `Compressor.before_step` once gradients are there: now, or when the closure has made them."""
+        """Run `Compressor.before_step` once gradients exist: now, or after the closure."""
         self._watch.remove()
         return self.before_step(args, kwargs)
 
@@ -105,7 +105,7 @@ class AttachedOptimizer(StepHooks):
         self._hidden.hide(stepped)
 
     def _not_averaged(self) -> list[Tensor]:
-        """The parameters about to be stepped that no hook with this optimizer has averaged."""
+        """Return the parameters about to be stepped that no hook of this optimizer has averaged."""
         averaged = {param for attached in _OF[self.optimizer] for param in attached.averaged()}
         groups = self.optimizer.param_groups
         return [p for group in groups for p in group["params"] if p.grad is not None and p not in averaged]
@@ -135,7 +135,7 @@ def parameters_of(optimizer: Optimizer) -> set[Tensor]:
 
 
 def _after_any_step(attached: weakref.ref[AttachedOptimizer], other: Optimizer, args: Any, kwargs: Any) -> None:
-    """Runs after every optimizer's step, until the attached one has made its first."""
+    """Check every optimizer's step until the attached one has taken its first."""
     mine = attached()
     if mine is not None:
         mine.notice(other)

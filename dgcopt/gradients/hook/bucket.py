@@ -1,4 +1,4 @@
-"""One of DDP's buckets: which of its gradients travel together, and where their results are written."""
+"""One DDP bucket: its parts that travel together, and the write-back of their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Part", "PartGradients", "gradients_of", "parts_of"]
 
 
 def gradients_of(params: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """Views of the gradients in a bucket's buffer.
+    """Return views of the gradients in a bucket's buffer.
 
     `GradBucket.gradients()` takes all of them for contiguous (torch 2.13); where a parameter is dense in memory, DDP
     lays its gradient out as the parameter (`Reducer::initialize_bucket_views`).
@@ -56,7 +56,7 @@ class Part:
         return self.bucket.fill(range(len(grads)), grads, factor)
 
     def local(self, grads: Sequence[Tensor], factor: float) -> LocalGradient:
-        """The gradients where DDP has them."""
+        """Return the gradients in DDP's memory."""
         flat = [segment.flatten(grad) for segment, grad in zip(self.bucket.segments, grads, strict=True)]
         return LocalGradient(self.bucket.parts(flat), factor)
 

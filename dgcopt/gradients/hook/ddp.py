@@ -83,7 +83,7 @@ def ddp_hook(
 
 
 def exchange_bucket(state: HookState, bucket: GradBucket, *_: Tensor) -> Future[Tensor]:
-    """The hook: takes one of DDP's buckets, and returns a future of its averaged gradients.
+    """Exchange one of DDP's buckets; return a future of its averaged gradients.
 
     Raises ConfigError for the argument that FullyShardedDataParallel hands to its hooks.
     """

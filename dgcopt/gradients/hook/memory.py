@@ -50,7 +50,7 @@ class HookMemory:
         self.layout: dict[Names, list[Part]] = {}
         self.contexts: dict[Part, Context] = {}
         self._store = Store()
-        self._saved: dict[str, Any] | None = None  # the restored state, until it is known to belong here
+        self._saved: dict[str, Any] | None = None  # the restored state, until it is checked
 
     @property
     def averaged(self) -> set[Tensor]:

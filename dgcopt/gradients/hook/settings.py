@@ -58,7 +58,7 @@ class HookSettings:
 
     @property
     def known_comm(self) -> Comm | None:
-        """The wire, or None before it is known."""
+        """The wire; None before it is joined."""
         return self._comm
 
     def join(self, hook_state: Any) -> Comm:

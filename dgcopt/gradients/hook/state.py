@@ -47,11 +47,11 @@ class HookState:
         self._lock = threading.RLock()
         self._marker = CommitMarker()
         self._uncounted: set[Tensor] = set()
-        """Parameters still to come in a backward pass in which DDP does not say which bucket is the last."""
+        """Parameters that are still to come in a backward pass without a marked last bucket."""
 
     @property
     def compressor(self) -> Compressor:
-        """How gradients travel."""
+        """The compressor of the gradients."""
         return self._settings.compressor
 
     @property

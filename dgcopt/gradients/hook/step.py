@@ -58,7 +58,7 @@ class HookStep(Step):
         self._settings = settings
         self._memory = memory
         self._rule = ""  # the compressor's settings in the last step
-        self._has_changed = False  # since then
+        self._has_changed = False  # since the last commit
         self._scale = 1.0  # of the loss
         self._share = 1.0  # weight of a rank with data in a mean over all ranks
         self._served: DistributedDataParallel | None = None
@@ -77,7 +77,7 @@ class HookStep(Step):
     # -- during backward ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Prepare for the first bucket of a backward pass, after one that failed half-way too."""
+        """Prepare for the first bucket of a backward pass, also after a failed one."""
         self.fail()
         before, self._rule = self._rule, repr(self._settings.compressor)
         self._has_changed = bool(before) and before != self._rule
@@ -235,7 +235,7 @@ class HookStep(Step):
             log.warning("dgcopt: rank %d, step %d: NaN or Inf arrived in %s", rank, step, named)
         if why.ranks:
             log.log(
-                logging.WARNING if scaler is None else logging.INFO,  # loss scaling brings it about
+                logging.WARNING if scaler is None else logging.INFO,  # loss scaling causes it on purpose
                 "dgcopt: step %d: NaN or Inf in the gradients of rank(s) %s; nothing is averaged",
                 *(step, why.ranks),
             )

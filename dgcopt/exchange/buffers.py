@@ -88,7 +88,7 @@ class Buffers:
 
     @torch.no_grad()
     def exchange(self, comm: Comm, step: int, active: bool) -> Generator[Collective, Tensor, None]:
-        """Synchronise the buffers on all ranks of `comm`, if due after `step` steps, from the `active` ranks, which had data.
+        """Synchronise the buffers on all ranks of `comm`, if due after `step` steps, from those that are `active`.
 
         Raises MismatchError, on all ranks, at the first step if their buffers or settings differ.
         """

@@ -130,9 +130,7 @@ FOREIGN = (
 
 
 def unique_names(optimizer: Optimizer, given: dict[Tensor, str] | None) -> dict[Tensor, str]:
-    """Return every parameter of the optimizer with its name, in the optimizer's order. Raises ConfigError if one has
-    none.
-    """
+    """Return all parameters and their names, in the optimizer's order. Raises ConfigError if one has no name."""
     own = [
         (number(group, place), param)
         for group, settings in enumerate(optimizer.param_groups)

@@ -133,9 +133,7 @@ class GradientTracker:
 
     @property
     def touch(self) -> Touch:
-        """Return True if the first gradient has changed since it arrived; it stands for all, since clipping changes all
-        alike.
-        """
+        """Return True if the first gradient has changed since it arrived; clipping would change all gradients alike."""
         if self._watched is None:
             return Touch.UNKNOWN
         param, grad, version = self._watched
@@ -207,9 +205,7 @@ class GradientTracker:
         self._of(bucket).take(range(len(grads)), grads, None)
 
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
-        """Record the largest magnitude that an exchange has found in a bucket; NaN or Inf in `peak` stands for one
-        there.
-        """
+        """Record the `peak` magnitude that an exchange has found in a bucket: NaN or Inf if any gradient holds one."""
         self._of(bucket).peaks.append(peak.reshape(1))
 
     def _of(self, bucket: GradientBucket) -> _Filling:

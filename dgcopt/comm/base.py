@@ -363,7 +363,7 @@ class Comm(ABC):
         """
 
     def sent(self, collective: Collective) -> int:
-        """Return the bytes that this rank sends for a collective, by the wire's algorithm or the bandwidth-optimal one."""
+        """Return the bytes that this rank sends for a collective, by the wire's or the bandwidth-optimal algorithm."""
         return collective.sent(self.size_of(collective.group))
 
     def run(self, collective: Collective, deadline: float | None = None) -> Tensor:

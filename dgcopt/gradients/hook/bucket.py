@@ -76,7 +76,10 @@ class PartGradients:
     def prepare(
         self, result: Tensor | SparseSum, local: LocalGradient | None, used: Sequence[bool], scale: float
     ) -> Callable[[], None]:
-        """Return the function that writes the result times `scale` to DDP's gradients, or zero if no rank `used` them. All that may fail or allocate is done before."""
+        """Return the function that writes the result times `scale` to DDP's gradients, or zero if no rank `used` them.
+
+        Does everything that may fail or allocate.
+        """
         assert self.part is not None
         bucket = self.part.bucket
         fill: Callable[[], object] | None = None

@@ -102,6 +102,12 @@ class State:
         }
 
     def _load(self, sent: dict[str, Any]) -> None:
+        late = [one for one in self._averaging if one is not None and one.has_begun]
+        if late:  # in the same process, which keeps its weights, step and the state of its optimizers
+            for averaging, given in zip(self._averaging, sent["averaging"], strict=True):
+                if averaging in late and given is not None:
+                    averaging.take_state(given)
+            return
         self.model.load_state_dict(sent["model"])
         for optimizer, state in zip(self._optimizers, sent["optimizers"], strict=True):
             mine, kept = optimizer.state_dict().get(STATE_KEY), state.pop(STATE_KEY)

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from ..checkpoint import STATE_KEY, kept_by
 from ..checks import check_positive, check_whole
+from ..comm import Comm
 from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
 from ..compressors.adam.base import FrozenAdam
 from ..compressors.sparse.schedule import Warmup
@@ -51,6 +52,17 @@ class DiLoCo(Averaging):
     correction, error feedback and warm-up, counted in outer steps. Loading a checkpoint of another world size preserves
     the mean of the residuals, like that of the weights.
 
+    With `quorum` an outer step waits for no straggler (`dgcopt.init(survive=True)`):
+
+        a round opens when the first rank has made H local steps since the last one; others come after the local step
+        that they are in, whatever their number; it closes once all have come, or `grace` seconds after `quorum` have
+        in a closed round:  g = sum_i n_i (a - x_i) / sum_i n_i,  n_i samples of rank i since its last round
+        a late rank takes part in no round; it joins after the next one:  x_i <- a' + (x_i - a),  a <- a'
+
+    with a' the anchor of the others: its progress since the anchor a counts in the round after that. Samples are those
+    given to `optimizer.averaging.add_samples()`, or else local steps. `optimizer.averaging.step`, equal on all ranks of
+    a round, is the step of the schedule: loops end by it, and not by a count of their own.
+
     Error feedback alone takes the weights back to the anchor, so that local progress e_i which was not sent is gone
     from where the next gradients are taken. With unsent="local" it stays there: x_i <- a - e_i after the outer step.
 
@@ -73,13 +85,19 @@ class DiLoCo(Averaging):
             is the distance from the anchor, and `averaging.averaged()` evaluates the mean. For rules whose residual is
             all that they do not send, such as TopK; needs alpha = 0.
 
+        quorum: number of ranks that an outer step waits for; of half of the ranks it waits in any case, and of all if
+            fewer are left. None waits for all. Lower waits less and uses less of stragglers' progress.
+        grace: seconds that `quorum` ranks wait for the others. Longer than the slowest rank's local step plus 0.2 s, it
+            loses no round of a rank that is merely slow.
+
     Costs, every H steps, the cost of `compression` for one gradient. Memory: the anchor (float32 for half precision),
     the outer optimizer's state, and the outer gradient during its exchange. After an outer step all ranks hold the same
     bits if alpha is 0, there is one fragment, and nothing unsent is kept in the weights.
 
     Raises ConfigError for settings out of range, and for a compressor that needs every step's gradient.
     Sources: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv:2311.08105,
-    Algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512.
+    Algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv:2501.18512; quorum,
+    grace and weights by tokens after "Decoupled DiLoCo", arXiv:2604.21428, where a central syncer merges.
     """
 
     def __init__(
@@ -92,6 +110,8 @@ class DiLoCo(Averaging):
         alpha: float = 0.0,
         warmup_steps: int = 0,
         unsent: Literal["apart", "local"] = "apart",
+        quorum: int | None = None,
+        grace: float = 2.0,
     ) -> None:
         self.every = check_whole(every, "every", 1)
         self.outer = partial(SGD, lr=0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -101,6 +121,8 @@ class DiLoCo(Averaging):
         self.alpha = alpha
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self.unsent = unsent
+        self.quorum = None if quorum is None else check_whole(quorum, "quorum", 1)
+        self.grace = check_positive(grace, "grace")
         if every % fragments:
             raise ConfigError(f"every must be a multiple of fragments: every is {every}, fragments {fragments}")
         if delay >= self.interval:
@@ -142,6 +164,15 @@ class DiLoCo(Averaging):
 
     def check_losses(self) -> None:
         refuse_with_losses(self, delay=0, warmup_steps=0)
+        if self.quorum is not None:
+            refuse_with_losses(self, fragments=1)
+
+    def check(self, comm: Comm, names: Sequence[str]) -> None:
+        if self.quorum is not None and not comm.survives and comm.size > 1:
+            raise ConfigError(
+                f"{type(self).__name__}(quorum={self.quorum}) lets rounds go on without late ranks, which needs "
+                f"dgcopt.init(survive=True)"
+            )
 
     def set_steps_per_epoch(self, steps: int) -> None:
         if self.compression is not None:
@@ -341,6 +372,13 @@ class OuterSync(Sync):
 
     def relaunch(self) -> None:
         self._send(self.turn(self.round.local_step + self.rule.delay), again=True)
+
+    def progress(self) -> dict[Tensor, Tensor]:
+        return {param: param.detach() - anchor.detach() for param, anchor in self.anchors.items()}
+
+    def move_progress(self, progress: dict[Tensor, Tensor]) -> None:
+        for param, moved in progress.items():
+            param.copy_(self.anchors[param] + moved)
 
     def cancel(self) -> None:
         if self.sending is not None:

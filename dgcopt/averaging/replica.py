@@ -154,6 +154,11 @@ class Replica:
         """Count a local step."""
         self.steps_since_sync += 1
 
+    def keep_steps(self, steps: int) -> None:
+        """Note the local steps since a round that a late rank has made, all of which are still to be averaged."""
+        self.steps_since_sync = steps
+        self.unsynced.update(self.trained)
+
     def resume(self) -> None:
         """Note that all ranks resume from the state that each has loaded, if any."""
         self.saved_by = 0

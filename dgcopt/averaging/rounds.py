@@ -23,7 +23,7 @@ from ..checkpoint import SHARD, STATE_KEY, check_owner, check_shard, kept_by, pu
 from ..collectives import AllReduce
 from ..comm import Comm, current_comm
 from ..compressors.own_step import check_steps_alone
-from ..errors import ConfigError, PayloadError
+from ..errors import ConfigError, PayloadError, VotedOut
 from ..exchange.agreement import SAME_MODEL, compare
 from ..exchange.buffers import Buffers
 from ..exchange.commit import CommitMarker
@@ -104,6 +104,7 @@ class Rounds:
         _check_keeps_no_weights(optimizer)
         self.sync = sync(self)
         self.step = 0
+        self._samples = 0.0
         self.buffers: Buffers | None = None
         self.commit = CommitMarker()
         comm = current_comm(comm)
@@ -282,14 +283,39 @@ class Rounds:
             self.replica.unsynced.update(trained)
             self.runner.scheduler.count_step(sum(param.numel() for param in trained))
             self.sync.stepped()
-            if self.rule.due(self.local_step):
+            if self.rule.due(self.local_step) or (self.rule.quorum is not None and self.comm.is_called):
                 self.comm.close_admission()
                 count_lost = self.runner.scheduler.telemetry.count_lost
-                repeat_after_losses(self._take_part, self.comm, self._follow, count_lost)
+                try:
+                    repeat_after_losses(self._take_part, self.comm, self._follow, count_lost)
+                except VotedOut as error:
+                    if self.rule.quorum is None:
+                        raise
+                    self.comm.return_late(error)
         self._follow_warm_up()
+
+    def add_samples(self, number: float) -> None:
+        """Report samples, or tokens, of this rank's last local step: its weight in the next round of a quorum.
+
+        Every rank reports in every step, or none does: the weight is then the number of local steps.
+        """
+        self._samples += number
+
+    def _weigh(self) -> Job:
+        """Set the weight of this rank's progress: its samples since the last round that it was in."""
+        samples = self._samples or self.replica.steps_since_sync
+        mine = self.comm.to_wire(torch.tensor([samples], dtype=torch.float64))
+        total = float((yield self.runner.scheduler.start(AllReduce(mine, "sum", group="control"), "samples")))
+        self.replica.set_weight(samples * self.comm.size / total if total > 0 else 1.0)
 
     def _take_part(self) -> None:
         """Take part in the round that is due; launch it if it overlaps."""
+        if self.rule.quorum is not None:
+            self.comm.gather(self.rule.quorum, self.rule.grace)
+            while not self.rule.due(self.local_step):  # others have made more steps
+                self.step += 1
+            self.runner.add(self._weigh())
+            self.runner.go()
         if self.buffers is not None:
             self.runner.add(self._share_buffers(self.buffers, self.local_step))
             self.runner.go()
@@ -299,6 +325,8 @@ class Rounds:
         else:
             self.runner.add(self.sync.run())
             self.runner.go()
+        if self.replica.steps_since_sync == 0:
+            self._samples = 0.0
 
     def _follow(self) -> None:
         """Go on among the current ranks, if some were lost or have come; memory and weights stay."""
@@ -505,16 +533,30 @@ class Rounds:
 
     @torch.no_grad()
     def take_state(self, entry: dict[str, Any]) -> None:
-        """Go on from the state that a live rank has given, after its weights: there is nothing to compare or merge."""
+        """Go on from the state that a live rank has given, after its weights: there is nothing to compare or merge.
+
+        A rank that was late keeps its residual and its progress, which moves to the anchor that it is given.
+        """
         here = {"rank": int(self.comm.rank), "world_size": self.comm.size}
-        for outer in entry.get("outers", ()):
+        is_late, since = self.replica.started, self.replica.steps_since_sync
+        for outer, mine in zip(entry.get("outers", ()), self.outers, strict=True):
             if STATE_KEY in outer:
                 outer[STATE_KEY] |= here
+                outer[STATE_KEY]["memory"] = mine.state_dict()[STATE_KEY]["memory"] if is_late else {}
+        progress = self.sync.progress() if is_late else {}
         state = {**entry[STATE_KEY], **here, "saved_by": self.comm.size}
         self._follow()
         self.restore(state)
         self.sync.load(entry, state)
         self._start_all()
+        if is_late:
+            self.sync.move_progress(progress)
+            self.replica.keep_steps(since)
+
+    @property
+    def has_begun(self) -> bool:
+        """True once this rank has compared its start with the others, or taken the state of one."""
+        return self.replica.started
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Set the number of local steps per epoch; see `Averaging.set_steps_per_epoch`."""

@@ -26,6 +26,12 @@ class Rule:
     overlap: bool = False
     """True if a round runs during the next forward and backward pass and ends before the next update."""
 
+    quorum: int | None = None
+    """Number of ranks that a round waits for, if it does not wait for all (`DiLoCo`)."""
+
+    grace: float = 0.0
+    """Seconds that these wait for the others."""
+
     meets: bool = True
     """True if all ranks take part in every round, so that they can vote on it; gossip waits for its peers only."""
 

@@ -120,6 +120,13 @@ class Sync:
         """Roll back a failed round; return the words to append to an error of the wire."""
         return ""
 
+    def progress(self) -> dict[Tensor, Tensor]:
+        """Return the local progress since the last round, by parameter."""
+        return {}
+
+    def move_progress(self, progress: dict[Tensor, Tensor]) -> None:
+        """Start local steps from the common weights plus this progress."""
+
     def save(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
         """Add to averaging's `entry` in `optimizer.state_dict()`, or to the `state` in it."""
 

@@ -442,6 +442,22 @@ class Comm(ABC):
     def begin_step(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
         """Admit processes that have asked to join; every rank calls it at the beginning of a step."""
 
+    @property
+    def is_called(self) -> bool:
+        """True if other ranks wait in `gather`, or have gone on without this one."""
+        return False
+
+    def gather(self, quorum: int, grace: float) -> None:
+        """Wait until all ranks have come here, at most `grace` seconds longer than for `quorum` of them.
+
+        Raises CommError if some are late then: `recover` goes on without them.
+        """
+        raise ConfigError("a quorum of ranks needs dgcopt.init(survive=True)")
+
+    def return_late(self, error: CommError) -> None:
+        """Join the ranks that have gone on without this one, in the same process. Raises the error where it cannot."""
+        raise error
+
     def close_admission(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
         """Take in no process until the next `begin_step`, as this rank is past the state that it would give."""
 

@@ -37,6 +37,8 @@ __all__ = [
     "Write",
     "agree",
     "ask",
+    "called_key",
+    "came_key",
     "drive",
     "failed_key",
     "found",
@@ -139,6 +141,7 @@ class Status:
         commits: steps that it has committed; -1 if it has no state yet.
         prepared: True if it has entered the barrier of the next commit.
         admits: True where a process that asks to join can begin with this one; all with state must say so.
+        returns: how often the process was left behind and has asked to join again.
     """
 
     member: str
@@ -147,6 +150,7 @@ class Status:
     commits: int = -1
     prepared: bool = False
     admits: bool = True
+    returns: int = 0
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -232,7 +236,12 @@ def _ask_key(place: int) -> str:
 
 
 def agree(
-    me: Status, last: Epoch, rules: Rules, now: Callable[[], float], patience: float | None = None
+    me: Status,
+    last: Epoch,
+    rules: Rules,
+    now: Callable[[], float],
+    patience: float | None = None,
+    waits_for_busy: bool = True,
 ) -> Negotiation[Epoch]:
     """Agree with the other survivors of `last` on the next epoch; call it after this rank has left the old group.
 
@@ -244,6 +253,7 @@ def agree(
         patience: seconds to wait for a rank that has not noticed the failure; `rules.deadline` if None.
             `rules.notice` is enough where a full deadline has passed for it already. A rank that has noticed it, and
             is busy, has until the deadline.
+        waits_for_busy: False to give such a rank no longer than the others.
 
     Raises VotedOut if the others have gone on without this rank, QuorumLost if too few ranks are left by the deadline.
     """
@@ -261,7 +271,8 @@ def agree(
         takeover = patience + rules.grace * min(position, STAGGERED)
         if first == position or waited > takeover:
             yield from census.update()
-            if not (census.missing if waited < patience else census.busy if waited < rules.deadline else ()):
+            busy = census.busy if waits_for_busy and waited < rules.deadline else ()
+            if not (census.missing if waited < patience else busy):
                 yield from census.confirm_left()
                 offer = yield from census.offer(rules)
                 if offer is not None:
@@ -431,14 +442,14 @@ def found(me: Status, size: int, rules: Rules, now: Callable[[], float]) -> Nego
     return epoch
 
 
-def join(me: Status, rules: Rules, now: Callable[[], float]) -> Negotiation[Epoch]:
-    """Ask the ranks that train to take this process in; return the first epoch that has it.
+def join(me: Status, rules: Rules, now: Callable[[], float], first: int = 0) -> Negotiation[Epoch]:
+    """Ask the ranks that train to take this process in; return the first epoch, from number `first` on, that has it.
 
     Raises QuorumLost if none of them does so within the deadline.
     """
     me = replace(me, commits=-1, prepared=False)
     hint = yield Read(LATEST)
-    number = 0 if hint is None else int(hint)
+    number = first if hint is None else max(first, int(hint))
     yield from ask(me)
     start = now()
     while True:
@@ -457,3 +468,13 @@ def join(me: Status, rules: Rules, now: Callable[[], float]) -> Negotiation[Epoc
 def failed_key(epoch: Epoch) -> str:
     """Key that exists once a rank has left the group of an epoch, so that all others leave it too."""
     return f"dgcopt/failed/{epoch.number}"
+
+
+def called_key(number: int, commits: int) -> str:
+    """Key that exists once a rank has come to the round after these commits, which others may then join early."""
+    return f"dgcopt/called/{number}/{commits}"
+
+
+def came_key(number: int, commits: int, member: str) -> str:
+    """Key that exists once a process has come to the round after these commits."""
+    return f"dgcopt/came/{number}/{commits}/{member}"

@@ -45,6 +45,8 @@ from .membership import (
     Rules,
     Status,
     agree,
+    called_key,
+    came_key,
     drive,
     failed_key,
     found,
@@ -232,6 +234,8 @@ class SurvivingComm(GlooComm):
         self.lost_seconds = 0.0
         self.give: Transfer | None = None
         self._prepared = self._admits = self._change_due = self._trains = False
+        self._grace: float | None = None  # of the round that this rank is in, if it waits for a quorum
+        self._called = -1  # the number of commits after which some rank has come to a round
         self._handed = -1
         self._is_asked = False  # set on rank 0 if a process asks to join
         self._live = threading.Lock()
@@ -349,6 +353,9 @@ class SurvivingComm(GlooComm):
                     if self._connected != epoch.number:  # the next epoch may have answered the request
                         return
                     self._is_asked = is_asked
+                commits = self.commits
+                if store.get(called_key(epoch.number, commits)) is not None:
+                    self._called = commits
                 if store.get(failed_key(epoch)) is not None:
                     self._disconnect(epoch)
                     store.set(noticed_key(epoch.number, self._me.member), "")
@@ -388,17 +395,21 @@ class SurvivingComm(GlooComm):
         assert self.epoch is not None
         start, before, step = time.monotonic(), self.epoch, self.commits
         patience = self._rules.notice if isinstance(error, TimeoutExceeded) else None
+        waits_for_busy = self._grace is None
+        if self._grace is not None:
+            patience = min(self._grace, self._rules.notice)
         while True:
             times = [time.monotonic()]
             self._leave()
             times.append(time.monotonic())
             status = replace(self._me, commits=self.commits, prepared=self._prepared, admits=self._admits)
-            negotiation = agree(status, self.epoch, self._rules, time.monotonic, patience)
+            negotiation = agree(status, self.epoch, self._rules, time.monotonic, patience, waits_for_busy)
             epoch = drive(negotiation, self._store)
             times.append(time.monotonic())
             if self.commits not in (-1, epoch.commits):
                 self.commits, self._admits = epoch.commits, False
             self._prepared = self._change_due = False
+            self._grace = None
             try:
                 self._begin(epoch)
                 break
@@ -432,6 +443,7 @@ class SurvivingComm(GlooComm):
                 raise
             return False
         self._prepared = self._admits = False
+        self._grace = None
         self.commits += 1
         self._change_due = bool(told)
         return True
@@ -455,6 +467,46 @@ class SurvivingComm(GlooComm):
         if self.epoch.newcomers and self._handed < self.epoch.number:
             self._handed = self.epoch.number
             self._hand_over(self.epoch)
+
+    @property
+    def is_called(self) -> bool:
+        """As `Comm.is_called`."""
+        return self.epoch is not None and (self._called == self.commits or self._connected != self.epoch.number)
+
+    def gather(self, quorum: int, grace: float) -> None:
+        """As `Comm.gather`. Half of the ranks are needed to go on without the others, so the quorum is no smaller."""
+        epoch, self._grace = self.epoch, grace
+        assert epoch is not None
+        quorum = min(len(epoch.members), max(quorum, (len(epoch.members) + 1) // 2))
+        self._store.set(called_key(epoch.number, self.commits), "")
+        self._store.set(came_key(epoch.number, self.commits, self._me.member), "")
+        missing = [member for member in epoch.members if member != self._me.member]
+        start, reached = time.monotonic(), float("inf")
+        while missing:
+            missing = [one for one in missing if self._store.get(came_key(epoch.number, self.commits, one)) is None]
+            now = time.monotonic()
+            if len(epoch.members) - len(missing) >= quorum:
+                reached = min(reached, now)
+            if missing and now - reached > grace:
+                raise CommError(f"rank {self.rank}: {', '.join(missing)} did not come to the round in {grace:g} s")
+            if missing and now - start > self.deadline:
+                raise TimeoutExceeded(f"rank {self.rank}: {', '.join(missing)} did not come in {self.deadline:g} s")
+            gone = [one for one in missing if self._store.get(gone_key(one)) is not None]
+            if gone or self._connected != epoch.number:
+                raise CommError(f"rank {self.rank}: {', '.join(gone) or 'another rank'} has left the round")
+            if missing:
+                time.sleep(4 * PAUSE)
+
+    def return_late(self, error: CommError) -> None:
+        """As `Comm.return_late`."""
+        if self.give is None:
+            raise error
+        log.warning("dgcopt: %s is late, and joins the others again: %s", self._me.member, error)
+        while True:
+            try:
+                return self.come_back(self.give)
+            except VotedOut as again:  # the others have begun another epoch before this one had their state
+                log.warning("dgcopt: %s asks again: %s", self._me.member, again)
 
     def close_admission(self) -> None:
         """As `Comm.close_admission`; processes without state are voted out of an epoch that begins meanwhile."""
@@ -516,7 +568,9 @@ class SurvivingComm(GlooComm):
         Raises QuorumLost if they do not take this process in before the deadline.
         """
         self.commits = -1
-        self._begin_or_recover(drive(join(self._me, self._rules, time.monotonic), self._store))
+        first = 0 if self.epoch is None else self.epoch.number + 1
+        self._me = replace(self._me, returns=self._me.returns + 1)
+        self._begin_or_recover(drive(join(self._me, self._rules, time.monotonic, first), self._store))
         while self.commits < 0:
             assert self.epoch is not None
             try:

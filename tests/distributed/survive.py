@@ -52,6 +52,7 @@ AVERAGING = {
     "diloco, plain": lambda: dgcopt.DiLoCo(
         every=LOCAL, outer=partial(torch.optim.SGD, lr=1.0), compression=dgcopt.TopK(0.05)
     ),
+    "quorum": lambda: dgcopt.DiLoCo(every=LOCAL, outer=partial(torch.optim.SGD, lr=1.0), quorum=2, grace=0.5),
 }
 
 
@@ -84,6 +85,7 @@ class Scenario:
     min_ranks: int = 1
     residuals: str = "local"
     pause: float = 0.01
+    slow: float = 1.0  # of the last rank, in times of the others' local steps
     limit: float = 120.0
 
 
@@ -110,6 +112,9 @@ SCENARIOS = {
     "slowmo": Scenario(3, every(3, PLACES)[::5], averaging="slowmo"),
     "diloco": Scenario(3, every(3, PLACES)[1::4], averaging="diloco"),
     "diloco, plain": Scenario(3, every(3, PLACES[::3])[::2], averaging="diloco, plain", residuals="buddy"),
+    "quorum": Scenario(
+        3, [Kill(1, "backward", stop=4.0)], averaging="quorum", pause=0.05, slow=3.0, more=60, restart=False
+    ),
     "buddy": Scenario(4, every(4, ["backward"]), residuals="buddy"),
     "too few": Scenario(3, [Kill(1, "after vote")], restart=False, min_ranks=3, deadline=2.0),
 }
@@ -216,21 +221,32 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
     def weights() -> torch.Tensor:
         return torch.cat([param.detach().flatten().clone() for param in params.values()])
 
+    is_slow = scenario.slow > 1 and slot == scenario.size - 1
+    local_steps, gradient = 0, torch.zeros_like(weights())
     with open(folder / f"{name}.jsonl", "w") as file:
         while plan.begin(state.step):
-            before, start, gradient = weights(), residual(), torch.zeros_like(weights())
-            for _ in range(LOCAL if scenario.averaging else 1):
+            before, start = weights(), residual()
+            while True:
+                local_steps += 1
                 optimizer.zero_grad()
+                if scenario.slow > 1:
+                    time.sleep(scenario.pause * (scenario.slow if is_slow else 1))
                 grads = {key: torch.randint(-8, 9, param.shape, generator=draw) for key, param in params.items()}
                 gradient += torch.cat([grad.flatten() for grad in grads.values()])
                 sum((param * grads[key]).sum() for key, param in params.items()).backward()
                 optimizer.step()
+                if not scenario.averaging or exchange.step // LOCAL > state.step:
+                    break
             after = weights()
+            is_late = bool(scenario.averaging and exchange.replica.steps_since_sync)
+            state.step = exchange.step // LOCAL - 1 if scenario.averaging else state.step
             line = {
                 "time": time.monotonic(),
                 "step": state.step,
                 "size": plan.size,
                 "rank": comm.rank,
+                "is_late": is_late,
+                "local_steps": local_steps,
                 "weights": hashlib.sha256(after.numpy().tobytes()).hexdigest(),
                 "lost": [exchange.telemetry.lost_steps, exchange.telemetry.lost_seconds],
                 "applied": (before - after).tolist(),
@@ -240,7 +256,10 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
             }
             print(json.dumps(line), file=file, flush=True)
             state.step += 1
-            time.sleep(scenario.pause)
+            if not is_late:
+                local_steps, gradient = 0, torch.zeros_like(after)
+            if scenario.slow == 1:
+                time.sleep(scenario.pause)
 
 
 def run(name: str, scenario: Scenario) -> dict[str, Any]:

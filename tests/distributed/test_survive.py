@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 LIMIT = 300.0
 KILLED = [name for name, scenario in SCENARIOS.items() if not any(kill.stop for kill in scenario.kills)]
 TRAINED_ON = [name for name in SCENARIOS if name != "too few"]
-WITH_MOMENTUM = ("slowmo", "diloco")
+WEIGHTED = ("slowmo", "diloco", "quorum")
+"""Averaging with momentum or weights."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert "terminate called" not in outcome.output, outcome.tail
     found = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return {one["scenario"]: one for one in found}
+
+
+def in_round(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines of ranks that were in the round of their step."""
+    return [line for line in result["lines"] if not line["is_late"]]
 
 
 def by_step(result: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
@@ -51,7 +57,7 @@ def test_survivors_train_on(results: dict[str, Any], name: str) -> None:
         assert sum(code == -9 for code in result["ends"].values()) == len(scenario.kills)
         left = scenario.size - (1 if scenario.restart else len(scenario.kills))
         assert sum(code == 0 for code in result["ends"].values()) == left
-    steps = by_step(result)
+    steps = by_step({"lines": in_round(result)})
     assert [*steps] == [*range(result["kills"][-1] + scenario.more)]
     for step, lines in steps.items():
         assert len({line["weights"] for line in lines}) == 1, f"step {step}: replicas differ"
@@ -63,17 +69,13 @@ def test_no_rank_is_started_anew_but_the_lost(results: dict[str, Any], name: str
     lines = sorted(results[name]["lines"], key=lambda line: line["member"])
     for member, own in groupby(lines, key=lambda line: line["member"]):
         for one, other in pairwise(own):
-            assert other["step"] == one["step"] + 1, member
+            assert other["step"] == one["step"] + 1 or other["is_late"], member
             assert other["before"] == one["after"], f"{member}: its residual changed between two steps"
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in TRAINED_ON
-        if SCENARIOS[name].optimizer == "sgd" and SCENARIOS[name].averaging not in WITH_MOMENTUM
-    ],
+    [name for name in TRAINED_ON if SCENARIOS[name].optimizer == "sgd" and SCENARIOS[name].averaging not in WEIGHTED],
 )
 def test_sums_are_preserved(results: dict[str, Any], name: str) -> None:
     """In every step all gradients and residuals of those who made it are applied or held back; averages are
@@ -98,6 +100,27 @@ def test_sums_are_preserved(results: dict[str, Any], name: str) -> None:
     assert looked > 10
     assert len(sizes) > 1
     assert (copied > 1) == (SCENARIOS[name].residuals == "buddy")  # a rank may die before its first step
+
+
+def test_rounds_of_a_quorum_wait_for_no_straggler(results: dict[str, Any]) -> None:
+    """The slow rank comes in with fewer local steps; the frozen one misses rounds, and its progress counts once it has
+    joined again, in its process. Each counts by its local steps."""
+    result = results["quorum"]
+    assert not result["errors"] and {*result["ends"]} == {"0.0", "1.0", "2.0"}
+    sizes = {step: len(lines) for step, lines in by_step({"lines": in_round(result)}).items()}
+    assert min(sizes.values()) == 2, "no round went on without the frozen rank"
+    assert sizes[max(sizes)] == 3, "the frozen rank did not join again"
+    assert sum(line["is_late"] for line in result["lines"]) == 1
+    for step, lines in by_step({"lines": in_round(result)}).items():
+        steps = torch.tensor([line["local_steps"] for line in lines], dtype=torch.double)
+        gradients = torch.tensor([line["gradient"] for line in lines], dtype=torch.double)
+        applied = next(line["applied"] for line in lines if line["member"] == "0.0")
+        mean = (steps[:, None] * gradients).sum(0) / steps.sum()
+        assert torch.allclose(mean, torch.tensor(applied, dtype=torch.double), atol=1e-3), f"step {step}"
+    fast, slow = (
+        sum(line["local_steps"] for line in in_round(result) if line["member"] == member) for member in ("0.0", "2.0")
+    )
+    assert slow < fast == 3 * len(sizes)
 
 
 def test_lost_steps_are_counted(results: dict[str, Any]) -> None:

@@ -86,6 +86,7 @@ def test_a_rank_that_comes_back_goes_on_like_its_giver(averaging: dgcopt.Averagi
         (dgcopt.SlowMo(4), "sharded=False"),
         (dgcopt.DiLoCo(4, delay=1), "delay=0"),
         (dgcopt.DiLoCo(4, warmup_steps=2), "warmup_steps=0"),
+        (dgcopt.DiLoCo(4, fragments=2, quorum=2), "fragments=1"),
         (dgcopt.SGP(), "LocalSGD, SlowMo or DiLoCo"),
     ],
     ids=repr,
@@ -94,3 +95,13 @@ def test_refused(averaging: dgcopt.Averaging, remedy: str) -> None:
     """The error names the setting with which ranks may be lost."""
     with pytest.raises(ConfigError, match=remedy):
         Trained(averaging, Losing(()))
+
+
+def test_a_quorum_needs_ranks_that_survive() -> None:
+    model = nn.Linear(3, 2)
+    comm = dgcopt.simulated_world(2)[0]
+    with pytest.raises(ConfigError, match=r"needs dgcopt.init\(survive=True\)"):
+        dgcopt.DiLoCo(4, quorum=1).attach(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
+    for wrong in ({"quorum": 0}, {"quorum": 2, "grace": 0.0}):
+        with pytest.raises(ConfigError, match=[*wrong][-1]):
+            dgcopt.DiLoCo(4, **wrong)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgcopt.comm.membership import Epoch, Rules, Status, agree, found, gone_key, noticed_key
+from dgcopt.comm.membership import LATEST, Epoch, Rules, Status, agree, found, gone_key, join, noticed_key
 from dgcopt.comm.simulated_store import Simulation
 from dgcopt.errors import QuorumLost, VotedOut
 from tests.support.survivors import Run
@@ -139,6 +139,27 @@ def test_too_few_are_an_error(there: list[int], rules: Rules) -> None:
     for process in sim.processes.values():
         assert isinstance(process.error, QuorumLost)
         assert "answered" in str(process.error)
+
+
+def test_a_straggler_asks_again() -> None:
+    """A late rank is not waited for although it has noticed the end; it joins an epoch after the one without it."""
+    sim = Simulation(random.Random(5))
+    last = Epoch(0, ("m0", "m1", "m2"), ("",) * 3, 5)
+    sim.data[noticed_key(0, "m2")] = sim.data[LATEST] = "0"
+    for rank in (0, 1):
+        sim.start(f"m{rank}", agree(status(rank, 5), last, RULES, sim.now, 0.4, waits_for_busy=False))
+    sim.run(until=2)
+    epoch = sim.processes["m0"].result
+    assert epoch.members == ("m0", "m1")
+    for member in ("m0", "m1"):  # whose next epoch takes in all that ask
+        sim.start(f"{member} again", agree(replace(status(int(member[1]), 6)), epoch, RULES, sim.now))
+    sim.data["dgcopt/ask/0"] = status(2, -1).text()  # its request of before the first epoch
+    sim.data[LATEST] = "0"  # the proposer has not written the newer number yet
+    asking = replace(status(2, -1), returns=1)
+    sim.start("m2", join(asking, RULES, sim.now, first=2))
+    sim.run(until=10)
+    assert sim.processes["m2"].result.number >= 2
+    assert "m2" in sim.processes["m2"].result.members
 
 
 def test_half_against_half() -> None:

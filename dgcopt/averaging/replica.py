@@ -144,7 +144,9 @@ class Replica:
         for bucket in buckets:
             group, _, kind = _kind(bucket)
             place = replace(place_of(bucket, self._comm, "average"), kind=kind)
-            self._buckets[bucket] = Weights(place, self.store.adopt(bucket), group=groups[group], weight=self.weight)
+            self._buckets[bucket] = Weights(
+                place, self.store.adopt(bucket), group=groups[group], optimizer=self.optimizer, weight=self.weight
+            )
         if replaced:
             for bucket, ctx in self._buckets.items():
                 start(bucket, ctx)

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..collectives import AllReduce, Broadcast, Collective, Exchange, watched
 from ..comm import Comm
 from ..compressors.context import Context, Place
 from ..compressors.wrappers.hierarchical import send_across
+from ..errors import ConfigError
 from ..flat.buckets import Bucket
+from ..flat.local_shard import as_stepped, local
 
 __all__ = ["Weights", "between_machines", "distance", "mean"]
 
@@ -25,10 +28,12 @@ class Weights(Context):
     Attributes:
         step: local steps since the warm-up.
         group: the optimizer's parameter group of all parameters in the bucket.
+        optimizer: the optimizer that trains the parameters.
         weight: the weight of this rank in a mean; 1 unless ranks have run out of data.
     """
 
     group: dict[str, Any] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
     weight: float = 1.0
 
     def at(self, step: int) -> Weights:
@@ -51,6 +56,27 @@ class Weights(Context):
     def keep_settings(self) -> None:
         """Keep the current settings of the parameter group: a scheduler may step before others have voted."""
         self.group = dict(self.group)
+
+    def state_bucket(self, name: str) -> Bucket:
+        """Return a state of the optimizer, such as "exp_avg", in the layout of the weights.
+
+        Zeros stand for that of parameters without any state yet. Raises ConfigError for a state that parameters with a
+        state do not have, or that has not their shape.
+        """
+        segments = []
+        for segment in self.segments:
+            assert self.optimizer is not None
+            state = self.optimizer.state.get(as_stepped(segment.param), {})
+            value = local(state[name]) if isinstance(state.get(name), Tensor) else None
+            if state and (value is None or value.shape != segment.param.shape):
+                shaped = [key for key, kept in state.items() if isinstance(kept, Tensor) and kept.dim()]
+                raise ConfigError(
+                    f"parameter {segment.name!r}: {type(self.optimizer).__name__} has no state {name!r} of its shape. "
+                    f"Average one of {', '.join(map(repr, shaped)) or 'none'}."
+                )
+            held = torch.zeros_like(segment.param) if value is None else value
+            segments.append(replace(segment, param=held))
+        return Bucket(self.index, tuple(segments), self.kind, self.numel)
 
     @property
     def lr(self) -> float:

@@ -3,7 +3,7 @@
 from ..flat.memory import Memory
 from .adam.onebit_adam import OneBitAdam
 from .adam.qadam import QAdam
-from .base import Compressor, GradientExchange, Source
+from .base import Compressor, FirstMoment, GradientExchange, Source
 from .context import Context, Place
 from .dense import NoCompression, Noop
 from .from_ddp import from_ddp_hook
@@ -48,6 +48,7 @@ __all__ = [
     "DeMo",
     "EFSignSGD",
     "Encoded",
+    "FirstMoment",
     "GradientExchange",
     "Hierarchical",
     "HorovodCompression",

@@ -26,12 +26,20 @@ from .context import Context
 from .own_step import updates_add_up
 from .tuner import Tuner
 
-__all__ = ["NAMED", "Compressor", "GradientExchange", "Source"]
+__all__ = ["NAMED", "Compressor", "FirstMoment", "GradientExchange", "Source"]
 
 log = logging.getLogger("dgcopt")
 
 Source: TypeAlias = Literal["auto", "gradient", "update"]
 """Send the local gradient, or the optimizer's update from it; see `Compressor.source`."""
+
+FirstMoment: TypeAlias = Literal["optimizer", "residual"]
+"""The place of Adam's first moment where updates are sent: the optimizer's state, or only the residual.
+
+With "residual" the optimizer makes its updates with b1 = 0 at every ratio below 1. The residual of a coordinate that is
+sent every 1 / ratio steps averages as many updates, and b1 would delay each of them a second time. At ratio 1, as in a
+warm-up, the optimizer uses its own b1.
+"""
 
 GradientExchange: TypeAlias = Generator[Collective, Tensor, Tensor | SparseSum]
 """The exchange of a gradient: yields collectives, receives their results, returns the common result of all ranks."""
@@ -64,10 +72,10 @@ class Compressor:
 
     An averaged update is added to the parameters directly, and nothing overlaps with backward. "auto" is "update" for
     Adam and torch's other elementwise optimizers (Adadelta, Adagrad, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
-    SparseAdam), since Adam's moments degrade with mostly missing coordinates. Turn off the first moment then,
-    betas=(0.0, b2): the residual acts as momentum (docs/compressors.md). If a wire fails, the
-    optimizer's state already contains the lost step, so the next one raises InterruptedStep: restore a checkpoint. A
-    step that is skipped because NaN or Inf arrived stays in that state.
+    SparseAdam), since Adam's moments degrade with mostly missing coordinates. The residual acts as momentum then, so
+    turn off the first moment, by `first_moment="residual"` or betas=(0.0, b2) (docs/compressors.md). If a wire fails,
+    the optimizer's state already contains the lost step, so the next one raises InterruptedStep: restore a checkpoint.
+    A step that is skipped because NaN or Inf arrived stays in that state.
 
     "auto" is "gradient" for SGD, where the two differ by a factor of lr, and for all other optimizers, whose updates
     may not be additive. Set "update" for a user-defined optimizer if only its `step()` changes weights, uses only
@@ -76,6 +84,9 @@ class Compressor:
     different weights on each rank. An optimizer whose `step()` is known to communicate, such as
     ZeroRedundancyOptimizer, is refused with "update".
     """
+
+    first_moment: FirstMoment = "optimizer"
+    """The place of Adam's first moment where updates are sent."""
 
     _decided: Source = "auto"
 
@@ -111,6 +122,10 @@ class Compressor:
         By default the unsent memory itself, which consists of gradients or updates.
         """
         return unsent
+
+    def replaces_first_moment(self, step: int) -> bool:
+        """Return True if updates of optimizer step `step` are made without the first moment, as by betas=(0.0, b2)."""
+        return False
 
     @property
     def conserves(self) -> bool:
@@ -177,7 +192,8 @@ class Compressor:
             return
         if sends == "update":
             log.info("dgcopt: updates of %s on each rank are sent, not gradients", name)
-            if any("betas" in group and group["betas"][0] for group in optimizer.param_groups):
+            has_moment = any("betas" in group and group["betas"][0] for group in optimizer.param_groups)
+            if has_moment and self.first_moment == "optimizer":
                 log.info("dgcopt: the residual acts as momentum already: betas=(0.0, ...) should do better")
         elif not isinstance(optimizer, SGD | LBFGS):
             log.info(

@@ -232,7 +232,7 @@ class OutgoingBuckets:
                         f"of them, and that of {self.wrapped.names[param]!r} is sparse: leave the clip away"
                     )
             self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
-        self.wrapped.make_update(self.settings.sparse_as_dense)
+        self.wrapped.make_update(self.step, self.settings.sparse_as_dense)
         self.wrapped.commit.begin("the optimizer's state")
 
     def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:

@@ -146,11 +146,12 @@ class Wrapped:
         self._before_update = []
 
     @torch.no_grad()
-    def make_update(self, sparse_as_dense: bool) -> None:
+    def make_update(self, step: int, sparse_as_dense: bool) -> None:
         """Replace gradients by the changes that the optimizer would make to its parameters, if updates travel.
 
-        But for decoupled weight decay, which is the same on all ranks and need not travel. All parameters stay; the
-        optimizer's state moves, so the caller marks the end of the commit that begins here.
+        But for decoupled weight decay, which is the same on all ranks and need not travel, and for the first moment
+        where the compressor replaces it. All parameters stay; the optimizer's state moves, so the caller marks the end
+        of the commit that begins here.
         """
         updated, hidden = self.updated(), HiddenGradients()
         held = [(param, param.detach().clone()) for param in updated if param.grad is not None]
@@ -158,10 +159,14 @@ class Wrapped:
             for param, _ in held:
                 param.grad = param.grad.to_dense() if param.grad is not None else None
         decays = [(group, group["weight_decay"]) for group in self.optimizer.param_groups if _decays_apart(group)]
+        replaces = self.compressor.replaces_first_moment(step)
+        betas = [(group, group["betas"]) for group in self.optimizer.param_groups if replaces and "betas" in group]
         self.commit.begin("weights and the optimizer's state")
         try:
             for group, _ in decays:
                 group["weight_decay"] = 0.0
+            for group, (_, *others) in betas:
+                group["betas"] = (0.0, *others)
             if len(updated) < len(self.names):
                 hidden.hide(set(self.names).difference(updated))
             self.own_step()
@@ -176,6 +181,8 @@ class Wrapped:
             hidden.show()
             for group, decay in decays:
                 group["weight_decay"] = decay
+            for group, own in betas:
+                group["betas"] = own
 
     @torch.no_grad()
     def take_update(self) -> list[Tensor]:

@@ -25,7 +25,18 @@ def gradients(loss_of, params):
     return [grad.clone() for grad in torch.autograd.grad(loss_of(params), params)]
 
 
-def local_sgd(start, losses, make_optimizer, lrs, every, node_every=None, machines=None, warmup_steps=0, overlap=False):
+def local_sgd(
+    start,
+    losses,
+    make_optimizer,
+    lrs,
+    every,
+    node_every=None,
+    machines=None,
+    warmup_steps=0,
+    overlap=False,
+    state_every=None,
+):
     """Weights of every rank after every step, before an exchange that overlaps with the next one has landed.
 
     start: the weights that all ranks start from; machines: lists of the ranks that share one; lrs: one for each step.
@@ -48,6 +59,15 @@ def local_sgd(start, losses, make_optimizer, lrs, every, node_every=None, machin
             optimizers[rank].param_groups[0]["lr"] = lr
             optimizers[rank].step()
         local = step - warmup_steps
+        for name, period in (state_every or {}).items():
+            if local > 0 and local % period == 0:
+                kept = [
+                    [optimizer.state[param][name] for param in mine]
+                    for optimizer, mine in zip(optimizers, params, strict=True)
+                ]
+                average = mean_of(kept)
+                for mine in kept:
+                    put(mine, average)
         new = None
         if local > 0 and local % every == 0:
             new = [mean_of([copies(mine) for mine in params])] * ranks

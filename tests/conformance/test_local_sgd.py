@@ -129,6 +129,29 @@ def test_machines_average_among_themselves(size: int, nodes: int, overlap: bool)
         assert_histories_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "state_every"),
+    [("Adam", {"exp_avg": 4, "exp_avg_sq": 5}), ("Adam", {"exp_avg": 3}), ("momentum", {"momentum_buffer": 2})],
+)
+def test_optimizer_state_is_averaged_on_periods_of_its_own(optimizer: str, state_every: dict[str, int]) -> None:
+    """DES-LOC."""
+    make = OPTIMIZERS[optimizer]
+    ours = Ranks(LocalSGD(3, state_every=state_every), make, 3).train()
+    assert_histories_close(ours, naive.local_sgd(start(), losses(3), make, LRS, 3, state_every=state_every))
+
+
+def test_a_state_that_is_not_finite_or_not_there_moves_nothing() -> None:
+    ranks = Ranks(LocalSGD(1, state_every={"exp_avg_sq": 1}), OPTIMIZERS["Adam"], 2)
+    ranks.step(0, 0.1)
+    ranks.optimizers[1].state[ranks.params[1][0]]["exp_avg_sq"][0] = torch.inf  # whose update is zero
+    ranks.step(1, 0.1)
+    assert ranks.optimizers[0].averaging.telemetry.skipped == 1
+    assert not torch.equal(ranks.params[0][0], ranks.params[1][0])
+    assert ranks.optimizers[0].state[ranks.params[0][0]]["exp_avg_sq"].isfinite().all()
+    with pytest.raises(dgcopt.ConfigError, match=r"'p0'.*no state 'exp_average'.*'exp_avg', 'exp_avg_sq'"):
+        Ranks(LocalSGD(1, state_every={"exp_average": 1}), OPTIMIZERS["Adam"], 2).train()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warmup_steps", [1, 4, STEPS])
 @pytest.mark.parametrize("optimizer", ["momentum", "Adam"])

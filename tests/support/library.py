@@ -28,6 +28,7 @@ SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.TopK(0.1, error_feedback=False), {}),
     (dgcopt.TopK(0.1, "int2", "rice", warmup=dgcopt.Warmup((1.0, 0.5), steps=1)), {}),
     (dgcopt.TopK(0.1), ADAM),
+    (dgcopt.TopK(0.1, first_moment="residual"), ADAM),
     (dgcopt.TopK(0.1, reduce="owner"), {}),
     (dgcopt.TopK(0.1, "int8", reduce="owner", keep=math.inf), {}),
     (dgcopt.TopK(0.1, reduce="auto"), {}),

@@ -13,7 +13,7 @@ from ...coding import SparseCode
 from ...flat.gradient import LocalGradient
 from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, clear_at, gather, subtract_at
-from ..base import GradientExchange, Source
+from ..base import FirstMoment, GradientExchange, Source
 from ..context import Context
 from ..reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from ..whole import whole_sum
@@ -66,6 +66,8 @@ class DGC(ScheduledRatio):
             the wire fails then, the step's gradient stays in v. "auto" is False for parameters on a CPU, True on other
             devices.
         source: send gradients or updates: see `Compressor.source`; at ratio 1 "auto" is always "gradient".
+        first_moment: where updates are sent, "residual" makes Adam's updates without b1 while the ratio is below 1; see
+            `dgcopt.compressors.FirstMoment`.
 
     Costs one allgather per bucket of 8 bytes per selected coordinate and rank, 2.5 with int8 values and Rice indices,
     1.7 with int2; and one allreduce or allgather for the vectors. Memory: u and v. On a CPU the gradient is read and
@@ -87,6 +89,7 @@ class DGC(ScheduledRatio):
     source: Source = "auto"
     reduce: Reduce = "gather"
     keep: float = 1.0
+    first_moment: FirstMoment = "optimizer"
 
     @classmethod
     def faithful(cls, ratio: float = 0.001, **settings: Any) -> "DGC":

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch.optim import Optimizer
+
 from ...checks import check_positive, check_whole
 from ...errors import ConfigError
 from ..base import Compressor
@@ -83,7 +85,7 @@ class ScheduledRatio(Compressor):
     """A compressor with a `ratio` and an optional `warmup`.
 
     A subclass is a dataclass with both settings and calls `ratio_at(ctx.step)`. Raises ConfigError for a ratio outside
-    (0, 1] and for an invalid warm-up.
+    (0, 1] and for an invalid warm-up, and at wrapping for `first_moment="residual"` without updates of a first moment.
     """
 
     ratio: float
@@ -97,6 +99,18 @@ class ScheduledRatio(Compressor):
                 f"Warmup(epochs=1) or Warmup((0.25, 0.0625), steps=500), not {self.warmup!r}"
             )
         super().__post_init__()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
+        has_moment = any("betas" in group for group in optimizer.param_groups)
+        if self.first_moment == "residual" and not (self.sends == "update" and has_moment):
+            raise ConfigError(
+                f'{type(self).__name__}(first_moment="residual") needs an optimizer with betas whose updates are sent, '
+                f"such as AdamW. {self.sends.capitalize()}s of {type(optimizer).__name__} are sent: remove first_moment"
+            )
+
+    def replaces_first_moment(self, step: int) -> bool:
+        return self.first_moment == "residual" and self.sends == "update" and self.ratio_at(step) < 1
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """See `Compressor.set_steps_per_epoch`."""

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ...kernels import add_and_maxima, block_maxima, gather
-from ..base import Source
+from ..base import FirstMoment, Source
 from ..context import Context
 from ..reduction import Reduce, check_reduce
 from .base import Indices, Sparse, Values, check_decay
@@ -24,8 +24,8 @@ class TopK(ScheduledRatio, Sparse):
 
         v = decay * e + g;  send the k = ceil(ratio * n) largest |v| of each tensor;  e = v, zero where sent
 
-    For Adam and its kin g is each rank's own update (`source`); use betas=(0.0, b2), since e acts as momentum. For SGD
-    with momentum use DGC, which corrects the momentum of delayed gradients.
+    For Adam and its kin g is each rank's own update (`source`); use first_moment="residual", since e acts as momentum.
+    For SGD with momentum use DGC, which corrects the momentum of delayed gradients.
 
     Args:
         ratio: fraction of coordinates to send, in (0, 1]; raise it if accuracy suffers.
@@ -39,6 +39,8 @@ class TopK(ScheduledRatio, Sparse):
         granularity: apply the ratio to each "tensor" or to a whole "bucket".
         source: send gradients or updates: see `Compressor.source`.
         warmup: ratios of the first steps or epochs; None starts at `ratio`.
+        first_moment: "residual" makes Adam's updates without b1 while the ratio is below 1, so that the betas of dense
+            training can stay; "optimizer" keeps b1. See `dgcopt.compressors.FirstMoment`.
 
     Costs one allgather of 8 bytes per selected coordinate, 1.7 with int2 and rice. Raises ConfigError for invalid
     settings, PayloadError for a damaged message.
@@ -54,6 +56,7 @@ class TopK(ScheduledRatio, Sparse):
     warmup: Warmup | None = None
     reduce: Reduce = "gather"
     keep: float = 1.0
+    first_moment: FirstMoment = "optimizer"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,6 +34,7 @@ class Wrapper(Compressor):
     def _follow(self) -> None:
         inner = self.inner
         self.overlap, self.whole_model, self.in_turn = inner.overlap, inner.whole_model, inner.in_turn
+        self.first_moment = inner.first_moment
 
     @property
     def source(self) -> Source:
@@ -53,6 +54,9 @@ class Wrapper(Compressor):
 
     def holds_back(self, kind: Hashable) -> str:
         return self.inner.holds_back(kind)
+
+    def replaces_first_moment(self, step: int) -> bool:
+        return self.inner.replaces_first_moment(step)
 
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         return self.inner.as_gradient(unsent, ctx)

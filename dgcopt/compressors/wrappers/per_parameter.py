@@ -88,6 +88,8 @@ class PerParameter(Compressor):
         self.overlap = "auto" if "auto" in overlaps and False not in overlaps else all(overlaps)
         self.whole_model = any(rule.whole_model for rule in rules)
         self.in_turn = any(rule.in_turn for rule in rules)
+        moments = {rule.first_moment for rule in rules if rule.sends == "update"}
+        self.first_moment = "residual" if moments == {"residual"} else "optimizer"
 
     def __repr__(self) -> str:
         source = "" if self._source == "auto" else f", source={self._source!r}"
@@ -182,6 +184,10 @@ class PerParameter(Compressor):
         rule, inner = self._rule_of(kind)
         return rule.holds_back(inner)
 
+    def replaces_first_moment(self, step: int) -> bool:
+        """Return True once all rules that send updates replace it: a parameter group has one b1."""
+        return all(rule.replaces_first_moment(step) for rule in self.rules.values() if rule.sends == "update")
+
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         rule, mine = self._within(ctx)
         return rule.as_gradient(unsent, mine)
@@ -238,6 +244,12 @@ class PerParameter(Compressor):
             optimizer.param_groups = whole
         self._follow()
         sends = {pattern: rule.sends for pattern, rule in self.rules.items()}
+        updating = [rule for rule in self.rules.values() if rule.sends == "update"]
+        if len({rule.first_moment for rule in updating}) > 1:
+            raise ConfigError(
+                "PerParameter's rules differ in first_moment, but all updates are made with one b1: set "
+                'first_moment="residual" in all rules that send updates, or in none'
+            )
         if len(set(sends.values())) > 1 and not updates_add_up(optimizer):
             raise ConfigError(
                 f"PerParameter's rules send gradients for some parameters and updates for others, {sends}, but "

@@ -322,3 +322,82 @@ def test_a_step_that_calls_the_one_above_it_exchanges_once() -> None:
     for seed in range(3):
         ranks.step(seed)
     assert [optimizer.telemetry.steps for optimizer in ranks.optimizers] == [3, 3]
+
+
+# -- the first moment ------------------------------------------------------------------------------------------------
+
+
+def adamw(params, betas: tuple[float, float], **settings) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, betas=betas, weight_decay=0.1, **settings)
+
+
+def trained(ranks: Ranks, steps: int = STEPS) -> list[Tensor]:
+    for seed in range(steps):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+    return [param.detach() for param in ranks.models[0].parameters()]
+
+
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        functools.partial(dgcopt.TopK, 0.1, "int2", "rice"),
+        functools.partial(dgcopt.DGC, 0.1, vectors="int8"),
+        lambda **kwargs: dgcopt.FP16(dgcopt.TopK(0.1, **kwargs)),
+        lambda **kwargs: dgcopt.PerParameter({"0.*": dgcopt.TopK(0.1, **kwargs), "*": dgcopt.DGC(0.2, **kwargs)}),
+    ],
+)
+def test_the_residual_in_place_of_the_first_moment_is_b1_of_zero(compressor, settings: dict) -> None:
+    """While the ratio is below 1: the user's betas stay in the optimizer's groups."""
+    kept = Ranks(3, functools.partial(adamw, betas=(0.9, 0.95), **settings), compression=compressor())
+    ours = Ranks(
+        3, functools.partial(adamw, betas=(0.9, 0.95), **settings), compression=compressor(first_moment="residual")
+    )
+    by_hand = Ranks(3, functools.partial(adamw, betas=(0.0, 0.95), **settings), compression=compressor())
+    found = trained(ours)
+    assert_same(found, trained(by_hand))
+    assert not torch.equal(found[0], trained(kept)[0])
+    assert all(group["betas"] == (0.9, 0.95) for one in ours.optimizers for group in one.param_groups)
+
+
+@pytest.mark.parametrize("name", ["TopK", "DGC"])
+def test_at_ratio_one_the_users_first_moment_stays(name: str) -> None:
+    """In a warm-up, and in all of training: updates of one rank are those of the bare optimizer."""
+    make, kind = functools.partial(adamw, betas=(0.9, 0.95)), getattr(dgcopt, name)
+    warm = {"warmup": dgcopt.Warmup((1.0,), steps=STEPS)}
+    ours = Ranks(2, make, compression=kind(0.1, first_moment="residual", source="update", **warm))
+    theirs = Ranks(2, make, compression=kind(1.0, source="update"))
+    model = small_model()
+    bare = make(model.parameters())
+    for seed in range(STEPS):
+        for ranks in (ours, theirs):
+            backward_on_the_same_batch(ranks, seed)
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+        inputs, targets = small_batch(seed=seed)
+        bare.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        bare.step()
+    assert_same(list(ours.models[0].parameters()), list(theirs.models[0].parameters()))
+    for param, expected in zip(ours.models[0].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
+    sparse = trained(ours, 2)  # the warm-up is over
+    assert not torch.equal(sparse[0], trained(theirs, 2)[0])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "compressor"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), dgcopt.DGC(0.1, first_moment="residual")),
+        (torch.optim.RMSprop, dgcopt.TopK(0.1, first_moment="residual")),
+        (torch.optim.Adam, dgcopt.TopK(0.1, source="gradient", first_moment="residual")),
+        (
+            torch.optim.Adam,
+            dgcopt.PerParameter({"0.*": dgcopt.TopK(0.1, first_moment="residual"), "*": dgcopt.TopK(0.1)}),
+        ),
+    ],
+)
+def test_a_first_moment_that_is_not_there_to_be_replaced(optimizer, compressor) -> None:
+    with pytest.raises(dgcopt.ConfigError, match="first_moment"):
+        Ranks(2, optimizer, compression=compressor)

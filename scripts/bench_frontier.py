@@ -7,9 +7,10 @@
 A finished run is one line of docs/frontier.jsonl. A run that is killed leaves nothing and is repeated; a run whose
 settings are in the file is not. So `run` may be killed at any moment, and adding a method to METHODS extends the plan.
 
-The plan has stages, each over all methods in order: a sweep with seed 0 and half the steps, of the learning rate and
-for methods with an outer optimizer of its learning rate and momentum too, until the best point of the grid has worse
-neighbours; then the best settings at all steps with three seeds; then the same with eight ranks.
+The plan has stages. First a sweep of each method, all sweeps in turn so that each has a result soon: with seed 0 and
+half the steps, of the learning rate, and for methods with an outer optimizer of its learning rate and momentum too,
+until the best point of the grid has worse neighbours. Then the best settings at all steps with three seeds. Then the
+same with eight ranks.
 
 All ranks of a run train in one process and one thread. The weights of all ranks are stacked for the forward and
 backward pass, so that eight ranks cost no more than one with eight times the batch. Everything else is the library's
@@ -82,7 +83,7 @@ class Method:
         if "{outer_lr" in self.exchange:
             grid["outer_lr"] = {place: 2.0**place for place in range(-3, 3)}
         if "{momentum" in self.exchange:
-            grid["momentum"] = dict(enumerate((0.0, 0.5, 0.8, 0.9, 0.95), start=-1))
+            grid["momentum"] = dict(enumerate((0.0, 0.5, 0.8, 0.9, 0.95)))
         return grid
 
 
@@ -96,19 +97,23 @@ CODED = "values='int2', indices='rice'"
 METHODS: dict[str, Method] = {
     "dense": Method("NoCompression()"),
     "one rank": Method("NoCompression()", ranks=(1,)),
-    "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0"),
+    "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0", lr=16e-3),
     "DiLoCo as in its paper, H = 8": Method("DiLoCo(every=8)"),
     "LocalSGD, H = 8": Method("LocalSGD(every=8)"),
-    "DiLoCo, H = 8": Method(f"DiLoCo(8, {OUTER})"),
+    "LocalSGD without first moment, H = 8": Method("LocalSGD(every=8)", "adamw0"),
+    "TopK of the update, 0.1%": Method(f"TopK(0.001, {CODED})", "adamw0", lr=16e-3),
     "DiLoCo, TopK 1%, unsent local, H = 8": Method(
         f"DiLoCo(8, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')"
     ),
-    "TopK of the update, 0.1%": Method(f"TopK(0.001, {CODED})", "adamw0"),
-    "DiLoCo, H = 32": Method(f"DiLoCo(32, {OUTER})"),
+    "LocalSGD, moments on their own periods, H = 8": Method(
+        "LocalSGD(every=8, state_every={{'exp_avg': 24, 'exp_avg_sq': 48}})"
+    ),
+    "DiLoCo, H = 8": Method(f"DiLoCo(8, {OUTER})"),
+    "dense without first moment": Method("NoCompression()", "adamw0", ranks=(4,)),
+    "TopK of the update, 1%, with first moment": Method(f"TopK(0.01, {CODED})", lr=16e-3),
     "LocalSGD, H = 32": Method("LocalSGD(every=32)"),
     "SparseLoCo, H = 32": Method("SparseLoCo(every=32, lr={outer_lr:g})"),
-    "TopK of the update, 1%, with first moment": Method(f"TopK(0.01, {CODED})"),
-    "dense without first moment": Method("NoCompression()", "adamw0", ranks=(4,)),
+    "DiLoCo, H = 32": Method(f"DiLoCo(32, {OUTER})"),
     "DiLoCo, TopK 1%, unsent local, H = 32": Method(
         f"DiLoCo(32, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')"
     ),
@@ -392,9 +397,13 @@ def best_settings(method: Method, results: Results) -> dict[str, float]:
 
 def plan(results: Results) -> Iterator[Run]:
     """Yield the runs that are left, in order; each depends on the results before it."""
-    for method in METHODS.values():
-        while (run := swept(method, results)[1]) is not None:
-            yield run
+    while sweeps := [
+        (len(finished), place, run)
+        for place, method in enumerate(METHODS.values())
+        for finished, run in [swept(method, results)]
+        if run is not None
+    ]:
+        yield min(sweeps, key=lambda sweep: sweep[:2])[2]  # of the sweep with the fewest runs
     for stage in range(max(len(method.ranks) for method in METHODS.values())):
         for method in METHODS.values():
             if len(method.ranks) <= stage:

@@ -90,6 +90,13 @@ def test_a_sweep_tunes_the_outer_optimizer_too(
     assert runs < 25  # of hundreds
 
 
+def test_sweeps_take_turns(bench: ModuleType, tmp_path: Path) -> None:
+    results = bench.Results(tmp_path / "runs.jsonl")
+    for _ in bench.METHODS:
+        results.add(next(bench.plan(results)), {"loss": 2.0}, "commit")
+    assert all(len(bench.swept(method, results)[0]) == 1 for method in bench.METHODS.values())
+
+
 def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleType) -> None:
     method = bench.METHODS["DiLoCo, TopK 1%, unsent local, H = 8"]
     settings = {"lr": 8e-3, "outer_lr": 1.0, "momentum": 0.5}

@@ -281,7 +281,7 @@ class TestTraining:
 @pytest.mark.parametrize("kind", [Wrapper, dgcopt.PerParameter])
 def test_what_every_compressor_is_asked_is_asked_of_those_inside(kind: type[Compressor]) -> None:
     """Also what will be added: an answer of the base class would be nobody's."""
-    followed = {"overlap", "whole_model", "in_turn", "overlaps"}  # copied from those inside
+    followed = {"overlap", "whole_model", "in_turn", "overlaps", "first_moment"}  # copied from those inside
     own = {"carrier", "compress", "decompress"}  # of who does not define an exchange
     own |= {"tuner", "sizes"}  # of who chooses compressors, which refuses to be inside another one
     known = {"mixes"}  # of who reads gradients and writes results itself

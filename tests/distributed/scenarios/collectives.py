@@ -34,7 +34,7 @@ from dgcopt.collectives import (
 from dgcopt.comm.base import lowered
 from dgcopt.comm.horovod import horovod_torch
 from dgcopt.comm.launch import check_alike
-from dgcopt.tuning import auto
+from dgcopt.tuning import forecast
 from dgcopt.tuning.doctor import diagnose, profile_model
 from dgcopt.tuning.probe import probe
 from dgcopt.tuning.script import run_script
@@ -330,7 +330,7 @@ def chosen(comm: Comm) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 10))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "PROBE_SECONDS", 0.1)
+        patch.setattr(forecast, "PROBE_SECONDS", 0.1)
         optimizer: Any = dgcopt.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
             model.named_parameters(),

@@ -17,8 +17,12 @@ from dgcopt.collectives import Collective
 from dgcopt.comm import simulated
 from dgcopt.compressors.tuner import Change
 from dgcopt.errors import ConfigError, MismatchError
-from dgcopt.tuning import auto, clock
-from dgcopt.tuning.auto import AutoTuner, Candidate, grow, shrink
+from dgcopt.tuning import auto, clock, tuner
+from dgcopt.tuning.candidate import Candidate
+from dgcopt.tuning.costs import record_recipe
+from dgcopt.tuning.forecast import grow, shrink
+from dgcopt.tuning.trials import Trials
+from dgcopt.tuning.tuner import AutoTuner
 from dgcopt.tuning.wire import wire_bytes
 from tests.support.worlds import Ranks, bucket_of, context_of, small_model
 
@@ -123,7 +127,7 @@ def test_a_link_that_changes_while_exchanges_are_tried(wire: Wire) -> None:
 
 
 def test_a_link_that_drifts_is_measured_again(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "WINDOW", 4)
+    monkeypatch.setattr(tuner, "WINDOW", 4)
     wire.speed = 1e5
     ranks = Ranks(2, sgd(), compression="auto")
     steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
@@ -166,7 +170,7 @@ def test_nothing_unsent_is_lost_when_exchanges_change(monkeypatch: pytest.Monkey
         yield from ()
         if step in SCRIPT:
             self._candidates["next"] = Candidate(SCRIPT[step])
-            self._trials = auto.Trials("next", "next")
+            self._trials = Trials("next", "next")
             return self._change()
         return None
 
@@ -320,6 +324,6 @@ def test_large_models_are_recorded_at_a_fraction_of_their_sizes() -> None:
     numel = sum(torch.Size(shape).numel() for shape in shrunk.values())
     assert numel < 33_000 and factor * numel == pytest.approx(301_021)
     assert shrink(shapes, 400_000) == (shapes, 1.0)
-    recipe = auto.record_recipe("", "", shrunk, dgcopt.NoCompression(), (2,), clock=lambda: 0.0)
+    recipe = record_recipe("", "", shrunk, dgcopt.NoCompression(), (2,), clock=lambda: 0.0)
     (place,) = grow(recipe, factor).low.rounds
     assert sum(one.nbytes for one in place) == pytest.approx(4 * 301_021, rel=0.01)

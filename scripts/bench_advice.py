@@ -2,6 +2,7 @@
 
     python scripts/bench_advice.py                                   # as root: 2, 4 and 8 ranks, 24 cells, half an hour
     python scripts/bench_advice.py --models resnet50 --ranks 2 --links 1gbit --candidates "BF16()"
+    python scripts/bench_advice.py --auto --models mobilenet_v2     # "auto" beside DDP, 12 cells, ten minutes at most
 
 Every rank is a process in a network namespace of its own; the links between them are shaped by tc. The model has the
 real shapes and the backward shares of `dgcopt advise`; its forward and backward are sleeps, so that ranks that share
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import logging
 import math
@@ -33,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -60,10 +62,15 @@ SYSTEMS = (
     "DGC.compact(warmup=None)",
 )
 PATIENCE = timedelta(seconds=300)
+AUTO = "auto"
+LONGEST_CHOICE = 300
+"""Steps within which `auto` has chosen, though the link seems to change while it tries."""
 WARMUP = 3
 """Steps after which DDP and dgcopt have learnt their buckets and memory is allocated."""
 NEAR = 1.05
 """A choice is good if it is measured within this factor of the best."""
+NEVER_SLOWER = 1.02
+"""`auto` must take at most this many times the seconds of the best of DDP's."""
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
@@ -137,17 +144,12 @@ def bf16_hook(group: Any, bucket: Any) -> Any:
 bf16_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
-def build(system: str, model: Sleeping) -> tuple[nn.Module, Optimizer]:
-    """Return the module whose backward is run, and the optimizer that steps."""
-    sgd = SGD(model.parameters(), lr=1e-6, momentum=0.9)
-    if system in BASELINES:
-        ddp = DDP(model, gradient_as_bucket_view=True)
-        if system == "DDP bf16":
-            ddp.register_comm_hook(None, bf16_hook)
-        return ddp, sgd
-    import dgcopt
-
-    return model, dgcopt.DistributedOptimizer(sgd, model.named_parameters(), CANDIDATES[system][1]())
+def in_ddp(system: str, module: nn.Module) -> DDP:
+    """Return the module in DistributedDataParallel, with the gradients of a baseline."""
+    ddp = DDP(module, gradient_as_bucket_view=True)
+    if system == "DDP bf16":
+        ddp.register_comm_hook(None, bf16_hook)
+    return ddp
 
 
 def waited_for_core() -> float:
@@ -164,6 +166,8 @@ class Rank:
         self.model, self.seconds = model, seconds
         self.comm = dgcopt.init(deadline=PATIENCE.total_seconds())
         self.step: Any = None
+        self.optimizer: Any = None
+        self.kept: dict[str, Any] = {}
 
     def probe(self, seconds: float) -> Any:
         """Measure the link."""
@@ -193,11 +197,21 @@ class Rank:
             times.append(time.process_time() - start)
         return min(times)
 
+    def system(self, name: str, module: nn.Module) -> tuple[nn.Module, Optimizer]:
+        """Return the module whose backward is run, and the optimizer that steps."""
+        import dgcopt
+
+        sgd = SGD(module.parameters(), lr=1e-6, momentum=0.9)
+        if name in BASELINES:
+            return in_ddp(name, module), sgd
+        compressor = dgcopt.Auto() if name == AUTO else CANDIDATES[name][1]()
+        return module, dgcopt.DistributedOptimizer(sgd, module.named_parameters(), compressor)
+
     def build(self, system: str) -> Any:
-        """Build a system and warm it up."""
+        """Build a system and warm it up; `auto` has chosen then."""
         self.step = None
         model = Sleeping(self.model, self.comm.rank, self.seconds)
-        module, optimizer = build(system, model)
+        module, optimizer = self.system(system, model)
 
         def step() -> list[float]:
             start, queued = time.perf_counter(), waited_for_core() - model.sleeper.queued
@@ -207,31 +221,46 @@ class Rank:
             return [time.perf_counter() - start, waited_for_core() - model.sleeper.queued - queued]
 
         self.step = step
-        return [step() for _ in range(WARMUP)]
+        if system == AUTO:
+            self.optimizer = optimizer
+        taken = [step() for _ in range(WARMUP)]
+        while system == AUTO and not self.choice()[1] and len(taken) < LONGEST_CHOICE:
+            taken.append(step())
+        return taken
 
-    def steps(self, limit: float, most: int) -> Any:
+    def choice(self) -> tuple[str, str]:
+        """Return the exchange that `auto` uses, and its reason, empty until it has chosen."""
+        auto = self.optimizer.compressor
+        return auto.choice.base, auto.reason if " uses " in auto.reason else ""
+
+    def keep(self, system: str) -> None:
+        """Keep the system that is built under its name."""
+        self.kept[system] = self.step
+
+    def steps(self, limit: float, most: int, system: str | None = None) -> Any:
         """Run steps, two at least, further ones while they fit into `limit` seconds; return the seconds of each.
 
-        Rank 0 decides when to stop.
+        Rank 0 decides when to stop. They are those of the system that was built last, or of one that is kept.
         """
+        run = self.step if system is None else self.kept[system]
         dist.barrier()
         taken: list[list[float]] = []
         go, end = torch.ones(1), time.monotonic() + limit
         while go.item():
-            taken.append(self.step())
+            taken.append(run())
             go.fill_(len(taken) < 2 or (len(taken) < most and time.monotonic() + taken[-1][0] < end))
             dist.broadcast(go, 0)
         return taken
 
 
-def serve(model: str, seconds: float) -> None:
+def serve(make: Callable[[], Rank]) -> None:
     """Carry out the commands of standard input, one line each."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print, too
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=PATIENCE)
-    rank = Rank(known_models()[model], seconds)
+    rank = make()
     print(json.dumps("ready"), file=replies)
     for line in sys.stdin:
         name, *values = json.loads(line)
@@ -239,10 +268,10 @@ def serve(model: str, seconds: float) -> None:
 
 
 class Ranks:
-    """The processes of all ranks, in their places."""
+    """The processes of all ranks, in their places: each runs a script with these arguments."""
 
-    def __init__(self, model: str, seconds: float, network: Loopback) -> None:
-        self.network, self.model, self.seconds = network, model, seconds
+    def __init__(self, words: Sequence[str], network: Loopback) -> None:
+        self.words, self.network = words, network
         self.processes: list[subprocess.Popen[str]] = []
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the block ends
 
@@ -252,9 +281,8 @@ class Ranks:
             for rank in range(self.network.size):
                 place = self.network.environment(rank, port) | {"PYTHONPATH": str(ROOT)}
                 place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                words = [sys.executable, __file__, "--serve", self.model, str(self.seconds)]
                 process = subprocess.Popen(
-                    [*self.network.enter(rank), *words],
+                    [*self.network.enter(rank), sys.executable, *self.words],
                     env={**os.environ, **place},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -291,6 +319,11 @@ class Ranks:
         return self.replies()
 
 
+def ranks_of(model: str, arguments: argparse.Namespace, network: Loopback) -> Ranks:
+    """Start the ranks of a model."""
+    return Ranks([__file__, "--serve", model, str(arguments.step[model])], network)
+
+
 # -- all cells of one model and number of ranks ------------------------------------------------------------------------
 
 
@@ -302,7 +335,7 @@ def measure(network: Loopback, model: str, arguments: argparse.Namespace) -> dic
     }
     costs: list[Any] = []
     bare: list[float] = []
-    with Ranks(model, arguments.step[model], network) as ranks:
+    with ranks_of(model, arguments, network) as ranks:
         for number in range(arguments.rounds):
             network.shape("none")
             note(f"{model}, {network.size} ranks, round {number + 1}: costs")
@@ -322,6 +355,39 @@ def measure(network: Loopback, model: str, arguments: argparse.Namespace) -> dic
                     steps[link][system] += zip(*taken, strict=True)  # the ranks' numbers of each step
     about = {"model": model, "ranks": network.size, "load": os.getloadavg()[0], "step": arguments.step[model]}
     return about | {"bare": min(bare), "probes": probes, "costs": costs, "steps": steps}
+
+
+def try_auto(arguments: argparse.Namespace) -> bool:
+    """Print a row for each cell with the seconds of `compression="auto"` and of DDP; True if it is slower nowhere.
+
+    In a cell its ranks start on the shaped link, as a user's do, and DDP's and its own steps take turns.
+    """
+    end, is_fine = time.monotonic() + arguments.limit, True
+    print("| model | ranks | link | DDP fp32 | DDP bf16 | auto | of the best of DDP's | choice |\n" + "|---" * 8 + "|")
+    for model, size in itertools.product(arguments.models, arguments.ranks):
+        with Namespaces(size) as network, ranks_of(model, arguments, network) as ranks:
+            for link in arguments.links:
+                if time.monotonic() > end:
+                    note("the time is up: name the cells that are left by --models, --ranks and --links")
+                    return is_fine
+                note(f"{model}, {size} ranks, {link}")
+                network.shape(link)
+                ranks.call("build", AUTO)
+                ranks.call("keep", AUTO)
+                for system in BASELINES:
+                    ranks.call("build", system)
+                    ranks.call("keep", system)
+                taken: dict[str, list[float]] = {}
+                for system in (*BASELINES, AUTO, AUTO, *reversed(BASELINES)):
+                    rows = zip(*ranks.call("steps", arguments.seconds / 2, arguments.steps, system), strict=True)
+                    taken.setdefault(system, []).extend(max(seconds for seconds, _ in row) for row in rows)
+                middle = {system: statistics.median(seconds) for system, seconds in taken.items()}
+                over = middle[AUTO] / min(middle[system] for system in BASELINES)
+                is_fine = is_fine and over <= NEVER_SLOWER
+                values = " | ".join(f"{middle[system]:.3f}" for system in (*BASELINES, AUTO))
+                chosen = ranks.call("choice")[0][0]
+                print(f"| {model} | {size} | {link} | {values} | {over:.2f}x | {chosen} |", flush=True)
+    return is_fine
 
 
 # -- predicted against measured ----------------------------------------------------------------------------------------
@@ -440,12 +506,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=512, help="samples of a rank in a step")
     parser.add_argument("--rounds", type=int, default=1, help="how often the exchanges take turns")
     parser.add_argument("--wall", action="store_true", help="measured steps include waits for a core")
+    parser.add_argument("--auto", action="store_true", help='measure only compression="auto", and DDP beside it')
+    parser.add_argument("--limit", type=float, default=540, help="with --auto: seconds after which no cell is begun")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
     parser.add_argument("--again", type=Path, nargs="+", help="files of --json to predict from, in place of measuring")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        return serve(arguments.serve[0], float(arguments.serve[1]))
+        model, seconds = arguments.serve
+        return serve(lambda: Rank(known_models()[model], float(seconds)))
     arguments.step = {name: model.seconds * arguments.batch / model.batch for name, model in known_models().items()}
     # an exit by signal, too, must leave the blocks that remove processes and namespaces
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -454,6 +523,10 @@ def main() -> None:
     else:
         if reason := lacking():
             parser.error(f"no shaped links: {reason}")
+        if arguments.auto:
+            sys.exit(
+                0 if try_auto(arguments) else f"auto takes more than {NEVER_SLOWER:g} times DDP's seconds in a cell"
+            )
         found = []
         for model in arguments.models:
             for size in arguments.ranks:

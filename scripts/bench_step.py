@@ -3,6 +3,7 @@
     python scripts/bench_step.py                                       # as root: 2 and 4 ranks, 100 Mbit/s, 1 Gbit/s
     python scripts/bench_step.py --systems local ddp "DGC(ratio=0.01)" --ranks 2 --links 100mbit --steps 3 --rounds 1
     python scripts/bench_step.py --systems ddp "NoCompression()" "NoCompression() over 4" --links 1gbit --delay 5
+    python scripts/bench_step.py --systems local ddp ddp-hook "NoCompression() in ddp" "NoCompression()" --links none
 
 Every rank is a process in a network namespace of its own; the links between them are shaped by tc. Without root or
 iproute2 the ranks share the loopback interface, unshaped. The model has ResNet-50's 161 parameters; its gradients are
@@ -39,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
 
 ROOT = Path(__file__).resolve().parent.parent
-DENSE = ("ddp", "ddp-fp16", "ddp-bf16", "horovod", "horovod-fp16")
+DENSE = ("ddp", "ddp-hook", "ddp-fp16", "ddp-bf16", "horovod", "horovod-fp16")
 PEERS = ("local", *DENSE, "powersgd-1", "powersgd-2", "naive-dgc")
 PRESETS = (
     *("NoCompression()", "FP16()", "BF16()", "DGC.faithful(warmup=None)", "DGC.compact(warmup=None)"),
@@ -64,6 +65,13 @@ def build(system: str, model: Synthetic) -> tuple[nn.Module, Optimizer]:
     sgd = functools.partial(SGD, model.parameters(), lr=1e-6, momentum=0.9)
     if system == "local":
         return model, sgd()
+    if system.endswith(" in ddp"):
+        import dgcopt
+
+        ddp, optimizer = DDP(model, gradient_as_bucket_view=True), sgd()
+        compressor = eval(system.removesuffix(" in ddp"), vars(dgcopt))
+        ddp.register_comm_hook(*dgcopt.ddp_hook(compressor, optimizer, model.named_parameters()))
+        return ddp, optimizer
     if "(" in system:
         import dgcopt
 
@@ -86,11 +94,12 @@ def build(system: str, model: Synthetic) -> tuple[nn.Module, Optimizer]:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return ddp, sgd()
 
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
     ddp = DDP(model, gradient_as_bucket_view=True)
     if system != "ddp":
-        ddp.register_comm_hook(None, {"ddp-fp16": fp16_compress_hook, "ddp-bf16": bf16_hook}[system])
+        hooks = {"ddp-hook": allreduce_hook, "ddp-fp16": fp16_compress_hook, "ddp-bf16": bf16_hook}
+        ddp.register_comm_hook(None, hooks[system])
     return ddp, sgd()
 
 
@@ -142,7 +151,7 @@ def serve(system: str, build: Callable[[str, Synthetic], tuple[nn.Module, Optimi
         cpu = resource.getrusage(resource.RUSAGE_SELF)  # of all threads
         sent, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
         values = {"cpu": cpu.ru_utime + cpu.ru_stime, "sent": sent, "payload": sent - HEADERS * packets}
-        return values | ({"ledger": optimizer.telemetry.sent_bytes} if "(" in system else {})
+        return values | ({"ledger": optimizer.telemetry.sent_bytes} if hasattr(optimizer, "telemetry") else {})
 
     for _ in range(WARMUP):
         step()

@@ -177,7 +177,10 @@ class HookMemory:
         parts = parts_of(by_name, grads, compressor.kind, stays, first)
         claim(self._store, [part.bucket for part in parts], compressor, comm.rank)
         for part in parts:
-            self.contexts[part] = context_of(part.bucket, comm, "average", self._store)
+            if compressor.adds_up(part.bucket.kind):  # divided while it is copied, not in a pass of its own
+                self.contexts[part] = context_of(part.bucket, comm, "sum", self._store, 1 / comm.size)
+            else:
+                self.contexts[part] = context_of(part.bucket, comm, "average", self._store)
         self._store.forget(names)
         return parts
 

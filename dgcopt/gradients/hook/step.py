@@ -25,7 +25,7 @@ from ...exchange.vote import Ballot, Verdict, checksum, fingerprint
 from ...flat.gradient import SparseSum, values_of
 from ...kernels import peaks
 from ..introspection import ddp_module_without_data
-from .bucket import PartGradients, gradients_of
+from .bucket import Part, PartGradients, gradients_of
 from .memory import HookMemory
 from .settings import HookSettings
 
@@ -107,7 +107,7 @@ class HookStep(Step):
         grads, exchanges = gradients_of(params, buffer), []
         for part in parts:
             mine = [grads[place] for place in part.places]
-            of = PartGradients(part, buffer, mine, part.fill(mine, self._factor))
+            of = PartGradients(part, buffer, mine, part.fill(mine, self._factor_of(part)))
             exchanges.append(PendingExchange(part.bucket.label, of))
         return exchanges
 
@@ -156,7 +156,7 @@ class HookStep(Step):
     def cancelled(self) -> None:
         for pending in self._exchanges:
             if pending.of.part is not None:
-                pending.of.part.fill(pending.of.grads, self._factor)
+                pending.of.part.fill(pending.of.grads, self._factor_of(pending.of.part))
 
     def adapt(self, verdict: Verdict) -> Job:
         if not verdict.same_settings and self._settings.groups is not None:
@@ -171,6 +171,10 @@ class HookStep(Step):
     def _factor(self) -> float:
         """Factor of DDP's gradients before an exchange that divides by all ranks."""
         return self._share / self._scale
+
+    def _factor_of(self, part: Part) -> float:
+        """Factor of DDP's gradients in the exchange of a part, which may leave no division to be done after it."""
+        return self._factor * self._memory.contexts[part].place.prescale
 
     def launch(self, used: Sequence[bool] | None, together: bool) -> None:
         waiting = [pending for pending in self._exchanges if pending.exchange is None]
@@ -187,7 +191,7 @@ class HookStep(Step):
             self.scheduler.launch(pending, gather_rows(pending.of.buffer * self._factor, self.comm.size))
             return
         context = self._memory.contexts[part]
-        local = part.local(pending.of.grads, self._factor) if part.bucket.in_place else None
+        local = part.local(pending.of.grads, self._factor_of(part)) if part.bucket.in_place else None
         context.begin(self._memory.step, certain, local, self._exchanges.index(pending))
         self.scheduler.launch(pending, exchange_of(part.bucket, self._settings.compressor, context, together))
 

@@ -21,7 +21,6 @@ from ..compressors import (
     Compressor,
     Context,
     GradientExchange,
-    Hierarchical,
     NoCompression,
     ScheduledRatio,
     Sparse,
@@ -150,11 +149,7 @@ class Auto(Wrapper):
                     f"the choice {candidate.base} is none of {self!r:.200}: give the same allow and compressor as the "
                     f"run that saved it"
                 )
-            base = copy.deepcopy(base)
-            made = Hierarchical(base) if candidate.hierarchical else base
-            if candidate.overlap is not None:
-                for part in made.parts():
-                    part.overlap = candidate.overlap
+            made = candidate.built_on(copy.deepcopy(base))
             if self._optimizer is not None:
                 made.see_parameters(self._names)
                 made.attach(self._optimizer)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-__all__ = ["DDP_SIZES", "DENSE", "SIZES", "Candidate"]
+from ..compressors import Compressor, Hierarchical
+
+__all__ = ["DDP_SIZES", "DENSE", "SIZES", "Candidate", "Candidates"]
 
 DENSE = "NoCompression()"
 DDP_SIZES = (25.0, 1.0)
@@ -38,3 +41,48 @@ class Candidate:
         if self.overlap is not None:
             words += ", during backward" if self.overlap else ", after backward"
         return words
+
+    def built_on(self, base: Compressor) -> Compressor:
+        """Return the exchange by a compressor, with this hierarchy and overlap."""
+        made = Hierarchical(base) if self.hierarchical else base
+        if self.overlap is not None:
+            for part in made.parts():
+                part.overlap = self.overlap
+        return made
+
+
+class Candidates(Protocol):
+    """The candidates of an `Auto`, and the one in use.
+
+    Attributes:
+        compressor: the only compressor, or None.
+        trials: the file of trials, or None.
+        choice: the candidate in use.
+        inner: its compressor.
+    """
+
+    compressor: Compressor | None
+    trials: str | None
+    choice: Candidate
+    inner: Compressor
+
+    @property
+    def fallback(self) -> Candidate:
+        """The exchange that others must be faster than."""
+        ...
+
+    def candidates(self, hierarchical: bool, fixed_sizes: bool) -> list[Candidate]:
+        """Return all candidates; `hierarchical` ones too if machines have several ranks each."""
+        ...
+
+    def make(self, candidate: Candidate) -> Compressor:
+        """Return the compressor of a candidate, attached to the optimizer if there is one."""
+        ...
+
+    def use(self, candidate: Candidate) -> None:
+        """Exchange by a candidate from now on."""
+        ...
+
+    def explain(self, reason: str) -> None:
+        """Set the reason of the last choice."""
+        ...

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,12 @@ from ..collectives import AllReduce, Collective, Link
 from ..comm import Comm
 from . import clock
 from .advise import LANES, Setting, rate
-from .candidate import Candidate
+from .candidate import Candidate, Candidates
 from .costs import Recipe, record_recipe
 from .probe import measurements
 from .profile import Profile
 from .timeline import fill_buckets
 from .wire import Fitted
-
-if TYPE_CHECKING:
-    from .auto import Auto
 
 __all__ = ["Forecast", "grow", "in_words", "largest", "shrink"]
 
@@ -53,7 +50,7 @@ class Forecast:
         seconds: the predicted seconds of a step with each.
     """
 
-    def __init__(self, auto: Auto, names: Mapping[Tensor, str], comm: Comm, fixed_sizes: bool) -> None:
+    def __init__(self, auto: Candidates, names: Mapping[Tensor, str], comm: Comm, fixed_sizes: bool) -> None:
         self.auto, self.comm = auto, comm
         self.candidates: dict[str, Candidate] = {}
         self.seconds: dict[str, float] = {}

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Generator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,10 @@ from ..collectives import Collective
 from ..comm import Comm
 from ..compressors.tuner import Change
 from . import clock
-from .candidate import Candidate
+from .candidate import Candidate, Candidates
 from .forecast import Forecast, in_words, largest
 from .trials import WINDOW, Phase, Trials
 from .trials_file import append_trials
-
-if TYPE_CHECKING:
-    from .auto import Auto
 
 __all__ = ["AutoTuner"]
 
@@ -32,7 +29,7 @@ log = logging.getLogger("dgcopt")
 class AutoTuner:
     """The choice of an `Auto` on one rank; see `dgcopt.compressors.tuner.Tuner`."""
 
-    def __init__(self, auto: Auto, names: Mapping[Tensor, str], comm: Comm, fixed_sizes: bool) -> None:
+    def __init__(self, auto: Candidates, names: Mapping[Tensor, str], comm: Comm, fixed_sizes: bool) -> None:
         self.auto = auto
         self.comm = comm
         self.watching = False

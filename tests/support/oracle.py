@@ -153,6 +153,11 @@ def _moved(x: Any, device: str) -> Any:
     return x
 
 
+block_counts = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
+hows = st.sampled_from(["set", "add", "subtract"])
+keys = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 2**31, 2**32 - 1, 2**63, 2**64 - 1]))
+
+
 def all_implementations(**strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Like `given`, for a test of `of`, first in C, then in Triton, compiled where there is CUDA, else interpreted."""
 

@@ -18,7 +18,7 @@ GROUPS = 256
 
 @triton.jit
 def pack(fields, packed, group, there, WIDTH: tl.constexpr):
-    """Write fields, `[groups, 8]`, each group to its place; as `dgcopt.kernels.torch.pack_small` has them."""
+    """Write fields, `[groups, 8]`, each group to its place; as `pack_small` in torch.py."""
     shift = WIDTH * tl.arange(0, 8)[None, :]
     word = tl.sum(fields.to(tl.int32 if WIDTH <= 3 else tl.int64) << shift, 1)
     if WIDTH == 1:

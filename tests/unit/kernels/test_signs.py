@@ -10,19 +10,17 @@ from dgcopt import kernels
 from dgcopt.kernels import Mixture
 from tests.support.oracle import (
     KINDS,
-    Sizes,
     all_implementations,
     assert_same_bits,
+    block_counts,
     built,
+    hows,
     native,
     numbers,
     places,
     some_mixture,
     specification,
 )
-
-blocks = Sizes(st.sampled_from([0, 1, 2, 3, 17, 40]), st.just(2200))
-hows = st.sampled_from(["set", "add", "subtract"])
 
 
 @all_implementations(
@@ -40,7 +38,7 @@ def test_pack_signs(of, numel, zero_is_minus, kind, shift, seed):
 
 
 @all_implementations(
-    blocks=blocks,
+    blocks=block_counts,
     tensors=st.integers(1, 5),
     kind=st.sampled_from(KINDS),
     how=hows,
@@ -74,7 +72,7 @@ def test_split_and_put_signs(of, blocks, tensors, kind, how, mixed, shift, seed)
 
 
 @all_implementations(
-    blocks=blocks,
+    blocks=block_counts,
     tensors=st.integers(1, 5),
     ranks=st.integers(0, 4),
     kind=st.sampled_from(KINDS),

@@ -211,7 +211,7 @@ class Replica:
         return {name: param.detach().clone() for param, name in self.names.items()}
 
     def saved_anchors(self) -> dict[str, Tensor]:
-        """The loaded anchors by parameter name, from which the caller removes those that it takes."""
+        """Return the loaded anchors by parameter name; the caller removes those that it takes."""
         return self.store.shared.get("anchor", {})
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ class Replica:
 
     @property
     def _share(self) -> float:
-        """The factor that turns this rank's part of a loaded sum into its part of the mean."""
+        """Return the factor from this rank's part of a loaded sum to its part of the mean."""
         return self._comm.size / abs(self.saved_by)
 
     @torch.no_grad()

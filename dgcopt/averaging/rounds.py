@@ -138,12 +138,12 @@ class Rounds:
         self.sync.join()
 
     def _wire_of_gradients(self) -> Comm | None:
-        """The wire over which the same optimizer's gradients are averaged."""
+        """Return the wire of the same optimizer's gradients."""
         steps = synchronised(self.optimizer)
         return steps.comm if steps is not None else None
 
     def _engine(self) -> Engine | None:
-        """The exchange of the same optimizer's gradients."""
+        """Return the engine of the same optimizer's gradients."""
         steps = synchronised(self.optimizer)
         return steps.engine if steps is not None else None
 
@@ -329,7 +329,7 @@ class Rounds:
             self._samples = 0.0
 
     def _follow(self) -> None:
-        """Go on among the current ranks, if some were lost or have come; memory and weights stay."""
+        """Continue with the current ranks, if some were lost or have joined; memory and weights stay."""
         if self._generation == self.comm.generation:
             return
         telemetry = self.runner.scheduler.telemetry
@@ -357,12 +357,12 @@ class Rounds:
             if is_local != (steps.mode is Mode.LOCAL):
                 steps.switch(Mode.LOCAL if is_local else Mode.EXCHANGE)
             if steps.engine is not None:
-                steps.engine.flush_next(self.local_step == -1)  # the last exchange
-                self.runner.scheduler.count_in(steps.engine.telemetry)  # one account for both
+                steps.engine.flush_next(self.local_step == -1)  # the final exchange
+                self.runner.scheduler.count_in(steps.engine.telemetry)  # a single account for both
 
     def finish_round(self) -> None:
         """Finish the round in flight; before the first local step compare settings and weights with the other ranks."""
-        if not self.runner.failed:  # else the error that was kept is the one to tell
+        if not self.runner.failed:  # otherwise the kept error is the one to report
             self.commit.check(self.comm.rank)
         if self.replica.started:
             self.runner.finish()
@@ -377,7 +377,7 @@ class Rounds:
     # -- jobs that wait for other ranks ----------------------------------------------------------------------------
 
     def _offer(self) -> Job | None:
-        """Return a job that other ranks may wait for: the comparison before the first step, or a round without data."""
+        """Return a job for a waiting rank: the comparison before the first step, or a round without data."""
         if not self.replica.started:
             return self._begin()
         return self._round_without_data() if self.joining and not self.participation.here else None
@@ -411,7 +411,7 @@ class Rounds:
 
     @torch.no_grad()
     def _begin(self) -> Job:
-        """Compare settings and weights over ranks, then let the rule see the weights from which training starts."""
+        """Compare settings and weights over ranks, then give the rule the initial weights."""
         self._add_new_parameters()
         replica, scheduler = self.replica, self.runner.scheduler
         source = f"of {abs(replica.saved_by)} ranks" if replica.saved_by else "none loaded"
@@ -430,7 +430,7 @@ class Rounds:
             self.sync.relaunch()
 
     def _start_all(self) -> None:
-        """Let the rule see the weights from which training starts or resumes."""
+        """Give the rule the weights from which training starts or resumes."""
         buckets = self.buckets()
         self.replica.resume()
         for bucket, ctx in buckets.items():
@@ -442,7 +442,7 @@ class Rounds:
         return self.replica.lay_out(self._start)
 
     def _start(self, bucket: Bucket, ctx: Weights) -> None:
-        """Let the rule see the weights from which local steps start; after the warm-up, if there is one."""
+        """Give the rule the weights from which local steps start; after the warm-up, if there is one."""
         if self.local_step >= 0:
             self.rule.start(bucket.read(), ctx.at(self.local_step))
             ctx.commit()
@@ -468,7 +468,7 @@ class Rounds:
         )
 
     def shard(self) -> dict[str, Any] | None:
-        """Return which shards this rank holds, as a checkpoint records it; None where parameters are whole."""
+        """Return this rank's shard in a checkpoint's form; None for whole parameters."""
         return shard_of(self.names, self.comm) if self.comm.joins_replicas else None
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -516,9 +516,9 @@ class Rounds:
         self.sync.join()
 
     def give_state(self) -> dict[str, Any] | None:
-        """Return the state that a rank which comes back takes from this one: no residual; None before the first step.
+        """Return the state for a rank that rejoins: without residual; None before the first step.
 
-        It takes the weights apart from this.
+        That rank takes the weights separately.
         """
         if not self.replica.started:
             return None
@@ -533,9 +533,9 @@ class Rounds:
 
     @torch.no_grad()
     def take_state(self, entry: dict[str, Any]) -> None:
-        """Go on from the state that a live rank has given, after its weights: there is nothing to compare or merge.
+        """Continue from the state of a live rank, after its weights: there is nothing to compare or merge.
 
-        A rank that was late keeps its residual and its progress, which moves to the anchor that it is given.
+        A late rank keeps its residual and its progress, which is applied to the anchor that it receives.
         """
         here = {"rank": int(self.comm.rank), "world_size": self.comm.size}
         is_late, since = self.replica.started, self.replica.steps_since_sync

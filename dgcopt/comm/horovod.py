@@ -232,9 +232,9 @@ class HorovodComm(Comm):
         hvd, tensor = self._hvd, collective.tensor
         if self.is_void():
             raise ConfigError(
-                f"rank {self.rank}: Horovod was started anew, and {collective.describe()} is for the {self.size} ranks "
-                f"that there were. An optimizer that averages gradients over all ranks joins the new ones by itself; "
-                f"one that averages weights does so with dgcopt.elastic.State. Make all others anew, comms too"
+                f"rank {self.rank}: Horovod was restarted, and {collective.describe()} is for its former {self.size} "
+                f"ranks. An optimizer that averages gradients over all ranks rejoins by itself; one that averages "
+                f"weights needs dgcopt.elastic.State. Rebuild all other optimizers and comms."
             )
         self._session.leave_mark()
         joined, channel = self._sets[ranks], self._channel(collective.group)

@@ -78,7 +78,7 @@ class Buffers:
         self._compared: WeakSet[Comm] = WeakSet()  # the wires over which ranks have
         if not self._found():
             raise ConfigError(
-                "the model has no buffers, so there is nothing to keep alike: leave sync_buffers away (layer norm and "
+                "the model has no buffers to synchronise. Remove sync_buffers (layer norm and "
                 "group norm keep no statistics)"
             )
 

@@ -49,7 +49,7 @@ class Participation:
             self.all_here()
             raise OutOfData(
                 f"rank(s) {', '.join(map(str, absent))} of {self.size} have run out of data before the others, and "
-                f"throw_on_early_termination was asked for: give all ranks as many batches, or leave it away"
+                f"throw_on_early_termination is set. Give all ranks the same number of batches, or remove it."
             )
 
     @property

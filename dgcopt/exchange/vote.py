@@ -28,11 +28,11 @@ __all__ = ["Ballot", "Touch", "Verdict", "checksum", "fingerprint", "in_whole_re
 _PLACE = struct.Struct("<IIIB")
 _FORMAT = struct.Struct("<BBHIII")
 _FLAGS = ("active", "finite", "stale", "prepared", "complete", "final", "by_active", "here")
-_APART = 2  # in place of whether gradients are stale, which the details will say too
+_APART = 2  # replaces the flag for stale gradients, which the details report too
 
 
 class Touch(IntEnum):
-    """Tells if code outside of autograd and the exchange has changed gradients, by clipping for instance."""
+    """Detector of changes to gradients by code outside autograd and the exchange, such as clipping."""
 
     UNKNOWN = 0
     KEPT = 1
@@ -78,9 +78,10 @@ class Ballot:
     used: int = 0
 
     def summary(self) -> Tensor:
-        """Return the words of an allreduce of maxima, which is the verdict: int32 `[11]`.
+        """Return the verdict in words, for an allreduce of maxima: int32 `[11]`.
 
-        Of a number that must be equal on all ranks also its complement, whose maximum is the complement of the minimum.
+        A number that must be equal on all ranks comes with its complement: the maximum of complements is the
+        complement of the minimum.
         """
         changed = (self.own is Touch.CHANGED) + 2 * (self.averaged is Touch.CHANGED)
         where = zlib.crc32(_PLACE.pack(self.step & 0xFFFFFFFF, self.trained, self.settings, changed))
@@ -150,12 +151,12 @@ class Verdict:
 
 
 def checksum(names: Iterable[str]) -> int:
-    """Of parameter names in their order: the same where ranks train the same ones."""
+    """Return a checksum of parameter names in order: equal on ranks that train the same parameters."""
     return zlib.crc32("\n".join(names).encode())
 
 
 def fingerprint(used: Sequence[bool]) -> int:
-    """64 bits that differ where other parameters have a gradient, but for a chance of one in 2^64."""
+    """Return 64 bits that differ if other parameters have a gradient, except with a chance of one in 2^64."""
     return int.from_bytes(hashlib.blake2b(bytes(used), digest_size=8).digest(), "little")
 
 
@@ -217,13 +218,13 @@ def _verdict_on(by_rank: dict[int, Ballot]) -> Verdict:
 
 
 def _changed(touches: Mapping[int, Touch]) -> list[int]:
-    """The ranks that have changed gradients, if others have kept theirs."""
+    """Return the ranks that have changed gradients, if other ranks have kept theirs."""
     have_others_kept = Touch.KEPT in touches.values()
     return [rank for rank, touch in touches.items() if touch is Touch.CHANGED and have_others_kept]
 
 
 def _signed(word: int) -> int:
-    """The lowest 32 bits, as the int32 that has them."""
+    """Return the lowest 32 bits as an int32."""
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
 
 

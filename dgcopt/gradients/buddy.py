@@ -1,4 +1,4 @@
-"""Copies of unsent gradients on other ranks, for the case that a rank is lost (`dgcopt.init(residuals="buddy")`)."""
+"""Copies of residuals on other ranks, in case a rank is lost (`dgcopt.init(residuals="buddy")`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Buddy"]
 
 
 class Buddy:
-    """The copies of other ranks' residuals that one rank holds."""
+    """Copies of other ranks' residuals on one rank."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[str, Tensor]] = {}  # by process and parameter
@@ -53,7 +53,7 @@ class Buddy:
             return members, {members[here - 1]: comm.wait(start(sending, "copy of the residual"))}
 
         members, received = comm.complete(exchange)
-        # older copies of these are void; those of ranks that were lost before wait until they are taken over
+        # older copies are void; those of ranks lost before stay until they are taken over
         self._held = {name: kept for name, kept in self._held.items() if name not in members}
         for sender, copied in received.items():
             self._held[sender] = dict(zip(params, copied.split(counts), strict=True))

@@ -95,23 +95,23 @@ class Engine:
 
     @property
     def in_flight(self) -> bool:
-        """True if gradients of a step have arrived that `synchronize` has not finished."""
+        """True if gradients have arrived in a step that `synchronize` has not finished."""
         return bool(self._step.tracker.additions)
 
     @property
     def pending(self) -> bool:
-        """True if another rank has moved this rank's step on, whose end or error `synchronize` must report."""
+        """True if another rank has advanced this rank's step; `synchronize` must still report its end or error."""
         return self.moved_on or self.runner.busy or self.runner.failed
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
     def added(self, param: Tensor) -> None:
-        """Note an addition to a gradient by a backward pass that does not count."""
+        """Record an addition to a gradient by a backward pass that does not count."""
         self._step.tracker.added(param)
         self._step.outgoing.added(param)
 
     def arrived(self, param: Tensor) -> None:
-        """Note an addition to a gradient by a backward pass, and launch buckets that are complete.
+        """Record an addition to a gradient by a backward pass, and launch complete buckets.
 
         Raises RuntimeError for more passes than `backward_passes_per_step`.
         """
@@ -168,11 +168,11 @@ class Engine:
         self._step.inspect_sums()
 
     def flush_next(self, flushes: bool) -> None:
-        """Let the next step be the last one with an exchange, which flushes the residuals; or not."""
+        """Set whether the next step is the final one with an exchange, which flushes the residuals."""
         self._step.flush_next(flushes)
 
     def gradients_used(self, touch: Touch) -> None:
-        """Note whether the user has changed averaged gradients before the optimizer's step."""
+        """Record whether the user has changed averaged gradients before the optimizer's step."""
         self._step.mark_touched(touch)
 
     def synchronize(self) -> None:
@@ -209,7 +209,7 @@ class Engine:
             self.participation.all_here()
 
     def _offer(self) -> Job | None:
-        """Return a job that another rank may wait for: this step, or the next one without data."""
+        """Return a job for a waiting rank: this step, or the next one without data."""
         if not self.participation.here:
             return self.serve_step()
         return self._move_on() if (self.in_flight or self._is_expected) and not self.moved_on else None
@@ -244,14 +244,14 @@ class Engine:
             yield from self._tune(self._tuner)
 
     def _tune(self, tuner: Tuner) -> Job:
-        """Ask the tuner for a change of the compressor, which a later step makes."""
+        """Ask the tuner for a change of the compressor, made by a later step."""
         if not self._step.changes_compressor:
             change = yield from self.runner.scheduler.through(tuner.stepped(self.step))
             if change is not None:
                 self._step.change_compressor(change)
 
     def abort(self) -> None:
-        """Roll back a step that failed, so that its error is the last word about it."""
+        """Roll back a failed step; return no further error."""
         self.runner.clear()
         self._fail()
 
@@ -263,7 +263,7 @@ class Engine:
         return told
 
     def end(self) -> None:
-        """Return the momentum that the compressor has taken over to the optimizer: no exchange follows."""
+        """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
         self._step.end_exchanges()
 
     # -- persistence -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A step of one optimizer's gradients on one rank: its ballot, its agreement with the other ranks, and its results.
+"""A step of one optimizer's gradients on one rank: its ballot, agreement with other ranks, and results.
 
 The first step launches nothing early. Its gradients show in which order they become ready and which are sparse; the
 ranks agree on rank 0's order and lay out buckets by it. The same happens when other parameters are trained.
@@ -86,7 +86,7 @@ class GradientStep(Step):
         self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self.tracker, scheduler)
         self._flushes = False
         self._change: Change | None = None
-        self._is_due = False  # True once nothing unsent is in the way of the change
+        self._is_due = False  # True once no unsent memory delays the change
         self._begun = False
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings in the last step
@@ -112,16 +112,16 @@ class GradientStep(Step):
     @property
     def may_launch_early(self) -> bool:
         """True if this optimizer's step is the next one on its wire, and buckets may be launched before the vote."""
-        if self.comm.survives:  # a loss must fail the step, which is tried again, and not backward
+        if self.comm.survives:  # a loss must fail the step, which is repeated, not backward
             return False
         return self.early.may(self.outgoing.step) and self.turns.expected is self
 
     def mark_touched(self, touch: Touch) -> None:
-        """Note whether the user has changed averaged gradients before the optimizer's step."""
+        """Record whether the user has changed averaged gradients before the optimizer's step."""
         self._touched = touch if self.participation.here else Touch.UNKNOWN
 
     def flush_next(self, flushes: bool) -> None:
-        """Let the next step be the last one with an exchange, which flushes the residuals; or not."""
+        """Set whether the next step is the final one with an exchange, which flushes the residuals."""
         self._flushes = flushes
 
     def inspect_sums(self) -> None:
@@ -129,7 +129,7 @@ class GradientStep(Step):
         self.inspects_sums = True
 
     def gradients_cleared(self) -> None:
-        """Begin anew with gradients that the user has set to zero."""
+        """Restart the step: the user has set gradients to zero."""
         if self.outgoing.launched:
             self.outgoing.mark_stale()
             self.early.was_mistaken(self.outgoing.step)
@@ -143,7 +143,7 @@ class GradientStep(Step):
             self.outgoing.mark_stale()  # scaling gradients back does not count as a change
 
     def end_exchanges(self) -> None:
-        """Return the momentum that the compressor has taken over to the optimizer: no exchange follows."""
+        """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
         self.replace_layout(self.outgoing.layout.order)
         momenta = self.store.memory().get("momentum", {})
         self.compressor.give_back({p: momenta[name] for p, name in self.names.items() if name in momenta})
@@ -151,7 +151,7 @@ class GradientStep(Step):
 
     @property
     def changes_compressor(self) -> bool:
-        """True if a change of the compressor is to be made."""
+        """True if the compressor is about to change."""
         return self._change is not None
 
     def change_compressor(self, change: Change) -> None:
@@ -162,7 +162,7 @@ class GradientStep(Step):
         self._change, self._is_due = change, change.moves
 
     def _make_change(self) -> Job:
-        """Put the other compressor in place, before buckets are laid out anew, which adopt what is unsent."""
+        """Replace the compressor before a new layout of buckets, which adopts the unsent memory."""
         change, order = self._change, self.outgoing.layout.order
         assert change is not None
         self.replace_layout(order)
@@ -173,7 +173,7 @@ class GradientStep(Step):
         self._change, self._is_due = None, False
 
     def _return_momentum(self) -> Job:
-        """Give the optimizer the mean of the momentum that ranks have taken over: its state must be alike on all."""
+        """Give the optimizer the ranks' mean of the momentum taken over: its state must be equal on all."""
         momenta = self.store.memory().get("momentum", {})
         params = [param for param, name in self.names.items() if param.requires_grad]
         held = torch.tensor([self.names[param] in momenta for param in params], dtype=torch.int32)
@@ -190,7 +190,7 @@ class GradientStep(Step):
             self.compressor.give_back({param: total / count})
 
     def skip(self) -> None:
-        """Skip a step in which the ranks' scalers have found an overflow."""
+        """Skip a step with an overflow found by the ranks' scalers."""
         self.void = True
         self.scheduler.telemetry.count_skipped()
 
@@ -207,7 +207,7 @@ class GradientStep(Step):
         self.outgoing.restore(state["order"], state["step"])
 
     def fail(self) -> None:
-        """Roll back a step that has failed on this rank."""
+        """Roll back a step that failed on this rank."""
         self.rollback()
         self.wrapped.rollback()
         self.ended()
@@ -215,7 +215,7 @@ class GradientStep(Step):
         self.wrapped.failed()
 
     def _trained(self) -> list[Tensor]:
-        """The parameters that travel: also one that was frozen after backward, whose gradient the step will use."""
+        """Return the parameters that travel, including one frozen after backward: the step will use its gradient."""
         own = self.tracker.has_added_to
         return [p for p in self.names if p.numel() and (p.requires_grad or (own(p) and p.grad is not None))]
 
@@ -237,7 +237,7 @@ class GradientStep(Step):
             self._sparse |= {p for p, grad in zip(trained, grads, strict=True) if grad is not None and grad.is_sparse}
         changed = tracker.changed()
         if final and any(bucket.index < outgoing.launched for bucket in changed):
-            if not outgoing.stale:  # not by one more backward pass, which is expected from now on
+            if not outgoing.stale:  # not for a further backward pass, which is expected from now on
                 self.early.was_mistaken(outgoing.step)
             outgoing.mark_stale()
         used = [grad is not None for grad in grads]
@@ -301,7 +301,7 @@ class GradientStep(Step):
     def adapt(self, verdict: Verdict) -> Job:
         through, settings = self.scheduler.through, self.settings
         first = min({*range(self.comm.size)} - {*verdict.absent})
-        if verdict.absent:  # whose learning rate schedules stand still
+        if verdict.absent:  # learning rate schedules stand still on ranks without data
             yield from through(self._groups.take_over(first, self.comm, not self.participation.here))
         if self._is_due:
             yield from self._make_change()
@@ -345,7 +345,7 @@ class GradientStep(Step):
     def committed(self, finished: Sequence[FinishedExchange]) -> None:
         self.scheduler.count_step(sum(each.numel for each in finished))
         self.outgoing.count_step()
-        self._is_due = self._change is not None  # as this step has flushed the residuals
+        self._is_due = self._change is not None  # this step has flushed the residuals
         self.wrapped.averaged(False)
 
     def rollback(self) -> None:
@@ -355,7 +355,7 @@ class GradientStep(Step):
         self.void, self.infinite = True, why.ranks
         if why.ranks or why.arrived:
             self.scheduler.telemetry.count_skipped()
-        if why.ranks and self.comm.rank not in why.ranks:  # which has logged it with its ballot
+        if why.ranks and self.comm.rank not in why.ranks:  # that rank has logged it with its ballot
             log.info(
                 "dgcopt: step %d is skipped: NaN or Inf in the gradients of rank(s) %s", self.outgoing.step, why.ranks
             )
@@ -399,7 +399,7 @@ class GradientStep(Step):
         self._sparse |= {param for _, param in self.outgoing.layout.sparse}
 
     def _compare_start(self, lines: list[str]) -> Job:
-        """Before the first step over this wire, compare `lines`, the optimizer's state and weights."""
+        """Compare `lines`, the optimizer's state and weights before the first step over this wire."""
         through, rank, on_divergence = self.scheduler.through, self.comm.rank, self.settings.on_divergence
         start = self._groups.describe() + self.wrapped.describe_start(warn=rank == 0)
         title = "what ranks start from"
@@ -420,7 +420,7 @@ class GradientStep(Step):
 
     @property
     def _not_taken(self) -> str:
-        """Line for the comparison of ranks: the number of exchanged steps that the optimizer has not taken."""
+        """Return the number of exchanged steps that the optimizer has not taken, as a line to compare."""
         number = self.wrapped.not_taken
         return f"steps that were exchanged and not taken: {number}" + (
             " (optimizer.step() failed, or was left out: restore all ranks from a checkpoint)" if number else ""

@@ -1,4 +1,4 @@
-"""Which gradients travel together: dense ones in buckets, in the order of their becoming ready; sparse ones alone."""
+"""The layout of gradients: dense ones in buckets, in ready order; sparse ones alone."""
 
 from __future__ import annotations
 
@@ -67,26 +67,26 @@ class Layout:
                 segment.check_size()
 
     def touched(self) -> Iterator[Touched]:
-        """Gradients that are zero but at a few positions."""
+        """The touched buckets: gradients that are zero except at a few positions."""
         for bucket in self.buckets:
             if bucket.touched is not None:
                 yield bucket.touched
 
     def release_gradients(self) -> None:
-        """Release all references to gradients, at the end of a step."""
+        """Release all references to gradients at the end of a step."""
         for bucket in self.buckets:
             bucket.release_gradients()
 
 
 def _forms(params: Sequence[Tensor]) -> tuple[list[torch.dtype], list[int]]:
-    """Return the dtypes and the sizes of parameters, by which a cast or a resize is noticed."""
+    """Return dtypes and sizes of parameters, to detect a cast or a resize."""
     return [*map(_DTYPE, params)], [*map(Tensor.numel, params)]
 
 
 def bucket_sizes(
     settings: Settings, compressor: Compressor, named: Iterable[tuple[str, Tensor]]
 ) -> tuple[float, float]:
-    """Megabytes per bucket, and in the first: few where buckets leave during backward and each costs little.
+    """Return megabytes per bucket, and of the first one: few if buckets launch in backward at little cost.
 
     On a GPU every bucket that is compressed costs a hundred launches and more, which take as long as 100 MB.
     """
@@ -157,15 +157,15 @@ def lay_out(
 
 
 def _prepared(bucket: GradientBucket, compressor: Compressor, settings: Settings, comm: Comm, store: Store) -> Context:
-    """Decide how a new bucket travels, and return its context."""
+    """Set how a new bucket travels, and return its context."""
     divided = settings.op == "average" and compressor.adds_up(bucket.kind)  # before the exchange
     op: Literal["average", "sum"] = "average" if settings.op == "average" and not divided else "sum"
-    # small gradients, and any on a GPU, are copied faster than each is looked at
+    # small gradients, and all on a GPU, are copied faster than they are checked one by one
     stays = bucket.is_cpu and compressor.in_place(bucket.kind) and not bucket.has_small_parts
     bucket.travel(in_place=stays, early=_leaves_early(compressor, bucket.device))
     return context_of(bucket, comm, op, store, 1 / comm.size if divided else 1.0)
 
 
 def _leaves_early(compressor: Compressor, device: torch.device) -> bool:
-    """True if a compressor lets buckets on a device leave while backward runs."""
+    """Return True if a compressor may launch buckets of a device during backward."""
     return compressor.overlaps(device) and not compressor.whole_model and compressor.sends == "gradient"

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: any torch optimizer, averaging its gradients over ranks before it steps."""
+"""DistributedOptimizer: any torch optimizer, with gradients averaged over ranks before each step."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def DistributedOptimizer(
     on_divergence: OnDivergence = "raise",
     may_differ: Sequence[str] = (),
 ) -> AnyOptimizer:
-    """Make `optimizer` average its gradients over all ranks, compressed, while backward still runs.
+    """Make `optimizer` average its gradients over all ranks, compressed, while backward runs.
 
-    The very object comes back: its class becomes a subclass of the one it had, so schedulers, GradScaler and other
-    references keep working. It gains `synchronize()`, `skip_synchronize()`, `no_sync()`, `clip_grad_norm_()`,
+    Returns the same object, its class replaced by a generated subclass, so schedulers, GradScaler and other references
+    keep working. It gains `synchronize()`, `skip_synchronize()`, `no_sync()`, `clip_grad_norm_()`,
     `set_backward_passes_per_step()`, `rejoin()`, `telemetry`, `compressor` and `residual_norm()`. In a single process
     nothing is hooked and nothing sent. The first ten arguments are those of `horovod.torch.DistributedOptimizer`.
 
@@ -86,37 +86,37 @@ def DistributedOptimizer(
         optimizer: any `torch.optim.Optimizer`.
         named_parameters: `model.named_parameters()`, for errors and checkpoints that name parameters. None numbers
             them by group and position.
-        compression: how gradients travel; None sends them as they are. The optimizer takes a copy of its own.
+        compression: the compressor of gradients, copied; None sends them uncompressed.
             Horovod's `hvd.Compression.none` and `fp16` are accepted too.
-        backward_passes_per_step: gradients of so many backward passes are added up before they are exchanged. Left at
-            1, any number may come before `step()`; how many usually do is learned from the first steps. Above 1, more
-            are an error.
+        backward_passes_per_step: number of backward passes that are added up before an exchange. With 1, any number
+            may precede `step()`; the usual number is learned from the first steps. Above 1, further passes are an
+            error.
         op: "average", "sum" or "adasum" over ranks, or Horovod's `Average`, `Sum`, `Adasum`. Adasum
-            (Maleki et al., 2020) combines the updates that the optimizer makes of the local gradients.
-        gradient_predivide_factor: divide by so much before the sum, and by the rest after it; with "average" only.
-        groups: put parameters that are to travel together into one bucket, by a number of buckets or as lists.
-        num_groups: that number, by the name that Horovod has deprecated.
+            (Maleki et al., 2020) combines the updates that the optimizer makes from local gradients.
+        gradient_predivide_factor: divisor before the sum; the rest is divided after it. With "average" only.
+        groups: parameters that share a bucket: a number of buckets, or lists of parameters.
+        num_groups: the number of buckets, by Horovod's deprecated name.
         sparse_as_dense: exchange sparse gradients (of embeddings) like dense ones.
         process_set: exchange only among these ranks: a sequence, or Horovod's ProcessSet; outside, a step is local.
-            Every rank must say the same. "node" or "across": among the ranks of this machine, or those of this local
-            rank on all machines that have so many.
+            Every rank must give the same. "node" or "across": among the ranks of this machine, or the ranks with this
+            local rank on all machines that have one.
         comm: the wire; None is the one of `dgcopt.init()`.
         mesh: for parameters that `fully_shard` has sharded, the dimension of the device mesh over which the model is
             replicated, `mesh["replicate"]`: each rank's shards are exchanged within it. None derives it from the
             parameters' own mesh.
-        bucket_mb, first_bucket_mb: megabytes of gradient per bucket, and in the first one. Larger costs overlap,
-            smaller costs messages, and on a GPU launches. None: 25 and 1 where exchanges start while backward runs, but
-            250 and 25 for compressed gradients on a GPU; 100 each where all wait for the step, as with DGC on a CPU.
-        check_replicas_every: compare all parameters over ranks, bit for bit, every so many steps; 0 never does.
-        on_divergence: "raise" DivergenceError if they differ, "resync" from rank 0, or "warn" and go on. Before
-            the first step they are always compared.
+        bucket_mb, first_bucket_mb: megabytes of gradient per bucket, and in the first one. Larger buckets overlap less;
+            smaller ones cost more messages, and launches on a GPU. None: 25 and 1 if buckets launch during backward
+            (250 and 25 for compressed gradients on a GPU); 100 each if they launch at the step, as with DGC on a CPU.
+        check_replicas_every: steps between bitwise comparisons of all parameters over ranks; 0 for none. They are
+            always compared before the first step.
+        on_divergence: reaction to a difference: "raise" DivergenceError, "resync" from rank 0, or "warn" and continue.
         may_differ: settings of parameter groups, such as `("lr",)`, that differ between ranks on purpose. All others
-            (learning rate, momentum, weight decay) are compared at every step, in the vote, and tensors on an
-            accelerator before the first step only; `on_divergence` sets the consequence of a difference.
+            (learning rate, momentum, weight decay) are compared in the vote of every step; tensors on an accelerator
+            only before the first step. `on_divergence` applies to differences.
 
     Raises ConfigError (a ValueError) for anything but a torch optimizer or a framework's wrapper of one, for parameters
-    that have no name, two with one name, or that cannot be trained, and for settings out of range; MismatchError if
-    ranks differ in parameters or settings, here or in any later step.
+    without a unique name or that cannot be trained, and for settings out of range; MismatchError if ranks differ in
+    parameters or settings, now or in any later step.
     """
     if isinstance(optimizer, Distributed):
         raise ConfigError("this optimizer is distributed already: wrap it once")
@@ -147,14 +147,14 @@ def DistributedOptimizer(
     comm = current_comm(comm)
     if sharded or mesh is not None:
         comm = _among_replicas(comm, names, compressor, mesh, process_set)
-    elif process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0 is Horovod's of all ranks
+    elif process_set is not None and getattr(process_set, "process_set_id", None) != 0:  # 0: all ranks
         comm = comm.among(process_set)
     averaging = held(optimizer).averaging
     if averaging is not None and comm.size >= averaging.comm.size:
         raise ConfigError(
-            f"the weights of this optimizer are averaged now and then, by {averaging.rule!r}, which is no use if "
-            f"gradients are averaged over the same ranks at every step: leave one of them away, or give "
-            f"DistributedOptimizer a process_set of fewer ranks"
+            f"this optimizer's weights are averaged by {averaging.rule!r}, which has no effect if its gradients are "
+            f"averaged over the same ranks at every step. Remove one of the two, or give DistributedOptimizer a "
+            f"process_set of fewer ranks."
         )
     _wrap(optimizer, names, given or {}, compressor, settings, comm)
     return optimizer
@@ -179,7 +179,7 @@ def _wrap(
     settings: Settings,
     comm: Comm,
 ) -> None:
-    """Give the optimizer its new class, and join the wire."""
+    """Change the optimizer's class, and join the wire."""
     names = local_shards(names)
     compressor.see_parameters(names, given.values())
     compressor.attach(optimizer)
@@ -195,7 +195,7 @@ def _wrap(
 
 
 class Synchronised(Stepping):
-    """Everything that is kept of one wrapped optimizer: its steps, the wire, and the names of its parameters."""
+    """The state of one wrapped optimizer: its steps, the wire, and the names of its parameters."""
 
     def __init__(
         self,
@@ -208,8 +208,8 @@ class Synchronised(Stepping):
         super().__init__(optimizer, names, compressor)
         self.settings = settings
         self.formerly: set[tuple[int, int]] = set()
-        """The rank that this process was, of how many, before Horovod was started anew."""
-        self._to_tell: Any = None  # the hook of the next step, which tells of memory that did not come along
+        """Previous rank and world size of this process, before Horovod was restarted."""
+        self._to_tell: Any = None  # the hook of the next step, which reports lost memory
         self.has_run_hooks = False
         """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
@@ -218,7 +218,7 @@ class Synchronised(Stepping):
         self._is_part_of_round = False
         self._buddy = Buddy()
         self._place: int | None = None
-        """Its number among the optimizers of the wire, in the order in which they were wrapped."""
+        """Its number among the optimizers of the wire, in wrapping order."""
         optimizer.register_state_dict_post_hook(_save_state)
         optimizer.register_load_state_dict_pre_hook(_load_state)
 
@@ -244,7 +244,7 @@ class Synchronised(Stepping):
             self.watch_parameters()
 
     def _named(self, params: Sequence[Tensor], names: Sequence[str] | None) -> dict[Tensor, str]:
-        """The names of the last group's parameters."""
+        """Return the names of the last group's parameters."""
         group = len(self.optimizer.param_groups) - 1
         if names is None:
             names = [self._given_names.get(param, number(group, place)) for place, param in enumerate(params)]
@@ -262,7 +262,7 @@ class Synchronised(Stepping):
     # -- joining a wire ----------------------------------------------------------------------------------------------
 
     def rejoin(self, comm: Comm | None = None) -> None:
-        """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
+        """Continue over another wire, after ranks were lost or have joined (`dgcopt.shutdown()`, `dgcopt.init()`).
 
         Keeps the memory of this rank; an unfinished step is lost. All ranks of `comm` must call it.
         """
@@ -282,27 +282,27 @@ class Synchronised(Stepping):
                 self.engine.runner.scheduler.count_in(before.telemetry)
 
     def keep_up(self) -> None:
-        """Rejoin if the ranks that this optimizer was of are no more, as `hvd.elastic.run` has started Horovod anew.
+        """Rejoin if `hvd.elastic.run` has restarted Horovod, so that the ranks of this optimizer no longer exist.
 
-        Raises ConfigError where that cannot be right; it is no HorovodInternalError, after which all would try again.
+        Raises ConfigError if it cannot rejoin; unlike HorovodInternalError, that is not retried.
         """
         if not self.comm.is_void():
             return
         left = self.comm
         if left.is_part or held(self.optimizer).averaging is not None:
-            what = "exchanges among some of the ranks" if left.is_part else "averages weights too"
+            reason = "exchanges among a subset of the ranks" if left.is_part else "averages weights too"
             raise ConfigError(
-                f"Horovod was started anew, and this optimizer {what}, so it cannot join the new ranks by itself: use "
-                f"dgcopt.elastic.State in place of hvd.elastic.TorchState, which takes optimizers of all ranks"
+                f"Horovod was restarted, and this optimizer cannot rejoin by itself: it {reason}. Use "
+                f"dgcopt.elastic.State, for optimizers of all ranks, in place of hvd.elastic.TorchState."
             )
         if self.engine is not None:
             self.engine.abort()
         self.rejoin()
         self.formerly.add((left.rank, left.size))
         log.warning(
-            "dgcopt: Horovod was started anew, and this optimizer has rejoined: it was rank %d of %d, and is rank %s "
-            "of %d. It keeps what it has not sent yet (norm %.3g). What lost ranks had not sent is lost, which "
-            "dgcopt.elastic.State would have shared out; new ranks start with nothing",
+            "dgcopt: Horovod was restarted, and this optimizer has rejoined: it was rank %d of %d, and is rank %s "
+            "of %d. It keeps its residual (norm %.3g); new ranks start with none. Residuals of lost ranks are lost; "
+            "dgcopt.elastic.State would have redistributed them",
             *(
                 left.rank,
                 left.size,
@@ -324,7 +324,7 @@ class Synchronised(Stepping):
     # -- where ranks survive -----------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """As `keep_up`; where ranks survive also take in those that have come, unless a step is under way."""
+        """Begin a step as `keep_up` does; if ranks survive and no step is in progress, also admit new ones."""
         self.keep_up()
         if self.comm.survives and not (self.engine is not None and self.engine.in_flight):
             self._admit()
@@ -346,7 +346,7 @@ class Synchronised(Stepping):
         return repeat_after_losses(attempt, self.comm, self._follow, self._count_lost, self._admit)
 
     def leave_losses(self) -> None:
-        """Let an exchange fail if a rank is lost: it is part of a larger step, which its caller makes again."""
+        """Let an exchange fail if a rank is lost: its caller repeats the larger step that it is part of."""
         self._is_part_of_round = True
 
     def _count_lost(self, seconds: float, aborted: bool) -> None:
@@ -354,22 +354,22 @@ class Synchronised(Stepping):
             self.engine.telemetry.count_lost(seconds, aborted)
 
     def _admit(self) -> None:
-        """Take in those that have come, before the first step of the training loop's optimizers."""
+        """Admit new processes before the first step of the training loop's optimizers."""
         if self._place == 0:
             self.comm.begin_step()
 
     def _follow(self) -> None:
-        """Exchange among the current ranks, if they have changed; gradients wait in `param.grad`."""
+        """Exchange among the current ranks if they have changed; gradients wait in `param.grad`."""
         if self._generation != self.comm.generation:
             if self.engine is not None:
                 self.engine.abort()
             self.rejoin(self.comm)
 
     def _connect(self) -> None:
-        """Start to exchange. In one process, only if there is something left to add that others have held back."""
+        """Begin to exchange; in one process only if unsent memory of other ranks has to be added."""
         assert self.engine is None
         self.engine = Engine(self.wrapped, self.comm, self.settings)
-        if self.comm.waits_at_start:  # else it is done at the first step
+        if self.comm.waits_at_start:  # otherwise done at the first step
             self.comm.drive(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters and settings"))
         if not self._is_hooked:
             self._is_hooked = True
@@ -378,7 +378,7 @@ class Synchronised(Stepping):
         self.watch_parameters()
 
     def end_step(self, failed: bool = False) -> None:
-        """As `Stepping.end_step`; every few steps also copy this rank's residual to another rank, if it is asked to."""
+        """End a step as `Stepping.end_step` does; if set, also copy this rank's residual every few steps."""
         super().end_step(failed)
         engine, every = self.engine, self.comm.copy_every
         if engine is not None and not failed and every and engine.step % every == 0 and self.compressor.conserves:
@@ -396,12 +396,12 @@ class Synchronised(Stepping):
             self.engine.restore(state)
 
     def restore_apart(self, state: dict[str, Any]) -> None:
-        """Restore a state that came apart from the optimizer's own; see `dgcopt.sharded.load`."""
+        """Restore a state that was saved apart from the optimizer's own; see `dgcopt.sharded.load`."""
         self._tell_nothing()
         self.restore(state)
 
     def tell_at_next_step(self, words: str, *args: object) -> None:
-        """Warn before the next step, unless `restore_apart` comes before it."""
+        """Warn before the next step, unless `restore_apart` comes first."""
         self._tell_nothing()
 
         def tell(*_: object) -> None:
@@ -421,7 +421,7 @@ class Distributed(Optimizer):
 
     @property
     def compressor(self) -> Compressor:
-        """How gradients travel."""
+        """The compressor of the gradients."""
         return _part(self).compressor
 
     @property
@@ -436,11 +436,11 @@ class Distributed(Optimizer):
         return engine.store.residual_norm() if engine is not None else 0.0
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes are added up before gradients are exchanged, from the next step on."""
+        """Set the number of backward passes per exchange, from the next step on."""
         _part(self).settings.add_up(passes)
 
     def rejoin(self, comm: Comm | None = None) -> None:
-        """Go on over another wire, after ranks were lost or have come (`dgcopt.shutdown()`, `dgcopt.init()`).
+        """Continue over another wire, after ranks were lost or have joined (`dgcopt.shutdown()`, `dgcopt.init()`).
 
         Keeps the memory of this rank; an unfinished step is lost. All ranks of `comm` must call it.
         """
@@ -458,13 +458,13 @@ class Distributed(Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, `step()` uses the gradients as they are, after `synchronize()` was called by hand."""
+        """Context in which `step()` uses the gradients as they are, after a manual `synchronize()`."""
         with _part(self).within(Mode.AS_THEY_ARE):
             yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward passes only add up: nothing is sent, and no pass is counted."""
+        """Context in which backward passes only accumulate: nothing is sent, and no pass is counted."""
         with _part(self).within(Mode.ADD_UP):
             yield
 
@@ -475,7 +475,7 @@ class Distributed(Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Average the gradients and clip the norm of all of them together; the next `step()` takes them as they are.
+        """Average the gradients and clip their total norm; the next `step()` uses the result.
 
         As `torch.nn.utils.clip_grad_norm_`, on the same values on every rank; returns the norm before clipping. Under
         AMP call `scaler.unscale_(optimizer)` first. Clipping of each rank's own gradient, before it is compressed, is
@@ -489,12 +489,12 @@ class Distributed(Optimizer):
     # -- as torch's --------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `torch.optim.Optimizer.zero_grad`. Gradients that are on their way are taken back, on all ranks."""
+        """Set gradients to zero as torch does; in-flight exchanges are cancelled on all ranks."""
         _part(self).discard()
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any], names: Sequence[str] | None = None) -> None:
-        """As `torch.optim.Optimizer.add_param_group`; the new parameters are exchanged from the next step on.
+        """Add a group as torch does; its parameters are exchanged from the next step on.
 
         `names` are theirs, where `named_parameters` did not hold them; else they are numbered. Raises ConfigError, and
         adds nothing, for another number of names, names of other parameters, and parameters that cannot be averaged.
@@ -507,7 +507,7 @@ class Distributed(Optimizer):
             raise
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As torch's, with the memory of this rank."""
+        """Return the state as torch does, with this rank's memory."""
         steps = _part(self)
         steps.has_run_hooks = False
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
@@ -517,7 +517,7 @@ class Distributed(Optimizer):
         return _save_state(self, state) or state
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As torch's. Raises ConfigError for another optimizer's state, of which torch would miss something later."""
+        """Load a state as torch does. Raises ConfigError for a state of another kind of optimizer."""
         steps = _part(self)
         steps.has_run_hooks = False
         # not every optimizer's groups hold all of `defaults`: Muon's lack `differentiable`
@@ -531,8 +531,8 @@ class Distributed(Optimizer):
         if lacking:
             self.state, self.param_groups = state, groups
             raise ConfigError(
-                f"this state lacks {', '.join(lacking)}, which {type(self).__name__} needs: it is of another "
-                f"optimizer. Load it into one of the kind that it was saved from, and begin anew with this one"
+                f"this state lacks {', '.join(lacking)}, which {type(self).__name__} needs: another kind of optimizer "
+                f"saved it. Rebuild that optimizer, or start this one without the state."
             )
         if not steps.has_run_hooks:
             _load_state(self, state_dict)
@@ -542,7 +542,7 @@ class Distributed(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by `torch.amp.GradScaler.step` when it is about to look for Inf: the moment for all ranks to agree."""
+        """Read by `torch.amp.GradScaler.step` before it looks for Inf: the moment for all ranks to agree."""
         steps = _part(self)
         if steps.engine is None:
             return bool(vars(self).get("_step_supports_amp_scaling", False))
@@ -551,25 +551,25 @@ class Distributed(Optimizer):
     # -- uneven data, by torch.distributed.algorithms.Join -----------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """For `torch.distributed.algorithms.Join`: steps without data until every rank has run out of it.
+        """Return the hook for torch's Join: steps without data until every rank has run out of data.
 
         Averages divide by all ranks, or, as DDP's, with `Join(..., divide_by_initial_world_size=False)` by those that
         have data.
         """
         engine = _part(self).engine
-        if engine is None:  # nothing to do in a single process
+        if engine is None:  # no work in a single process
             return torch.distributed.algorithms.JoinHook()
         divide_by_all = kwargs.get("divide_by_initial_world_size", True)
         return JoinHook(engine.runner, engine.serve_step, engine.participation, divide_by_all)
 
     @property
     def join_device(self) -> torch.device:
-        """For `torch.distributed.algorithms.Join`: where its own collectives live."""
+        """Device of Join's own collectives, for `torch.distributed.algorithms.Join`."""
         return _part(self).comm.to_wire(torch.zeros(1)).device
 
     @property
     def join_process_group(self) -> Any:
-        """For `torch.distributed.algorithms.Join`. Raises ConfigError where the wire is not torch.distributed."""
+        """Process group, for torch's Join. Raises ConfigError on other wires than torch.distributed."""
         comm = _part(self).comm
         if not hasattr(comm, "process_group"):
             raise ConfigError(
@@ -581,12 +581,12 @@ class Distributed(Optimizer):
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, it is the bare optimizer again: a wire cannot be stored."""
+        """Pickle as the bare optimizer: a wire cannot be stored."""
         # not copyreg.__newobj__, which pickle takes for the object's own class alone
         return object.__new__, (bare_class(self),), _bare_state(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A distributed optimizer of copied parameters; all ranks must copy alike."""
+        """Copy as a distributed optimizer of copied parameters; all ranks must copy alike."""
         base = bare_class(self)
         twin: Any = base.__new__(base)
         memo[id(self)] = twin
@@ -611,7 +611,7 @@ ADDED = (
     "synchronize",
     "telemetry",
 )
-"""Names that wrapping adds; by all others the optimizer keeps its own attributes, or overrides torch's."""
+"""Names that wrapping adds; for all others the optimizer keeps its own attributes, or overrides torch's."""
 
 
 def synchronised(optimizer: Any) -> Synchronised | None:
@@ -664,7 +664,7 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         raise ConfigError("this is no optimizer's state: optimizer.state_dict() has param_groups, a model's has none")
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-        return None  # which torch refuses: memory stays as it is
+        return None  # torch refuses them: memory stays as it is
     if STATE_KEY in state_dict:
         check_format(state_dict[STATE_KEY])
         check_shard(state_dict[STATE_KEY], steps.shard())
@@ -676,7 +676,7 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             state = {**state, "rank": rank, "world_size": size}
         steps.restore(own_part(state, rank, size))
     else:
-        tell = steps.tell_at_next_step if steps.is_sharded else log.warning  # as dgcopt.sharded.load comes after
+        tell = steps.tell_at_next_step if steps.is_sharded else log.warning  # dgcopt.sharded.load follows
         if step := take_mark([dict(group) for group in groups], STATE_KEY, rank, tell):
             steps.restore(kept_by(rank, size, step))
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}

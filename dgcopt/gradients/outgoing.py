@@ -72,34 +72,34 @@ class OutgoingBuckets:
         self.layout = layout
 
     def restore(self, order: Sequence[str], step: int) -> None:
-        """Restore the order of parameters, by which buckets are laid out at the next step, and the number of steps."""
+        """Restore the ready order of parameters, for the layout at the next step, and the number of steps."""
         self.layout, self.step = Layout(order=order), step
 
     def count_step(self) -> None:
-        """Count a step that was committed."""
+        """Count a committed step."""
         self.step += 1
 
     def mark_stale(self) -> None:
-        """Note that gradients have changed since they were launched."""
+        """Note that gradients have changed since their launch."""
         self.stale = True
 
     def mark_outdated(self, outdated: bool) -> None:
-        """Note whether buckets were laid out for other parameters or other settings."""
+        """Set whether buckets were laid out for other parameters or settings."""
         self.outdated = outdated
 
     # -- during backward ---------------------------------------------------------------------------------------------
 
     def added(self, param: Tensor) -> None:
-        """Release the gradient before of a parameter, as autograd has added to it."""
+        """Release a parameter's previous gradient after autograd has added to it."""
         found = self.layout.place.get(param)
         if found is not None:
             bucket, place = found
             bucket.release(place)
 
     def arrived(self, param: Tensor, is_last: bool) -> GradientBucket | None:
-        """Note a gradient, complete if `is_last`; return its bucket once it is to be filled, and may leave early."""
+        """Record a gradient, complete if `is_last`; return its bucket if it should be filled and may launch early."""
         try:
-            bucket, place = self.layout.place[param]  # no call, as there is one for each gradient
+            bucket, place = self.layout.place[param]  # no call here, since it would run for each gradient
         except KeyError:
             return None
         bucket.release(place)
@@ -115,7 +115,7 @@ class OutgoingBuckets:
     # -- launching ---------------------------------------------------------------------------------------------------
 
     def fill_waiting(self, bucket: GradientBucket) -> None:
-        """Copy the gradients that wait for a bucket into it."""
+        """Copy the waiting gradients of a bucket into it."""
         self.tracker.fill_waiting(bucket, self._scale_taken(bucket))
 
     def fill(self, bucket: GradientBucket) -> None:
@@ -129,13 +129,13 @@ class OutgoingBuckets:
 
     @torch.no_grad()
     def fill_rest(self) -> None:
-        """Copy all gradients that are not in their buckets yet, which looks for NaN and Inf in the same pass."""
+        """Copy all remaining gradients into their buckets, and look for NaN and Inf in the same pass."""
         for bucket in self.layout.buckets[self.launched :]:
             self.fill(bucket)
 
     @torch.no_grad()
     def launch_full(self) -> None:
-        """Launch the next buckets as long as all their gradients are there; all ranks have yet to agree on the step."""
+        """Launch the next buckets while they are complete; the ranks have not agreed on the step yet."""
         for bucket in self.layout.buckets[self.launched :]:
             if not self.tracker.has_all_of(bucket):
                 break
@@ -143,14 +143,14 @@ class OutgoingBuckets:
             self._launch(bucket)
 
     def launch_rest(self, used: Sequence[bool] | None, together: bool) -> None:
-        """Launch all other buckets, once all ranks take the step; see `Step.launch`."""
+        """Launch all other buckets, after all ranks have agreed to take the step; see `Step.launch`."""
         if self.compressor.sends == "update" and self.participation.here:
             self._make_update()
         rest = self.layout.buckets[self.launched :]
         self.fill_rest()
         if self._prepares_gradients:
             self._prepare([(bucket.grad, bucket) for bucket in self.layout.buckets])
-        certain = used is None and not self.scheduler.comm.survives  # else memory may have to stay as it is
+        certain = used is None and not self.scheduler.comm.survives  # otherwise memory may have to stay as it is
         launches = (self._exchange(bucket, certain, together) for bucket in rest)
         if self.compressor.in_turn or self.layout.leaves_early:
             for pending, exchange in launches:
@@ -175,7 +175,7 @@ class OutgoingBuckets:
     def _exchange(
         self, bucket: GradientBucket, certain: bool, together: bool = False
     ) -> tuple[PendingExchange[Any], GradientExchange]:
-        """Return the exchange of a bucket that is about to be launched."""
+        """Return the exchange of a bucket that is about to launch."""
         self.launched += 1
         context = self.layout.contexts[bucket]
         local = bucket.local(self.participation.here, self._scale(bucket)) if bucket.in_place else None
@@ -202,7 +202,7 @@ class OutgoingBuckets:
 
     @property
     def _weight(self) -> float:
-        """Factor of gradients before an exchange that itself divides by all ranks."""
+        """Return the factor of gradients before an exchange that itself divides by all ranks."""
         share = self.participation.share if self.settings.op == "average" else 1.0
         return share / self.settings.gradient_predivide_factor
 
@@ -211,7 +211,7 @@ class OutgoingBuckets:
         return self._weight * self.layout.contexts[bucket].place.prescale
 
     def _scale_taken(self, bucket: GradientBucket) -> float:
-        """Return the part of that factor which is applied while gradients are copied."""
+        """Return the part of that factor that is applied while gradients are copied."""
         return 1.0 if self._prepares_gradients else self._scale(bucket)
 
     @property
@@ -220,7 +220,7 @@ class OutgoingBuckets:
         return self.compressor.whole_model and self.compressor.sends == "gradient"
 
     def _make_update(self) -> None:
-        """Replace this rank's gradients by the updates that its optimizer makes of them."""
+        """Replace this rank's gradients by the updates that its optimizer makes from them."""
         if self.scheduler.comm.survives:
             self.wrapped.hold_state()
         if self.compressor.whole_model:
@@ -228,15 +228,15 @@ class OutgoingBuckets:
             for param, grad in graded:
                 if grad.is_sparse:
                     raise ConfigError(
-                        f"rank {self.scheduler.comm.rank}: {self.compressor!r} clips gradients before updates are made "
-                        f"of them, and that of {self.wrapped.names[param]!r} is sparse: leave the clip away"
+                        f"rank {self.scheduler.comm.rank}: {self.compressor!r} clips gradients before making updates, "
+                        f"and the gradient of {self.wrapped.names[param]!r} is sparse. Remove `clip`."
                     )
             self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
         self.wrapped.make_update(self.step, self.settings.sparse_as_dense)
         self.wrapped.commit.begin("the optimizer's state")
 
     def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
-        """Let a compressor that wants to see all gradients first change them, each given with its bucket."""
+        """Let a compressor that needs all gradients first change them, each given with its bucket."""
         contexts = self.layout.contexts
         for context in contexts.values():
             context.begin(self.step)
@@ -245,7 +245,7 @@ class OutgoingBuckets:
     # -- cancelling and finishing ------------------------------------------------------------------------------------
 
     def launch_until(self, launched: int) -> None:
-        """Launch buckets, empty where their gradients are not complete, until as many are `launched`."""
+        """Launch buckets, empty ones if incomplete, until as many are `launched`."""
         if launched > len(self.layout.buckets):
             raise MismatchError(
                 f"rank {self.scheduler.comm.rank} lost its buckets while other ranks have sent theirs: load state or "
@@ -259,7 +259,7 @@ class OutgoingBuckets:
             self._launch(bucket)
 
     def rollback(self) -> None:
-        """Return memory to the last commit; gradients that it has absorbed already are cleared, as they stay in it."""
+        """Return memory to the last commit, and clear gradients that it has already absorbed."""
         for bucket, context in self.layout.contexts.items():
             if context.memory.absorbed is Absorbed.WHOLLY:
                 bucket.clear_gradients()
@@ -268,7 +268,7 @@ class OutgoingBuckets:
             context.rollback()
 
     def finished(self, used: Sequence[bool] | None) -> list[FinishedExchange]:
-        """Return the finished exchanges, whose results are written where this rank's own gradients are."""
+        """Return the finished exchanges, each with the place to write its result."""
         factor = self.settings.gradient_predivide_factor
         by_param = self._by_param(used)
         finished = []

@@ -1,4 +1,4 @@
-"""The replicas of a sharded model: which ranks hold the same shard, from the meshes of its DTensor parameters.
+"""The replicas of a sharded model: ranks that hold the same shard, found from the meshes of DTensor parameters.
 
 `fully_shard` averages gradients over the ranks of its mesh, one replica of the model. Each shard is then averaged
 over the replicas: among the ranks of the replicate dimension.
@@ -115,7 +115,7 @@ def _check_wire(comm: Comm, name: str) -> None:
 
 
 def _asked_for(comm: Comm, mesh: Any) -> Ranks:
-    """Return the ranks of the mesh that the user gave."""
+    """Return the ranks of the mesh given by the user."""
     if not hasattr(mesh, "mesh") or not hasattr(mesh, "mesh_dim_names"):
         raise ConfigError(
             f"rank {comm.rank}: mesh must be a torch DeviceMesh of one dimension, mesh['replicate'], not {mesh!r:.80}"

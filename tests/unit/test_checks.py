@@ -130,13 +130,13 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "an unfinished compressor": (lambda: wrapped(compression=dgcopt.Compressor()), r"must define exchange\(\)"),
     "SGD's state for Adam": (
         lambda: wrapped(torch.optim.Adam(NET.parameters())).load_state_dict(wrapped().state_dict()),
-        "this state lacks betas, eps, which Adam needs: it is of another optimizer",
+        "this state lacks betas, eps, which Adam needs: another kind of optimizer saved it",
     ),
     "SGD's momentum for Adam": (
         lambda: wrapped(torch.optim.Adam(NET.parameters())).load_state_dict(
             {**sgd().state_dict(), "state": {0: {"momentum_buffer": torch.ones(2, 2)}}}
         ),
-        "this state lacks step, which Adam needs: it is of another optimizer",
+        "this state lacks step, which Adam needs: another kind of optimizer saved it",
     ),
     "a model's state for an optimizer": (lambda: wrapped().load_state_dict(NET.state_dict()), "no optimizer's state"),
     "elastic.run of nothing": (lambda: elastic.run(None), "takes a function of a State"),

@@ -91,8 +91,8 @@ class HookMemory:
                 self._saved,
                 *(comm.rank, comm.size),
                 owner=" of ddp_hook",
-                why="each rank keeps what it has not sent yet. Let every rank save and load a file of its own, or "
-                "begin with a new ddp_hook, which loses what was held back.",
+                why="each rank has its own residual. Let every rank save and load its own file, or start with a new "
+                "ddp_hook, which loses the residual.",
             )
 
     def check_adopted(self) -> None:

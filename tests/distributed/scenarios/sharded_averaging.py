@@ -261,7 +261,7 @@ def refusals(comm: Comm) -> None:
     averaged = LocalSGD(make(), every=2, mesh=mesh["replicate"])
     with refused(comm, ConfigError, "cannot rejoin"):
         averaged.averaging.rejoin()
-    with refused(comm, ConfigError, "is no use if gradients are averaged over the same ranks"):
+    with refused(comm, ConfigError, "has no effect if its gradients are averaged over the same ranks"):
         wrap(model, averaged, mesh)
     every_step = wrap(model, make(), mesh)
     with refused(comm, ConfigError, "already averages gradients over all ranks at every step"):

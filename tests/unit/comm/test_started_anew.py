@@ -85,7 +85,7 @@ def test_what_cannot_rejoin_ends_the_retries(monkeypatch):
     averaged = [Rank(comm, process_set="node") for comm in dgcopt.simulated_world(2, nodes=1)]
     for rank, comm in zip(averaged, dgcopt.simulated_world(2), strict=True):
         LocalSGD(rank.optimizer, 2, named_parameters=rank.model.named_parameters(), comm=comm)
-    for rank, words in ((in_pairs[0], "among some of the ranks"), (averaged[0], "averages weights too")):
+    for rank, words in ((in_pairs[0], "among a subset of the ranks"), (averaged[0], "averages weights too")):
         rank.is_left(dgcopt.simulated_world(2)[0], monkeypatch)
         for what in (rank.optimizer.state_dict, lambda rank=rank: rank.backward(0)):
             with pytest.raises(ConfigError, match=rf"{words}.*dgcopt\.elastic\.State") as caught:
@@ -112,7 +112,7 @@ def test_a_comm_of_horovods_former_life_sends_nothing(anew, monkeypatch):
     assert not comm.is_void()
     hvd.__dict__.update(anew if "poll" not in anew else {"poll": unknown})
     assert comm.is_void()
-    with pytest.raises(ConfigError, match=r"started anew, and AllReduce.* 3 ranks .*dgcopt\.elastic\.State"):
+    with pytest.raises(ConfigError, match=r"restarted, and AllReduce.* former 3 ranks\..*dgcopt\.elastic\.State"):
         comm.start(AllReduce(torch.ones(1)))
     hvd.is_initialized = lambda: False
     assert not comm.is_void(), "there is nothing that could be joined"

@@ -398,5 +398,5 @@ def test_gradients_of_what_is_averaged_now_and_then_are_not_averaged_too(size: i
     model = small_model()
     comm = dgcopt.simulated_world(size)[0]
     averaged = LocalSGD(sgd(model.parameters()), every=4, comm=comm)
-    with pytest.raises(ConfigError, match=r"averaged now and then, by LocalSGD\(every=4.* a process_set of fewer"):
+    with pytest.raises(ConfigError, match=r"weights are averaged by LocalSGD\(every=4.* a process_set of fewer"):
         dgcopt.DistributedOptimizer(averaged, comm=comm)

@@ -107,7 +107,7 @@ def uneven_data_is_an_error(comm: Comm) -> Loop:
             train(2)
         before = optimizer.telemetry.steps
         with (
-            refused(comm, dgcopt.OutOfData, f"rank(s) 0 of {comm.size} have run out of data", "as many batches"),
+            refused(comm, dgcopt.OutOfData, f"rank(s) 0 of {comm.size} have run out of data", "same number of batches"),
             dgcopt.join(optimizer, throw_on_early_termination=True),
         ):
             train(batches_of(comm.rank))

@@ -83,7 +83,7 @@ class Method:
         if "{outer_lr" in self.exchange:
             grid["outer_lr"] = {place: 2.0**place for place in range(-3, 3)}
         if "{momentum" in self.exchange:
-            grid["momentum"] = dict(enumerate((0.0, 0.5, 0.8, 0.9, 0.95)))
+            grid["momentum"] = dict(enumerate((0.0, 0.5, 0.8, 0.9, 0.95), start=-1))
         return grid
 
 
@@ -99,6 +99,7 @@ METHODS: dict[str, Method] = {
     "one rank": Method("NoCompression()", ranks=(1,)),
     "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0", lr=16e-3),
     "DiLoCo as in its paper, H = 8": Method("DiLoCo(every=8)"),
+    "DiLoCo as in its paper, without first moment, H = 8": Method("DiLoCo(every=8)", "adamw0", lr=2e-3),
     "LocalSGD, H = 8": Method("LocalSGD(every=8)"),
     "LocalSGD without first moment, H = 8": Method("LocalSGD(every=8)", "adamw0"),
     "TopK of the update, 0.1%": Method(f"TopK(0.001, {CODED})", "adamw0", lr=16e-3),
@@ -109,6 +110,7 @@ METHODS: dict[str, Method] = {
         "LocalSGD(every=8, state_every={{'exp_avg': 24, 'exp_avg_sq': 48}})"
     ),
     "DiLoCo, H = 8": Method(f"DiLoCo(8, {OUTER})"),
+    "DiLoCo without first moment, H = 8": Method(f"DiLoCo(8, {OUTER})", "adamw0", lr=4e-3),
     "dense without first moment": Method("NoCompression()", "adamw0", ranks=(4,)),
     "TopK of the update, 1%, with first moment": Method(f"TopK(0.01, {CODED})", lr=16e-3),
     "LocalSGD, H = 32": Method("LocalSGD(every=32)"),

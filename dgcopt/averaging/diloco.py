@@ -76,7 +76,7 @@ class DiLoCo(Averaging):
             steps, so that no step sends the whole model. Must divide `every`.
         delay: local steps during which a fragment's exchange may run. Its outer gradient is that old when it is
             applied, and the progress of those steps is lost unless alpha keeps part of it. Less than
-            `every / fragments`.
+            `every / fragments`. With a sparse compressor a warning: the residual delays progress too.
         alpha: fraction of its own weights that a rank keeps, in [0, 1]: 0 makes all ranks equal, 1 only moves the
             anchor.
         warmup_steps: number of first steps of dense data-parallel training.
@@ -129,6 +129,13 @@ class DiLoCo(Averaging):
             raise ConfigError(
                 f"delay must be less than every / fragments = {self.interval}, or two fragments would be in flight; it "
                 f"is {delay}"
+            )
+        sparse = [p for p in (self.compression.parts() if self.compression else ()) if getattr(p, "ratio", 1.0) < 1]
+        if delay and sparse:
+            log.warning(
+                "dgcopt: DiLoCo(delay=%d) applies outer gradients late, and most of them later still, from the "
+                "residual of %r: compare the loss with delay=0, or send more",
+                *(delay, sparse[0]),
             )
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
             raise ConfigError(f"alpha must be a number from 0 to 1, not {alpha!r}")

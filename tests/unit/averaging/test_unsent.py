@@ -129,3 +129,11 @@ def test_half_precision_comes_to_the_mean_of_targets() -> None:
 def test_settings_that_it_cannot_have(settings: dict[str, Any]) -> None:
     with pytest.raises(dgcopt.ConfigError, match="unsent"):
         DiLoCo(**{"every": EVERY, "compression": TopK(0.1), "unsent": "local", **settings})
+
+
+def test_a_delay_of_sparse_outer_gradients_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for quiet in ({"delay": 1}, {"compression": TopK(0.1)}, {"delay": 1, "compression": dgcopt.FP16()}):
+        DiLoCo(EVERY, **quiet)
+    assert not caplog.messages
+    DiLoCo(EVERY, delay=1, compression=dgcopt.FP16(TopK(0.1)))
+    assert "delay=1" in caplog.text and "TopK(ratio=0.1" in caplog.text

@@ -8,6 +8,7 @@ Annotations are left out, as wider types break no caller. Names, order, kinds an
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
@@ -16,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RECORDED = Path(__file__).parents[1] / "tests" / "data" / "public_api.txt"
+ROOT = Path(__file__).resolve().parents[1]
+RECORDED = ROOT / "tests" / "data" / "public_api.txt"
 
 MODULES = (
     "dgcopt",
@@ -29,6 +31,7 @@ MODULES = (
     "dgcopt.errors",
     "dgcopt.hvd",
     "dgcopt.integrations",
+    "dgcopt.integrations.exchange",
     "dgcopt.sharded",
     "dgcopt.survive",
     "dgcopt.testing",
@@ -41,7 +44,8 @@ ONLY = {
         *("AllGather", "AllReduce", "AllToAll", "Barrier", "Broadcast", "Collective", "Exchange", "ReduceScatter"),
         *("SendRecv", "check_generator"),
     ),
-    "dgcopt.integrations": (),  # modules, which import frameworks that need not be installed
+    "dgcopt.integrations": (),  # modules, which are read from their source
+    "dgcopt.integrations.exchange": ("Exchange",),
 }
 """The public names of modules whose other names serve dgcopt itself."""
 
@@ -132,14 +136,42 @@ def names_of(module_name: str) -> dict[str, Any]:
     return {name: getattr(module, name) for name in (own if listed is None else listed)}
 
 
+def written_signature(function: ast.FunctionDef, skip: int = 0) -> str:
+    """Arguments and defaults as the source has them, without annotations and the first `skip` arguments."""
+    arguments = function.args
+    for argument in ast.walk(arguments):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    del arguments.args[:skip]
+    return f"({ast.unparse(arguments)})"
+
+
+def written_lines(module: str) -> Iterator[str]:
+    """The lines of a module that is not imported: functions and classes of its `__all__`."""
+    body = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text()).body
+    public = next(ast.literal_eval(node.value) for node in body if isinstance(node, ast.Assign))
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and node.name in public:
+            yield f"{module}.{node.name}{written_signature(node)}"
+        if isinstance(node, ast.ClassDef) and node.name in public:
+            place = f"{module}.{node.name}"
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef) and member.name == "__init__":
+                    yield place + written_signature(member, skip=1)
+                elif isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
+                    yield f"{place}.{member.name}{written_signature(member)}"
+
+
 def lines() -> list[str]:
-    """The public API, sorted."""
+    """The public API, sorted. Modules of dgcopt.integrations import frameworks, which need not be installed."""
     named = {f"{module}.{name}": thing for module in MODULES for name, thing in names_of(module).items()}
     public: dict[type, str] = {}
     for place, thing in named.items():
         if inspect.isclass(thing):
             public.setdefault(thing, place)
-    return sorted({line for place, thing in named.items() for line in lines_of(place, thing, public)})
+    imported = {line for place, thing in named.items() for line in lines_of(place, thing, public)}
+    frameworks = importlib.import_module("dgcopt.integrations").__all__
+    return sorted(imported.union(*(written_lines(f"dgcopt.integrations.{name}") for name in frameworks)))
 
 
 def main() -> None:

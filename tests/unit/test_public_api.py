@@ -42,6 +42,15 @@ def test_modules_imported_on_demand_are_recorded() -> None:
     assert {f"dgcopt.{name}" for name in ast.literal_eval(names)} <= set(API["MODULES"])
 
 
+def test_frameworks_are_recorded_where_they_are_not_installed() -> None:
+    """Their modules are read, not imported; annotations and what a class inherits are left out."""
+    recorded = {re.split(r"[(:= ]", line)[0] for line in RECORDED}
+    for name in ("accelerate.attach", "fabric.DGCStrategy", "lightning.DGCStrategy", "trainer.attach"):
+        assert f"dgcopt.integrations.{name}" in recorded
+    line = "dgcopt.integrations.trainer.attach(trainer, method, resume=None)"
+    assert line in [*API["written_lines"]("dgcopt.integrations.trainer")]
+
+
 class Before:
     def public(self, first: int, second: str = "a") -> None: ...
 

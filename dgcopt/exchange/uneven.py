@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -128,9 +129,8 @@ def _torchs_join(members: Sequence[Any], others: Sequence[Any], divide_by_all: b
             "join cannot combine averaged weights with torch's members, which take part in each iteration. Average "
             "gradients, or give all ranks the same number of batches."
         )
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # not imported by torch.distributed
-
-    if any(isinstance(other, ZeroRedundancyOptimizer) for other in others):
+    optim = sys.modules.get("torch.distributed.optim")  # not imported here: a second
+    if optim is not None and any(isinstance(other, optim.ZeroRedundancyOptimizer) for other in others):
         raise ConfigError(
             "join cannot serve a bare ZeroRedundancyOptimizer: a rank without data would step its shard with the stale "
             "gradients of its own last batch. Wrap it by DistributedOptimizer, without DistributedDataParallel, and "

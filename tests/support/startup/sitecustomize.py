@@ -8,6 +8,7 @@ settings as DistributedDataParallel does.
 
 import faulthandler
 import gc
+import importlib
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -40,7 +41,25 @@ class LeftOut:
             gc.freeze()  # what torch is made of is no garbage, in the end neither
 
 
+class SymbolicShapes(ModuleType):
+    """The two functions that `backward(gradient)` asks for; any other one loads the module itself, and sympy."""
+
+    def expect_true(self, condition: bool) -> bool:
+        return condition
+
+    def sym_eq(self, x: Any, y: Any) -> bool:
+        return bool(x == y)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of modules, which those ask for who look through all of them
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 if not os.environ.get("DGCOPT_TEST_COMPILER"):
+    sys.modules["torch.fx.experimental.symbolic_shapes"] = SymbolicShapes("torch.fx.experimental.symbolic_shapes")
     sys.modules["torch._dynamo"] = SimpleNamespace(  # type: ignore[assignment]
         disable=lambda function, *_, **__: function,
         graph_break=lambda: None,

@@ -565,7 +565,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=LINKS, help="rates as tc writes them")
     parser.add_argument("--methods", nargs="+", help="of losses: expressions such as 'OneBit()'")
     parser.add_argument("--systems", nargs="+", help="of steps; of check: those to train for real")
-    parser.add_argument("--speeds", nargs="+", type=float, default=[20.0], help="device that trains over one core here")
+    parser.add_argument("--speeds", nargs="+", type=float, default=[1.0], help="of a device over one core here")
     parser.add_argument("--steps", type=int, default=10, help="most steps of a system in a cell")
     parser.add_argument("--seconds", type=float, default=2, help="fewer steps where they would take longer than this")
     parser.add_argument("--limit", type=float, default=540, help="seconds after which no cell is begun")

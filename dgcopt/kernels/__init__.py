@@ -7,7 +7,7 @@ operations, and callers use them from here: `from ..kernels import select`.
 To add an operation:
 
 1. Specify it in the family's torch.py: signature, docstring, and the order of every rounded addition.
-2. Write the loop in native.h (in typed.h if it runs on several dtypes) and its caller in native.py, which checks
+2. Write the loop in native.h (per_dtype.h if it runs on several dtypes) and its caller in native.py, which checks
    lengths and dtypes before the loop reads out of bounds. Rebuild: `python setup.py build_ext --inplace --force`.
 3. Write the kernel in triton.py, with the same signature.
 4. Register it in __init__.py with a `Kernel`, which says for which dtypes and layouts C and Triton are used.

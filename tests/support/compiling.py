@@ -35,7 +35,7 @@ FUSES = {
     "_some_blocks",
     "_signs",
     "_add_and",
-    "_select",
+    "_select_chunk",
     "_mix",
     "_decay",
     "_stepped",

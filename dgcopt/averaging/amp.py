@@ -21,6 +21,7 @@ class ScaledSteps:
         self._scales_itself = bool(vars(optimizer).get("_step_supports_amp_scaling"))
         vars(optimizer)["_step_supports_amp_scaling"] = True
         self._hidden = HiddenGradients()
+        self._skips = False
 
     @torch.no_grad()
     def before_step(self, params: Iterable[Tensor]) -> None:
@@ -30,6 +31,7 @@ class ScaledSteps:
             return
         graded = {param: param.grad for param in params if param.grad is not None}
         if found.item():
+            self._skips = True
             self._hidden.hide(graded)
         elif scale is not None:
             for values in map(values_of, graded.values()):
@@ -38,4 +40,6 @@ class ScaledSteps:
 
     def after_step(self) -> None:
         """Show the gradients of a skipped step again."""
-        self._hidden.show()
+        if self._skips:
+            self._skips = False
+            self._hidden.show()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -61,6 +62,7 @@ class Replica:
         self.saved_by = 0
         self._buckets: dict[Bucket, Weights] = {}
         self._trained: list[Tensor] = []
+        self._sizes: list[int] = []
 
     def follow_ranks(self) -> None:
         """Adopt the current ranks of the wire, some of which were lost or are new; memory stays."""
@@ -120,11 +122,14 @@ class Replica:
         self.follow()
         trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self.unsynced)]
         groups = self.optimizer.param_groups
-        if len(trained) == len(self._trained) and all(a is b for a, b in zip(trained, self._trained, strict=True)):
+        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
+            if [param.numel() for param in trained] != self._sizes:
+                for bucket in self._buckets:
+                    for segment in bucket.segments:
+                        segment.check_size()
             for bucket, ctx in self._buckets.items():
-                for segment in bucket.segments:
-                    segment.check_size()
-                ctx.use_settings(groups[_kind(bucket)[0]])  # load_state_dict replaces the dict
+                if ctx.group is not (current := groups[_kind(bucket)[0]]):  # load_state_dict replaces the dict
+                    ctx.use_settings(current)
             return self._buckets
         self.store.release()
         for bucket, memory_kind, flat in self._saved():
@@ -141,6 +146,7 @@ class Replica:
             Bucket,
         )
         replaced, self._trained, self._buckets = bool(self._trained), trained, {}
+        self._sizes = [param.numel() for param in trained]
         for bucket in buckets:
             group, _, kind = _kind(bucket)
             place = replace(place_of(bucket, self._comm, "average"), kind=kind)

@@ -41,7 +41,7 @@ from ..gradients.engine import Engine
 from ..gradients.introspection import broadcasting_root
 from ..gradients.optimizer import Distributed, DistributedOptimizer, synchronised
 from ..gradients.replicas import shard_of
-from ..gradients.stepping import Mode, in_own_step
+from ..gradients.stepping import Mode
 from .amp import ScaledSteps
 from .replica import Replica
 from .rule import Rule
@@ -264,7 +264,8 @@ class Rounds:
 
     def _add_new_parameters(self) -> None:
         """Take in parameters that were added to the optimizer since it was wrapped."""
-        self.sync.add_parameters(self.replica.find_new_parameters())
+        if added := self.replica.find_new_parameters():
+            self.sync.add_parameters(added)
 
     def after_step(self) -> None:
         """Run a round if one is due, or launch it if it overlaps; called by the step post-hook."""
@@ -351,8 +352,7 @@ class Rounds:
 
     def _follow_warm_up(self) -> None:
         """Switch the optimizer between averaged gradients (warm-up) and local steps."""
-        steps = synchronised(self.optimizer)
-        if self.rule.warmup_steps and steps is not None:
+        if self.rule.warmup_steps and (steps := synchronised(self.optimizer)) is not None:
             is_local = self.local_step >= 0
             if is_local != (steps.mode is Mode.LOCAL):
                 steps.switch(Mode.LOCAL if is_local else Mode.EXCHANGE)
@@ -585,13 +585,15 @@ def _check_keeps_no_weights(optimizer: Optimizer) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not in_own_step(optimizer):
-        held(optimizer).averaging.before_step()
+    parts = held(optimizer)
+    if parts.gradients is None or not parts.gradients.in_own_step:
+        parts.averaging.before_step()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not in_own_step(optimizer):
-        held(optimizer).averaging.after_step()
+    parts = held(optimizer)
+    if parts.gradients is None or not parts.gradients.in_own_step:
+        parts.averaging.after_step()
 
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

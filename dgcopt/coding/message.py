@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..errors import ConfigError, PayloadError
 from ..kernels import largest_first, sent
-from .bits import aligned, read_as
 from .checks import Checks, expect
 from .rice import decode_rice, encode_rice, measure_rows, read_rows, rice_bytes, rice_excess, write_rows
-from .rows import named, one_row, put_parts, take_parts
+from .rows import aligned, named, one_row, put_parts, read_as, take_parts
 from .values import VALUE_CODES, ValueCode, code_of
 
 __all__ = ["Sent", "SparseCode", "largest", "what_fits"]

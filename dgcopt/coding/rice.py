@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ..errors import PayloadError
 from ..kernels import rice_measure, rice_pack, rice_unpack, sent
-from .bits import aligned, packed_bytes
 from .checks import Checks, expect
-from .rows import named
+from .rows import aligned, named, packed_bytes
 
 __all__ = ["decode_rice", "encode_rice", "measure_rows", "read_rows", "rice_bytes", "rice_excess", "write_rows"]
 

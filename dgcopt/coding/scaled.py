@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ..errors import PayloadError
 from ..kernels import LARGEST
-from .bits import read_as
 from .checks import Checks
+from .rows import read_as
 from .values import check_scales
 
 __all__ = ["decode_scaled", "encode_scaled", "scaled_bytes"]

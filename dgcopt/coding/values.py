@@ -29,9 +29,8 @@ from ..kernels import (
     round_steps,
     sent,
 )
-from .bits import Count, pack_rows, packed_bytes, read_as, unpack_rows
 from .checks import Checks, expect
-from .rows import one_row, take_parts
+from .rows import Count, one_row, pack_rows, packed_bytes, read_as, take_parts, unpack_rows
 
 __all__ = [
     "VALUE_CODES",

@@ -1,4 +1,4 @@
-"""Changes outside the exchange: gradients clipped on some ranks only, weights moved by methods other than `step`."""
+"""Changes of gradients outside of the exchange, such as clipping on some ranks only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from ..errors import MismatchError
 from .divergence import OnDivergence
 from .vote import Verdict
 
-__all__ = ["Changes", "Snapshot", "Unstepped"]
-
-MOVES = 3
-"""Number of weight changes without a step that count as a mistake."""
+__all__ = ["Changes", "Snapshot"]
 
 log = logging.getLogger("dgcopt")
 
@@ -29,28 +26,6 @@ class Snapshot:
         """True if a gradient was replaced or changed in place since the snapshot."""
         now = zip(grads, self._seen, strict=False)
         return any(grad is not seen or (grad is not None and grad._version != version) for grad, (seen, version) in now)
-
-
-class Unstepped:
-    """Detector of weights that change between backward passes without `synchronize()` or `step()`."""
-
-    def __init__(self) -> None:
-        self._first: Tensor | None = None
-        self._version = 0
-        self._moves = 0
-
-    def moved(self, param: Tensor) -> bool:
-        """Record an addition to the gradient of `param`; return True once weights have changed MOVES times.
-
-        The parameter whose gradient arrives first stands for all.
-        """
-        if self._first is None:
-            self._first, self._version = param, param._version
-        elif self._first is param and self._version != param._version:
-            self._version = param._version
-            self._moves += 1
-            return self._moves == MOVES
-        return False
 
 
 class Changes:

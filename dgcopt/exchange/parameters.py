@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from ..errors import ConfigError
 from ..flat.local_shard import is_sharded, local
 from ..version import __version__
 from .held import unwrapped
+from .vote import plain
 
 __all__ = [
     "check_optimizer",
@@ -25,7 +25,6 @@ __all__ = [
     "inner_optimizer",
     "named_tensors",
     "number",
-    "plain",
     "split",
     "unique_names",
 ]
@@ -193,11 +192,6 @@ def split(items: Sequence[str], parts: int) -> list[Sequence[str]]:
     short, longer = divmod(len(items), parts)
     bounds = [place * short + min(place, longer) for place in range(parts + 1)]
     return [items[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def plain(value: Any) -> str:
-    """Return a setting in words that are the same on all ranks: without memory addresses."""
-    return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def describe(

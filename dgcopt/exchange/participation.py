@@ -18,6 +18,7 @@ class Participation:
         divides: True if averages divide by these, else by all.
         throws: True if it is an error that some have run out of data before others.
         ended: True if no rank had any in the last vote.
+        share: weight of a rank's gradient in a mean over all ranks, which makes it a mean over those with data.
     """
 
     def __init__(self, size: int) -> None:
@@ -31,28 +32,23 @@ class Participation:
 
     def all_here(self) -> None:
         """Note that all ranks have data, at first or again."""
-        self.here, self.ranks, self.ended = True, self.size, False
+        self.here, self.ranks, self.ended, self.share = True, self.size, False, 1.0
 
     def leave(self) -> None:
         """Note that this rank has run out of data."""
         self.here = False
 
-    def count(self, ranks: int) -> bool:
-        """Set the number of ranks with data; return True if it has not changed."""
-        before, self.ranks = self.ranks, ranks
-        return before == ranks
+    def count(self, ranks: int) -> None:
+        """Set the number of ranks with data."""
+        self.ranks = ranks
+        self.share = self.size / ranks if self.divides and ranks else 1.0
 
     def check(self, absent: Sequence[int]) -> None:
-        """Record the `absent` ranks; raise OutOfData, on all ranks, if there are any and `throws` is set."""
+        """Record the `absent` ranks; raise OutOfData, on all ranks, if `throws` is set."""
         self.ended = len(absent) == self.size
-        if self.throws and 0 < len(absent) < self.size:
+        if self.throws and not self.ended:
             self.all_here()
             raise OutOfData(
                 f"rank(s) {', '.join(map(str, absent))} of {self.size} have run out of data before the others, and "
                 f"throw_on_early_termination is set. Give all ranks the same number of batches, or remove it."
             )
-
-    @property
-    def share(self) -> float:
-        """Weight of a rank's gradient in a mean over all ranks that yields the mean over ranks with data."""
-        return self.size / self.ranks if self.divides and self.ranks else 1.0

@@ -205,11 +205,15 @@ class Step:
         if not verdict.alike:
             told = self.describe()
             yield from self.scheduler.through(compare(told.lines, self.comm.rank, told.title, told.remedy))
-        repeats = self.repeats(verdict, self.participation.count(verdict.active_ranks))
+        same_ranks = verdict.active_ranks == self.participation.ranks
+        if not same_ranks:
+            self.participation.count(verdict.active_ranks)
+        repeats = self.repeats(verdict, same_ranks)
         if repeats or not verdict.is_taken:
             yield from self.cancel(verdict.launched, counts=not verdict.void)
             verdict = replace(verdict, launched=0)
-        self.participation.check(verdict.absent)
+        if verdict.absent:
+            self.participation.check(verdict.absent)
         if verdict.is_taken:
             yield from self.adapt(verdict)
         else:

@@ -22,14 +22,22 @@ class Turns(Generic[Stepper]):
     last time. If another one comes, the exchanges of the expected one are cancelled first, on all ranks alike.
 
     Attributes: `lock`, held while a gradient is taken in. Autograd runs a thread for each device, and threads may call
-    backward at once. The thread that holds it may take it again: simulated ranks move each other on.
+    backward at once. The thread that holds it may take it again: simulated ranks move each other on. `are_shared`, True
+    once there is a second optimizer: one alone needs no turns.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.are_shared = False
         self._expected: weakref.ref[Stepper] | None = None
         self._last: weakref.ref[Stepper] | None = None
         self._after: WeakKeyDictionary[Stepper, weakref.ref[Stepper]] = WeakKeyDictionary()
+
+    def share(self, stepper: Stepper) -> None:
+        """Add an optimizer to those of the wire."""
+        self.are_shared = self._last is not None
+        if not self.are_shared:
+            self._expected = self._last = weakref.ref(stepper)
 
     @property
     def expected(self) -> Stepper | None:

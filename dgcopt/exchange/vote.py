@@ -10,11 +10,13 @@ each, so that the rank can be named. The votes travel in a group of their own, s
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,17 @@ from ..collectives import AllGather, AllReduce, Collective
 from ..comm import Comm
 from ..errors import MismatchError
 
-__all__ = ["Ballot", "Touch", "Verdict", "checksum", "fingerprint", "in_whole_replica", "used_anywhere", "vote"]
+__all__ = [
+    "Ballot",
+    "Touch",
+    "Verdict",
+    "checksum",
+    "fingerprint",
+    "in_whole_replica",
+    "plain",
+    "used_anywhere",
+    "vote",
+]
 
 _PLACE = struct.Struct("<IIIB")
 _FORMAT = struct.Struct("<BBHIII")
@@ -148,6 +160,11 @@ class Verdict:
     def is_taken(self) -> bool:
         """True if the ranks take the step: some have data, and all gradients are finite."""
         return self.active_ranks > 0 and not self.void
+
+
+def plain(value: Any) -> str:
+    """Return a setting in words that are the same on all ranks: without memory addresses."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
 
 
 def checksum(names: Iterable[str]) -> int:

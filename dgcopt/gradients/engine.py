@@ -8,6 +8,7 @@ one more backward pass, clipping or unscaling, all ranks cancel their exchanges 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,12 @@ from ..exchange.vote import Touch, Verdict
 from .gradient_step import GradientStep
 from .layout import Layout
 from .settings import Settings
+from .tracker import MOVES
 from .wrapped import Wrapped
 
 __all__ = ["Engine"]
+
+log = logging.getLogger("dgcopt")
 
 TUNING = "tuning"
 """Key of a tuned compressor's choice in the state."""
@@ -124,7 +128,10 @@ class Engine:
                     self.runner.progress()  # the end of a `join` that other ranks have left since
             self.moved_on = False
             step.start()
+        moves = tracker.moves
         is_last = tracker.arrived(param, announced)
+        if tracker.moves == MOVES > moves:
+            self._warn_of_moves()
         if self._tuner is not None and self._tuner.watching:
             self._tuner.arrived(param)
         if announced > 1 and tracker.passes[param] > announced:
@@ -140,6 +147,16 @@ class Engine:
             except BaseException:
                 self.abort()
                 raise
+
+    def _warn_of_moves(self) -> None:
+        log.warning(
+            "dgcopt: rank %s: weights changed after the last backward passes, but this %s's step() was not called: no "
+            "gradient is averaged, and ranks train apart. If it moves weights by other methods, as SAM does by "
+            "first_step() and second_step(), wrap the optimizer inside it (sam.base_optimizer = "
+            "dgcopt.DistributedOptimizer(sam.base_optimizer, ...)), or call optimizer.synchronize() before each of "
+            "these methods",
+            *(self.comm.rank, type(self.wrapped.optimizer).__name__),
+        )
 
     def _too_many_passes(self, param: Tensor, announced: int) -> RuntimeError:
         return RuntimeError(

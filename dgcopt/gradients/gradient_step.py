@@ -23,12 +23,11 @@ from ..exchange.changes import Changes
 from ..exchange.commit import FinishedExchange
 from ..exchange.divergence import replicas
 from ..exchange.group_settings import GroupSettings
-from ..exchange.parameters import plain
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.step import Aborted, Description, Step
 from ..exchange.turns import Turns, turns_over
-from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint
+from ..exchange.vote import Ballot, Touch, Verdict, checksum, fingerprint, plain
 from ..flat.memory import at_least_float32
 from ..flat.store import Store
 from .introspection import is_sharded_elsewhere
@@ -81,6 +80,7 @@ class GradientStep(Step):
         self.infinite: Sequence[int] = []
         self.early = EarlyLaunch()
         self.turns: Turns[GradientStep] = turns_over(self.comm)
+        self.turns.share(self)
         self.store = Store()
         self.tracker = GradientTracker()
         self.outgoing = OutgoingBuckets(wrapped, settings, self.participation, self.tracker, scheduler)
@@ -114,7 +114,8 @@ class GradientStep(Step):
         """True if this optimizer's step is the next one on its wire, and buckets may be launched before the vote."""
         if self.comm.survives:  # a loss must fail the step, which is repeated, not backward
             return False
-        return self.early.may(self.outgoing.step) and self.turns.expected is self
+        is_next = not self.turns.are_shared or self.turns.expected is self
+        return is_next and self.early.may(self.outgoing.step)
 
     def mark_touched(self, touch: Touch) -> None:
         """Record whether the user has changed averaged gradients before the optimizer's step."""
@@ -257,12 +258,13 @@ class GradientStep(Step):
                 "dgcopt: rank %s, step %d: the gradient of parameter %r holds NaN or Inf; no rank takes this step",
                 *(self.comm.rank, outgoing.step, self.names[infinite]),
             )
+        expected = self.turns.expected if self.turns.are_shared else None
         return Ballot(
             active=here,
             finite=infinite is None,
             step=outgoing.step,
             trained=checksum([plain(self.compressor), self._not_taken, *names]),
-            launched=(self.turns.expected or self).outgoing.launched,
+            launched=(expected or self).outgoing.launched,
             stale=outgoing.stale,
             prepared=prepared,
             complete=all(used),
@@ -277,11 +279,12 @@ class GradientStep(Step):
     def begin(self, verdict: Verdict) -> Generator[Handle, Tensor, Verdict]:
         """Begin this step for all optimizers of the wire: cancel early launches of another one that was expected."""
         self.void = False
-        expected = self.turns.expected
-        self.turns.came(self)
-        if expected is not None and expected is not self and verdict.launched:
-            yield from expected.cancel(verdict.launched)
-            return replace(verdict, launched=0)
+        if self.turns.are_shared:
+            expected = self.turns.expected
+            self.turns.came(self)
+            if expected is not None and expected is not self and verdict.launched:
+                yield from expected.cancel(verdict.launched)
+                return replace(verdict, launched=0)
         return verdict
 
     def describe(self) -> Description:
@@ -310,7 +313,8 @@ class GradientStep(Step):
         if not verdict.same_settings:
             yield from through(self._groups.agree(first, self.comm, settings.on_divergence))
         self._touched = Touch.UNKNOWN
-        self._changes.check(verdict, self.outgoing.step)
+        if verdict.averaged_changed or verdict.own_changed:
+            self._changes.check(verdict, self.outgoing.step)
 
     # -- commit or abort ---------------------------------------------------------------------------------------------
 

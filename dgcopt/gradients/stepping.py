@@ -20,7 +20,7 @@ from ..comm import Comm
 from ..compressors import Adasum, Compressor
 from ..errors import ConfigError
 from ..exchange.buffers import Buffers
-from ..exchange.changes import Snapshot, Unstepped
+from ..exchange.changes import Snapshot
 from ..exchange.held import held
 from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
@@ -33,7 +33,7 @@ from .wrapped import Wrapped
 
 Of = TypeVar("Of")
 
-__all__ = ["Mode", "Stepping", "after_step", "before_step", "between_hooks", "in_own_step", "stepping_of"]
+__all__ = ["Mode", "Stepping", "after_step", "before_step", "between_hooks", "stepping_of"]
 
 log = logging.getLogger("dgcopt")
 
@@ -108,7 +108,6 @@ class Stepping(StepHooks):
         """Reset: no step is in progress."""
         self._grads, self._own_step, self._hidden = Grads.OWN, OwnStep.AHEAD, HiddenGradients()
         self._averages: Snapshot | None = None
-        self._unstepped = Unstepped()
 
     def keep_up(self) -> None:
         """Rejoin if the membership of this optimizer's wire has changed."""
@@ -155,7 +154,6 @@ class Stepping(StepHooks):
         for param in self.names:
             if param.__class__ is LocalShard:  # no call for each parameter
                 param.follow()
-        self._unstepped = Unstepped()
         self.exchange(Engine.synchronize)
         return not self.engine.void
 
@@ -235,15 +233,6 @@ class Stepping(StepHooks):
                     return
                 if is_first and getattr(steps.optimizer, "_join_config", None) is not None:
                     torch.distributed.algorithms.Join.notify_join_context(steps.optimizer)  # type: ignore[arg-type]
-                if steps._unstepped.moved(param):
-                    log.warning(
-                        "dgcopt: rank %s: weights changed after the last backward passes, but this %s's step() was not "
-                        "called: no gradient is averaged, and ranks train apart. If it moves weights by other methods, "
-                        "as SAM does by first_step() and second_step(), wrap the optimizer inside it "
-                        "(sam.base_optimizer = dgcopt.DistributedOptimizer(sam.base_optimizer, ...)), or call "
-                        "optimizer.synchronize() before each of these methods",
-                        *(steps.comm.rank, type(steps.optimizer).__name__),
-                    )
                 engine.arrived(param)
 
         return tell
@@ -445,12 +434,6 @@ def stepping_of(optimizer: Optimizer) -> Stepping | None:
     steps = held(optimizer).gradients
     assert steps is None or isinstance(steps, Stepping)
     return steps
-
-
-def in_own_step(optimizer: Optimizer) -> bool:
-    """Return True while the wrapped optimizer's own step runs; hooks of its step then do nothing."""
-    steps = stepping_of(optimizer)
-    return steps is not None and steps.in_own_step
 
 
 def between_hooks(optimizer: Optimizer, bare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

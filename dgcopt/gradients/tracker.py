@@ -32,6 +32,9 @@ Other devices copy a whole bucket at once, as each call is a launch.
 One by one, ResNet-50's gradients take 3% more of a step's CPU time.
 """
 
+MOVES = 3
+"""Changes of weights without a step that are no accident."""
+
 LONGEST_PAUSE = 1024
 """Longest pause, in steps, of early launches after repeated mistakes."""
 
@@ -91,13 +94,15 @@ class GradientTracker:
 
     Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;
     `passes`, in how many backward passes, if their number is announced; `uncounted`, those whose gradient was added to
-    by passes that do not count.
+    by passes that do not count; `moves`, how often weights have changed between backward passes since the last step.
     """
 
     def __init__(self) -> None:
         self.additions: dict[Tensor, int] = {}
         self.passes: dict[Tensor, int] = {}
         self.uncounted: set[Tensor] = set()
+        self.moves = 0
+        self._weights: tuple[Tensor, int] | None = None
         self._seen_in: dict[Tensor, int] = {}
         self._pass = 0
         self._watched: tuple[Tensor, Tensor | None, int] | None = None
@@ -110,6 +115,7 @@ class GradientTracker:
         """Count an addition; return True for the last one of the step."""
         if self._watched is None or param is self._watched[0]:
             self._watch(param)
+            self._count_move(param)
         additions = self.additions[param] = self.additions.get(param, 0) + 1
         if announced == additions == 1 and not self._usual:
             return True
@@ -130,6 +136,14 @@ class GradientTracker:
     def _watch(self, param: Tensor) -> None:
         grad = param.grad
         self._watched = param, grad, 0 if grad is None else grad._version
+
+    def _count_move(self, param: Tensor) -> None:
+        """Count a change of weights since the last backward pass; the parameter that is watched stands for all."""
+        if self._weights is None:
+            self._weights = param, param._version
+        elif self._weights[0] is param and self._weights[1] != param._version:
+            self._weights = param, param._version
+            self.moves += 1
 
     @property
     def touch(self) -> Touch:
@@ -266,6 +280,7 @@ class GradientTracker:
         """Begin the next step."""
         self.release()
         self.forget()
+        self.moves, self._weights = 0, None
 
     def forget(self) -> None:
         """Clear the record of all backward passes since the last step."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...coding.bits import packed_bytes
+from ...coding.rows import packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ...kernels import Put, put_signs, split_signs, split_sum, tensor_sums
 from ..context import Context

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ...coding.bits import aligned, packed_bytes
+from ...coding.rows import aligned, packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ...coding.trits import put_trits, trit_bytes
 from ...collectives import AllGather, AllToAll, everyone

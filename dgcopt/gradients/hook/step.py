@@ -17,11 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compressors.sparse.rows import gather_rows
 from ...errors import PayloadError
 from ...exchange.commit import CommitMarker, FinishedExchange, Write
-from ...exchange.parameters import plain
 from ...exchange.runner import Job, on_their_way
 from ...exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ...exchange.step import Aborted, Description, Step
-from ...exchange.vote import Ballot, Verdict, checksum, fingerprint
+from ...exchange.vote import Ballot, Verdict, checksum, fingerprint, plain
 from ...flat.gradient import SparseSum, values_of
 from ...kernels import peaks
 from ..introspection import ddp_module_without_data

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..coding import Checks, Sent, read_checks
 from ..collectives import AllReduce, Link
+from ..flat.buckets import PerTensor, Segment
 from ..flat.gradient import LocalGradient, SparseSum
 from ..flat.memory import Memory, at_least_float32
-from ..flat.segments import PerTensor, Segment
 from ..kernels import Mixture
 
 __all__ = ["Context", "Place"]

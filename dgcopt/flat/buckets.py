@@ -1,18 +1,133 @@
-"""Buckets: parameters laid out in one flat tensor, each a named view that starts at a block boundary."""
+"""Buckets: parameters laid out in one flat tensor, each in a segment that starts at a block boundary.
+
+A block of 64 elements belongs to one parameter only, so per-tensor work on a whole bucket is vector work on its
+blocks. The gaps behind parameters are zero in every gradient that an exchange is given, and in all memory; its result
+may hold anything there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels import BLOCK
-from .segments import Segment
+from ..errors import ConfigError
+from ..kernels import BLOCK, sent
 
-__all__ = ["Bucket", "build_buckets"]
+__all__ = ["Bucket", "PerTensor", "Segment", "build_buckets"]
+
+IN_ROWS = torch.contiguous_format
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """The span `start .. stop` of a flat tensor that belongs to one parameter."""
+
+    name: str
+    param: Tensor
+    start: int
+
+    @cached_property
+    def numel(self) -> int:
+        return self.param.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    def check_size(self) -> None:
+        """Raise ConfigError if the parameter's number of elements has changed."""
+        if self.param.numel() != self.numel:
+            raise ConfigError(
+                f"parameter {self.name!r} had {self.numel} elements when it was last exchanged, and has "
+                f"{self.param.numel()}: make the optimizer anew for parameters of another size"
+            )
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return this parameter's part of `flat` in its shape, and channels-last if the parameter is."""
+        span, (order, strides) = flat[self.start : self.stop], self._lies
+        return span.view(self.param.shape) if order is IN_ROWS else span.as_strided(self.param.shape, strides)
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """Return the inverse of `view` for a tensor of the parameter's shape, contiguous.
+
+        An alias of the tensor, or a copy if its memory order is another one.
+        """
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        order, _ = self._lies
+        if order is IN_ROWS:
+            return tensor.detach().reshape(-1).contiguous()
+        return tensor.detach().contiguous(memory_format=order).as_strided((self.numel,), (1,))
+
+    @cached_property
+    def _lies(self) -> tuple[torch.memory_format, tuple[int, ...]]:
+        """The parameter's memory order and strides at the first use; memory keeps them."""
+        param = self.param
+        for order, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+            if param.dim() == dims and not param.is_contiguous() and param.is_contiguous(memory_format=order):
+                return order, param.stride()
+        return IN_ROWS, ()
+
+
+class PerTensor:
+    """Statistics per parameter of a flat tensor, of all parameters at once.
+
+    Attributes: `numels`, elements of each parameter, float32 `[parameters]`; `of_block`, the parameter that each block
+    belongs to, int64 `[blocks]`.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        device = segments[0].param.device
+        numels = torch.tensor([s.numel for s in segments])
+        blocks = (numels + BLOCK - 1) // BLOCK
+        self.numels = sent(numels.float(), device)
+        self.of_block = sent(torch.arange(len(segments)).repeat_interleave(blocks), device)
+        stops, lengths = torch.tensor([s.stop for s in segments]), blocks * BLOCK - numels
+        behind = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        self._gaps = sent(stops.repeat_interleave(lengths) + behind, device)
+        self._sizes = [s.numel for s in segments]
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """Return the sum of each parameter's elements, in float32 at least; gaps must be zero. Shape `[parameters]`."""
+        by_block = flat.view(-1, BLOCK).sum(1, dtype=torch.promote_types(flat.dtype, torch.float32))
+        return by_block.new_zeros(len(self.numels)).index_add_(0, self.of_block, by_block)
+
+    def amax(self, flat: Tensor) -> Tensor:
+        """Return the largest magnitude of each parameter. Shape `[parameters]`."""
+        by_block = flat.view(-1, BLOCK).abs().amax(1)
+        return by_block.new_zeros(len(self.numels)).scatter_reduce_(0, self.of_block, by_block, "amax")
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """Return each parameter's number at all of its elements. Shape `[numel]`."""
+        return numbers[self.of_block].repeat_interleave(BLOCK)
+
+    def outside(self, positions: Tensor) -> Tensor:
+        """Return True if any position (int64) is in a gap or out of range."""
+        if not len(positions):
+            return torch.zeros((), dtype=torch.bool)
+        first, last = positions.aminmax()
+        beyond = (first < 0) | (last >= BLOCK * len(self.of_block))
+        if not len(self._gaps):
+            return beyond
+        blocks = positions.div(BLOCK, rounding_mode="floor").clamp_(0, len(self.of_block) - 1)
+        return beyond | (positions - BLOCK * blocks >= self._room[blocks]).any()
+
+    @cached_property
+    def _room(self) -> Tensor:
+        """Return the number of elements in each block."""
+        room = torch.full_like(self.of_block, BLOCK)
+        last = (self.of_block.diff(append=self.of_block.new_tensor([-1])) != 0).nonzero().squeeze(1)
+        room[last] = torch.tensor([(numel - 1) % BLOCK + 1 for numel in self._sizes], device=room.device)
+        return room
+
+    def clear_gaps(self, flat: Tensor) -> None:
+        """Set the gaps between parameters to zero, in place."""
+        flat.index_fill_(0, self._gaps, 0)
 
 
 @dataclass(eq=False)

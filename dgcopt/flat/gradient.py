@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import BLOCK, Parts, add_at, copy_scaled, peaks
-from .buckets import Bucket
-from .segments import Segment
+from .buckets import Bucket, Segment
 
 __all__ = [
     "GradientBucket",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels import BLOCK, gather
-from .segments import PerTensor, Segment
+from .buckets import PerTensor, Segment
 from .shard import Shard, Sharding
 
 __all__ = ["Absorbed", "Memory", "at_least_float32", "is_unsent"]

@@ -41,7 +41,7 @@ def step_touched(optimizer: Optimizer, touched: Iterable[Touched]) -> list[Tenso
         rates = [0.0] * count
         for place, segment in left.unchanged():
             flat = segment.flatten(segment.param)
-            param = as_stepped(segment.param)
+            param = segment.param if segment.param in rate else as_stepped(segment.param)
             if param in rate and flat.data_ptr() == segment.param.data_ptr():
                 weights[place], rates[place] = flat, rate[param]
                 done.append(segment.param)

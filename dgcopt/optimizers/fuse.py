@@ -24,8 +24,8 @@ from ..checks import check_flag
 from ..compressors.own_step import steps_as
 from ..errors import ConfigError
 from ..exchange.parameters import check_optimizer
+from ..flat.buckets import Segment
 from ..flat.gradient import LARGE
-from ..flat.segments import Segment
 from ..gradients.optimizer import synchronised
 from ..gradients.subclass import bare_class, become
 from ..kernels import BLOCK

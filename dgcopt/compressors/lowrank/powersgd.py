@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...collectives import AllReduce, Collective
 from ...errors import ConfigError
+from ...flat.buckets import Segment
 from ...flat.memory import at_least_float32
-from ...flat.segments import Segment
 from ...kernels import put_product
 from ..base import Compressor, GradientExchange, Source
 from ..context import Context

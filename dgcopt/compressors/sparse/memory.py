@@ -17,9 +17,9 @@ from torch.optim import SGD, Optimizer
 
 from ...checks import check_positive
 from ...errors import ConfigError
+from ...flat.buckets import Segment
 from ...flat.gradient import LocalGradient
 from ...flat.local_shard import as_dtensor, as_stepped, local
-from ...flat.segments import Segment
 from ...kernels import (
     BLOCK,
     Momentum,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ...flat.segments import Segment
+from ...flat.buckets import Segment
 from ...kernels import Groups, select, select_ahead
 
 __all__ = ["Selection", "count_of"]

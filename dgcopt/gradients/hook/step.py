@@ -77,7 +77,8 @@ class HookStep(Step):
 
     def start(self) -> None:
         """Prepare for the first bucket of a backward pass, also after a failed one."""
-        self.fail()
+        if self._arrived:
+            self.fail()
         before, self._rule = self._rule, repr(self._settings.compressor)
         self._has_changed = bool(before) and before != self._rule
         scaler = self._settings.scaler

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dgcopt
 from dgcopt import Comm
 from dgcopt.compressors import Memory, Place, PowerSGD
-from dgcopt.flat.segments import Segment
+from dgcopt.flat.buckets import Segment
 
 from .training import assert_same_on_all_ranks
 

@@ -4,8 +4,8 @@ import torch
 
 import dgcopt
 from dgcopt.compressors.sparse.memory import ErrorFeedback
+from dgcopt.flat.buckets import Segment
 from dgcopt.flat.gradient import LocalGradient
-from dgcopt.flat.segments import Segment
 from dgcopt.kernels import Parts
 
 

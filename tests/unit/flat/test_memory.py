@@ -7,7 +7,7 @@ import torch
 
 from dgcopt.averaging import Weights
 from dgcopt.compressors import Context, Memory, Place
-from dgcopt.flat.segments import Segment
+from dgcopt.flat.buckets import Segment
 
 
 @pytest.fixture

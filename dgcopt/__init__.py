@@ -48,6 +48,7 @@ from .compressors import (
     RandomK,
     SignSGD,
     Signum,
+    SparseSum,
     TernGrad,
     Threshold,
     TopK,
@@ -75,7 +76,6 @@ from .exchange.divergence import check_replicas
 from .exchange.telemetry import Telemetry
 from .exchange.trace import trace
 from .exchange.uneven import join
-from .flat.gradient import SparseSum
 from .gradients.hook.ddp import ddp_hook
 from .gradients.optimizer import DistributedOptimizer
 from .optimizers import MuonAdamW, fuse_optimizer

@@ -34,6 +34,7 @@ from .comm import current_comm, horovod_torch, init, shutdown
 from .errors import CheckpointError, ConfigError
 from .exchange.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .exchange.held import held
+from .flat.optimizer_state import STATE_KEY, kept_by
 
 if TYPE_CHECKING:
     from horovod.common.elastic import State as _HorovodsState
@@ -180,8 +181,8 @@ class _State:
                 f"directory"
             )
         # a single rank commits no memory, and later residuals must not stay
-        nothing = checkpoint.kept_by(self._comm.rank, self._comm.size)
-        kept = {checkpoint.STATE_KEY: nothing} | state["optimizer"]
+        nothing = kept_by(self._comm.rank, self._comm.size)
+        kept = {STATE_KEY: nothing} | state["optimizer"]
         self._take_over(self.model, state["model"], "model")
         self._take_over(self.optimizer, kept, "optimizer, or one of other parameters")
         for name, part in self._parts.items():

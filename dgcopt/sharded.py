@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint import kept_by
 from .coding import decode_values, encode_values
 from .errors import CheckpointError, CommError, ConfigError
 from .flat.local_shard import LocalShard, as_dtensor, as_stepped, local
+from .flat.optimizer_state import kept_by
 from .flat.store import check_format
 from .gradients.engine import Engine
 from .gradients.optimizer import Synchronised, synchronised

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from .checkpoint import STATE_KEY, unmarked
 from .comm import Comm, current_comm
 from .errors import ConfigError
 from .exchange.broadcast import broadcast_object
 from .exchange.held import held
+from .flat.optimizer_state import STATE_KEY, unmarked
 
 __all__ = ["State", "complete"]
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..checkpoint import STATE_KEY, kept_by
 from ..checks import check_positive, check_whole
 from ..comm import Comm
 from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
@@ -26,6 +25,7 @@ from ..exchange.vote import Verdict
 from ..flat.buckets import Bucket
 from ..flat.local_shard import as_stepped
 from ..flat.memory import at_least_float32
+from ..flat.optimizer_state import STATE_KEY, kept_by
 from ..flat.store import NamedTensors
 from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
 from .base import Averaging

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import SHARD, STATE_KEY, check_owner, check_shard, kept_by, put_mark, take_mark, unmarked
 from ..collectives import AllReduce
 from ..comm import Comm, current_comm
 from ..compressors.own_step import check_steps_alone
@@ -36,6 +35,7 @@ from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
 from ..flat.buckets import Bucket
 from ..flat.local_shard import as_stepped
+from ..flat.optimizer_state import SHARD, STATE_KEY, check_owner, check_shard, kept_by, put_mark, take_mark, unmarked
 from ..flat.store import check_format
 from ..gradients.engine import Engine
 from ..gradients.introspection import broadcasting_root

@@ -15,33 +15,7 @@ from any directory.
 """
 
 from .loading import load
-from .optimizer_state import (
-    SHARD,
-    STATE_KEY,
-    THROUGH_TORCH,
-    check_owner,
-    check_shard,
-    kept_by,
-    own_part,
-    put_mark,
-    take_mark,
-    unmarked,
-)
 from .resharding import reshare
 from .saving import save
 
-__all__ = [
-    "SHARD",
-    "STATE_KEY",
-    "THROUGH_TORCH",
-    "check_owner",
-    "check_shard",
-    "kept_by",
-    "load",
-    "own_part",
-    "put_mark",
-    "reshare",
-    "save",
-    "take_mark",
-    "unmarked",
-]
+__all__ = ["load", "reshare", "save"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from ..comm import Comm, current_comm
 from ..errors import CheckpointError
 from .directory import FINISHED, LARGEST_STEP, check_directory, finished_checkpoints, known_identities, read_identities
 from .files import RankFiles, read_checksums
-from .optimizer_state import log
 from .resharding import reshare
+
+log = logging.getLogger("dgcopt")
 
 
 def load(directory: str | Path, comm: Comm | None = None) -> tuple[int, dict[str, Any]] | None:

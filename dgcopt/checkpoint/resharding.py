@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from .optimizer_state import SHARD, THROUGH_TORCH, entries_in, entries_of_rank
+from ..flat.optimizer_state import SHARD, THROUGH_TORCH, entries_in, entries_of_rank
 
 
 def reshare(states: Sequence[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Compressors of gradients: one file per algorithm, each reading like its paper."""
 
+from ..flat.gradient import SparseSum
 from ..flat.memory import Memory
 from .adam.onebit_adam import OneBitAdam
 from .adam.qadam import QAdam
@@ -70,6 +71,7 @@ __all__ = [
     "Signum",
     "Source",
     "Sparse",
+    "SparseSum",
     "TernGrad",
     "Threshold",
     "TopK",

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import STATE_KEY, unmarked
 from ..collectives import Broadcast, Collective
 from ..comm import Comm, current_comm
 from ..errors import CommError, ConfigError
+from ..flat.optimizer_state import STATE_KEY, unmarked
 from .agreement import compare
 from .parameters import check_optimizer, named_tensors
 from .pieces import in_pieces

@@ -12,17 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checkpoint import (
-    SHARD,
-    STATE_KEY,
-    THROUGH_TORCH,
-    check_shard,
-    kept_by,
-    own_part,
-    put_mark,
-    take_mark,
-    unmarked,
-)
 from ..checks import check_flag, check_positive, check_whole
 from ..comm import Comm, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
@@ -38,6 +27,17 @@ from ..exchange.parameters import check_optimizer, check_trainable, given_names,
 from ..exchange.telemetry import Telemetry
 from ..exchange.uneven import JoinHook
 from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
+from ..flat.optimizer_state import (
+    SHARD,
+    STATE_KEY,
+    THROUGH_TORCH,
+    check_shard,
+    kept_by,
+    own_part,
+    put_mark,
+    take_mark,
+    unmarked,
+)
 from ..flat.store import check_format
 from .buddy import Buddy
 from .engine import Engine

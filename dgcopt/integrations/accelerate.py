@@ -13,8 +13,7 @@ from weakref import WeakKeyDictionary
 from accelerate import Accelerator
 from torch import nn
 
-from ..averaging import Averaging
-from ..compressors import Compressor
+from .. import Averaging, Compressor
 from .exchange import Exchange, keep_gradients_local, read
 
 __all__ = ["attach"]

@@ -20,14 +20,19 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .. import checkpoint
-from ..averaging import Averaging
-from ..comm import Comm, current_comm
-from ..compressors import Compressor
-from ..errors import CheckpointError, ConfigError
-from ..exchange.broadcast import broadcast_object
+from .. import (
+    Averaging,
+    CheckpointError,
+    Comm,
+    Compressor,
+    ConfigError,
+    DistributedOptimizer,
+    broadcast_object,
+    checkpoint,
+)
+from ..comm import current_comm
 from ..exchange.parameters import inner_optimizer
-from ..gradients.optimizer import DistributedOptimizer
+from ..flat.optimizer_state import unmarked
 
 __all__ = ["Exchange", "check_method", "keep_gradients_local", "read"]
 
@@ -101,7 +106,7 @@ class Exchange:
         self.optimizers: list[Optimizer] = [inner_optimizer(optimizer) for optimizer in optimizers]
         for optimizer in self.optimizers:
             # a framework may have loaded rank 0's state before, and this rank's part comes later
-            optimizer.param_groups[:] = map(checkpoint.unmarked, optimizer.param_groups)
+            optimizer.param_groups[:] = map(unmarked, optimizer.param_groups)
             own = {param for group in optimizer.param_groups for param in group["params"]}
             named = [(name, param) for name, param in model.named_parameters() if param in own]
             if isinstance(method, Averaging):

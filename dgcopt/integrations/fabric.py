@@ -9,9 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..averaging import Averaging
-from ..compressors import DGC, Compressor
-from ..errors import ConfigError
+from .. import DGC, Averaging, Compressor, ConfigError
 from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["DGCStrategy"]

@@ -9,8 +9,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from ..averaging import Averaging
-from ..compressors import DGC, Compressor
+from .. import DGC, Averaging, Compressor
 from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["DGCStrategy"]

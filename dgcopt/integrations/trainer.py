@@ -10,8 +10,7 @@ from typing import Any
 
 import transformers
 
-from ..averaging import Averaging
-from ..compressors import Compressor
+from .. import Averaging, Compressor
 from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["Callback", "attach"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
-from dgcopt.checkpoint import STATE_KEY
 from dgcopt.compressors import Memory, Place, PowerSGD
 from dgcopt.compressors.lowrank.powersgd import first_seed, orthogonal
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
+from dgcopt.flat.optimizer_state import STATE_KEY
 from dgcopt.testing import check_compressor
 
 SHAPES = [(20, 15), (7,), (6, 5, 4), (20, 15), (3, 2)]

@@ -29,8 +29,8 @@ from torch import nn
 import dgcopt
 import dgcopt.comm.surviving
 import dgcopt.survive
-from dgcopt.checkpoint import STATE_KEY
 from dgcopt.comm.membership import MEMBER, STORE, gone_key
+from dgcopt.flat.optimizer_state import STATE_KEY
 
 APART = 4
 """Steps between two kills, at least."""

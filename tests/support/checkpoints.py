@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgcopt.checkpoint import STATE_KEY
+from dgcopt.flat.optimizer_state import STATE_KEY
 from tests.support.worlds import same
 
 

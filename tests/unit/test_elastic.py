@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import dgcopt
 from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
 from dgcopt.averaging import Averaging
-from dgcopt.checkpoint import STATE_KEY, loading, saving
+from dgcopt.checkpoint import loading, saving
 from dgcopt.comm import LocalComm, current_comm, launch
+from dgcopt.flat.optimizer_state import STATE_KEY
 from dgcopt.gradients.optimizer import synchronised
 from tests.support.worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...checkpoint import check_owner
 from ...comm import Comm
 from ...compressors import Context
 from ...errors import ConfigError
@@ -16,6 +15,7 @@ from ...exchange.agreement import compare
 from ...exchange.link import measure_link
 from ...exchange.parameters import check_trainable, describe
 from ...exchange.scheduler import CollectiveScheduler, claim, context_of
+from ...flat.optimizer_state import check_owner
 from ...flat.store import Store
 from .bucket import Part, gradients_of, parts_of
 from .settings import HookSettings

@@ -21,10 +21,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import dgcopt
 from dgcopt import DGC, Comm, ConfigError, NoCompression
-from dgcopt.checkpoint import STATE_KEY
 from dgcopt.collectives import AllGather, AllReduce, Collective
 from dgcopt.comm import Handle
 from dgcopt.compressors import Compressor
+from dgcopt.flat.optimizer_state import STATE_KEY
 from dgcopt.gradients.optimizer import synchronised
 from tests.support.library import FIRST_OF_A_KIND
 

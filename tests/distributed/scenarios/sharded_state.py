@@ -23,10 +23,10 @@ from torch.optim import SGD, AdamW
 
 import dgcopt
 from dgcopt import DGC, CheckpointError, Comm, ConfigError
-from dgcopt.checkpoint import STATE_KEY
 from dgcopt.collectives import AllReduce
 from dgcopt.flat.local_shard import as_dtensor
 from dgcopt.flat.memory import is_unsent
+from dgcopt.flat.optimizer_state import STATE_KEY
 from dgcopt.gradients.optimizer import synchronised
 
 from .persistence import shared_folder

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dgcopt import DGC, CheckpointError, ConfigError
-from dgcopt.checkpoint import STATE_KEY, loading, reshare, saving
+from dgcopt.checkpoint import loading, reshare, saving
+from dgcopt.flat.optimizer_state import STATE_KEY
 from tests.support.checkpoints import assert_shared_out, optimizers_in, sums
 from tests.support.worlds import Ranks, same, together
 

@@ -9,9 +9,25 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from ..flat.store import Store
+from .store import Store
+
+__all__ = [
+    "SHARD",
+    "STATE_KEY",
+    "THROUGH_TORCH",
+    "check_owner",
+    "check_shard",
+    "entries_in",
+    "entries_of_rank",
+    "kept_by",
+    "own_part",
+    "put_mark",
+    "take_mark",
+    "unmarked",
+]
 
 log = logging.getLogger("dgcopt")
+
 STATE_KEY = "dgcopt"
 """Key of dgcopt's entry in an optimizer's `state_dict()`: rank, world_size, step, order and memory."""
 MARKS = {

@@ -1,7 +1,8 @@
-"""Python calls of a step per tensor: few, and as many for each of 400 tensors as for each of 100."""
+"""The cost of a step in Python calls per tensor, and in files that a reader of a normal step has to open."""
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import dgcopt
-from tests.support.worlds import Ranks
+from tests.support.worlds import Ranks, small_model
 
 
 class Chain(nn.Module):
@@ -74,3 +75,72 @@ def test_calls_per_tensor_are_few_and_do_not_grow(monkeypatch: pytest.MonkeyPatc
     few, some, many = (calls_of_step(compression, tensors) for tensors in (100, 200, 400))
     assert (some - few) / 100 == pytest.approx((many - some) / 200, rel=0.02)
     assert (many - some) / 200 < most
+
+
+RARE = (
+    "changes",
+    "divergence",
+    "flush",
+    "link",
+    "participation",
+    "parameters",
+    "agreement",
+    "trace",
+    "turns",
+    "uneven",
+)
+"""Files of `exchange` about events that most steps do not have."""
+
+
+def files_in(run: Callable[[], object]) -> set[str]:
+    """Files of dgcopt, without kernels, in which functions are called."""
+    root, found = Path(dgcopt.__file__).parent, set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            found.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    inside = [Path(name).relative_to(root) for name in found if Path(name).is_relative_to(root)]
+    return {path.as_posix() for path in inside if path.parts[0] != "kernels"}
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda: dgcopt.NoCompression(), 29),
+        (lambda: dgcopt.DGC(0.05), 36),
+        (lambda: dgcopt.DGC.compact(0.05, warmup=None), 40),
+        (lambda: dgcopt.LocalSGD(every=100), 10),
+        (lambda: dgcopt.LocalSGD(every=1), 23),
+    ],
+    ids=["dense", "DGC", "compact", "a local step", "a round"],
+)
+def test_files_of_a_normal_step_are_few(make: Callable[[], Any], most: int) -> None:
+    comms, method = dgcopt.simulated_world(2), make()
+    models = [small_model(torch.float32) for _ in comms]
+    optimizers: list[Any] = []
+    for model, comm in zip(models, comms, strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if isinstance(method, dgcopt.Averaging):
+            optimizers.append(method.attach(optimizer, model.named_parameters(), comm))
+        else:
+            optimizers.append(dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), method, comm=comm))
+
+    def step() -> None:
+        for model in models:
+            model(torch.ones(4, 12)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    found = files_in(step)
+    assert found.isdisjoint(f"exchange/{name}.py" for name in RARE)
+    assert len(found) <= most, "\n".join(sorted(found))

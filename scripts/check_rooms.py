@@ -78,7 +78,7 @@ ASSIGNED = {
 }
 """Attributes of other objects that may be assigned, of any object or of one variable, and why."""
 
-MOST = (26, 120)
+MOST = (25, 110)
 """Rooms and arrows between them: lower it with every one that goes."""
 
 MAKERS = {"copy", "deepcopy", "replace", "__new__"}

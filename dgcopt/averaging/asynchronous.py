@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checks import check_positive, check_whole
 from ..collectives import AllGather, Collective, Exchange
 from ..comm import Comm, Handle
 from ..errors import CommError, ConfigError, DGCError
+from ..errors.checks import check_positive, check_whole
 from ..exchange.agreement import compare
 from ..exchange.buffers import Buffers
 from ..exchange.runner import Job

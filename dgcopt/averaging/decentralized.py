@@ -7,11 +7,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
 from ..coding.minmax import MinMaxUInt8
 from ..collectives import Collective, Exchange, SendRecv
 from ..compressors.quantised.bytegrad import chunk_length, into_chunks, out_of_chunks
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_whole
 from .base import Averaging
 from .graphs import ShiftOne, mix
 from .weights import Weights, between_machines, mean

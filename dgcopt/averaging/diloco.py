@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..checks import check_positive, check_whole
 from ..comm import Comm
 from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
 from ..compressors.adam.base import FrozenAdam
 from ..compressors.sparse.schedule import Warmup
 from ..errors import ConfigError
+from ..errors.checks import check_positive, check_whole
 from ..exchange.commit import NotFinite
 from ..exchange.runner import Job
 from ..exchange.step import Aborted

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_whole
 from .base import Averaging
 from .graphs import Exponential, Graph, edges_of, is_balanced, mix
 from .weights import Weights, between_machines

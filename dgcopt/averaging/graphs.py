@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
 from ..collectives import Exchange, SendRecv
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_whole
 from .weights import Weights
 
 __all__ = [

@@ -6,9 +6,9 @@ from functools import partial
 
 from torch import Tensor
 
-from ..checks import check_flag, check_whole
 from ..collectives import AllReduce, Exchange
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_whole
 from .base import Averaging
 from .rule import refuse_with_losses
 from .weights import Weights, mean

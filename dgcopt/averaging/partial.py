@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_fraction, check_whole
 from ..collectives import Exchange
 from ..comm import Comm
 from ..compressors.sparse.selection import count_of
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_fraction, check_whole
 from ..exchange.parameters import number
 from ..kernels import BLOCK, chunks, sent
 from .base import Averaging

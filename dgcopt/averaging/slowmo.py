@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather, AllReduce, Collective, Exchange, ReduceScatter
 from ..comm import Comm
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_positive, check_whole
 from ..flat.memory import at_least_float32
 from .base import Averaging
 from .local_sgd import LocalSGD

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_whole
 from ..collectives import AllGather, AllReduce, Broadcast, Collective
 from ..comm import Comm, current_comm
 from ..errors import CheckpointError, ConfigError
+from ..errors.checks import check_whole
 from .directory import (
     FINISHED,
     LARGEST_STEP,

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from ..checks import check_flag, check_positive, check_whole
 from ..collectives import AllGather
 from ..errors import ConfigError, MismatchError
+from ..errors.checks import check_flag, check_positive, check_whole
 from .base import DEADLINE, Comm, LocalComm
 from .membership import STORE, Rules
 

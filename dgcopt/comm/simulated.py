@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..checks import check_whole
 from ..collectives import (
     AllGather,
     AllReduce,
@@ -33,6 +32,7 @@ from ..collectives import (
     reduce_rows,
 )
 from ..errors import CommError, ConfigError, MismatchError
+from ..errors.checks import check_whole
 from .base import DEADLINE, Channel, Comm, Handle, RankSet, lowered
 
 __all__ = ["SimulatedComm", "simulate", "simulated_world"]

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from ..checks import check_settings
 from ..collectives import AllGather, AllReduce, Collective
 from ..comm import Comm
 from ..errors import ConfigError
+from ..errors.checks import check_settings
 from ..flat.gradient import SparseSum
 from .context import Context
 from .own_step import updates_add_up

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from ..checks import check_flag, check_whole
 from ..comm import Comm, current_comm
 from ..errors import CheckpointError, ConfigError
+from ..errors.checks import check_flag, check_whole
 
 __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSampler"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from ..checks import check_flag
 from ..errors import ConfigError, PayloadError
+from ..errors.checks import check_flag
 from .plain import decode, encode
 from .stores import Store, open_store
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..checks import check_whole
 from ..errors import CommError, ConfigError
+from ..errors.checks import check_whole
 
 __all__ = ["DiskStore", "MemoryStore", "RedisStore", "Store", "open_store"]
 

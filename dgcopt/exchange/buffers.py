@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checks import check_whole
 from ..collectives import AllGather, AllReduce, Broadcast, Collective
 from ..comm import Comm
 from ..errors import ConfigError
+from ..errors.checks import check_whole
 from .agreement import compare
 from .held import held
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checks import check_flag
 from ..errors import ConfigError
+from ..errors.checks import check_flag
 from .held import held
 from .participation import Participation
 from .runner import Job, Runner, serve

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..checks import check_flag, check_positive, check_whole
 from ..comm import Comm, current_comm
 from ..compressors import Adasum, Compressor, NoCompression, accept
 from ..compressors.own_step import check_steps_alone
 from ..errors import ConfigError
+from ..errors.checks import check_flag, check_positive, check_whole
 from ..exchange.agreement import compare
 from ..exchange.broadcast import broadcast_optimizer_state
 from ..exchange.divergence import OnDivergence, check_on_divergence

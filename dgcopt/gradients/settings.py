@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ..checks import check_positive, check_whole
 from ..errors import ConfigError
+from ..errors.checks import check_positive, check_whole
 from ..exchange.divergence import OnDivergence
 from ..exchange.parameters import split
 

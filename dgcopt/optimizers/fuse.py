@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from ..checks import check_flag
 from ..compressors.own_step import steps_as
 from ..errors import ConfigError
+from ..errors.checks import check_flag
 from ..exchange.parameters import check_optimizer
 from ..flat.buckets import Segment
 from ..flat.gradient import LARGE

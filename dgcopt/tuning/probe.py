@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checks import check_positive
 from ..collectives import (
     AllGather,
     AllReduce,
@@ -25,6 +24,7 @@ from ..collectives import (
 )
 from ..comm import Comm
 from ..errors import CommError, ConfigError
+from ..errors.checks import check_positive
 from . import clock
 from .wire import HALF, KINDS, Fit, Fitted, fit
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from ..checks import check_positive, check_whole
 from ..errors import ConfigError
+from ..errors.checks import check_positive, check_whole
 
 __all__ = [
     "DIRECT_ANYTHING",

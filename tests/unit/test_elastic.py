@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
-from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, checkpoint, elastic
+from dgcopt import DGC, CheckpointError, ConfigError, DiLoCo, LocalSGD, SlowMo, elastic
 from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import loading, saving
 from dgcopt.comm import LocalComm, current_comm, launch
-from dgcopt.flat.optimizer_state import STATE_KEY
+from dgcopt.flat.optimizer_state import STATE_KEY, kept_by
 from dgcopt.gradients.optimizer import synchronised
 from tests.support.worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 
@@ -133,7 +133,7 @@ def test_what_is_held_back_since_is_forgotten(tmp_path: Path, joined) -> None:
     worker = Worker(tmp_path)
     worker.state.sync()
     memory = {"residual": {name: torch.ones_like(param) for name, param in worker.model.named_parameters()}}
-    held = checkpoint.kept_by(0, 1, step=1, memory=memory)
+    held = kept_by(0, 1, step=1, memory=memory)
     worker.optimizer.load_state_dict(worker.optimizer.state_dict() | {STATE_KEY: held})
     worker.lose_a_worker()
     kept = worker.optimizer.state_dict().get(STATE_KEY, {"memory": {}})["memory"]

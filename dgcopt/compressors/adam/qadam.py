@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checks import check_flag
 from ...errors import ConfigError
+from ...errors.checks import check_flag
 from ..base import Compressor
 from ..quantised.bytegrad import ByteGrad
 from .base import FrozenAdam

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checks import check_fraction
 from ...coding import decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ...collectives import Broadcast
+from ...errors.checks import check_fraction
 from ...flat.gradient import SparseSum
 from ...kernels import add_and_maxima, gather, subtract_at
 from ..base import GradientExchange, Source

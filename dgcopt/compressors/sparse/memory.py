@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ...checks import check_positive
 from ...errors import ConfigError
+from ...errors.checks import check_positive
 from ...flat.buckets import Segment
 from ...flat.gradient import LocalGradient
 from ...flat.local_shard import as_dtensor, as_stepped, local

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from torch.optim import Optimizer
 
-from ...checks import check_positive, check_whole
 from ...errors import ConfigError
+from ...errors.checks import check_positive, check_whole
 from ..base import Compressor
 from ..context import Context
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...checks import check_positive
 from ...collectives import AllGather, everyone
 from ...errors import PayloadError
+from ...errors.checks import check_positive
 from ...flat.gradient import SparseSum
 from ...flat.memory import at_least_float32
 from ...kernels import add_and_select_above, select_above, subtract_at

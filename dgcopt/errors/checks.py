@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .errors import ConfigError
+from . import ConfigError
 
 __all__ = [
     "check_flag",

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from dgcopt.coding.bits import packed_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from dgcopt.coding import (
     rice_bytes,
     rice_excess,
 )
+from dgcopt.coding.rows import packed_bytes
 from dgcopt.errors import PayloadError
 from dgcopt.kernels import pack_small, unpack_small
 from tests.support.coordinates import decoded, encoded, positions, spread

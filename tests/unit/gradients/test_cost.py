@@ -112,10 +112,10 @@ def files_in(run: Callable[[], object]) -> set[str]:
 @pytest.mark.parametrize(
     ("make", "most"),
     [
-        (lambda: dgcopt.NoCompression(), 29),
-        (lambda: dgcopt.DGC(0.05), 36),
+        (lambda: dgcopt.NoCompression(), 30),
+        (lambda: dgcopt.DGC(0.05), 37),
         (lambda: dgcopt.DGC.compact(0.05, warmup=None), 40),
-        (lambda: dgcopt.LocalSGD(every=100), 10),
+        (lambda: dgcopt.LocalSGD(every=100), 11),
         (lambda: dgcopt.LocalSGD(every=1), 23),
     ],
     ids=["dense", "DGC", "compact", "a local step", "a round"],

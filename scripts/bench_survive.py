@@ -4,6 +4,7 @@
     python scripts/bench_survive.py goodput --results runs.jsonl --kinds torchrun --save-every 1 5 20 --every 15
     python scripts/bench_survive.py table --results runs.jsonl
     python scripts/bench_survive.py kills --kills 900 --results kills.jsonl
+    python scripts/bench_survive.py slow --results slow.jsonl
 
 `goodput` trains with four ranks under real launchers (`survive_launchers.py`): `dgcopt run --survive`, torchrun with
 restarts from checkpoints, Horovod Elastic, and torchft where it is installed. Ranks are killed by SIGKILL at the same
@@ -11,7 +12,9 @@ moments for all. A killed rank's replacement starts 5 s later. In each step a ra
 host does while an accelerator works; everything else is real. A kill is left out if fewer than two ranks train, as one
 that hits a job which restarts anyway, or one after which no state would be left. Each run is one line of `--results`.
 
-`kills` compares all weights after every step. Its ranks are forked from a process that has imported torch.
+`kills` compares all weights after every step. Its ranks are forked from a process that has imported torch, as are those
+of `slow`: DiLoCo in which one of four ranks is slower, with rounds of all ranks and of a quorum. Its goodput is local
+steps, all of which count in some round, over those of ranks that never wait.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -122,10 +126,10 @@ def wait_for(folder: Path, ranks: int, limit: float) -> None:
 class Forked:
     """A rank as the agent sees a process."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, env: Mapping[str, str], act: Callable[[Path], None]) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(["bench_survive", "dgcopt.comm.surviving", "torch._dynamo"])
-        self.process = context.Process(target=live, args=(str(folder), dict(env)))
+        self.process = context.Process(target=live, args=(str(folder), dict(env), act))
         self.process.start()
         self.terminate, self.kill = self.process.terminate, self.process.kill
 
@@ -139,29 +143,29 @@ class Forked:
         return self.process.exitcode
 
 
-def live(folder: str, env: dict[str, str]) -> None:
+def live(folder: str, env: dict[str, str], act: Callable[[Path], None]) -> None:
     """Train in a forked process."""
     os.environ.update(env)
     output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    train(Path(folder))
+    act(Path(folder))
 
 
 class ForkingAgent(Agent):
     """An agent whose ranks are forked from a process that has imported torch."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, act: Callable[[Path], None] = train) -> None:
         super().__init__(Plan([], RANKS))
-        self.folder = folder
+        self.folder, self.act = folder, act
 
     def spawn(self, env: Mapping[str, str]) -> Process:
-        return Forked(self.folder, env)
+        return Forked(self.folder, env, self.act)
 
 
-def end(folder: Path) -> None:
+def end(folder: Path, margin: int = MARGIN) -> None:
     """Let all ranks end after the same step."""
-    last = max(line["step"] for lines in told(folder).values() for line in lines) + MARGIN
+    last = max(line["step"] for lines in told(folder).values() for line in lines) + margin
     (folder / "new").write_text(str(last))
     (folder / "new").rename(folder / "end")
 
@@ -252,10 +256,16 @@ def _overlap(pause: tuple[float, float], spans: Sequence[tuple[float, float]]) -
 def compare(arguments: argparse.Namespace) -> None:
     """Run each kind at each rate of kills; append a line each to the results."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that launchers and ranks are ended
+    done = set()
+    if Path(arguments.results).exists():
+        runs = [json.loads(line) for line in Path(arguments.results).read_text().splitlines()]
+        done = {(run["kind"], run["every"], run["save_every"]) for run in runs}
     for every in arguments.every:
         for kind in arguments.kinds:
             intervals = {"torchrun": arguments.save_every if every else [0], "horovod": arguments.commit_every}
             for save_every in intervals.get(kind, [0]):
+                if (kind, every, save_every) in done:
+                    continue
                 line = json.dumps(goodput(arguments, kind, every, save_every))
                 with open(arguments.results, "a") as file:
                     print(line, file=file)
@@ -278,6 +288,67 @@ def table(arguments: argparse.Namespace) -> None:
             f"| {run['steps'] / seconds / full:.0%} | {run['steps'] / (seconds - run['importing']) / full:.0%} "
             f"| {run['samples'] / seconds / full:.0%} | {run['longest']:.1f} s | {run['load']:.1f} |"
         )
+
+
+# -- a slow rank -----------------------------------------------------------------------------------------------------
+
+
+def train_apart(folder: Path, every: int, compute: float, slow: float, quorum: int | None) -> None:
+    """Train on one rank by DiLoCo, the last rank at a lower speed; write a line per local step."""
+    comm: Any = dgcopt.init(survive=True, deadline=DEADLINE)
+    model, bare = made()
+    averaging = dgcopt.DiLoCo(every, compression=dgcopt.TopK(0.01), quorum=quorum, grace=2.0)
+    optimizer: Any = averaging.attach(bare, model.named_parameters())
+    seconds, step = compute * (slow if comm.rank == RANKS - 1 else 1.0), 0
+    state = survive.State(model=model, optimizer=optimizer)
+    state.sync()
+    with open(folder / f"{os.getpid()}.log", "w") as file:
+        while not (folder / "end").exists() or optimizer.averaging.step < int((folder / "end").read_text()):
+            optimizer.zero_grad()
+            model(torch.randn(8, WIDTH)).square().mean().backward()
+            time.sleep(seconds)
+            optimizer.step()
+            step += 1
+            line = {"time": time.time(), "step": optimizer.averaging.step, "local": step, "rank": comm.rank}
+            print(json.dumps(line), file=file, flush=True)
+
+
+def slow(arguments: argparse.Namespace) -> None:
+    """Compare rounds that wait for all ranks with those of a quorum, if one rank is slow; append to the results."""
+    for factor, quorum in ((1.0, None), (arguments.slow, None), (arguments.slow, RANKS - 1)):
+        with tempfile.TemporaryDirectory(prefix="dgcopt-bench-") as name:
+            folder, loads = Path(name), list[float]()
+            act = partial(train_apart, every=arguments.every, compute=arguments.compute, slow=factor, quorum=quorum)
+
+            def watch(folder: Path = folder, loads: list[float] = loads) -> None:
+                wait_for(folder, RANKS, 120)
+                for _ in range(int(arguments.seconds)):
+                    loads.append(os.getloadavg()[0])
+                    time.sleep(1.0)
+                end(folder, arguments.every * 2)
+
+            watcher = threading.Thread(target=watch, daemon=True)
+            watcher.start()
+            ForkingAgent(folder, act).run()
+            watcher.join()
+            ranks = [*told(folder).values()]
+        start = max(lines[0]["time"] for lines in ranks)
+        stop = min(lines[-1]["time"] for lines in ranks)
+        made_here = {lines[0]["rank"]: sum(start < line["time"] <= stop for line in lines) for lines in ranks}
+        most = sum((stop - start) / (arguments.compute * (factor if rank == RANKS - 1 else 1)) for rank in made_here)
+        line = {
+            "slow": factor,
+            "quorum": quorum,
+            "every": arguments.every,
+            "compute": arguments.compute,
+            "seconds": stop - start,
+            "local_steps": made_here,
+            "goodput": sum(made_here.values()) / most,
+            "load": sum(loads) / len(loads),
+        }
+        with open(arguments.results, "a") as file:
+            print(json.dumps(line), file=file)
+        print(line, flush=True)
 
 
 # -- many kills ------------------------------------------------------------------------------------------------------
@@ -354,7 +425,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("goodput")
     one.set_defaults(act=compare)
-    one.add_argument("--results", required=True, help="file of JSON lines to append to")
+    one.add_argument("--results", required=True, help="file of JSON lines; runs that it has are not made again")
     one.add_argument("--kinds", nargs="+", default=["survive", "torchrun", "horovod"], choices=[*LAUNCHERS])
     one.add_argument("--seconds", type=float, default=120.0, help="length of each run")
     one.add_argument(
@@ -368,6 +439,13 @@ def main() -> None:
     one = commands.add_parser("table")
     one.set_defaults(act=table)
     one.add_argument("--results", required=True)
+    one = commands.add_parser("slow")
+    one.set_defaults(act=slow)
+    one.add_argument("--results", required=True, help="file of JSON lines to append to")
+    one.add_argument("--seconds", type=float, default=60.0, help="length of each of three runs")
+    one.add_argument("--every", type=int, default=32, help="local steps between outer steps")
+    one.add_argument("--compute", type=float, default=0.1, help="seconds of a local step of the other ranks")
+    one.add_argument("--slow", type=float, default=3.0, help="of the last rank, in times of the others")
     one = commands.add_parser("kills")
     one.set_defaults(act=count)
     one.add_argument("--results", required=True, help="file of JSON lines; batches that it has are not made again")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -85,6 +86,7 @@ class Scenario:
     min_ranks: int = 1
     residuals: str = "local"
     pause: float = 0.01
+    spoilt: bool = False  # in step 2 the last rank's gradient holds NaN, in step 3 its disk is full
     slow: float = 1.0  # of the last rank, in times of the others' local steps
     limit: float = 120.0
 
@@ -112,6 +114,7 @@ SCENARIOS = {
     "slowmo": Scenario(3, every(3, PLACES)[::5], averaging="slowmo"),
     "diloco": Scenario(3, every(3, PLACES)[1::4], averaging="diloco"),
     "diloco, plain": Scenario(3, every(3, PLACES[::3])[::2], averaging="diloco, plain", residuals="buddy"),
+    "spoilt": Scenario(3, [Kill(1, "after vote")], spoilt=True),
     "quorum": Scenario(
         3, [Kill(1, "backward", stop=4.0)], averaging="quorum", pause=0.05, slow=3.0, more=60, restart=False
     ),
@@ -234,10 +237,16 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
                 grads = {key: torch.randint(-8, 9, param.shape, generator=draw) for key, param in params.items()}
                 gradient += torch.cat([grad.flatten() for grad in grads.values()])
                 sum((param * grads[key]).sum() for key, param in params.items()).backward()
+                if scenario.spoilt and state.step == 2:
+                    gradient.zero_()  # no rank takes this step
+                    if slot == scenario.size - 1:
+                        params["b"].grad[3] = torch.nan
                 optimizer.step()
                 if not scenario.averaging or exchange.step // LOCAL > state.step:
                     break
             after = weights()
+            is_full = slot == scenario.size - 1
+            saved = save(folder / "checkpoints", after, is_full) if scenario.spoilt and state.step == 3 else ""
             is_late = bool(scenario.averaging and exchange.replica.steps_since_sync)
             state.step = exchange.step // LOCAL - 1 if scenario.averaging else state.step
             line = {
@@ -245,6 +254,7 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
                 "step": state.step,
                 "size": plan.size,
                 "rank": comm.rank,
+                "saved": saved,
                 "is_late": is_late,
                 "local_steps": local_steps,
                 "weights": hashlib.sha256(after.numpy().tobytes()).hexdigest(),
@@ -260,6 +270,20 @@ def live(slot: int, name: str, address: str, scenario: Scenario, folder: Path) -
                 local_steps, gradient = 0, torch.zeros_like(after)
             if scenario.slow == 1:
                 time.sleep(scenario.pause)
+
+
+def save(directory: Path, weights: torch.Tensor, is_full: bool) -> str:
+    """Save a checkpoint, on a disk that may be full; return the error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        dgcopt.survive.complete(lambda: dgcopt.checkpoint.save(directory, {"weights": weights}, 3))
+        return "saved"
+    except dgcopt.CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def run(name: str, scenario: Scenario) -> dict[str, Any]:

@@ -123,6 +123,16 @@ def test_rounds_of_a_quorum_wait_for_no_straggler(results: dict[str, Any]) -> No
     assert slow < fast == 3 * len(sizes)
 
 
+def test_nan_and_a_full_disk_are_met_by_all_ranks_alike(results: dict[str, Any]) -> None:
+    """All skip the step, all learn that no checkpoint was written, and all train on."""
+    steps = by_step(results["spoilt"])
+    assert len(steps[2]) == len(steps[3]) == 3
+    assert not any(any(line["applied"]) for line in steps[2])
+    assert all(any(line["applied"]) for line in steps[1] + steps[3])
+    assert all("cannot write a checkpoint" in line["saved"] for line in steps[3])
+    assert not results["spoilt"]["errors"]
+
+
 def test_lost_steps_are_counted(results: dict[str, Any]) -> None:
     """Each process counts the deaths that have aborted a step of its own, and the seconds of these."""
     lines, kills = sorted(results["buddy"]["lines"], key=lambda line: line["step"]), results["buddy"]["kills"]

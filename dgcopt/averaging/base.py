@@ -82,7 +82,13 @@ class Averaging(Rule):
                 f"{type(self).__name__} waits for some peers only, so ranks that hold shards of one replica cannot "
                 f"agree on a round. Average sharded parameters by LocalSGD, SlowMo or DiLoCo"
             )
-        return comm_of_replicas(comm, names, NoCompression(), mesh, across=False)
+        compression = getattr(self, "compression", None) or NoCompression()
+        if compression.clips_model:
+            raise ConfigError(
+                f"LocalClip(per='model') in {compression!r} clips the norm of a rank's outer gradient, and each rank "
+                f"has shards of it: clip per='tensor'"
+            )
+        return comm_of_replicas(comm, names, compression, mesh, across=False)
 
     def rounds(
         self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None

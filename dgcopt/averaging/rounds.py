@@ -28,14 +28,26 @@ from ..exchange.buffers import Buffers
 from ..exchange.commit import CommitMarker
 from ..exchange.divergence import replicas
 from ..exchange.held import check_names, held, hold
+from ..exchange.late_warning import LateWarning
 from ..exchange.losses import repeat_after_losses
 from ..exchange.parameters import given_names
 from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
+from ..exchange.untraced import untraced
 from ..flat.buckets import Bucket
 from ..flat.local_shard import as_stepped
-from ..flat.optimizer_state import SHARD, STATE_KEY, check_owner, check_shard, kept_by, put_mark, take_mark, unmarked
+from ..flat.optimizer_state import (
+    SHARD,
+    STATE_KEY,
+    THROUGH_TORCH,
+    check_owner,
+    check_shard,
+    kept_by,
+    put_mark,
+    take_mark,
+    unmarked,
+)
 from ..flat.store import check_format
 from ..gradients.engine import Engine
 from ..gradients.introspection import broadcasting_root
@@ -126,13 +138,14 @@ class Rounds:
         self._groups = optimizer.param_groups
         self.has_loaded = False
         self._scaled = ScaledSteps(optimizer)
+        self._late_warning = LateWarning(optimizer, THROUGH_TORCH)
         self._follow_warm_up()
         hold(optimizer, averaging=self)
         optimizer.averaging = self  # type: ignore[attr-defined]
-        hook = optimizer.register_step_pre_hook(_before_step)
+        hook = optimizer.register_step_pre_hook(untraced(_before_step))
         # ahead of DistributedOptimizer's hook, which exchanges gradients and may add updates to weights
         cast(Any, optimizer)._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
-        optimizer.register_step_post_hook(_after_step)
+        optimizer.register_step_post_hook(untraced(_after_step))
         optimizer.register_state_dict_post_hook(_save)
         optimizer.register_load_state_dict_pre_hook(_load)
         self.sync.join()
@@ -487,6 +500,26 @@ class Rounds:
         self.step, self._missed = state["step"], state["under_way"]
         self._follow_warm_up()
 
+    def entry(self) -> dict[str, Any]:
+        """Return averaging's entry in `optimizer.state_dict()`, of this rank."""
+        self.commit.check(self.comm.rank)
+        state = self.state()
+        entry = {STATE_KEY: state}
+        self.sync.save(entry, state)
+        return entry
+
+    def restore_entry(self, entry: dict[str, Any]) -> None:
+        """Restore an `entry`; ranks compare or merge at the next step."""
+        self._late_warning.cancel()
+        self.restore(entry[STATE_KEY])
+        self.sync.load(entry, entry[STATE_KEY])
+
+    def resume_without(self, groups: list[dict[str, Any]]) -> None:
+        """Resume at the step that the marks of loaded parameter groups name, without averaging's entry."""
+        tell = self._late_warning.set if self.comm.joins_replicas else log.warning  # dgcopt.sharded.load may follow
+        if step := take_mark([dict(group) for group in groups], KEY, self.comm.rank, tell):
+            self.resume_at(step)
+
     def resume_at(self, step: int) -> None:
         """Set the step count from a state without averaging memory, before this rank has made a step."""
         if not self.replica.started:
@@ -598,10 +631,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     rounds: Rounds = held(optimizer).averaging
-    rounds.commit.check(rounds.comm.rank)
-    state = rounds.state()
-    state_dict[KEY] = {STATE_KEY: state}
-    rounds.sync.save(state_dict[KEY], state)
+    state_dict[KEY] = rounds.entry()
+    state = state_dict[KEY][STATE_KEY]
     if broadcasting_root() is None:  # Horovod's broadcast would take it for a setting
         put_mark(state_dict, KEY, rounds.step, state["memory"], state["shared"])
 
@@ -611,8 +642,7 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | 
     rounds.has_loaded = True
     groups = [unmarked(group) for group in state_dict["param_groups"]]
     if KEY not in state_dict:
-        if step := take_mark([dict(group) for group in state_dict["param_groups"]], KEY, rounds.comm.rank):
-            rounds.resume_at(step)
+        rounds.resume_without(state_dict["param_groups"])
         return {**state_dict, "param_groups": groups}
     state = state_dict[KEY][STATE_KEY]
     check_format(state)
@@ -622,6 +652,5 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | 
     )
     check_shard(state, rounds.shard())
     check_owner(state, rounds.comm.rank, rounds.comm.size, "", why)
-    rounds.restore(state)
-    rounds.sync.load(state_dict[KEY], state)
+    rounds.restore_entry(state_dict[KEY])
     return {key: value for key, value in state_dict.items() if key != KEY} | {"param_groups": groups}

@@ -105,6 +105,11 @@ class Compressor:
         chosen = self._decided if self.source == "auto" else self.source
         return "update" if chosen == "update" else "gradient"
 
+    @property
+    def clips_model(self) -> bool:
+        """True if `prepare` clips the norm of all gradients together, which is in `Context.norm` for shards."""
+        return False
+
     def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
         """Return the kind of data to send for parameters of a kind; `sends` is "update" if it is for any kind."""
         return self.sends

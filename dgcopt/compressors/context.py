@@ -74,6 +74,8 @@ class Context:
             compressors that do both themselves (`Compressor.mixes`).
         peak: the largest magnitude in the gradient, if the exchange has computed it: NaN or Inf for a gradient that is
             not finite.
+        norm: the norm of all gradients of this replica, if this rank has only shards of them; see
+            `Compressor.clips_model`.
     """
 
     place: Place
@@ -85,6 +87,7 @@ class Context:
     certain: bool = False
     mixture: Mixture | None = None
     peak: Tensor | None = None
+    norm: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -195,6 +198,10 @@ class Context:
         self.count(selected=len(sent.indices))
         if sent.travels is not None:
             self.checks.when_read((~sent.travels).sum(), lambda number: self.count(left_out=number))
+
+    def set_norm(self, norm: Tensor | None) -> None:
+        """Set the norm of all gradients of this replica."""
+        self.norm = norm
 
     def set_peak(self, peak: Tensor | None) -> None:
         """Tell the largest magnitude in the gradient; None if it is not known."""

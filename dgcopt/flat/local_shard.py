@@ -6,6 +6,7 @@ keeps and steps that part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,6 +48,12 @@ class LocalShard(Tensor):
         """Return the shape of the whole parameter, and the offset of this shard in it, for checkpoints."""
         (chunk,) = self.dtensor.__create_chunk_list__()  # as torch.distributed.checkpoint asks for it
         return {"shape": [*self.dtensor.shape], "offset": [*chunk.offsets], "size": [*chunk.sizes]}
+
+    def copies(self, ranks: int) -> int:
+        """Return the number of a replica's `ranks` that hold the same shard; above 1 for tensor parallelism."""
+        mesh = self.dtensor.device_mesh
+        placed = enumerate(self.dtensor.placements)
+        return ranks // mesh.size() * math.prod(mesh.size(dim) for dim, where in placed if where.is_replicate())
 
     @property
     def grad(self) -> Tensor | None:

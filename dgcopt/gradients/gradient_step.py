@@ -315,6 +315,7 @@ class GradientStep(Step):
         self._touched = Touch.UNKNOWN
         if verdict.averaged_changed or verdict.own_changed:
             self._changes.check(verdict, self.outgoing.step)
+        yield from self.outgoing.measure_norm()
 
     # -- commit or abort ---------------------------------------------------------------------------------------------
 

@@ -22,10 +22,12 @@ from ..exchange.broadcast import broadcast_optimizer_state
 from ..exchange.divergence import OnDivergence, check_on_divergence
 from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
+from ..exchange.late_warning import LateWarning
 from ..exchange.losses import repeat_after_losses
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
 from ..exchange.uneven import JoinHook
+from ..exchange.untraced import untraced
 from ..flat.local_shard import LocalShard, as_dtensor, is_sharded, local, local_shards
 from ..flat.optimizer_state import (
     SHARD,
@@ -209,7 +211,7 @@ class Synchronised(Stepping):
         self.settings = settings
         self.formerly: set[tuple[int, int]] = set()
         """Previous rank and world size of this process, before Horovod was restarted."""
-        self._to_tell: Any = None  # the hook of the next step, which reports lost memory
+        self.late_warning = LateWarning(optimizer, THROUGH_TORCH)
         self.has_run_hooks = False
         """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
@@ -373,8 +375,8 @@ class Synchronised(Stepping):
             self.comm.drive(compare(self.wrapped.describe(self.settings), self.comm.rank, "parameters and settings"))
         if not self._is_hooked:
             self._is_hooked = True
-            self.optimizer.register_step_pre_hook(before_step)
-            self.optimizer.register_step_post_hook(after_step)
+            self.optimizer.register_step_pre_hook(untraced(before_step))
+            self.optimizer.register_step_post_hook(untraced(after_step))
         self.watch_parameters()
 
     def end_step(self, failed: bool = False) -> None:
@@ -397,23 +399,8 @@ class Synchronised(Stepping):
 
     def restore_apart(self, state: dict[str, Any]) -> None:
         """Restore a state that was saved apart from the optimizer's own; see `dgcopt.sharded.load`."""
-        self._tell_nothing()
+        self.late_warning.cancel()
         self.restore(state)
-
-    def tell_at_next_step(self, words: str, *args: object) -> None:
-        """Warn before the next step, unless `restore_apart` comes first."""
-        self._tell_nothing()
-
-        def tell(*_: object) -> None:
-            self._tell_nothing()
-            log.warning(f"{words} {THROUGH_TORCH}", *args)
-
-        self._to_tell = self.optimizer.register_step_pre_hook(tell)
-
-    def _tell_nothing(self) -> None:
-        if self._to_tell is not None:
-            self._to_tell.remove()
-            self._to_tell = None
 
 
 class Distributed(Optimizer):
@@ -676,7 +663,7 @@ def _load_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             state = {**state, "rank": rank, "world_size": size}
         steps.restore(own_part(state, rank, size))
     else:
-        tell = steps.tell_at_next_step if steps.is_sharded else log.warning  # dgcopt.sharded.load follows
+        tell = steps.late_warning.set if steps.is_sharded else log.warning  # dgcopt.sharded.load follows
         if step := take_mark([dict(group) for group in groups], STATE_KEY, rank, tell):
             steps.restore(kept_by(rank, size, step))
     kept = {key: value for key, value in state_dict.items() if key != STATE_KEY}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives import AllReduce
 from ..compressors import GradientExchange
 from ..compressors.sparse.rows import gather_rows
 from ..errors import ConfigError, MismatchError
@@ -18,6 +19,7 @@ from ..exchange.participation import Participation
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
 from ..flat.gradient import GradientBucket, SparseSum
+from ..flat.local_shard import LocalShard
 from ..flat.memory import Absorbed
 from .layout import Layout
 from .settings import Settings
@@ -58,6 +60,7 @@ class OutgoingBuckets:
         self.scheduler = scheduler
         self.layout = Layout()
         self.step = 0
+        self._norm: Tensor | None = None
         self.clear()
 
     def clear(self, outdated: bool = False) -> None:
@@ -235,11 +238,24 @@ class OutgoingBuckets:
         self.wrapped.make_update(self.step, self.settings.sparse_as_dense)
         self.wrapped.commit.begin("the optimizer's state")
 
+    def measure_norm(self) -> Job:
+        """Measure the norm of this replica's gradients, if the compressor clips it and other ranks hold shards."""
+        ranks = self.scheduler.comm.size_of("replica")
+        if ranks == 1 or not self.compressor.clips_model:
+            return
+        square = torch.zeros(1, dtype=torch.float64)
+        for param in self.layout.trained if self.participation.here else ():
+            if isinstance(param, LocalShard) and param.grad is not None:
+                square += torch.linalg.vector_norm(param.grad, dtype=torch.float64).cpu() ** 2 / param.copies(ranks)
+        summed = AllReduce(square, "sum", group="replica", label="norm over shards")
+        self._norm = (yield self.scheduler.start(summed, summed.label)).sqrt()[0]
+
     def _prepare(self, grads: Sequence[tuple[Tensor, GradientBucket]]) -> None:
         """Let a compressor that needs all gradients first change them, each given with its bucket."""
         contexts = self.layout.contexts
         for context in contexts.values():
             context.begin(self.step)
+            context.set_norm(self._norm)
         self.compressor.prepare([grad for grad, _ in grads], [contexts[bucket] for _, bucket in grads])
 
     # -- cancelling and finishing ------------------------------------------------------------------------------------

@@ -45,10 +45,11 @@ def comm_of_replicas(comm: Comm, names: Mapping[Tensor, str], compressor: Compre
         check_shards(names, comm)
         return comm
     _check_wire(comm, name)
-    if any(getattr(getattr(each, "clip", None), "per", "") == "model" for each in compressor.parts()):
+    clips = any(each.clips_model for each in compressor.parts())
+    if clips and not compressor.clips_model:
         raise ConfigError(
-            "LocalClip(per='model') clips the norm of the whole model before the exchange, and each rank has a shard "
-            "of it: clip per='tensor', or the averaged gradients by optimizer.clip_grad_norm_()"
+            f"LocalClip(per='model') in {compressor!r} clips the norm of some parameters before the exchange, and each "
+            f"rank has shards of them: clip per='tensor', or all parameters by one DGC(clip=...)"
         )
     mine = _asked_for(comm, mesh) if mesh is not None else comm.ranks("across") if across else ()
     check_shards(names, None)

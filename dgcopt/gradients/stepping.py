@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..exchange.buffers import Buffers
 from ..exchange.changes import Snapshot
 from ..exchange.held import held
+from ..exchange.untraced import untraced
 from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
 from ..flat.local_shard import LocalShard
@@ -235,7 +236,7 @@ class Stepping(StepHooks):
                     torch.distributed.algorithms.Join.notify_join_context(steps.optimizer)  # type: ignore[arg-type]
                 engine.arrived(param)
 
-        return tell
+        return untraced(tell)
 
     def gradient_arrived(self, param: Tensor) -> None:
         """Take in `param.grad` after an addition; called by autograd, or by code that makes gradients without it."""

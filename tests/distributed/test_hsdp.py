@@ -1,11 +1,12 @@
 """Sharded parameters in real processes over Gloo: a launch of four ranks and one of six, a test per scenario."""
 
 import functools
+from pathlib import Path
 
 import pytest
 
 from tests.distributed.scenarios.in_shards import IN_SHARDS, IN_SHARDS_OF_SIX
-from tests.support.launching import PROGRAMS, ROOT, Outcome, assert_ended, assert_passed, launch, missing
+from tests.support.launching import PROGRAMS, Outcome, assert_ended, assert_passed, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
@@ -30,9 +31,16 @@ def test_ends(size: int) -> None:
     assert_ended(outcome_of(size))
 
 
-def test_the_example_learns() -> None:
+def test_the_examples_learn(tmp_path: Path) -> None:
+    """The GPT's second run goes on from the checkpoint of its first."""
     if missing("torch"):
         pytest.skip(missing("torch"))
-    outcome = launch("torch", 4, [str(ROOT / "examples" / "hsdp_digits.py")], limit=200, compiler=True)
-    (told,) = outcome.told("example")
-    assert told["accuracy"] > 0.85
+    gpt = f"hsdp_gpt,--checkpoint={tmp_path / 'checkpoint'},--steps="
+    words = [str(PROGRAMS / "run_examples.py"), "hsdp_digits", f"{gpt}30", f"{gpt}40"]
+    outcome = launch("torch", 4, words, limit=300, compiler=True)
+    digits, first, second = outcome.told("example")
+    assert digits["accuracy"] > 0.85
+    assert (first["first_step"], second["first_step"]) == (0, 30)
+    assert len(first["losses"]) == 30 and len(second["losses"]) == 10
+    assert first["losses"][0] > 5.4 and first["losses"][-1] < 4
+    assert max(second["losses"]) < min(first["losses"][:10])

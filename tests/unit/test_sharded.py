@@ -17,6 +17,7 @@ import dgcopt
 from dgcopt import simulated_world
 from dgcopt.flat.local_shard import local
 from dgcopt.gradients.replicas import comm_of_replicas
+from dgcopt.sharded.reduce_scatter import CODES
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
 
@@ -159,3 +160,29 @@ def test_a_parameter_on_the_mesh_of_another_replica_is_refused() -> None:
     message = r"parameter 'w' is sharded over ranks \[2, 3\], but this replica of the model is ranks \[0, 1\]"
     with pytest.raises(dgcopt.ConfigError, match=message):
         comm_of_replicas(Told([(2, 3), (2, 3), (0, 1), (0, 1)]), {param: "w"}, dgcopt.DGC(0.1), None, False)
+
+
+def test_the_reduce_scatter_in_int8_is_unbiased():
+    """The mean of many messages is the gradient: nothing is lost on average, however small beside its neighbours."""
+    row = torch.randn(700, generator=torch.Generator().manual_seed(3)) ** 3
+    drawn = torch.stack([_decoded(row, key) for key in range(1, 1500)])
+    largest = torch.stack([block.abs().max() for block in row.split(256)])
+    steps = largest.repeat_interleave(256)[: len(row)] / 127
+    assert ((drawn - row).abs() <= steps * (1 + 1e-5)).all()
+    assert ((drawn.mean(0) - row).abs() <= 5 * steps / 2 / len(drawn) ** 0.5).all()
+    assert ((drawn[0] - row).abs() > steps / 2).any(), "it rounds to the nearest"
+
+
+def _decoded(row: torch.Tensor, number: int) -> torch.Tensor:
+    key = number * 0x9E3779B97F4A7C15 % 2**64
+    return CODES["int8"].decode(CODES["int8"].encode(row, key), len(row), 0)
+
+
+def test_a_coded_reduce_scatter_repeats_its_random_numbers():
+    """They follow from the gradient, so that a run which is resumed gets the same bits; other gradients draw others."""
+    scatter, group = dgcopt.sharded.CompressedReduceScatter("int8"), dist.group.WORLD
+    grad, out = torch.randn(300, generator=torch.Generator().manual_seed(3)), torch.empty(3, 300)
+    for place, given in enumerate((grad, grad, grad * 2)):
+        scatter(out[place], given.clone(), group, dist.ReduceOp.AVG)
+    assert torch.equal(out[0], out[1])
+    assert not torch.equal(out[2], out[0] * 2)

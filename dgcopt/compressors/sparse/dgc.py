@@ -111,7 +111,7 @@ class DGC(ScheduledRatio):
 
     def _set_whole_model(self) -> None:
         """Require all gradients first if they are clipped by model, or before updates are made from them."""
-        self.whole_model = self.clip is not None and (self.clip.per == "model" or self.sends == "update")
+        self.whole_model = self.clips_model or (self.clip is not None and self.sends == "update")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
@@ -132,6 +132,10 @@ class DGC(ScheduledRatio):
     def conserves(self) -> bool:
         return self.clip is None and self.residual == "full"  # apart from momentum
 
+    @property
+    def clips_model(self) -> bool:
+        return self.clip is not None and self.clip.per == "model"
+
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
 
@@ -141,7 +145,7 @@ class DGC(ScheduledRatio):
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
             if self.clip.per == "model":
-                self.clip.clip_model(grads, contexts[0].size, contexts[0].op)
+                self.clip.clip_model(grads, contexts[0].size, contexts[0].op, contexts[0].norm)
             else:
                 self.clip.clip_each(grads)
 

@@ -292,7 +292,8 @@ def memory_for(optimizer: Optimizer) -> ErrorFeedback:
 class LocalClip:
     """Clip each rank's own gradient before it is accumulated (section 3.3, "Local Gradient Clipping").
 
-    `per="model"` clips the norm over all parameters. `max_norm` is the threshold T for the averaged gradient; it is
+    `per="model"` clips the norm over all parameters; of sharded ones over all shards of the rank's replica, whose ranks
+    add up their squares in an allreduce of 8 bytes. `max_norm` is the threshold T for the averaged gradient; it is
     scaled to the local one. If the N local gradients are independent with norm s, their
     mean has norm s / sqrt(N); so |mean| = T where |g| = s = T sqrt(N). The paper divides local gradients by N before
     adding them up, which turns this into its T N^(-1/2); undivided gradients that are averaged afterwards need
@@ -330,10 +331,17 @@ class LocalClip:
         assert self.max_norm is not None
         return self.max_norm * (math.sqrt(size) if op == "average" else 1 / math.sqrt(size))
 
-    def clip_model(self, grads: Sequence[Tensor], size: int, op: Literal["average", "sum"]) -> None:
-        """Scale all of `grads` in place so that their common norm is at most the local threshold."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
-        norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
+    def clip_model(
+        self, grads: Sequence[Tensor], size: int, op: Literal["average", "sum"], norm: Tensor | None = None
+    ) -> None:
+        """Scale all of `grads` in place so that their common norm is at most the local threshold.
+
+        `norm` is that norm where `grads` are only shards; None to compute it.
+        """
+        if norm is None:
+            wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
+            norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
+            norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
         scale = (self.local_threshold(size, op) / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(scale.to(grad.device, grad.dtype))

@@ -49,6 +49,10 @@ class Wrapper(Compressor):
     def sends(self) -> Literal["gradient", "update"]:
         return self.inner.sends
 
+    @property
+    def clips_model(self) -> bool:
+        return self.inner.clips_model
+
     def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
         return self.inner.sends_of(kind)
 

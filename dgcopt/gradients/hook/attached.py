@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...compressors import Compressor
 from ...errors import ConfigError
+from ...exchange.untraced import untraced
 from ..step_hooks import Call, StepHooks
 
 __all__ = ["AttachedOptimizer", "parameters_of"]
@@ -51,8 +52,8 @@ class AttachedOptimizer(StepHooks):
         self.is_due = False
         self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(untraced(self._before_step)),
+            optimizer.register_step_post_hook(untraced(self._after_step)),
             self._watch,
         ]
         weakref.finalize(self, self._watch.remove).atexit = False

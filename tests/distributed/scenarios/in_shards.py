@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import sharded, sharded_averaging, sharded_state
+from . import sharded, sharded_averaging, sharded_compiled, sharded_state
 from .catalogue import Scenarios, of
 
-IN_SHARDS: Scenarios = of(sharded, sharded_state, sharded_averaging)
+IN_SHARDS: Scenarios = of(sharded, sharded_state, sharded_averaging, sharded_compiled)
 """Run by four ranks in torch's FSDP2."""
 
 IN_SHARDS_OF_SIX: Scenarios = sharded.OF_SIX | sharded_state.OF_SIX | sharded_averaging.OF_SIX

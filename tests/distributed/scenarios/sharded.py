@@ -246,8 +246,9 @@ ELEMENTWISE: dict[str, Compressor] = {
     "Signum": dgcopt.Signum(),
     "Threshold": dgcopt.Threshold(0.02, 1.0),
     "DGC at ratio 1": DGC(1.0),
+    "DGC at ratio 1, clipped": DGC(1.0, clip=dgcopt.LocalClip(0.05)),
 }
-"""Rules that take no other element of a parameter into account."""
+"""Rules that take no other element of a parameter into account, apart from the norm of all gradients."""
 
 
 def as_whole_parameters(replicas: int, comm: Comm) -> None:
@@ -597,13 +598,34 @@ def wrong_meshes(comm: Comm) -> None:
         grown.add_param_group({"params": list(Wide().parameters())})
     with refused(comm, ConfigError, "cannot rejoin"):
         grown.rejoin()
-    refuse(model, "clips the norm of the whole model", compression=DGC(0.1, clip=dgcopt.LocalClip(1.0)))
+    some = dgcopt.PerParameter({"first": DGC(0.1, clip=dgcopt.LocalClip(1.0)), "*": NoCompression()})
+    refuse(model, "clips the norm of some parameters", "clip per='tensor'", compression=some)
+
+
+def a_rank_without_elements(comm: Comm) -> None:
+    """The only row is on the first rank of each replica: the others take part in votes and norms, and do not hang."""
+    mesh = mesh_of(comm, 2)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = sharded(mesh["shard"], nn.Sequential(nn.Linear(6, 1, bias=False)))
+    max_norm, lr = 0.01, 0.1
+    clip = dgcopt.LocalClip(max_norm)
+    optimizer = wrap(model, SGD(model.parameters(), lr=lr), mesh, DGC(1.0, source="gradient", clip=clip))
+    for step in range(3):
+        before = whole(model)["0.weight"]
+        optimizer.zero_grad()
+        loss_of(model, comm, step).backward()
+        own = model[0].weight.grad.full_tensor()
+        clipped = own * min(1.0, clip.local_threshold(2, "average") / float(own.norm()))
+        mean = comm.run(AllReduce(clipped.clone(), label="of all ranks"))
+        optimizer.step()
+        torch.testing.assert_close(whole(model)["0.weight"], before - lr * mean)
 
 
 def reduces_in_a_code(comm: Comm) -> None:
     """Shards of gradients are the mean over a replica within the code's rounding; NaN stays; DGC goes on from it."""
     mesh = mesh_of(comm, 2)
-    for code, of_largest in (("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 254)):
+    for code, of_largest in (("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 127), ("bytegrad", 1 / 255)):
         exact, coded = (sharded(mesh["shard"], Wide()) for _ in range(2))
         dgcopt.sharded.compress_reduce_scatter(coded, code)
         for model in (exact, coded):
@@ -645,7 +667,7 @@ def reduces_in_a_code(comm: Comm) -> None:
         loss_of(model, comm, 0).backward()
     numel = sum(param.numel() for param in model.parameters())
     assert numel <= sum(sizes) < 1.03 * numel, (sizes, numel)
-    with refused(comm, ConfigError, "code must be one of fp16, bf16, int8, not 'int4'"):
+    with refused(comm, ConfigError, "code must be one of fp16, bf16, int8, bytegrad, not 'int4'"):
         dgcopt.sharded.compress_reduce_scatter(model, "int4")
     with refused(comm, ConfigError, "call fully_shard first"):
         dgcopt.sharded.compress_reduce_scatter(Wide())
@@ -723,6 +745,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
             skipped_everywhere,
             void_when_it_arrives,
             memory_and_bytes_are_of_shards,
+            a_rank_without_elements,
             as_fsdp_accumulates,
             in_mixed_precision,
             unused_in_one_replica,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim import SGD, AdamW
 
 import dgcopt
 from dgcopt import DGC, CheckpointError, Comm, ConfigError
+from dgcopt.averaging import Averaging
 from dgcopt.collectives import AllReduce
 from dgcopt.flat.local_shard import as_dtensor
 from dgcopt.flat.memory import is_unsent
@@ -40,19 +41,36 @@ CASES: dict[str, tuple[dgcopt.Compressor, Callable[..., Any]]] = {
     "PowerSGD and SGD": (dgcopt.PowerSGD(2, start_step=0), functools.partial(SGD, lr=0.05, momentum=0.9)),
 }
 
+OUTER = functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+RULES: dict[str, Averaging] = {
+    "LocalSGD": dgcopt.LocalSGD(every=2),
+    "LocalSGD after a warm-up": dgcopt.LocalSGD(every=3, warmup_steps=2),
+    "LocalSGD that overlaps": dgcopt.LocalSGD(every=3, overlap=True),
+    "SlowMo": dgcopt.SlowMo(every=2),
+    "DiLoCo": dgcopt.DiLoCo(every=2, outer=OUTER, compression=DGC(0.3)),
+    "DiLoCo in fragments": dgcopt.DiLoCo(every=4, outer=OUTER, fragments=2, delay=1, alpha=0.3),
+}
+"""Averaging rules; after three steps all have weights apart, memory, or a round in flight."""
+
 NAMES = ("replicate", "shard")
 
 
 class Training:
-    """A sharded model and its optimizer on a mesh of so many replicas."""
+    """A sharded model and its optimizer on a mesh of so many replicas; `case` is one of `CASES` or `RULES`."""
 
     def __init__(self, comm: Comm, replicas: int, case: str = "DGC and SGD", names: tuple[str, str] = NAMES) -> None:
         self.comm = comm
         mesh = init_device_mesh("cpu", (replicas, comm.size // replicas), mesh_dim_names=names)
         self.mesh = {name: mesh[own] for name, own in zip(NAMES, names, strict=True)}
-        compressor, make = CASES[case]
         self.model = sharded(self.mesh["shard"], Wide())
-        self.optimizer = wrap(self.model, make(self.model.parameters()), self.mesh, compressor)
+        if case in RULES:
+            inner = AdamW(self.model.parameters(), lr=0.01)
+            named = self.model.named_parameters()
+            self.optimizer: Any = RULES[case].attach(inner, named, mesh=self.mesh["replicate"])
+        else:
+            compressor, make = CASES[case]
+            self.optimizer = wrap(self.model, make(self.model.parameters()), self.mesh, compressor)
 
     def train(self, *steps: int) -> dict[str, Tensor]:
         for step in steps:
@@ -78,8 +96,43 @@ class Training:
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         dgcopt.sharded.load(self.optimizer, folder)
 
+    def mean_weights(self) -> dict[str, Tensor]:
+        """The mean of the replicas' weights, without an end to the round in flight."""
+        averaging = self.optimizer.averaging
+        means = {
+            name: as_dtensor(averaging.comm.run(AllReduce(param.detach().clone())), param)
+            for param, name in averaging.names.items()
+        }
+        return {name: mean.full_tensor() for name, mean in means.items()}
+
+    def averaged_memory(self) -> dict[str, Tensor]:
+        """The memory of averaging as whole parameters: sums, but means where outer gradients are means."""
+        averaging = self.optimizer.averaging
+        entry = self.optimizer.state_dict()["averaging"]
+        params = {name: param for param, name in averaging.names.items()}
+        memory: dict[str, Tensor] = {}
+
+        def add(of: str, tensors: dict[str, dict[str, Tensor]], op: str, kinds: Sequence[str] | None = None) -> None:
+            for kind in sorted(tensors) if kinds is None else kinds:
+                for name in sorted(params):
+                    mine = tensors.get(kind, {}).get(name, torch.zeros_like(params[name], requires_grad=False))
+                    total = averaging.comm.run(AllReduce(mine.float(), op))  # type: ignore[arg-type]
+                    memory[f"{of} {kind} of {name}"] = as_dtensor(total, params[name]).full_tensor()
+
+        slow = ("slow anchor", "slow momentum") if isinstance(averaging.rule, dgcopt.SlowMo) else ()
+        add("averaging's", entry[STATE_KEY]["memory"], "sum", slow)
+        add("shared", entry[STATE_KEY]["shared"], "average")
+        for place, (outer, saved) in enumerate(zip(averaging.outers, entry.get("outers", ()), strict=True)):
+            add(f"outer {place}'s", saved[STATE_KEY]["memory"], "average", ("residual", "momentum"))
+            names = [*synchronised(outer).names.values()]  # type: ignore[union-attr]
+            momenta = {names[at]: values["momentum_buffer"] for at, values in saved["state"].items() if values}
+            add(f"outer {place}'s own", {"momentum": momenta}, "average")
+        return {name: tensor for name, tensor in memory.items() if tensor.any()}
+
     def sums(self) -> dict[str, Tensor]:
         """What all replicas keep, added up, as whole parameters."""
+        if self.optimizer.__dict__.get("averaging") is not None:
+            return self.averaged_memory()
         steps: Any = synchronised(self.optimizer)
         params = {name: param for param, name in steps.names.items()}
         held = memory_of(self.optimizer)
@@ -211,6 +264,48 @@ def _held(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [state["optimizer"][STATE_KEY] for state in states]
 
 
+def averaging_through_torch(case: str, comm: Comm) -> None:
+    """Averaging goes on with the same bits on the same mesh, each replica from its own weights."""
+    before = Training(comm, 2, case)
+    before.train(0, 1, 2)
+    with shared_folder(comm) as folder:
+        before.save(folder)
+        wanted = before.train(3, 4, 5)
+        after = Training(comm, 2, case)
+        with warnings_of_dgcopt() as told:
+            after.load(folder)
+            assert same(after.train(3, 4, 5), wanted)
+        assert not told, told
+        other = Training(comm, 2, "DGC and SGD")
+        with refused(comm, CheckpointError, "holds the state of averaging", "this optimizer has gradients"):
+            dgcopt.sharded.load(other.optimizer, folder)
+    assert same(after.sums(), before.sums())
+    assert after.optimizer.averaging.step == 6
+
+
+def averaging_onto_another_mesh(before: int, after: int, case: str, comm: Comm) -> None:
+    """Other replicas and shards: anchors and outer momentum are equal, means of weights and outer residuals stay."""
+    first = Training(comm, before, case)
+    first.train(0, 1, 2)
+    kept, weights = first.averaged_memory(), first.mean_weights()
+    with shared_folder(comm) as folder:
+        first.save(folder)
+        second = Training(comm, after, case)
+        second.train(0)  # what a load replaces
+        second.load(folder)
+    loaded = second.averaged_memory()
+    assert {*loaded} == {*kept}
+    with second.optimizer.averaging.averaged():
+        loaded |= {f"weight of {name}": tensor for name, tensor in whole(second.model).items()}
+    for name, tensor in (kept | {f"weight of {name}": one for name, one in weights.items()}).items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    assert second.optimizer.averaging.step == 3
+    second.train(3, 4, 5)
+    second.optimizer.averaging.average()
+    comm_of = second.optimizer.averaging.comm
+    dgcopt.check_replicas({name: param.to_local() for name, param in second.model.named_parameters()}, comm=comm_of)
+
+
 def wrong_checkpoints(comm: Comm) -> None:
     """A checkpoint without dgcopt's entry, and one of another model, are refused; a forgotten entry is told."""
     training = Training(comm, 2)
@@ -252,6 +347,19 @@ def warnings_of_dgcopt() -> Iterator[list[str]]:
 
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{f"sharded state: torch, {case}": functools.partial(through_torch, 2, case) for case in CASES},
+    **{f"sharded state: averaging, {case}": functools.partial(averaging_through_torch, case) for case in RULES},
+    **{
+        f"sharded state: averaging, {before} x {4 // before} to {after} x {4 // after}, {case}": functools.partial(
+            averaging_onto_another_mesh, before, after, case
+        )
+        for before, after, case in (
+            (2, 4, "DiLoCo"),
+            (4, 2, "DiLoCo"),
+            (4, 2, "SlowMo"),
+            (2, 4, "LocalSGD"),
+            (4, 2, "DiLoCo in fragments"),
+        )
+    },
     "sharded state: 2 x 2 to 4 x 1": functools.partial(onto_another_mesh, 2, 4, "DGC and SGD"),
     "sharded state: 4 x 1 to 2 x 2": functools.partial(onto_another_mesh, 4, 2, "DGC and SGD"),
     "sharded state: per rank": per_rank,
@@ -261,6 +369,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
 
 OF_SIX: dict[str, Callable[[Comm], Any]] = {
     "sharded state: 2 x 3 to 3 x 2": functools.partial(onto_another_mesh, 2, 3, "DGC and SGD"),
+    "sharded state: averaging, 2 x 3 to 3 x 2, DiLoCo": functools.partial(averaging_onto_another_mesh, 2, 3, "DiLoCo"),
     "sharded state: 3 x 2 to 2 x 3": functools.partial(onto_another_mesh, 3, 2, "TopK and AdamW"),
     "sharded state: 3 x 2, other numbers of replicas": per_rank_among_other_replicas,
 }

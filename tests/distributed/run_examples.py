@@ -1,4 +1,4 @@
-"""Many examples in one launch, each as it would run by itself: run_examples.py [--LIBRARY] EXAMPLE[,ARGUMENT...] ...
+"""Many examples in one launch, each as it would run by itself: run_examples.py [--LIBRARY] EXAMPLE ...
 
 LIBRARY is what the examples that follow get for `dgcopt.hvd`: `--dgcopt`, the default, itself; `--stock`, Horovod;
 `--beside`, Horovod with the `DistributedOptimizer` of dgcopt. What an example raises is printed, and the next one goes
@@ -39,8 +39,7 @@ def main() -> None:
             continue
         sys.modules.pop("digits_hvd", None)
         sys.modules["dgcopt.hvd"] = dgcopt.hvd = library
-        name, *own = word.split(",")
-        sys.argv = [str(FOLDER / f"{name}.py"), *words, *own]
+        sys.argv = [str(FOLDER / f"{word}.py"), *words]
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except Exception:

@@ -153,7 +153,7 @@ class TestExactResumption:
         assert 0.2 < evaluation["accuracy"] < 1
 
     def test_evaluate_with_other_workers(self, task: Callable[..., dict[str, Any]], straight: Path) -> None:
-        """The model is measured as it was: what was held back is not in it yet."""
+        """The model is measured as it was: the residual is not in it yet."""
         result = json.loads((straight / "result.json").read_text())
         evaluation = task(straight, "--evaluate", workers=1)
         assert evaluation["accuracy"] == result["accuracy"]

@@ -31,7 +31,7 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite tensors in place with rank `root_rank`'s, typically `model.state_dict()` before training.
 
-    `params` maps names to tensors, or lists pairs; values that are no tensors are passed over. All ranks must give the
+    `params` maps names to tensors, or lists pairs; values other than tensors are ignored. All ranks must give the
     same names, shapes and dtypes in the same order. `comm` is the wire; None is that of `dgcopt.init()`. Raises
     MismatchError, on every rank, if they differ, CommError if some do not come, and ConfigError for another argument.
     """

@@ -28,13 +28,14 @@ def flush_residuals(
     Args:
         exchanges: finished exchanges whose memory is committed and whose results are not written back.
         contexts: the memory of each bucket, without residuals afterwards.
-        used: which parameters some rank has a gradient of, all if None; those of which something has come, too, then.
+        used: True for parameters with a gradient on some rank, None if all have one. Parameters that receive a
+            residual become True.
         compressor: turns a residual into the gradient to add.
         scheduler: starts its collectives.
     """
     rests = {bucket: context.memory.take_unsent() for bucket, context in contexts.items()}
     here = [rest is not None and bool(s.view(rest).any()) for bucket, rest in rests.items() for s in bucket.segments]
-    there = iter((yield from scheduler.through(used_anywhere(here, "what is held back"))))
+    there = iter((yield from scheduler.through(used_anywhere(here, "unsent"))))
     for pending in exchanges:
         if isinstance(pending.of, Tensor):
             continue
@@ -43,7 +44,7 @@ def flush_residuals(
         if not any(held):
             continue
         mine = bucket.empty() if rest is None else compressor.as_gradient(rest, context).to(context.dtype)
-        label = f"what was held back of {pending.label}"
+        label = f"residual of {pending.label}"
         mean = yield scheduler.start(AllReduce(mine * context.place.prescale, op=context.op), label)
         assert pending.result is not None
         result = context.dense(pending.result)

@@ -236,8 +236,8 @@ def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank:
             lost.setdefault(f"({before[name]}) cannot be sent as {now}", []).append(repr(name))
     for why, names in lost.items():
         log.warning(
-            "dgcopt: rank %s: what was held back of parameter(s) %s%s %s and is dropped. To lose nothing, keep to the "
-            "compressor that kept it. DGC, with ratio=1 and the same source, sends all of it in two steps: save then",
+            "dgcopt: rank %s: the residual of parameter(s) %s%s %s and is dropped. To lose nothing, resume with the "
+            "compressor that saved it. DGC(ratio=1) with the same source sends all of it in two steps: save then",
             *(rank, ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else "", why),
         )
 

@@ -1,10 +1,9 @@
 """The vote of a step: all ranks learn the state of the others before any uses the results of an exchange.
 
-Buckets are sent while backward runs, in the hope that all goes well. Before any result is used, every rank tells the
-others whether its gradients are finite, whether they are still those that it sent, and where it stands: by an allreduce
-of 44 bytes, whatever their number. Only if that says that some rank stands apart, in that its gradients are not finite,
-it has no data, is at another step, trains other parameters or has other settings, do all tell their ballots, 16 bytes
-each, so that the rank can be named. The votes travel in a group of their own, so they do not wait for buckets.
+Buckets leave during backward, before a rank knows the state of the others. Before any result is used, all ranks vote by
+one allreduce of 44 bytes at any world size: are all gradients finite and unchanged since they were sent, and do all
+ranks have data, the same step, parameters and settings? Only if some rank differs do they gather all ballots, 16 bytes
+each, so that an error can name the rank. Votes have a process group of their own and do not wait for buckets.
 """
 
 from __future__ import annotations

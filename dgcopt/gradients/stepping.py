@@ -243,9 +243,9 @@ class Stepping(StepHooks):
         self._tell(param)
 
     def _step_without_data(self) -> None:
-        """The step of a rank that has run out of data, after the others' gradients were averaged without it.
+        """Take the step of a rank without data, after the others have averaged their gradients.
 
-        Its loop, which has ended, sets no gradient to zero any more: none may be left to be added to in the next one.
+        Its loop has ended and zeroes no gradients, so this does: the next loop would add to them.
         """
         assert self.engine is not None
         self._grads = Grads.VOID if self.engine.void else Grads.FINAL

@@ -19,7 +19,7 @@ def firsts(counts: Tensor, device: torch.device) -> Tensor:
 
 
 def by_row(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of every element, which row it lies in, and its number there."""
+    """Return the row of every element, and its number within the row."""
     total = int(counts.sum())
     row = torch.arange(len(counts), device=device).repeat_interleave(sent(counts, device), output_size=total)
     return row, torch.arange(total, device=device) - firsts(counts, device)[row]

@@ -1,1 +1,1 @@
-"""Which exchange is fastest here: measure the link, predict the step, choose."""
+"""The choice of the fastest exchange: measure the link, predict the step, choose."""

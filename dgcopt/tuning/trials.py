@@ -37,7 +37,7 @@ PAUSE, LONGEST_PAUSE = 4, 1024
 
 
 class Phase(Enum):
-    """What the next steps are for."""
+    """The purpose of the next steps."""
 
     WATCH = "watch"
     PREDICT = "predict"

@@ -214,7 +214,7 @@ def test_one_is_not_one_percent(kind: Any, caplog: pytest.LogCaptureFixture) -> 
 
 def test_gradients_that_are_missing_from_adams_moments(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dgcopt")
-    hint = "Adam's moments see only what has arrived"
+    hint = "Adam's moments are of the compressed mean"
     params = list(small_model().parameters())
     for optimizer, compressor, is_hinted in (
         (torch.optim.Adam(params), dgcopt.TopK(0.01), True),

@@ -112,8 +112,8 @@ class HookSettings:
         self.compressor.attach(optimizer)
         if self._would_send_updates and updates_add_up(optimizer):
             log.info(
-                "dgcopt: gradients travel, and %s's moments see only what has arrived of them; in place of DDP, "
-                "dgcopt.DistributedOptimizer sends the updates that it makes of whole ones",
+                "dgcopt: ddp_hook sends gradients, so %s's moments are of the compressed mean. "
+                "dgcopt.DistributedOptimizer without DDP sends updates from complete local gradients instead",
                 type(optimizer).__name__,
             )
         self.attached = AttachedOptimizer(optimizer, self.compressor, is_alone, averaged, names)

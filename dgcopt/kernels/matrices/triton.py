@@ -147,7 +147,7 @@ def _each_tile(flat: Tensor, matrices: Matrices, frequencies: Tensor, how: str, 
 
 
 _ROWS, _COLUMNS = 16, 128
-"""Of the tile that one program works on."""
+"""Edge of the tile of one program."""
 
 
 @triton.jit

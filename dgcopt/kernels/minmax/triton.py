@@ -125,6 +125,6 @@ def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Te
 
 
 def _outermost(ends: Tensor) -> Tensor:
-    """Of the ends of each row's parts; -0 as 0."""
+    """Return the extremes of each row from those of its parts; -0 as 0."""
     smallest, largest = ends.unbind(2)
     return torch.stack((smallest.amin(1), largest.amax(1)), 1) + 0.0

@@ -61,7 +61,7 @@ def rice_unpack(packed: Tensor, counts: Tensor, b: int, numel: int, length: int)
 
 
 def _check_rows(indices: Tensor, counts: Tensor) -> tuple[int, int]:
-    """How many rows there are, and their length."""
+    """Return the number of rows and their length."""
     check_flat(len(counts), counts, dtype=torch.int64)
     if indices.dtype != torch.int64 or indices.dim() != 2 or len(indices) != len(counts) or not is_flat(indices):
         raise ValueError(f"{len(counts)} rows of int64 are needed, not {tuple(indices.shape)} of {indices.dtype}")

@@ -118,12 +118,12 @@ def _unary(counts: Tensor, b: int) -> Tensor:
 
 
 def _there(indices: Tensor, counts: Tensor) -> Tensor:
-    """Which elements of the rows count."""
+    """Return a mask of the valid elements of each row."""
     return torch.arange(indices.shape[1], device=indices.device) < counts.unsqueeze(1)
 
 
 def _gaps(indices: Tensor) -> Tensor:
-    """How many positions lie between an index and the one before it in its row."""
+    """Return the gap between each index and its predecessor in the row."""
     return indices.diff(dim=1, prepend=indices.new_full((len(indices), 1), -1)) - 1
 
 

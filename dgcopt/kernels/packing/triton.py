@@ -104,7 +104,7 @@ def _unary(count, b):
 
 @triton.jit
 def _gaps(indices, first, at, there):
-    """How many positions lie between indices of a row and those before them."""
+    """Return the gap between each index of a row and its predecessor."""
     before = tl.load(indices + first + at - 1, mask=there & (at > 0), other=-1)
     return tl.load(indices + first + at, mask=there, other=0) - before - 1
 

@@ -67,7 +67,7 @@ def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def blocks_of(values: Tensor) -> int:
-    """How many blocks there are of flat float32 values; raises ValueError for other tensors."""
+    """Return the number of blocks of flat float32 values. Raises ValueError for other tensors."""
     check_flat(len(values), values, dtype=torch.float32)
     if len(values) % BLOCK:
         raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {len(values)} elements")

@@ -145,7 +145,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Which chunks of a flat tensor there are, and how many elements of each are selected.
+    """The chunks of a flat tensor, and the number of elements selected from each.
 
     Args:
         spans: start and stop of each chunk, in order; each starts on a block boundary.
@@ -159,7 +159,7 @@ class Chunks:
 
     @cached_property
     def count(self) -> int:
-        """How many elements are selected."""
+        """Number of selected elements."""
         return sum(self.counts)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Whether kernels in Triton can be used; Triton itself is imported with the first CUDA tensor."""
+"""The check for a usable Triton, which itself is imported with the first CUDA tensor."""
 
 from __future__ import annotations
 

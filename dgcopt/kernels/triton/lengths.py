@@ -17,7 +17,7 @@ def check_length(numel: int, *tensors: Tensor) -> None:
 
 
 def blocks_of(values: Tensor) -> int:
-    """How many blocks there are; raises ValueError if the last one is not whole."""
+    """Return the number of blocks. Raises ValueError if the last one is incomplete."""
     if values.numel() % BLOCK:
         raise ValueError(f"whole blocks of {BLOCK} elements are needed, not {values.numel()} elements")
     return values.numel() // BLOCK

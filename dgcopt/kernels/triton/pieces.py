@@ -21,7 +21,7 @@ _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 @triton.jit
 def piece_of(at, firsts, count):
-    """Which piece something is of, a tile or an element, by each one's first."""
+    """Return the piece that contains a tile or an element, from the first tile or element of each piece."""
     low = at * 0
     high = low + count
     left = tl.zeros((), tl.int32) + count
@@ -45,7 +45,7 @@ def begins(addresses, piece, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False)
 
 @triton.jit
 def tile_of(firsts, count, SIZE: tl.constexpr):
-    """Which piece this program's tile is of, and its first element there."""
+    """Return the piece of this program's tile, and the tile's first element in it."""
     piece = piece_of(tl.program_id(0), firsts, count)
     return piece, (tl.program_id(0) - tl.load(firsts + piece)) * SIZE
 

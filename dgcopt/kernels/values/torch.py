@@ -53,7 +53,7 @@ def of_levels(fields: Tensor, levels: Tensor, block: int, cuts: Tensor | None = 
 
 
 def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Of the magnitudes in each block: their mean, twice; or for a `count` of 2 the means below and above a split.
+    """Return the mean magnitude of each block, twice; with `count` 2, the means below and above a split.
 
     The split is halfway between those, nearly (Lloyd 1982). NaN and Inf count as 0, in sums of the order of
     `sum_of_rows`.
@@ -74,7 +74,7 @@ def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) ->
 
 
 def _sums_above(sizes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the magnitudes in each row that are above its `least`: their sum, and how many they are."""
+    """Return the sum and the number of the magnitudes above `least` in each row."""
     above = (sizes > least.unsqueeze(1)) & (sizes >= 0)
     return sum_of_rows(torch.where(above, sizes, 0)), above.sum(1, dtype=torch.float32)
 
@@ -96,5 +96,5 @@ def _out_of_blocks(blocks: Tensor, numel: int, cuts: Tensor | None) -> Tensor:
 
 
 def _there(cuts: Tensor, block: int) -> Tensor:
-    """Which places of a block are taken."""
+    """Return a mask of the elements within each block."""
     return torch.arange(block, device=cuts.device) < cuts.diff().unsqueeze(1)

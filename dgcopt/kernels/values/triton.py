@@ -73,7 +73,7 @@ def _of_levels(fields, levels, count, cuts, numel, block, values, CUTS: tl.const
 
 @triton.jit
 def _sum_above(sizes, there, least, DOUBLINGS: tl.constexpr):
-    """Of the magnitudes above `least`: their sum, and how many they are."""
+    """Return the sum and the number of the magnitudes above `least`."""
     above = there & (sizes > least)
     part = tl.sum(sum_of_rows(tl.where(above, sizes, 0.0)[None, :], 1, DOUBLINGS), 0)
     return part, tl.sum(above.to(tl.int32), 0).to(tl.float32)
@@ -165,7 +165,7 @@ def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) ->
 
 
 def _blocks(numel: int, block: int, cuts: Tensor | None) -> tuple[int, dict[str, Any]]:
-    """How many blocks there are, and how a program sees them."""
+    """Return the number of blocks and the shape of one in a program."""
     width = triton.next_power_of_2(block)
     settings = {"CUTS": cuts is not None, "WIDTH": width, "num_warps": 2 if width <= 512 else 4, **UNFUSED}
     return triton.cdiv(numel, block) if cuts is None else len(cuts) - 1, settings

@@ -385,7 +385,7 @@ def zero_redundancy_optimizer(comm: Comm) -> None:
 
 @only(wires=["torch"])
 def zero_redundancy_optimizer_loses_nothing(comm: Comm) -> None:
-    """Below ratio 1, what was applied and what is held back are all gradients; also through its own state_dict."""
+    """Below ratio 1, applied gradients and residuals add up to all gradients; also through its own state_dict."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def make(named: Iterable[tuple[str, Tensor]]) -> Optimizer:

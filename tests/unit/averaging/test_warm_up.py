@@ -1,4 +1,4 @@
-"""A warm-up of averaged weights, in which gradients travel compressed: its last step sends what was held back."""
+"""A warm-up of averaged weights, in which gradients travel compressed: its last step flushes the residuals."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_what_would_count_for_something_else_is_dropped_with_a_warning(
 
 
 def plain(state: Any) -> Any:
-    """The state without what was held back."""
+    """The state without the residual."""
     state = copy.deepcopy(state)
     state["optimizer"]["dgcopt"]["memory"] = {}
     return state

@@ -19,7 +19,7 @@ from .member import PLAIN, Member, gathered
 def loss_scaling(comm: Comm) -> None:
     """An overflow is that rank's alone, or all ranks' while gradients are averaged, or its machine's.
 
-    In a warm-up such a step does not count, and what is held back is free of the scale.
+    In a warm-up such a step does not count, and the residual is free of the scale.
     """
     last, pairs = comm.size - 1, comm.wire != "mpi" and comm.size == 4
     mates: dict[str, set[int]] = {"alone": {last}, "warm-up": set(range(comm.size))}
@@ -62,7 +62,7 @@ def loss_scaling(comm: Comm) -> None:
             scaler.scale(mse_loss(model(x), y)).backward()
             scaler.step(optimizer)
         ends.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
-    assert torch.equal(*ends), "what was held back counted for more, or less, with the scale"
+    assert torch.equal(*ends), "the residual was scaled"
 
 
 def gradients_within_a_machine_and_weights_over_all(comm: Comm) -> None:

@@ -35,7 +35,7 @@ def rounding(comm: Comm, real: float) -> float:
 
 
 def bits_of(model: nn.Module, optimizer: Any) -> str:
-    """Parameters, the optimizer's state, what is held back, and the position in schedules."""
+    """Parameters, the optimizer's state, residuals, and the position in schedules."""
     state = optimizer.state_dict()
     kept = state.get("dgcopt", {"memory": {}, "step": 0})
     memory = {kind: dict(sorted(by_name.items())) for kind, by_name in sorted(kept["memory"].items())}

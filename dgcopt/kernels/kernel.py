@@ -62,10 +62,10 @@ class Kernel(Generic[P, R]):
 
     def implementation(self, *arguments: Any) -> Callable[P, R]:
         """Return the implementation that runs on the arguments."""
-        operands = arguments if self.operands is None else self.operands(*arguments)
-        tensors = list(tensors_in(operands))
+        operands = self._operands(arguments)
+        tensors = tensors_in(operands)
         if tensors and tensors[0].is_cpu:
-            if library.instructions() and all(x.is_cpu for x in tensors) and self.fits(operands, library.FLOATS):
+            if library.instructions() and self._fits(operands, tensors, library.FLOATS):
                 return self.native
         elif any(x.is_cuda for x in tensors) and has_triton() and self.in_triton:
             if len({x.device for x in tensors}) == 1 and self.takes_triton(*arguments):
@@ -73,17 +73,26 @@ class Kernel(Generic[P, R]):
             _warn_of_torch(self.specification.__name__, tensors)
         return self.specification
 
-    def fits(self, operands: Iterable[Any], floats: Iterable[torch.dtype] = HALVES) -> bool:
-        """True if all tensors have the layout and the dtypes of the operation, and of `floats`."""
-        for x in tensors_in(operands):
-            if not self.layout(x) or (x.is_floating_point() and not (x.dtype in self.floats and x.dtype in floats)):
-                return False
-        return len({x.dtype for some in operands if isinstance(some, list | tuple) for x in tensors_in(some)}) <= 1
-
     def takes_triton(self, *arguments: Any) -> bool:
         """True if the implementation in Triton takes the arguments, wherever they lie."""
-        operands = arguments if self.operands is None else self.operands(*arguments)
-        return (self.in_triton is True or self.in_triton(*arguments)) and self.fits(operands)  # type: ignore[operator]
+        if not (self.in_triton is True or (callable(self.in_triton) and self.in_triton(*arguments))):
+            return False
+        operands = self._operands(arguments)
+        return self._fits(operands, tensors_in(operands), HALVES)
+
+    def _operands(self, arguments: tuple[Any, ...]) -> Iterable[Any]:
+        return arguments if self.operands is None else self.operands(*arguments)
+
+    def _fits(self, operands: Iterable[Any], tensors: list[Tensor], floats: Iterable[torch.dtype]) -> bool:
+        """True if all tensors lie on one type of device, and have the layout and the dtypes of the operation."""
+        is_cpu, layout = bool(tensors) and tensors[0].is_cpu, self.layout
+        for x in tensors:
+            if x.is_cpu is not is_cpu or not layout(x):
+                return False
+            if x.is_floating_point() and not (x.dtype in self.floats and x.dtype in floats):
+                return False
+        listed = [some for some in operands if isinstance(some, list | tuple)]
+        return not listed or len({x.dtype for some in listed for x in tensors_in(some)}) <= 1
 
     @functools.cached_property
     def triton(self) -> Callable[P, R]:
@@ -93,7 +102,7 @@ class Kernel(Generic[P, R]):
 
         @functools.wraps(self.specification)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with torch.cuda.device_of(next(tensors_in(args))):
+            with torch.cuda.device_of(tensors_in(args)[0]):
                 return inner(*args, **kwargs)
 
         return run

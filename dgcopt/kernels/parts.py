@@ -58,14 +58,16 @@ class Mixture:
         return Mixture(self.keep, self.add, starts, parts)
 
 
-def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield all tensors among the arguments, in lists, parts and mixtures."""
+def tensors_in(arguments: Iterable[Any]) -> list[Tensor]:
+    """Return all tensors among the arguments, in lists, parts and mixtures."""
+    tensors: list[Tensor] = []
     for x in arguments:
         if isinstance(x, Tensor):
-            yield x
+            tensors.append(x)
         elif isinstance(x, Parts):
-            yield from (part for part in x.tensors if part is not None)
+            tensors += [part for part in x.tensors if part is not None]
         elif isinstance(x, Mixture):
-            yield from x.parts
+            tensors += x.parts
         elif isinstance(x, list | tuple):
-            yield from tensors_in(x)
+            tensors += tensors_in(x)
+    return tensors

@@ -73,9 +73,10 @@ class AttachedOptimizer(StepHooks):
         """Raise ConfigError if another optimizer of the same parameters has stepped in its place."""
         if other is not self.optimizer and not parameters_of(other).isdisjoint(self.averaged()):
             raise ConfigError(
-                f"{type(other).__name__} has stepped parameters of DDP, but ddp_hook was given another optimizer, which "
-                f"has never stepped: momentum that the compressor takes over would be applied twice. Give ddp_hook the "
-                f"optimizer that steps, or call state.attach(optimizer) with it before the first backward pass."
+                f"{type(other).__name__} has stepped parameters of DDP, but ddp_hook was given another optimizer, "
+                f"which has never stepped: momentum that the compressor takes over would be applied twice. Give "
+                f"ddp_hook the optimizer that steps, or call state.attach(optimizer) with it before the first backward "
+                f"pass."
             )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

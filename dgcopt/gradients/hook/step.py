@@ -257,9 +257,9 @@ class HookStep(Step):
             self._warned = True
             log.warning(
                 "dgcopt: rank %d, step %d: ddp_hook has exchanged gradients twice, and %s has not stepped in between. "
-                "%s's residual now contains both gradients, even if the first was zeroed since, so training goes wrong. Run "
-                "backward passes without a step (accumulation; a GAN's discriminator while the generator is trained) "
-                "inside ddp_model.no_sync(), where nothing is sent",
+                "%s's residual now contains both gradients, even if the first was zeroed since, so training goes "
+                "wrong. Run backward passes without a step (accumulation; a GAN's discriminator while the generator "
+                "is trained) inside ddp_model.no_sync(), where nothing is sent",
                 *(self.comm.rank, self._memory.step - 1, type(attached.optimizer).__name__),
                 type(self._settings.compressor).__name__,
             )

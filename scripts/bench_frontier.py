@@ -382,13 +382,13 @@ def swept(method: Method, results: Results) -> tuple[dict[Run, dict[str, float]]
         best = points[min(losses, key=losses.__getitem__)] if losses else start
         moves = [(name, best[name] + by) for name in best for by in (-1, 1) if best[name] + by in method.grid[name]]
         ahead = [best, *({**best, name: place} for name, place in moves)]
-        point = next((point for point in ahead if run_at(point) not in losses), None)
-        if point is None:
-            return finished(), None
-        run = run_at(point)
+        unseen = [point for point in ahead if run_at(point) not in losses]
+        run_before = [point for point in unseen if results.loss(run_at(point)) is not None]
+        if not run_before:
+            return finished(), run_at(unseen[0]) if unseen else None
+        run, point = run_at(run_before[0]), run_before[0]
         loss = results.loss(run)
-        if loss is None:
-            return finished(), run
+        assert loss is not None
         losses[run], points[run] = loss, point
 
 

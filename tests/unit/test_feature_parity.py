@@ -1,4 +1,4 @@
-"""docs/feature-parity.md: every public name, setting and test on it exists, and each missing feature has a reason."""
+"""docs/feature-parity.md and the loops of docs/sharded.md: every name and test on them exists, or a reason is given."""
 
 from __future__ import annotations
 
@@ -85,3 +85,20 @@ def test_an_unknown_name_is_found(name: str) -> None:
 def test_an_unknown_test_is_found(name: str) -> None:
     with pytest.raises(AssertionError):
         check_test(name)
+
+
+def loops_of_sharded() -> list[list[str]]:
+    page = (ROOT / "docs" / "sharded.md").read_text()
+    table = page[page.index("## Every loop, and its test") :].split("\n\n")[2]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("row", loops_of_sharded(), ids=lambda row: row[0].strip("| ").replace("`", ""))
+def test_a_loop_has_tests_or_reasons(row: list[str]) -> None:
+    _, *cells = row
+    assert len(cells) == 4
+    for cell in cells:
+        tests = [name for name in named(cell) if "::" in name or ": " in name]
+        assert tests or len(cell.split()) > 2, f"{cell!r} is neither a test nor a reason"
+        for name in tests:
+            check_test(name)

@@ -1,4 +1,4 @@
-"""Sharded parameters in real processes over Gloo: a launch of four ranks and one of six, a test per scenario."""
+"""Sharded parameters in real processes over Gloo: two launches of four ranks and one of six, a test per scenario."""
 
 import functools
 from pathlib import Path
@@ -6,30 +6,31 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.scenarios.in_shards import IN_SHARDS, IN_SHARDS_OF_SIX
+from tests.distributed.scenarios.in_shards import IN_SHARDS, IN_SHARDS_OF_SIX, KEPT_IN_SHARDS
 from tests.support.launching import PROGRAMS, ROOT, Outcome, assert_ended, assert_passed, launch, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(500)]
 
-CASES = [(4, name) for name in IN_SHARDS] + [(6, name) for name in IN_SHARDS_OF_SIX]
+LAUNCHES = {"gradients": (4, IN_SHARDS), "kept": (4, KEPT_IN_SHARDS), "six": (6, IN_SHARDS_OF_SIX)}
+CASES = [(launched, name) for launched, (_, names) in LAUNCHES.items() for name in names]
 
 
 @functools.cache
-def outcome_of(size: int) -> Outcome:
+def outcome_of(launched: str) -> Outcome:
     if missing("torch"):
         pytest.skip(missing("torch"))
-    names = IN_SHARDS if size == 4 else IN_SHARDS_OF_SIX
+    size, names = LAUNCHES[launched]
     return launch("torch", size, [str(PROGRAMS / "worker.py"), *names], limit=400, compiler=True)
 
 
-@pytest.mark.parametrize(("size", "name"), CASES)
-def test_scenario(size: int, name: str) -> None:
-    assert_passed("torch", size, outcome_of(size), name)
+@pytest.mark.parametrize(("launched", "name"), CASES)
+def test_scenario(launched: str, name: str) -> None:
+    assert_passed("torch", LAUNCHES[launched][0], outcome_of(launched), name)
 
 
-@pytest.mark.parametrize("size", [4, 6])
-def test_ends(size: int) -> None:
-    assert_ended(outcome_of(size))
+@pytest.mark.parametrize("launched", LAUNCHES)
+def test_ends(launched: str) -> None:
+    assert_ended(outcome_of(launched))
 
 
 def ran(example: str, *arguments: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 import dgcopt
 from dgcopt.collectives import AllGather
@@ -48,10 +49,16 @@ def main() -> int:
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
+    before = set(groups())
+
     def agree(name: str, error: str) -> bool:
         """Whether a rank has failed; if one left the scenario half-way this raises, and nothing more is tried."""
         flag = AllGather(torch.tensor([error != ""]), label=f"end of {name}")
-        return name != names[-1] and bool(comm.run(flag).any())
+        any_failed = name != names[-1] and bool(comm.run(flag).any())
+        if name.startswith("sharded"):
+            for group in set(groups()) - before:
+                torch.distributed.destroy_process_group(group)
+        return any_failed
 
     failed = run(names, lambda name: scenarios[name](comm), agree, rank=comm.rank, wire=comm.wire)
     left = leave_while_others_exchange(comm) if names[-1] in asynchronous.SCENARIOS else None
@@ -62,6 +69,16 @@ def main() -> int:
     if JOIN_FIRST == "torch":
         torch.distributed.destroy_process_group()
     return int(failed)
+
+
+def groups() -> list[Any]:
+    """Return torch's process groups but those of meshes, which scenarios share.
+
+    Gloo's threads wake up a hundred times a second for each of them, also where nothing uses it any more.
+    """
+    if not torch.distributed.is_initialized():
+        return []
+    return [group for group in distributed_c10d._world.pg_map if not group.group_desc.startswith("mesh")]
 
 
 def run(

@@ -36,9 +36,10 @@ try:
     from tqdm import tqdm
 
     import dgcopt
-    from dgcopt import checkpoint, elastic
+    from dgcopt import elastic
     from dgcopt.collectives import AllReduce, Broadcast
     from dgcopt.comm import DEADLINE, Comm
+    from dgcopt.flat.optimizer_state import STATE_KEY
     from dgcopt.tasks.config import Parser
     from dgcopt.tasks.shard import Shard
 except ModuleNotFoundError as error:
@@ -266,8 +267,8 @@ class Trainer:
         if before == size:
             return
         kept = self.optimizer.state_dict()
-        if settings.averaging is None and checkpoint.STATE_KEY in kept:
-            kept[checkpoint.STATE_KEY]["step"] = round(self.position * self.steps_per_epoch)  # of the ratio's warm-up
+        if settings.averaging is None and STATE_KEY in kept:
+            kept[STATE_KEY]["step"] = round(self.position * self.steps_per_epoch)  # of the ratio's warm-up
             self.optimizer.load_state_dict(kept)
         torch.manual_seed(
             hash((settings.seed, state.step, self.comm.rank))

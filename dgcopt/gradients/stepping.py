@@ -216,6 +216,9 @@ class Stepping(StepHooks):
         reference = weakref.ref(self)
 
         def tell(param: Tensor) -> None:
+            if torch.compiler.is_dynamo_compiling():
+                tell_untraced(param)
+                return
             steps = reference()
             if steps is None:
                 return
@@ -236,7 +239,8 @@ class Stepping(StepHooks):
                     torch.distributed.algorithms.Join.notify_join_context(steps.optimizer)  # type: ignore[arg-type]
                 engine.arrived(param)
 
-        return untraced(tell)
+        tell_untraced = untraced(tell)  # called only while tracing, as it takes ten calls for each gradient
+        return tell
 
     def gradient_arrived(self, param: Tensor) -> None:
         """Take in `param.grad` after an addition; called by autograd, or by code that makes gradients without it."""

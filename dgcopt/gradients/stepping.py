@@ -310,7 +310,7 @@ class Stepping(StepHooks):
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=7,
+                    stacklevel=8,  # of the line that called `step`, past the hooks of torch and the compiler's wrapper
                 )
             self._average()
 

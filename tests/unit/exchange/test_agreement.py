@@ -28,7 +28,11 @@ WARM = DGC(0.01, warmup=Warmup(ratios=(0.5, 0.25, 0.1), steps=2))
     [
         ({"ratio": (0.1, 0.2)}, "DGC(ratio=0.1, ...", "DGC(ratio=0.2, ..."),
         ({"values": ("fp32", "int8")}, "DGC(..., values='fp32', ...", "DGC(..., values='int8', ..."),
-        ({"reduce": ("owner", "auto"), "keep": (1.0, 2.0)}, "reduce='owner', keep=1.0)", "reduce='auto', keep=2.0)"),
+        (
+            {"reduce": ("owner", "auto"), "keep": (1.0, 2.0)},
+            "reduce='owner', keep=1.0, ...",
+            "reduce='auto', keep=2.0, ...",
+        ),
     ],
 )
 def test_of_long_settings_those_are_shown_that_differ(settings: dict[str, Any], first: str, second: str) -> None:

@@ -241,6 +241,7 @@ OTHERS: dict[str, list[Any]] = {
     "Outer | None": [sgd(0.3)],
     "Compressor | None": [dgcopt.DGC(0.25)],
     "dict[str, float] | None": [{"*.bias": 0.5}],
+    "dict[str, int] | None": [{"exp_avg": 4}],
     "Sequence[float]": [(), (0.5, 0.25)],
 }
 """Other values than the defaults, by type."""

@@ -42,9 +42,11 @@ def test_an_agent_gives_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "0.1.2 ended with 7, as 3 starts in a row" in caplog.text
 
 
-def test_all_ranks_are_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_ranks_are_lost(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Nobody has the state any more: the agent ends, as restarted ranks would wait for it."""
-    assert run_agent("import os, signal; os.kill(os.getpid(), signal.SIGKILL)") == 128 + 9
+    together = f"open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w').close()\n"
+    together += f"while len(os.listdir({str(tmp_path)!r})) < 2: time.sleep(0.001)\n"
+    assert run_agent(f"import os, signal, time\n{together}os.kill(os.getpid(), signal.SIGKILL)") == 128 + 9
     assert "all ranks are lost" in caplog.text
 
 

@@ -117,7 +117,7 @@ class InTriton(Implementation):
             return inner
 
         def outer(*operands: Any) -> Any:
-            stays = 1 if name.startswith("rice") or name == "of_owners" else None  # how many each row has
+            stays = 1 if name == "of_owners" else None  # the number of elements that each row has
             there = [x if place == stays else _moved(x, "cuda") for place, x in enumerate(operands)]
             found = inner(*there)
             for mine, theirs in zip(operands, there, strict=True):

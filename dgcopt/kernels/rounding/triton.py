@@ -13,7 +13,7 @@ from ..floats import Put
 from ..hashing.torch import halves
 from ..hashing.triton import KEY, drawn
 from ..packing.triton import GROUPS, pack, unpack
-from ..triton.floats import UNFUSED, finite, put
+from ..triton.floats import UNFUSED, finite, negated, put
 from ..triton.lengths import blocks_of, check_length
 from .torch import PER_BYTE
 
@@ -73,7 +73,7 @@ def _put_levels(
     scale = tl.load(scales + tl.load(place + group // _PER_BLOCK, mask=there, other=0), mask=there, other=0)
     level = fields & ((1 << BITS) - 1)
     size = level.to(tl.float32) * scale[:, None]
-    put(tl.where((fields >> BITS) > 0, -size, size), out, out, at, there[:, None], HOW)
+    put(tl.where((fields >> BITS) > 0, negated(size), size), out, out, at, there[:, None], HOW)
     tl.atomic_max(highest, tl.max(level))
 
 
@@ -95,7 +95,7 @@ def _put_powers(exponents, signs, numel, out, highest, HOW: tl.constexpr, GROUPS
     exponent = tl.load(exponents + at, mask=at < numel, other=0).to(tl.int32)
     size = (exponent << 23).to(tl.float32, bitcast=True)
     minus = unpack(signs, group, group * 8 < numel, 1)
-    put(tl.where(minus > 0, -size, size), out, out, at, at < numel, HOW)
+    put(tl.where(minus > 0, negated(size), size), out, out, at, at < numel, HOW)
     tl.atomic_max(highest, tl.max(exponent))
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..floats import LARGEST
 
-__all__ = ["UNFUSED", "finite", "magnitudes", "nearest", "put", "rounded", "wide"]
+__all__ = ["UNFUSED", "finite", "magnitudes", "nearest", "negated", "put", "rounded", "wide"]
 
 UNFUSED = {"enable_fp_fusion": False}
 """Tells Triton's compiler not to fuse multiplications with additions: `fma` is used if torch's own kernels fuse."""
@@ -50,11 +50,17 @@ def finite(x):
 
 
 @triton.jit
+def negated(x):
+    """-x, also of zero: Triton's own minus subtracts from 0, which makes 0 of 0 instead of -0."""
+    return x * -1.0
+
+
+@triton.jit
 def nearest(x):
     """The nearest whole number; of two the even one. Below 2^23 by adding that, as larger floats have no fraction."""
     size = tl.abs(x)
     whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
-    return tl.where(x < 0, -whole, whole)
+    return tl.where(x < 0, negated(whole), whole)
 
 
 @triton.jit

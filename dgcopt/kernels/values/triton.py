@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reductions.triton import sum_of_rows
-from ..triton.floats import UNFUSED, finite, nearest, rounded, wide
+from ..triton.floats import UNFUSED, finite, nearest, negated, rounded, wide
 from ..triton.lengths import check_length
 from .torch import SPAN
 
@@ -68,7 +68,7 @@ def _of_levels(fields, levels, count, cuts, numel, block, values, CUTS: tl.const
     field = tl.load(fields + at, mask=there, other=0).to(tl.int32)
     number = (field >> 1) & (count - 1)
     size = tl.load(levels + tl.program_id(0).to(tl.int64) * count + number, mask=there, other=0)
-    tl.store(values + at, tl.where((field & 1) > 0, -size, size), mask=there)
+    tl.store(values + at, tl.where((field & 1) > 0, negated(size), size), mask=there)
 
 
 @triton.jit

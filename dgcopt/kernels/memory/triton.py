@@ -60,41 +60,6 @@ def _added(
 
 
 @triton.jit
-def _tile(
-    v,
-    u,
-    g,
-    maxima,
-    beside,
-    rows,
-    at,
-    is_row,
-    there,
-    m,
-    keep,
-    scale,
-    WRITES: tl.constexpr,
-    BESIDE: tl.constexpr,
-    HAS_G: tl.constexpr,
-    MOVES: tl.constexpr,
-    DAMPENED: tl.constexpr,
-    NESTEROV: tl.constexpr,
-):
-    step, after = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    new = rounded(wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
-    new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
-    tl.store(maxima + rows, tl.max(magnitudes(new), 1).to(maxima.dtype.element_ty), mask=is_row)
-    if BESIDE:
-        tl.store(beside + at, new, mask=there)
-    if WRITES:
-        tl.store(v + at, new, mask=there)
-        if MOVES:
-            tl.store(u + at, rounded(after, u.dtype.element_ty), mask=there)
-        if HAS_G:
-            tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def _blocks(
     v,
     u,
@@ -116,50 +81,19 @@ def _blocks(
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if (tl.program_id(0).to(tl.int64) + 1) * ROWS * BLOCK <= numel:  # 16 bytes at a time, as no mask depends on places
-        is_row, there = tl.full((ROWS,), 1, tl.int1), tl.full((ROWS, BLOCK), 1, tl.int1)
-        _tile(
-            v,
-            u,
-            g,
-            maxima,
-            beside,
-            rows,
-            at,
-            is_row,
-            there,
-            m,
-            keep,
-            scale,
-            WRITES,
-            BESIDE,
-            HAS_G,
-            MOVES,
-            DAMPENED,
-            NESTEROV,
-        )
-    else:
-        is_row, there = rows * BLOCK < numel, at < numel
-        _tile(
-            v,
-            u,
-            g,
-            maxima,
-            beside,
-            rows,
-            at,
-            is_row,
-            there,
-            m,
-            keep,
-            scale,
-            WRITES,
-            BESIDE,
-            HAS_G,
-            MOVES,
-            DAMPENED,
-            NESTEROV,
-        )
+    there = at < numel
+    step, after = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
+    new = rounded(wide(tl.load(v + at, mask=there, other=0)) + step, v.dtype.element_ty)
+    new = tl.where(there, new, tl.zeros(at.shape, v.dtype.element_ty))
+    tl.store(maxima + rows, tl.max(magnitudes(new), 1).to(maxima.dtype.element_ty), mask=rows * BLOCK < numel)
+    if BESIDE:
+        tl.store(beside + at, new, mask=there)
+    if WRITES:
+        tl.store(v + at, new, mask=there)
+        if MOVES:
+            tl.store(u + at, rounded(after, u.dtype.element_ty), mask=there)
+        if HAS_G:
+            tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -193,27 +127,6 @@ def _some_blocks(
 
 
 @triton.jit
-def _move_tile(
-    u,
-    g,
-    at,
-    there,
-    m,
-    keep,
-    scale,
-    HAS_G: tl.constexpr,
-    MOVES: tl.constexpr,
-    DAMPENED: tl.constexpr,
-    NESTEROV: tl.constexpr,
-):
-    _, after = _added(u, g, at, there, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    if MOVES:
-        tl.store(u + at, rounded(after, u.dtype.element_ty), mask=there)
-    if HAS_G:
-        tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def _moves(
     u,
     g,
@@ -228,12 +141,12 @@ def _moves(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * ROWS * BLOCK
-    at = start + tl.arange(0, ROWS * BLOCK)
-    if start + ROWS * BLOCK <= numel:
-        _move_tile(u, g, at, tl.full((ROWS * BLOCK,), 1, tl.int1), m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
-    else:
-        _move_tile(u, g, at, at < numel, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
+    at = tl.program_id(0).to(tl.int64) * ROWS * BLOCK + tl.arange(0, ROWS * BLOCK)
+    _, after = _added(u, g, at, at < numel, m, keep, scale, HAS_G, MOVES, DAMPENED, NESTEROV)
+    if MOVES:
+        tl.store(u + at, rounded(after, u.dtype.element_ty), mask=at < numel)
+    if HAS_G:
+        tl.store(g + at, tl.zeros(at.shape, g.dtype.element_ty), mask=at < numel)
 
 
 @triton.jit

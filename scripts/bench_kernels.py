@@ -174,7 +174,7 @@ class Dgcopt:
             dgcopt.Context(Place(0, 1, "average", 0, b.kind, b.segments), Memory(b.segments)) for b in self.buckets
         ]
         for bucket in self.buckets:
-            bucket.in_place = self.compressor.in_place(bucket.kind)
+            bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
         (self.comm,) = dgcopt.simulated_world(1)
         self.bytes: defaultdict[Hashable, int] = defaultdict(int)
 
@@ -340,7 +340,7 @@ class OneRank:
             param.grad = gradient.clone()
         for bucket, context in zip(self.buckets, self.contexts, strict=True):
             context.certain = not self.early
-            bucket.in_place = self.compressor.in_place(bucket.kind)
+            bucket.in_place = bucket.is_cpu and self.compressor.in_place(bucket.kind)
             if bucket.in_place:
                 context.local = bucket.local(True, 1.0)
             else:

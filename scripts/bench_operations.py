@@ -4,9 +4,9 @@
     python scripts/bench_operations.py --numel 2000000 select round_levels
 
 A row for each operation that runs in Triton (C on a CPU), on random numbers. Its bytes are those of all tensors that it
-takes and returns, each counted once, which is less than it touches; of what is done at few positions (gather and its
-like) only the time says something. Launches are part of its time. Medians over the rounds, in which operations take
-turns with the copy.
+takes and returns, and once more of those that it reads and writes, such as momenta. Of operations at few positions
+(select, gather and their like) only the time says something. Launches are part of the time. Medians over the rounds,
+in which operations take turns with the copy.
 """
 
 from __future__ import annotations
@@ -135,6 +135,26 @@ def calls(n: int, device: torch.device) -> Iterator[tuple[str, tuple[Any, ...]]]
         yield "means", (x, 512, 2, cuts)
 
 
+UPDATED = {
+    "accumulate": (0, 1, 2),
+    "update_momentum": (0, 1),
+    "decay": (0, 1),
+    "mix": (0,),
+    "put_levels": (4,),
+    "put_trits": (3,),
+    "put_powers": (1,),
+    "put_minmax": (2,),
+    "put_product": (3,),
+}
+"""Places of the operands that an operation reads and writes; of those that put something, unless they set it."""
+
+
+def moved(name: str, operands: tuple[Any, ...], returned: Any) -> int:
+    """Return the bytes that an operation reads and writes."""
+    again = () if "set" in operands else UPDATED.get(name, ())
+    return nbytes(operands) + nbytes(returned) + sum(nbytes(operands[place]) for place in again)
+
+
 def nbytes(things: Any) -> int:
     """Of all tensors among them."""
     if isinstance(things, Tensor):
@@ -173,16 +193,16 @@ def main() -> None:
             continue
         kernel = getattr(kernels, name)
         runs = (lambda k=kernel, o=operands: k(*o), lambda k=kernel, o=operands: k.specification(*o))
-        moved = nbytes(operands) + nbytes(kernel(*operands))
+        size = moved(name, operands, kernel(*operands))
         turns = [
             [seconds(run, device) for run in (*runs, lambda: target.copy_(source))]
             for _ in range(WARMUP + arguments.rounds)
         ]
         ours, theirs, copy = (statistics.median(column) for column in zip(*turns[WARMUP:], strict=True))
-        speed, of_copy = 1e-9 * moved / ours, 1e-9 * nbytes((source, target)) / copy
-        cells = f"{1e-6 * moved:.0f} | {1e3 * ours:.3f} | {speed:.1f} | {speed / of_copy:.0%}"
+        speed, of_copy = 1e-9 * size / ours, 1e-9 * nbytes((source, target)) / copy
+        cells = f"{1e-6 * size:.0f} | {1e3 * ours:.3f} | {speed:.1f} | {speed / of_copy:.0%}"
         print(f"| {name} | {cells} | {1e3 * theirs:.3f} | {theirs / ours:.1f}x |", flush=True)
-        records.append({"operation": name, "bytes": moved, "seconds": ours, "torch": theirs, "copy GB/s": of_copy})
+        records.append({"operation": name, "bytes": size, "seconds": ours, "torch": theirs, "copy GB/s": of_copy})
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=1))
 

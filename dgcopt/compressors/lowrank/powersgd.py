@@ -230,7 +230,8 @@ class _Stack:
         """Write the products `left` `right`^T, and subtract them from `less`."""
         for place, segment in enumerate(self.segments):
             span = slice(segment.start, segment.stop)
-            put_product(left[place], right[place], flat[span], None if less is None else less[span])
+            factors = left[place].contiguous(), right[place].contiguous()  # QR returns columns
+            put_product(*factors, flat[span], None if less is None else less[span])
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [flat[s.start : s.stop].view(self.rows, self.columns) for s in self.segments]
@@ -248,7 +249,7 @@ class _Square(_Stack):
 
     def write(self, left: Tensor, right: Tensor, flat: Tensor, less: Tensor | None) -> None:
         values, start = flat.new_empty(self.rows**2), 0
-        put_product(left[0], right[0], values, None)
+        put_product(left[0].contiguous(), right[0].contiguous(), values, None)
         for span in self.spans:
             part = values[start : start + span.stop - span.start]
             flat[span] = part

@@ -83,7 +83,7 @@ class Averaging(Rule):
                 f"agree on a round. Average sharded parameters by LocalSGD, SlowMo or DiLoCo"
             )
         compression = getattr(self, "compression", None) or NoCompression()
-        if compression.clips_model:
+        if any(each.clips_model for each in compression.parts()):
             raise ConfigError(
                 f"LocalClip(per='model') in {compression!r} clips the norm of a rank's outer gradient, and each rank "
                 f"has shards of it: clip per='tensor'"

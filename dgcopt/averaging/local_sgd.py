@@ -37,12 +37,12 @@ class LocalSGD(Averaging):
             the exchange and is applied to the weights after it.
 
     Costs an allreduce of the weights every H steps, and one of the same size for each average of a state. Raises
-    ConfigError for an H below 1, for a `node_every` that does not divide it, and at the first average for a state that
-    the optimizer does not have. Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; Lin et
-    al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local, hierarchical); Iacob et al., "DES-LOC:
-    Desynced Low Communication Adaptive Optimizers for Training Foundation Models", arXiv:2505.22549. The exchange
-    follows step H, 2H, ..., as in fairscale and torchft; torch's PeriodicModelAverager exchanges after step 1, H + 1,
-    ...
+    ConfigError for an H or a period in `state_every` below 1, for a `node_every` that does not divide H, and at the
+    first average for a state that the optimizer does not have. Sources: Stich, "Local SGD Converges Fast and
+    Communicates Little", ICLR 2019; Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local,
+    hierarchical); Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation
+    Models", arXiv:2505.22549. The exchange follows step H, 2H, ..., as in fairscale and torchft; torch's
+    PeriodicModelAverager exchanges after step 1, H + 1, ...
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class LocalSGD(Averaging):
         if not isinstance(self.state_every, dict):
             raise ConfigError(f'state_every must be steps by name, such as {{"exp_avg": 24}}, not {state_every!r}')
         for name, steps in self.state_every.items():
+            if not isinstance(name, str):
+                raise ConfigError(f'state_every must name states by strings, such as "exp_avg", not by {name!r}')
             check_whole(steps, f"state_every[{name!r}]", 1)
 
     def check_losses(self) -> None:

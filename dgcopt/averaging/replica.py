@@ -22,7 +22,7 @@ from ..flat.local_shard import LocalShard, as_stepped, local_shards
 from ..flat.store import Store
 from ..gradients.replicas import check_shards
 from .rule import Rule
-from .weights import Weights
+from .weights import ParameterGroup, Weights
 
 __all__ = ["Replica"]
 
@@ -150,9 +150,8 @@ class Replica:
         for bucket in buckets:
             group, _, kind = _kind(bucket)
             place = replace(place_of(bucket, self._comm, "average"), kind=kind)
-            self._buckets[bucket] = Weights(
-                place, self.store.adopt(bucket), group=groups[group], optimizer=self.optimizer, weight=self.weight
-            )
+            trained_by = ParameterGroup(groups[group], self.optimizer)
+            self._buckets[bucket] = Weights(place, self.store.adopt(bucket), trained_by=trained_by, weight=self.weight)
         if replaced:
             for bucket, ctx in self._buckets.items():
                 start(bucket, ctx)

@@ -18,7 +18,15 @@ from ..errors import ConfigError
 from ..flat.buckets import Bucket
 from ..flat.local_shard import as_stepped, local
 
-__all__ = ["Weights", "between_machines", "distance", "mean"]
+__all__ = ["ParameterGroup", "Weights", "between_machines", "distance", "mean"]
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """An optimizer's parameter group: its current settings, and the optimizer, which has its state."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: Optimizer | None = None
 
 
 @dataclass(eq=False)
@@ -27,13 +35,11 @@ class Weights(Context):
 
     Attributes:
         step: local steps since the warm-up.
-        group: the optimizer's parameter group of all parameters in the bucket.
-        optimizer: the optimizer that trains the parameters.
+        trained_by: the parameter group of all parameters in the bucket, and its optimizer.
         weight: the weight of this rank in a mean; 1 unless ranks have run out of data.
     """
 
-    group: dict[str, Any] = field(default_factory=dict)
-    optimizer: Optimizer | None = None
+    trained_by: ParameterGroup = field(default_factory=ParameterGroup)
     weight: float = 1.0
 
     def at(self, step: int) -> Weights:
@@ -47,7 +53,7 @@ class Weights(Context):
 
     def use_settings(self, group: dict[str, Any]) -> None:
         """Use another parameter group's settings."""
-        self.group = group
+        self.trained_by = replace(self.trained_by, settings=group)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this rank in a mean."""
@@ -55,7 +61,7 @@ class Weights(Context):
 
     def keep_settings(self) -> None:
         """Keep the current settings of the parameter group: a scheduler may step before others have voted."""
-        self.group = dict(self.group)
+        self.use_settings(dict(self.group))
 
     def state_bucket(self, name: str) -> Bucket:
         """Return a state of the optimizer, such as "exp_avg", in the layout of the weights.
@@ -63,20 +69,25 @@ class Weights(Context):
         Zeros stand for that of parameters without any state yet. Raises ConfigError for a state that parameters with a
         state do not have, or that has not their shape.
         """
-        segments = []
+        optimizer, segments = self.trained_by.optimizer, []
+        assert optimizer is not None
         for segment in self.segments:
-            assert self.optimizer is not None
-            state = self.optimizer.state.get(as_stepped(segment.param), {})
+            state = optimizer.state.get(as_stepped(segment.param), {})
             value = local(state[name]) if isinstance(state.get(name), Tensor) else None
             if state and (value is None or value.shape != segment.param.shape):
                 shaped = [key for key, kept in state.items() if isinstance(kept, Tensor) and kept.dim()]
                 raise ConfigError(
-                    f"parameter {segment.name!r}: {type(self.optimizer).__name__} has no state {name!r} of its shape. "
+                    f"parameter {segment.name!r}: {type(optimizer).__name__} has no state {name!r} of its shape. "
                     f"Average one of {', '.join(map(repr, shaped)) or 'none'}."
                 )
             held = torch.zeros_like(segment.param) if value is None else value
             segments.append(replace(segment, param=held))
         return Bucket(self.index, tuple(segments), self.kind, self.numel)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The current settings of the parameter group of all parameters in the bucket."""
+        return self.trained_by.settings
 
     @property
     def lr(self) -> float:

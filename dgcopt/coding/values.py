@@ -6,7 +6,6 @@ Callers keep rounding errors.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ..kernels import (
     SPAN,
     by_row,
     finite,
+    firsts,
     in_blocks,
     means,
     nearest_levels,
@@ -286,6 +286,6 @@ def _cuts(counts: Tensor, block: int, device: torch.device) -> Tensor | None:
     """Return the starts of blocks, which never span two messages, and the end of the last; None for one message."""
     if len(counts) == 1:
         return None
-    ends = [0, *itertools.accumulate(counts.tolist())]
-    starts = itertools.chain.from_iterable(range(*row, block) for row in itertools.pairwise(ends))
-    return sent(torch.tensor([*starts, ends[-1]]), device)
+    row, number = by_row(-(-counts // block), counts.device)
+    starts = firsts(counts, counts.device)[row] + block * number
+    return sent(torch.cat((starts, counts.sum().view(1))), device)

@@ -16,7 +16,15 @@ __all__ = ["NoCompression", "Noop"]
 
 @dataclass(eq=False)
 class NoCompression(Compressor):
-    """Averages dense gradients: the baseline for accuracy. Costs one allreduce of 4 bytes per float32 parameter."""
+    """Averages dense gradients: the baseline for accuracy.
+
+        result = mean_j g_j
+
+    One allreduce per bucket in the gradients' dtype, without memory; all ranks receive the same bits. With op "sum"
+    gradients are not divided.
+
+    Costs one allreduce of 4 bytes per float32 parameter, 2 in half precision.
+    """
 
     carrier = AllReduce
 

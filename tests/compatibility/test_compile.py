@@ -224,4 +224,5 @@ def test_the_ddp_hook(way: str) -> None:
                 optimizer.step()
             assert blocks_before_the_first(EVENTS) == 1, EVENTS
     finally:
+        dgcopt.shutdown()  # the hook has joined over this group
         dist.destroy_process_group()

@@ -18,7 +18,7 @@ from dgcopt import LocalSGD
 from dgcopt.averaging.base import Averaging
 from dgcopt.averaging.diloco import DiLoCo
 from dgcopt.averaging.slowmo import SlowMo
-from dgcopt.averaging.weights import Weights
+from dgcopt.averaging.weights import ParameterGroup, Weights
 from dgcopt.checkpoint import reshare
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.compressors import Memory, Place
@@ -434,7 +434,7 @@ class TestTraffic:
                     [("x", torch.zeros(128, dtype=torch.float64))], lambda *_: None, 1, 1, None, GradientBucket
                 )
                 place = Place(rank, 3, "average", 0, None, bucket.segments)
-                ctx = Weights(place, Memory(bucket.segments), group={"lr": 0.1})
+                ctx = Weights(place, Memory(bucket.segments), trained_by=ParameterGroup({"lr": 0.1}))
                 rule.start(torch.ones(128, dtype=torch.float64), ctx)
                 ctx.at(1).set_weight((1.5, 0.0, 1.5)[rank])
                 contexts.append(ctx)

@@ -176,6 +176,11 @@ class PerParameter(Compressor):
     def sends(self) -> Literal["gradient", "update"]:
         return "update" if any(rule.sends == "update" for rule in self.rules.values()) else "gradient"
 
+    @property
+    def clips_model(self) -> bool:
+        """True if a single rule clips: one of several clips its own parameters' norm, not that in `Context.norm`."""
+        return len(self.rules) == 1 and all(rule.clips_model for rule in self.rules.values())
+
     def sends_of(self, kind: Hashable) -> Literal["gradient", "update"]:
         rule, inner = self._rule_of(kind)
         return rule.sends_of(inner)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import dgcopt
 from tests.distributed.faults.rules import Raised
 from tests.support.launching import free_port
 
@@ -103,6 +104,7 @@ def _child(rank: int, body: Body, folder: Path, env: dict[str, str], namespace: 
             if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
         torch.set_num_threads(1)
+        dgcopt.shutdown()  # the parent may have joined a wire, which a fork inherits
         body(rank, tell)
         code = 0
     except BaseException as error:

@@ -247,6 +247,7 @@ ELEMENTWISE: dict[str, Compressor] = {
     "Threshold": dgcopt.Threshold(0.02, 1.0),
     "DGC at ratio 1": DGC(1.0),
     "DGC at ratio 1, clipped": DGC(1.0, clip=dgcopt.LocalClip(0.05)),
+    "PerParameter with one rule, clipped": dgcopt.PerParameter({"*": DGC(1.0, clip=dgcopt.LocalClip(0.05))}),
 }
 """Rules that take no other element of a parameter into account, apart from the norm of all gradients."""
 

@@ -258,6 +258,10 @@ def refusals(comm: Comm) -> None:
         LocalSGD(make(), every=2, mesh=mesh["shard"])
     with refused(comm, ConfigError, "mesh is for sharded parameters"):
         LocalSGD(SGD(Net().parameters(), lr=0.1), every=2, mesh=mesh["replicate"])
+    clipped = dgcopt.DGC(0.1, clip=dgcopt.LocalClip(1.0))
+    for compression in (clipped, dgcopt.PerParameter({"extra*": dgcopt.NoCompression(), "*": clipped})):
+        with refused(comm, ConfigError, "clips the norm of a rank's outer gradient", "clip per='tensor'"):
+            DiLoCo(every=2, outer=OUTER, compression=compression).attach(make(), comm=comm, mesh=mesh["replicate"])
     averaged = LocalSGD(make(), every=2, mesh=mesh["replicate"])
     with refused(comm, ConfigError, "cannot rejoin"):
         averaged.averaging.rejoin()

@@ -199,12 +199,13 @@ def test_buckets_on_cuda_are_few_where_each_is_compressed() -> None:
         with FakeTensorMode():
             return bucket_sizes(Settings(**given), compressor, [("weight", torch.empty(4, 4, device=device))])
 
-    assert sizes(dgcopt.DGC(), "cuda") == sizes(dgcopt.PowerSGD(), "cuda") == (250.0, 25.0)
+    assert sizes(dgcopt.DGC(), "cuda") == sizes(dgcopt.PowerSGD(), "cuda") == (1000.0, 250.0)
     assert sizes(dgcopt.DGC(), "cpu") == (100.0, 100.0)
     assert sizes(dgcopt.DGC(overlap=True), "cpu") == (25.0, 1.0)
     for device in ("cpu", "cuda"):
         assert sizes(dgcopt.NoCompression(), device) == sizes(dgcopt.BF16(), device) == (25.0, 1.0)
-    assert sizes(dgcopt.DGC(), "cuda", bucket_mb=10.0) == (10.0, 25.0)
+    assert sizes(dgcopt.DGC(), "cuda", bucket_mb=10.0) == (10.0, 10.0)
+    assert sizes(dgcopt.DGC(), "cuda", bucket_mb=10.0, first_bucket_mb=20.0) == (10.0, 20.0)
 
 
 @pytest.mark.parametrize("overlap, buckets", [(True, 2), (False, 1)])

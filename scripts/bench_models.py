@@ -3,8 +3,8 @@
     python scripts/bench_models.py --device cuda --trace overlap.json --plot overlap.png
     python scripts/bench_models.py --device cpu --models tiny --rounds 3
 
-Models: `resnet50` (torchvision's, bf16 autocast, synthetic images), `gpt` (350 million parameters, bf16 autocast), and
-`tiny`, to try it. The other ranks are an echo (scripts/echo.py): a rank compresses its gradients, decodes as many
+Models: `resnet50` (torchvision's, bf16 autocast, synthetic images), `gpt` and `gpt-32` (350 million parameters, bf16
+autocast, 4,096 and 16,384 tokens), and `tiny`, to try it. The other ranks are an echo (scripts/echo.py): a rank compresses its gradients, decodes as many
 messages as there are ranks, and no network has to be waited for. Systems take turns, so that ratios hold on a machine
 with other work; times are medians. --trace keeps torch's profile of two steps, --plot draws it, a row per stream.
 """
@@ -34,13 +34,15 @@ SYSTEMS = (
     "NoCompression()",
     "BF16()",
     "DGC(ratio=0.001)",
+    "DGC(ratio=0.001, overlap=False)",
+    "DGC.compact(ratio=0.001, warmup=None)",
     "DGC(ratio=0.01)",
     "TopK(ratio=0.01)",
     "PowerSGD(rank=4, start_step=0)",
     "QSGD()",
 )
 WARMUP = 5
-SHAPES = {"gpt": (28, 16, 1024, 512, 8), "tiny": (2, 2, 64, 64, 2)}
+SHAPES = {"gpt": (28, 16, 1024, 512, 8), "gpt-32": (28, 16, 1024, 512, 32), "tiny": (2, 2, 64, 64, 2)}
 """Layers, heads, width, context and batch of a GPT."""
 
 

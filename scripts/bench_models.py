@@ -4,9 +4,10 @@
     python scripts/bench_models.py --device cpu --models tiny --rounds 3
 
 Models: `resnet50` (torchvision's, bf16 autocast, synthetic images), `gpt` and `gpt-32` (350 million parameters, bf16
-autocast, 4,096 and 16,384 tokens), and `tiny`, to try it. The other ranks are an echo (scripts/echo.py): a rank compresses its gradients, decodes as many
-messages as there are ranks, and no network has to be waited for. Systems take turns, so that ratios hold on a machine
-with other work; times are medians. --trace keeps torch's profile of two steps, --plot draws it, a row per stream.
+autocast, 4,096 and 16,384 tokens), and `tiny`, to try it. The other ranks are an echo (scripts/echo.py): a rank
+compresses its gradients, decodes as many messages as there are ranks, and no network has to be waited for. Systems take
+turns, so that ratios hold on a machine with other work; times are medians. --trace keeps torch's profile of two steps,
+--plot draws it, a row per stream.
 """
 
 from __future__ import annotations

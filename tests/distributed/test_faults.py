@@ -7,7 +7,8 @@ from pathlib import Path
 import inject_faults
 import pytest
 
-from tests.distributed.faults import launches, networks
+import dgcopt
+from tests.distributed.faults import forked, launches, networks
 from tests.support.launching import WIRES, missing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(280)]
@@ -23,6 +24,16 @@ def test_sample(wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     *rows, everything = json.loads(table.read_text())["table"]
     assert {row["fault"] for row in rows} >= {*itertools.islice(launches.LABELS.values(), 3)}
     assert everything["handled"] == everything["injected"] >= 10
+
+
+def test_forked_ranks_inherit_no_wire() -> None:
+    """Another test of this process may have left one joined, over which each rank would be alone."""
+    dgcopt.init("local")
+    try:
+        reports = forked.run(2, lambda rank, tell: tell(size=dgcopt.init(deadline=20.0).size), 60.0)
+    finally:
+        dgcopt.shutdown()
+    assert [report.told for report in reports] == [{"size": 2}] * 2
 
 
 @pytest.mark.parametrize("kind", ["disks", "broadcasts", "networks", "exceptions", "messages", "processes", "sharded"])

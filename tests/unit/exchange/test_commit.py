@@ -19,8 +19,11 @@ from torch import Tensor
 import dgcopt
 from dgcopt.collectives import AllGather, Broadcast, Collective
 from dgcopt.compressors import Compressor
-from dgcopt.exchange.commit import CommitMarker
-from dgcopt.flat.buckets import Bucket
+from dgcopt.exchange.commit import CommitMarker, FinishedExchange, NotFinite, inspect
+from dgcopt.exchange.scheduler import PendingExchange, context_of
+from dgcopt.flat.buckets import Bucket, build_buckets
+from dgcopt.flat.gradient import GradientBucket
+from dgcopt.flat.store import Store
 from dgcopt.gradients.optimizer import synchronised
 from tests.support.worlds import Ranks, same, small_model
 
@@ -341,3 +344,19 @@ def test_a_round_that_is_interrupted_while_weights_change_is_not_saved(monkeypat
     for optimizer in optimizers:
         with pytest.raises(dgcopt.InterruptedStep, match="Restore all ranks from a checkpoint"):
             optimizer.state_dict()
+
+
+def test_of_several_exchanges_those_with_refused_messages_are_named() -> None:
+    """A message may be refused by its checks alone, with results that are finite."""
+    comm = dgcopt.simulated_world(2)[0]
+    named = [("a", torch.zeros(3)), ("b", torch.zeros(3))]
+    finished = []
+    for bucket in build_buckets(named, lambda *_: "matrix", 1, 1, None, GradientBucket):
+        pending = PendingExchange(bucket.label, bucket)
+        pending.result = torch.ones(bucket.numel)
+        context = context_of(bucket, comm, "average", Store())
+        finished.append(FinishedExchange(pending, context, None, lambda _: lambda: None, bucket.numel))
+    assert len(finished) == 2
+    assert not inspect(finished, comm)
+    context.checks.refuse([1])
+    assert inspect(finished, comm) == [NotFinite(finished[1].pending.label, [1])]

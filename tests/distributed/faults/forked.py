@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -53,6 +54,7 @@ def run(
 
     `tell(**facts)` keeps facts, also of a process that dies next. `watch` is called with the process ids meanwhile.
     """
+    dgcopt.shutdown()  # an earlier test may have joined a wire, which ranks would inherit
     with tempfile.TemporaryDirectory(prefix="dgcopt-forked-") as folder:
         env = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
         env |= {"LOCAL_WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": interface, "DGCOPT_WIRE": "torch"}
@@ -85,6 +87,7 @@ def run(
 
 
 def _child(rank: int, body: Body, folder: Path, env: dict[str, str], namespace: str) -> None:
+    gc.freeze()  # process groups among the parent's garbage would wait for threads that a fork does not have
     told: dict[str, Any] = {}
 
     def tell(**facts: Any) -> None:
@@ -104,7 +107,6 @@ def _child(rank: int, body: Body, folder: Path, env: dict[str, str], namespace: 
             if ctypes.CDLL(None, use_errno=True).setns(handle, CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
         torch.set_num_threads(1)
-        dgcopt.shutdown()  # the parent may have joined a wire, which a fork inherits
         body(rank, tell)
         code = 0
     except BaseException as error:

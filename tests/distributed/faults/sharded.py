@@ -72,7 +72,7 @@ REFUSED = (
     *("a mesh of two dimensions", "the shard dimension", "not a mesh", "a process set", "native HSDP"),
     *("native HSDP and a mesh", "a replicate group of one", "a replicate group of one, given", "partly sharded"),
     *("several meshes", "optimizer before fully_shard", "wrapped before fully_shard", "whole parameters and a mesh"),
-    *("a norm of the whole model", "a group outside the mesh", "rejoin", "a peerless average"),
+    *("a norm of some parameters", "a group outside the mesh", "rejoin", "a peerless average"),
     *("the state of another shard", "a checkpoint without the entry"),
 )
 APART = (
@@ -335,8 +335,9 @@ def _wrap_badly(what: str, comm: Comm, mesh: DeviceMesh, recipe: str) -> None:
             wrapped.step()
     elif what == "whole parameters and a mesh":
         wrap(plain, mesh=replicate)
-    elif what == "a norm of the whole model":
-        wrap(_sharded(shard), rule=DGC(0.1, clip=dgcopt.LocalClip(1.0)), mesh=replicate)
+    elif what == "a norm of some parameters":
+        rules = {"0.*": DGC(0.1, clip=dgcopt.LocalClip(1.0)), "*": dgcopt.NoCompression()}
+        wrap(_sharded(shard), rule=dgcopt.PerParameter(rules), mesh=replicate)
     elif what == "a group outside the mesh":
         Trained(comm, mesh, recipe).optimizer.add_param_group({"params": [*plain.parameters()]})
     elif what == "rejoin":

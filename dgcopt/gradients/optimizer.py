@@ -108,7 +108,8 @@ def DistributedOptimizer(
             parameters' own mesh.
         bucket_mb, first_bucket_mb: megabytes of gradient per bucket, and in the first one. Larger buckets overlap less;
             smaller ones cost more messages, and launches on a GPU. None: 25 and 1 if buckets launch during backward
-            (1,000 and 250 for compressed gradients on a GPU); 100 each if they launch at the step, as with DGC on a CPU.
+            (1,000 and 250 for compressed gradients on a GPU); 100 each if they launch at the step, as with DGC on a
+            CPU. A `bucket_mb` is also the most for the first one.
         check_replicas_every: steps between bitwise comparisons of all parameters over ranks; 0 for none. They are
             always compared before the first step.
         on_divergence: reaction to a difference: "raise" DivergenceError, "resync" from rank 0, or "warn" and continue.

@@ -128,7 +128,8 @@ class Replica:
                     for segment in bucket.segments:
                         segment.check_size()
             for bucket, ctx in self._buckets.items():
-                if ctx.trained_by.settings is not (current := groups[_kind(bucket)[0]]):  # load_state_dict replaces the dict
+                current = groups[_kind(bucket)[0]]
+                if ctx.trained_by.settings is not current:  # load_state_dict replaces the dict
                     ctx.use_settings(current)
             return self._buckets
         self.store.release()

@@ -69,9 +69,9 @@ def join(
             OutOfData weights are those of the last step, but running statistics of batch norm include one more batch on
             ranks with data: `dgcopt.broadcast_parameters(model.state_dict())` makes them equal before you go on.
 
-    Raises ConfigError for optimizers that are not distributed or use Adasum, and for members that do not go together;
-    `step(closure)` is refused once a rank has run out of data. After an exception in the loop nobody is served: the
-    others end at their deadline.
+    Raises ConfigError for optimizers that are not distributed, use Adasum or survive lost ranks, and for members that
+    do not go together; `step(closure)` is refused once a rank has run out of data. After an exception in the loop nobody
+    is served: the others end at their deadline.
     """
     if not members:
         raise ConfigError("join needs the optimizers that step in the loop: dgcopt.join(optimizer)")
@@ -104,6 +104,11 @@ def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
     if part is None:
         raise ConfigError(
             "join takes optimizers from DistributedOptimizer or an averaging algorithm, and members of torch's Join"
+        )
+    if part.comm.survives:
+        raise ConfigError(
+            "join does not serve ranks that survive each other (dgcopt.init(survive=True)): give all ranks as many "
+            "batches, such as by dgcopt.data.LoadBalancingDistributedSampler, and leave join out"
         )
     serving: Sequence[Serving] = part.serving(throws)
     return serving

@@ -97,6 +97,16 @@ def test_refused(averaging: dgcopt.Averaging, remedy: str) -> None:
         Trained(averaging, Losing(()))
 
 
+def test_join_is_refused() -> None:
+    """It would serve the ranks of before the loss."""
+    averaged = Trained(dgcopt.LocalSGD(EVERY), Losing(())).optimizer
+    model = nn.Linear(3, 2)
+    wrapped = dgcopt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm=Losing(()))
+    for optimizer in (averaged, wrapped):
+        with pytest.raises(ConfigError, match="give all ranks as many batches"), dgcopt.join(optimizer):
+            pass
+
+
 def test_a_quorum_needs_ranks_that_survive() -> None:
     model = nn.Linear(3, 2)
     comm = dgcopt.simulated_world(2)[0]

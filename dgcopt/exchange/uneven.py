@@ -70,8 +70,8 @@ def join(
             ranks with data: `dgcopt.broadcast_parameters(model.state_dict())` makes them equal before you go on.
 
     Raises ConfigError for optimizers that are not distributed, use Adasum or survive lost ranks, and for members that
-    do not go together; `step(closure)` is refused once a rank has run out of data. After an exception in the loop nobody
-    is served: the others end at their deadline.
+    do not go together; `step(closure)` is refused once a rank has run out of data. After an exception in the loop
+    nobody is served: the others end at their deadline.
     """
     if not members:
         raise ConfigError("join needs the optimizers that step in the loop: dgcopt.join(optimizer)")

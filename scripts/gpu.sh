@@ -6,8 +6,8 @@
 #   bash scripts/gpu.sh replicas              # loss over bytes of a GPT on many replicas
 #   bash scripts/gpu.sh -o FOLDER kernels models        # single steps, by their names
 #
-# FOLDER (DGCOPT_GPU_FOLDER, or runs/gpu) gets gpu.md, with the tables to be pasted into docs/benchmarks.md, and log.txt, with
-# all output as it comes; the terminal shows it too. A step that takes too long ends with all that it has started.
+# FOLDER (DGCOPT_GPU_FOLDER, or runs/gpu) gets gpu.md, with the tables to be pasted into docs/benchmarks.md, and log.txt,
+# with all output as it comes; the terminal shows it too. A step that takes too long ends with all that it has started.
 #
 # Needs torch >= 2.11 for CUDA, triton, pytest with pytest-timeout, hypothesis and pyyaml; DGCOPT_PYTHON chooses another
 # Python than python3. DEVICE=cpu tries the benchmarks where there is no device, at small sizes. Exit code 1 if anything

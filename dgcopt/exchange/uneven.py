@@ -107,8 +107,8 @@ def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
         )
     if part.comm.survives:
         raise ConfigError(
-            "join does not serve ranks that survive each other (dgcopt.init(survive=True)): give all ranks as many "
-            "batches, such as by dgcopt.data.LoadBalancingDistributedSampler, and leave join out"
+            "join does not serve ranks that survive each other (dgcopt.init(survive=True)): give all ranks the "
+            "same number of batches, as dgcopt.data.LoadBalancingDistributedSampler does, and leave join out"
         )
     serving: Sequence[Serving] = part.serving(throws)
     return serving

@@ -88,8 +88,8 @@ def bucket_sizes(
 ) -> tuple[float, float]:
     """Return megabytes per bucket, and of the first one: few if buckets launch in backward at little cost.
 
-    On a GPU every bucket that is compressed costs a hundred launches and more: 2 to 9 ms of the host, against 7 ms of
-    the GPU for all 1.4 GB of a GPT's gradients (docs/benchmarks.md).
+    On a GPU every bucket that is compressed costs a hundred launches and more, so few large ones are faster
+    (docs/benchmarks.md, "On a GPU").
     """
     kinds = {(param.device, compressor.adds_up(compressor.kind(name, param))) for name, param in named}
     early = [(device, adds_up) for device, adds_up in kinds if _leaves_early(compressor, device)]

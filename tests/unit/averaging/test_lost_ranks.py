@@ -103,7 +103,7 @@ def test_join_is_refused() -> None:
     model = nn.Linear(3, 2)
     wrapped = dgcopt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm=Losing(()))
     for optimizer in (averaged, wrapped):
-        with pytest.raises(ConfigError, match="give all ranks as many batches"), dgcopt.join(optimizer):
+        with pytest.raises(ConfigError, match="give all ranks the same number of batches"), dgcopt.join(optimizer):
             pass
 
 

@@ -2,7 +2,7 @@
 
 from .base import DEADLINE, Comm, Finished, Handle, LocalComm, lowered
 from .horovod import horovod_torch
-from .launch import current_comm, init, shutdown, wire_in_use
+from .launch import current_comm, has_joined, init, shutdown, wire_in_use
 from .simulated import SimulatedComm, simulate, simulated_world
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "LocalComm",
     "SimulatedComm",
     "current_comm",
+    "has_joined",
     "horovod_torch",
     "init",
     "lowered",

@@ -18,7 +18,7 @@ from ..errors.checks import check_flag, check_positive, check_whole
 from .base import DEADLINE, Comm, LocalComm
 from .membership import STORE, Rules
 
-__all__ = ["check_alike", "current_comm", "init", "shutdown", "wire_in_use"]
+__all__ = ["check_alike", "current_comm", "has_joined", "init", "shutdown", "wire_in_use"]
 
 log = logging.getLogger("dgcopt")
 
@@ -230,6 +230,11 @@ def _renew() -> None:
         left = _current
         shutdown()
         init(left.wire, deadline=left.deadline, checksums=left.checksums, streams=left.streams)
+
+
+def has_joined() -> bool:
+    """Return True if `init` has joined other ranks, and `shutdown` has not left them since."""
+    return _current is not None
 
 
 def wire_in_use() -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..comm import Comm, current_comm, horovod_torch, wire_in_use
+from ..comm import Comm, current_comm, has_joined, horovod_torch, wire_in_use
 from ..comm import init as join_wire
 from ..comm import shutdown as leave_wire
 from ..errors import ConfigError
@@ -95,6 +95,7 @@ def init(*, process_sets: Iterable[ProcessSet] | Literal["dynamic"] = ()) -> Non
     Called again, it only adds sets; "dynamic" is accepted because sets can always be added.
     """
     if not is_initialized():
+        _leave_sets()
         _add_world(join_wire())
     if process_sets != "dynamic":
         for process_set in process_sets:
@@ -113,8 +114,8 @@ def _leave_sets() -> None:
 
 
 def is_initialized() -> bool:
-    """Return True if `init` has been called, and `shutdown` not since."""
-    return global_process_set._comm is not None
+    """Return True if `init` has been called, and neither this `shutdown` nor that of dgcopt since."""
+    return global_process_set._comm is not None and has_joined()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

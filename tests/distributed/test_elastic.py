@@ -77,7 +77,7 @@ def everyone(size: int, step: int) -> set[tuple[int, int, int]]:
 
 
 def assert_right(outcome: Outcome, size: int) -> None:
-    account = re.search(rf"account on {size} ranks: .*off by at most (\S+)", outcome.output)
+    account = re.search(rf"account on {size} ranks: .*off by at most ([\d.e+-]+)", outcome.output)
     assert account is not None and float(account[1]) < 1e-11, outcome.tail
 
 

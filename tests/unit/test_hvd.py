@@ -131,6 +131,12 @@ def test_shutdown_and_init_again(alone):
     hvd.init(process_sets=[kept])
     assert float(hvd.allreduce(torch.ones(()), process_set=kept)) == 1
     hvd.init(process_sets="dynamic")
+    dgcopt.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        hvd.rank()
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (0, 1) and float(hvd.allreduce(torch.ones(()))) == 1
 
 
 def test_what_is_refused(alone):

@@ -27,9 +27,8 @@ from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
 from ..flat.local_shard import LocalShard
 from .engine import Engine
-from .sparse_step import step_touched
 from .step_hooks import Call, Closure, StepHooks
-from .subclass import bare_class, bare_step
+from .subclass import bare_step
 from .wrapped import Wrapped
 
 Of = TypeVar("Of")
@@ -385,8 +384,8 @@ class Stepping(StepHooks):
                 if param.grad is not None and not param.grad.is_sparse:
                     param.grad = param.grad.to_sparse(1)
         self._hidden.hide(self.take_over())
-        if bare_class(self.optimizer) is torch.optim.SGD and self.engine is not None:
-            self._hidden.hide(step_touched(self.optimizer, self.engine.layout.touched()))
+        if self.engine is not None:
+            self._hidden.hide(self.wrapped.step_touched(self.engine.layout.touched()))
         return False
 
     def step_unless_done(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The wrapped optimizer of an engine: settings that all ranks compare, and updates made from gradients."""
+"""The wrapped optimizer of an engine: settings that all ranks compare, its updates, and steps taken in its place."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ..compressors import Compressor
 from ..exchange.buffers import Buffers
 from ..exchange.commit import CommitMarker
 from ..exchange.divergence import digests
 from ..exchange.parameters import describe
-from ..flat.gradient import HiddenGradients
+from ..flat.gradient import HiddenGradients, Touched
 from ..flat.local_shard import as_stepped, local
+from ..kernels import step_at
 from .introspection import all_ddp_modules
 from .settings import Settings
+from .subclass import bare_class
 
 __all__ = ["Wrapped"]
 
@@ -195,6 +198,40 @@ class Wrapped:
                 if param in among and param.grad is not None:
                     param.data.mul_(kept).add_(param.grad)
         return updated
+
+    # -- SGD's step at the coordinates that arrived, for gradients that are zero elsewhere ---------------------------
+
+    @torch.no_grad()
+    def step_touched(self, touched: Iterable[Touched]) -> list[Tensor]:
+        """Take SGD's step, w <- w - lr g, at the `touched` positions only; return the parameters that are done.
+
+        Only for SGD itself, where it has neither momentum nor weight decay to apply (DGC takes its momentum over), and
+        where nobody else is to see the gradients before the step.
+        """
+        optimizer, of_all = self.optimizer, getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
+        touched = list(touched) if bare_class(optimizer) is SGD else []
+        if not touched or of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
+            return []
+        more = ("momentum", "weight_decay", "differentiable", "fused")  # a fused kernel may round differently
+        rate = {
+            param: float(group["lr"]) * (1 if group["maximize"] else -1)
+            for group in optimizer.param_groups
+            if not any(group.get(setting) for setting in more)
+            for param in group["params"]
+        }
+        done = []
+        for left in touched:
+            count = len(left.bucket.segments)
+            weights: list[Tensor | None] = [None] * count
+            rates = [0.0] * count
+            for place, segment in left.unchanged():
+                flat = segment.flatten(segment.param)
+                param = segment.param if segment.param in rate else as_stepped(segment.param)
+                if param in rate and flat.data_ptr() == segment.param.data_ptr():
+                    weights[place], rates[place] = flat, rate[param]
+                    done.append(segment.param)
+            step_at(left.bucket.parts(weights), rates, left.positions, left.values)
+        return done
 
 
 def _is_averaged_by_ddp(params: Iterable[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from ..exchange.divergence import OnDivergence, check_on_divergence
 from ..exchange.group_settings import check_may_differ
 from ..exchange.held import check_names, held, hold, without
 from ..exchange.late_warning import LateWarning
-from ..exchange.losses import repeat_after_losses
+from ..exchange.losses import Buddy, repeat_after_losses
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, number, unique_names
 from ..exchange.telemetry import Telemetry
 from ..exchange.uneven import JoinHook
@@ -41,7 +41,6 @@ from ..flat.optimizer_state import (
     unmarked,
 )
 from ..flat.store import check_format
-from .buddy import Buddy
 from .engine import Engine
 from .introspection import broadcasting_root
 from .replicas import check_on_mesh, check_shards, comm_of_replicas, shard_of

@@ -16,8 +16,9 @@ from dgcopt.averaging import Averaging
 from dgcopt.collectives import AllGather
 from dgcopt.flat.local_shard import local
 
-from .persistence import shared_folder
-from .sharded import (
+from ..persistence import shared_folder
+from ..training import refused
+from .setup import (
     TOLERANCE,
     Net,
     Recorder,
@@ -31,7 +32,6 @@ from .sharded import (
     whole,
     wrap,
 )
-from .training import refused
 
 OUTER = functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -81,7 +81,7 @@ def as_whole_parameters(name: str, replicas: int, comm: Comm) -> None:
             other.zero_grad()
             for n, grads in of_step.items():
                 params[place][n].grad = grads[place].clone()
-                if (steps_of := dgcopt.gradients.optimizer.synchronised(other)) is not None:
+                if (steps_of := dgcopt.gradients.synchronised.synchronised(other)) is not None:
                     steps_of.gradient_arrived(params[place][n])
         for other in others:
             other.step()

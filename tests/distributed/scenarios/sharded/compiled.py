@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from dgcopt import DGC, Comm
 
-from .sharded import TOLERANCE, Wide, assert_close, loss_of, mesh_of, sharded, started_by, whole, wrap
+from .setup import TOLERANCE, Wide, assert_close, loss_of, mesh_of, sharded, started_by, whole, wrap
 
 
 def equals_eager(comm: Comm) -> None:

@@ -30,9 +30,9 @@ from dgcopt.flat.memory import is_unsent
 from dgcopt.flat.optimizer_state import STATE_KEY
 from dgcopt.gradients.optimizer import synchronised
 
-from .persistence import shared_folder
-from .sharded import Wide, loss_of, memory_of, same_memory, sharded, whole, wrap
-from .training import refused
+from ..persistence import shared_folder
+from ..training import refused
+from .setup import Wide, loss_of, memory_of, same_memory, sharded, whole, wrap
 
 CASES: dict[str, tuple[dgcopt.Compressor, Callable[..., Any]]] = {
     "DGC and SGD": (DGC(0.2), functools.partial(SGD, lr=0.05, momentum=0.9)),

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

@@ -27,7 +27,8 @@ from ..flat.local_shard import as_stepped
 from ..flat.memory import at_least_float32
 from ..flat.optimizer_state import STATE_KEY, kept_by
 from ..flat.store import NamedTensors
-from ..gradients.optimizer import DistributedOptimizer, Synchronised, synchronised
+from ..gradients.optimizer import DistributedOptimizer
+from ..gradients.synchronised import steps_of, synchronised
 from .base import Averaging
 from .rule import refuse_with_losses
 from .sync import Round, RoundStep, Sync
@@ -265,8 +266,8 @@ class OuterSync(Sync):
             else:
                 named = [(self.round.names[param], self.anchors[param]) for param in params]
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
-            _steps_of(outer).leave_losses()
-            if (engine := _steps_of(outer).engine) is not None:
+            steps_of(outer).leave_losses()
+            if (engine := steps_of(outer).engine) is not None:
                 engine.inspect_sums()  # outer steps are rare, and NaN would stay in the anchors
 
     def set_steps_per_epoch(self, steps: int) -> None:
@@ -306,7 +307,7 @@ class OuterSync(Sync):
 
     def _starts(self, fragment: int) -> Iterator[tuple[Tensor, nn.Parameter, Tensor]]:
         """Yield the parameters of a fragment, their anchors, and the weights at which local steps start from these."""
-        engine = _steps_of(self.outers[fragment]).engine
+        engine = steps_of(self.outers[fragment]).engine
         residual = engine.store.residual() if engine is not None and self.rule.unsent == "local" else {}
         for param, anchor in self.members(fragment):
             unsent = residual.get(self.round.names[param])
@@ -332,7 +333,7 @@ class OuterSync(Sync):
         if self.rule.delay:
             self._outgoing = {name: anchor.grad.clone() for name, anchor in graded.items() if anchor.grad is not None}
         for anchor in graded.values():
-            _steps_of(outer).gradient_arrived(anchor)
+            steps_of(outer).gradient_arrived(anchor)
 
     def run(self) -> Job:
         step = OuterStep(self, self.round)
@@ -443,7 +444,7 @@ class OuterStep(RoundStep):
 
     def complete(self, verdict: Verdict | None = None) -> Job:
         outer = self.sync.send_due()
-        engine = _steps_of(outer).engine
+        engine = steps_of(outer).engine
         if engine is not None:
             engine.expect_step()  # even if the whole fragment is frozen
         yield from self.round.runner.together("outer step")
@@ -467,13 +468,6 @@ class OuterStep(RoundStep):
 
 def _scaled(memory: NamedTensors, scale: float) -> NamedTensors:
     return {kind: {name: tensor * scale for name, tensor in by_name.items()} for kind, by_name in memory.items()}
-
-
-def _steps_of(outer: Optimizer) -> Synchronised:
-    """Return the exchange of an outer optimizer's gradients."""
-    steps = synchronised(outer)
-    assert steps is not None
-    return steps
 
 
 def _anchor(param: Tensor) -> nn.Parameter:

@@ -51,9 +51,10 @@ from ..flat.optimizer_state import (
 from ..flat.store import check_format
 from ..gradients.engine import Engine
 from ..gradients.introspection import broadcasting_root
-from ..gradients.optimizer import Distributed, DistributedOptimizer, synchronised
+from ..gradients.optimizer import DistributedOptimizer
 from ..gradients.replicas import shard_of
 from ..gradients.stepping import Mode
+from ..gradients.synchronised import steps_of, synchronised
 from .amp import ScaledSteps
 from .replica import Replica
 from .rule import Rule
@@ -543,7 +544,7 @@ class Rounds:
         self._join_wire(current_comm(comm))
         state["saved_by"] = -self.comm.size  # each rank brings its own weights
         if comes_along:
-            cast(Distributed, self.optimizer).rejoin(self.comm)
+            steps_of(self.optimizer).rejoin(self.comm)
         self.runner.scheduler.count_in(telemetry)
         self.restore(state)
         self.sync.join()

@@ -26,8 +26,8 @@ from ..errors.checks import check_flag
 from ..exchange.parameters import check_optimizer
 from ..flat.buckets import Segment
 from ..flat.gradient import LARGE
-from ..gradients.optimizer import synchronised
 from ..gradients.subclass import bare_class, become
+from ..gradients.synchronised import synchronised
 from ..kernels import BLOCK
 
 __all__ = ["fuse_optimizer"]

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError
 from ..flat.local_shard import LocalShard, as_dtensor, as_stepped, is_sharded, local
 from ..flat.optimizer_state import SHARD, STATE_KEY, kept_by, unmarked
 from ..flat.store import NamedTensors, check_format
-from ..gradients.optimizer import Synchronised, synchronised
+from ..gradients.synchronised import Synchronised, synchronised
 
 __all__ = ["load", "state"]
 

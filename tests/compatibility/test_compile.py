@@ -22,7 +22,7 @@ from torch.optim import SGD
 import dgcopt
 from dgcopt import DGC
 from dgcopt.collectives import Collective
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.library, "custom_op"), reason="custom_op came with torch 2.4")
 REAL = pytest.mark.skipif(not os.environ.get("DGCOPT_TEST_COMPILER"), reason="one job of the CI compiles for real")

@@ -15,7 +15,7 @@ from dgcopt.compressors import ByteGrad, Memory, NoCompression, OneBitAdam, Plac
 from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from dgcopt.testing import check_compressor
 
 SHAPES = [(5, 13), (7,), (70, 3), (1,)]

@@ -18,7 +18,7 @@ from dgcopt.averaging import Averaging
 from dgcopt.checkpoint import loading, saving
 from dgcopt.comm import LocalComm, current_comm, launch
 from dgcopt.flat.optimizer_state import STATE_KEY, kept_by
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, flat_gradient, flat_memory, same, small_batch, small_model, together
 
 LR, MOMENTUM = 0.1, 0.9

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 
 import dgcopt
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from dgcopt.integrations.exchange import Exchange, keep_gradients_local, read
 
 

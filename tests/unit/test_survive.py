@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import dgcopt
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, same, small_model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dgcopt
 from dgcopt import Comm
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.distributed.faults.training import digest
 from tests.support.library import SETTINGS
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import dgcopt
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.distributed.faults.actors import SUBJECTS, TRIES, Absorbed, Actor, calls_of, one_step, subject_name
 from tests.distributed.faults.rules import Seen
 from tests.distributed.faults.tracing import Lines, raises

@@ -27,7 +27,7 @@ import dgcopt
 from dgcopt import DGC, Comm
 from dgcopt.collectives import AllGather
 from dgcopt.flat.local_shard import local
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.distributed.faults import forked
 from tests.distributed.faults.messages import DAMAGES, Tap
 from tests.distributed.faults.processes import ERRORS

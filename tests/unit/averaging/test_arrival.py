@@ -18,7 +18,7 @@ import dgcopt
 from dgcopt import SPARTA, Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, SlowMo, SparseLoCo
 from dgcopt.averaging import SGP, Averaging, Rounds
 from dgcopt.collectives import Broadcast, SendRecv
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import same, small_batch, small_model
 
 SIZE, NODES, SENDER = 4, 2, 2

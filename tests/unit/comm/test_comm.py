@@ -12,7 +12,7 @@ from dgcopt.collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcas
 from dgcopt.comm import LocalComm, launch
 from dgcopt.comm.launch import _detect, slurm_meeting_place
 from dgcopt.errors import CommError, ConfigError, TimeoutExceeded
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks
 
 

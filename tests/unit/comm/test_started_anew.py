@@ -15,7 +15,7 @@ from dgcopt import Comm, CommError, ConfigError, LocalSGD
 from dgcopt.collectives import AllReduce
 from dgcopt.comm import SimulatedComm
 from dgcopt.comm.horovod import HorovodComm
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import small_batch, small_model
 
 
@@ -38,7 +38,7 @@ class Rank:
     def is_left(self, comm: SimulatedComm, monkeypatch: pytest.MonkeyPatch) -> None:
         """The ranks that it knew are gone, and this is its comm among those that there are now."""
         synchronised(self.optimizer).comm.is_void = lambda: True
-        monkeypatch.setattr("dgcopt.gradients.optimizer.current_comm", lambda *_: comm)
+        monkeypatch.setattr("dgcopt.gradients.synchronised.current_comm", lambda *_: comm)
 
     def held(self) -> dict[str, torch.Tensor]:
         return self.optimizer.state_dict()["dgcopt"]["memory"]["residual"]

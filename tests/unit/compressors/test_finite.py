@@ -18,7 +18,7 @@ from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from dgcopt.compressors import Compressor
 from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.compressors.context import largest_addend
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, same, small_model
 
 SIZE = 4

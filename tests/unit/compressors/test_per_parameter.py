@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 import dgcopt
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.rules import EACH_ITS_OWN, MIXED, SHAPES, Make, World, momentum, noise, patterns
 
 

@@ -18,7 +18,7 @@ from dgcopt import kernels
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError
 from dgcopt.gradients import tracker
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.rules import SHAPES, World, momentum, noise, patterns
 from tests.unit.compressors.test_per_parameter import FROZEN, SPARSE, assert_as_alone
 

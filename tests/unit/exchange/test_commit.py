@@ -24,7 +24,7 @@ from dgcopt.exchange.scheduler import PendingExchange, context_of
 from dgcopt.flat.buckets import Bucket, build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.flat.store import Store
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, same, small_model
 
 PACKAGE = str(Path(dgcopt.__file__).parent)

@@ -12,7 +12,7 @@ from torch import Tensor
 import dgcopt
 from dgcopt.collectives import AllReduce, Collective
 from dgcopt.comm import Handle
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks
 
 

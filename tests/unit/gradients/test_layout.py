@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 import dgcopt
 from dgcopt.collectives import AllReduce
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, small_model
 from tests.unit.gradients.test_overlap import odd_gradients
 

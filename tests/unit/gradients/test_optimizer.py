@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 import dgcopt
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, assert_close, momentum_sgd, small_batch, weights_after
 
 SLOWDOWN = (

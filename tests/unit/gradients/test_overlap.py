@@ -10,8 +10,8 @@ import dgcopt
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.gradients.layout import bucket_sizes
-from dgcopt.gradients.optimizer import synchronised
 from dgcopt.gradients.settings import Settings
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, bucket_of, context_of, small_model
 
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 
 import dgcopt
 import dgcopt.hvd as hvd
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, assert_close, momentum_sgd, small_batch, small_model, weights_after
 
 SLOWDOWN = (

@@ -10,7 +10,7 @@ from torch.optim import SGD
 import dgcopt
 from dgcopt.compressors import Compressor
 from dgcopt.errors import ConfigError, MismatchError
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, small_model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import dgcopt
 from dgcopt.gradients.engine import Engine
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 WIDTH, DEPTH = 8, 40
 

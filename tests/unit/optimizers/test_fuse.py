@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import dgcopt
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, same, single, small_batch
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {

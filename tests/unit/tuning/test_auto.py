@@ -73,7 +73,7 @@ def steps(ranks: Ranks, wire: Wire, number: int, until: Callable[[], bool] = lam
 
 
 def tuner_of(ranks: Ranks, rank: int = 0) -> Any:
-    return dgcopt.gradients.optimizer.synchronised(ranks.optimizers[rank]).engine._tuner
+    return dgcopt.gradients.synchronised.synchronised(ranks.optimizers[rank]).engine._tuner
 
 
 def choices(ranks: Ranks) -> list[Candidate]:

@@ -15,7 +15,7 @@ import dgcopt
 from dgcopt import DGC, Comm, NoCompression
 from dgcopt.collectives import AllGather
 from dgcopt.compressors import Compressor
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.library import FIRST_OF_A_KIND
 
 from .setup import (

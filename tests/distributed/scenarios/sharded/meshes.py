@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import dgcopt
 from dgcopt import DGC, Comm, ConfigError, NoCompression
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 from ..collectives import regrouped
 from ..training import refused

@@ -19,7 +19,7 @@ from dgcopt.collectives import AllGather, Collective
 from dgcopt.comm import Handle
 from dgcopt.compressors import Compressor
 from dgcopt.flat.optimizer_state import STATE_KEY
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 Scenario = Callable[[Comm], Any]
 

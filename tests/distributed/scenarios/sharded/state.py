@@ -28,7 +28,7 @@ from dgcopt.collectives import AllReduce
 from dgcopt.flat.local_shard import as_dtensor
 from dgcopt.flat.memory import is_unsent
 from dgcopt.flat.optimizer_state import STATE_KEY
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 from ..persistence import shared_folder
 from ..training import refused

@@ -15,7 +15,7 @@ import dgcopt
 from dgcopt import DGC, Comm, ConfigError
 from dgcopt.collectives import AllGather
 from dgcopt.flat.optimizer_state import STATE_KEY
-from dgcopt.gradients.optimizer import synchronised
+from dgcopt.gradients.synchronised import synchronised
 
 from ..training import refused
 from .setup import TOLERANCE, Scenario, assert_close, batch, local_of, sharded, whole, wrap

@@ -106,7 +106,7 @@ def test_volumes(name: str) -> None:
             assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
 
 
-def test_what_operators_look_for() -> None:
+def test_manifests_have_the_names_that_operators_require() -> None:
     static, elastic = DOCUMENTS["pytorchjob.yaml PyTorchJob"], DOCUMENTS["pytorchjob-elastic.yaml PyTorchJob"]
     for job in (static, elastic):
         assert all(pod["spec"]["containers"][0]["name"] == "pytorch" for pod in pods(job).values())

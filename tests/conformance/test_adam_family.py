@@ -346,7 +346,7 @@ def test_momentum_is_mixed_where_it_is_read_to_the_same_bits(
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
 
 
-def test_what_a_server_holds_of_parts_that_it_no_longer_serves_is_sent_with_its_own() -> None:
+def test_residuals_of_parts_no_longer_served_are_sent_with_the_servers_own() -> None:
     """Whether or not the step that finds it succeeds."""
     param = torch.nn.Parameter(torch.zeros(128))
     (bucket,) = build_buckets([("w", param)], lambda *_: None, 2**40, 2**40, None, GradientBucket)

@@ -62,7 +62,7 @@ class TestDecentralized:
                     assert torch.equal(ours.read(), theirs.read())
 
     @pytest.mark.parametrize("peers", MIX)
-    def test_where_all_meet_they_come_together_at_once_and_pairs_in_time(self, peers: Any) -> None:
+    def test_all_peers_agree_after_one_round_and_pairs_after_many(self, peers: Any) -> None:
         ranks = averaged(Decentralized(peers), 6)
         ranks.train(0, 0.1)
         mean = ranks.read().mean(0).expand(6, -1)

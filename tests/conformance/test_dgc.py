@@ -145,6 +145,6 @@ def test_one_worker(nesterov):
 
 @pytest.mark.parametrize("reduce", ["gather", "owner"])
 @pytest.mark.parametrize("vectors", ["int2", "sign"])
-def test_what_codes_without_a_zero_make_of_gaps_between_vectors_does_not_wait(vectors, reduce):
+def test_values_of_gaps_between_vectors_leave_no_residual(vectors, reduce):
     """A checkpoint does not hold it, and a run that goes on from one would get other scales."""
     check_compressor(dgcopt.DGC(0.1, vectors=vectors, reduce=reduce), sizes=(3,))

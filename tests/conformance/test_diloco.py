@@ -277,7 +277,7 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(rule: DiLoCo, size: int) -> 
         other.step(step)
 
 
-def test_what_was_on_its_way_among_other_ranks_is_made_anew() -> None:
+def test_in_flight_rounds_of_other_ranks_are_rebuilt_from_the_mean() -> None:
     """From the mean, so that an outer step of rate 1 ends there."""
     one = World(3, DiLoCo(4, partial(SGD, lr=1.0), delay=2))
     for step in range(6):
@@ -388,7 +388,7 @@ def test_frozen_parameters_stay_and_new_ones_come() -> None:
     assert not torch.equal(one[0], frozen[0])
 
 
-def test_what_is_trained_again_while_gradients_are_on_their_way_is_not_among_them_after_a_restart() -> None:
+def test_parameters_unfrozen_during_a_round_are_not_in_it_after_a_restart() -> None:
     whole, resumed = (World(2, DiLoCo(4, delay=2)) for _ in range(2))
     for world in (whole, resumed):
         for model in world.models:
@@ -444,7 +444,7 @@ def test_a_fragment_may_be_frozen_as_a_whole(frozen_from: int, delay: int) -> No
         (lambda: World(2, DiLoCo(20, fragments=10)), "6 parameters cannot be split into 10 fragments"),
     ],
 )
-def test_what_cannot_work_is_refused(make: Callable[[], object], words: str) -> None:
+def test_impossible_settings_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
 

@@ -348,7 +348,7 @@ class TestSGP:
         with pytest.raises(ConfigError, match=reason):
             make()
 
-    def test_what_a_number_of_ranks_cannot_use(self) -> None:
+    def test_graphs_that_do_not_fit_the_number_of_ranks_are_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"3 is an odd number of ranks\. Use Exponential or ShiftOne"):
             averaged(SGP(BipartiteExponential()), 3)
         with pytest.raises(ConfigError, match=r"Star\(\) is not balanced among 2 ranks.*overlap=False"):

@@ -263,7 +263,7 @@ def test_a_channels_last_weight_is_read_where_it_lies() -> None:
     torch.testing.assert_close(buckets[0].segments[0].view(results[0]), grad, rtol=0, atol=1e-9)
 
 
-def test_what_is_saved_is_told_by_rank_0_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_rank_0_logs_the_savings_every_few_steps(caplog: pytest.LogCaptureFixture) -> None:
     world = World(PowerSGD(start_step=1, stats_every=2), 2)
     with caplog.at_level(logging.INFO, "dgcopt"):
         for step in range(4):

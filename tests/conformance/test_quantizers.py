@@ -312,7 +312,7 @@ class TestMinMaxUInt8:
         spread = np.ptp(x.astype(np.float64), axis=1, keepdims=True) + 1e-7
         assert (np.abs(back - x) <= spread / 510 + 2 * np.spacing(np.abs(x).max(1, keepdims=True))).all()
 
-    def test_what_is_not_finite_travels_as_zero(self) -> None:
+    def test_non_finite_values_are_sent_as_zero(self) -> None:
         x = torch.tensor([[1.0, math.nan, -1.0, math.inf, -math.inf]])
         code = MinMaxUInt8(5)
         back = code.decode(code.encode(x), [0])

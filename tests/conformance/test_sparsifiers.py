@@ -111,7 +111,7 @@ def warm(rule):
     ],
     ids=lambda value: repr(value) if isinstance(value, dgcopt.Compressor) else "",
 )
-def test_what_is_applied_and_what_is_left(compressor, choose, settings, size):
+def test_updates_and_residuals_equal_the_naive_rule(compressor, choose, settings, size):
     grads = gradients(size)
     memory = "residual" if settings.get("keep", True) else None
     assert_conforms(Ranks(compressor, size), grads, naive.sparsified(grads, choose, **settings), memory)

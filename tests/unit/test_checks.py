@@ -40,7 +40,7 @@ def test_of_no_setting_anything_goes(kind: Any, setting: str) -> None:
         (dgcopt.QAdam(), lambda p: torch.optim.SGD(p, 0.1), "needs torch.optim.Adam or AdamW"),
     ],
 )
-def test_what_cannot_go_together_is_refused_in_one_process_too(
+def test_impossible_combinations_are_refused_in_one_process_too(
     compressor: Any, make: Any, words: str, size: int
 ) -> None:
     optimizer = make([nn.Parameter(torch.ones(3))])
@@ -170,7 +170,7 @@ def wrapped(optimizer: Any = None, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_function_cannot_take(name: str) -> None:
+def test_wrong_arguments_are_refused(name: str) -> None:
     call, words = CALLS[name]
     try:
         if name.startswith("hvd"):

@@ -129,7 +129,7 @@ def test_without_others_to_come_the_start_is_no_commit(tmp_path: Path, joined) -
     assert Worker(tmp_path, epoch=0).state.sync()
 
 
-def test_what_is_held_back_since_is_forgotten(tmp_path: Path, joined) -> None:
+def test_residuals_since_the_last_commit_are_rolled_back(tmp_path: Path, joined) -> None:
     worker = Worker(tmp_path)
     worker.state.sync()
     memory = {"residual": {name: torch.ones_like(param) for name, param in worker.model.named_parameters()}}
@@ -181,7 +181,7 @@ def test_changed_hosts(tmp_path: Path, joined, result: str) -> None:
     worker.state.check_host_updates()
 
 
-def test_what_cannot_be_a_state(tmp_path: Path, joined) -> None:
+def test_wrong_states_are_refused(tmp_path: Path, joined) -> None:
     model = small_model()
     bare = torch.optim.SGD(model.parameters(), LR)
     with pytest.raises(ConfigError, match="DistributedOptimizer"):

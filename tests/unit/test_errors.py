@@ -112,7 +112,7 @@ def test_names_of_another_model() -> None:
         dgcopt.DistributedOptimizer(sgd(Net().parameters()), Net().named_parameters())
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_objects_other_than_optimizers_are_refused() -> None:
     class Around(torch.optim.Optimizer):
         """Never calls torch's own constructor."""
 

@@ -139,7 +139,7 @@ def test_shutdown_and_init_again(alone):
     assert (hvd.rank(), hvd.size()) == (0, 1) and float(hvd.allreduce(torch.ones(()))) == 1
 
 
-def test_what_is_refused(alone):
+def test_wrong_arguments_are_refused(alone):
     tensor = torch.ones(2)
     with pytest.raises(ValueError, match=r"Average, Sum, Min, Max or Product here, not 2"):
         hvd.allreduce(tensor, op=hvd.Adasum)
@@ -166,7 +166,7 @@ def test_what_is_refused(alone):
         hvd.allreduce(tensor, process_set=added)
 
 
-def test_what_horovods_optimizer_is_given(alone):
+def test_horovods_compression_selects_a_compressor(alone):
     weight = nn.Parameter(torch.ones(2))
     for compression, wanted in ((hvd.Compression.none, dgcopt.NoCompression), (hvd.Compression.bf16, dgcopt.BF16)):
         optimizer = hvd.DistributedOptimizer(
@@ -277,7 +277,7 @@ def test_elastic_over_another_wire(alone):
 
 
 @pytest.mark.parametrize("wire", ["torch", "mpi", "local"])
-def test_which_libraries_there_are(wire: str, monkeypatch: pytest.MonkeyPatch):
+def test_built_and_enabled_libraries_are_reported(wire: str, monkeypatch: pytest.MonkeyPatch):
     """Before and after joining; Horovod's answers are its own."""
     monkeypatch.setenv("DGCOPT_WIRE", wire)
     assert hvd.gloo_built() == torch.distributed.is_gloo_available() and hvd.gloo_enabled() == (wire == "torch")

@@ -58,7 +58,7 @@ def test_a_step_waits_twice_and_backward_never(compressor):
     assert places <= {"gradients/tracker.py", "coding/checks.py"}
 
 
-def test_what_would_wait_is_counted():
+def test_waiting_reads_are_counted():
     x = torch.arange(6.0)
     host = torch.arange(3)
     with Waits([x]) as waits:

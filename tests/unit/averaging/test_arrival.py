@@ -202,7 +202,7 @@ def test_nan_that_a_peer_has_sent_is_an_error_of_the_rank_that_receives_it() -> 
             call()
 
 
-def test_what_a_skipped_first_round_has_fetched_is_not_kept() -> None:
+def test_weights_fetched_in_a_skipped_first_round_are_not_kept() -> None:
     """Replicas of the neighbours' weights would be NaN for ever."""
     world, number = World(LowPrecisionDecentralized(), SIZE, 1), 0
     start = world.comms[SENDER].start

@@ -98,7 +98,7 @@ def test_a_single_rank_has_the_bare_optimizer(name: str, optimizer: str):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_what_a_single_rank_is_not_left_as_it_was_by(optimizer: str):
+def test_some_rules_change_the_training_of_a_single_rank(optimizer: str):
     """Those that say so in their docstrings, and when they do leave it."""
     make = OPTIMIZERS[optimizer]
     bare, _ = trained(make, None)
@@ -219,7 +219,7 @@ def test_settings_at_odds_are_refused(name: str, settings: dict[str, Any], words
         (averaging.AsyncAverage(), 2, "simulated ranks take turns"),
     ],
 )
-def test_what_does_not_go_with_these_ranks_or_parameters_is_refused(rule: Averaging, size: int, words: str):
+def test_rules_that_do_not_fit_the_ranks_or_parameters_are_refused(rule: Averaging, size: int, words: str):
     model = small_model()
     for comm in dgcopt.simulated_world(size):
         optimizer = SGD(model.parameters(), lr=0.1)

@@ -139,7 +139,7 @@ def test_parameters_that_have_become_what_cannot_be_averaged_are_refused():
     [LocalSGD(4), dgcopt.DiLoCo(4), dgcopt.SlowMo(4), dgcopt.DiLoCo(4, delay=1), LocalSGD(4, overlap=True)],
     ids=str,
 )
-def test_what_is_frozen_in_the_middle_of_a_window_comes_together_once_more(rule: Averaging) -> None:
+def test_parameters_frozen_within_a_window_are_averaged_once_more(rule: Averaging) -> None:
     world = World(3, rule, plain)
     for seed in range(6):
         world.step(seed)

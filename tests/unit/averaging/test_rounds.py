@@ -95,7 +95,7 @@ def test_wrapping_twice_is_refused():
         LocalSGD(world.optimizers[0], comm=world.comms[0])
 
 
-def test_what_averages_gradients_over_the_same_ranks_is_refused():
+def test_gradient_averaging_over_the_same_ranks_is_refused():
     """And leaves no trace: both optimizer and wire can be used."""
     world = World(2)
     for (_, model, optimizer), comm in zip(world, world.comms, strict=True):

@@ -89,7 +89,7 @@ def test_another_number_of_ranks_goes_on_from_the_mean(before: int, after: int, 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 3), (4, 3, 4), (4, 2, 1), (2, 3, 2), (3, 2, 4, 3)], ids=str)
 @pytest.mark.parametrize("rule", [LocalSGD(3), SlowMo(3, sharded=False), SlowMo(3), dgcopt.DiLoCo(2)], ids=str)
-def test_what_is_saved_again_before_any_step_is_what_was_loaded(rule: Averaging, sizes: tuple[int, ...]):
+def test_a_loaded_state_saved_before_any_step_is_unchanged(rule: Averaging, sizes: tuple[int, ...]):
     """Whose mean the ranks have yet to come to: of ranks that there are no more, weights were lost."""
     old = World(sizes[0], rule).train(range(4))
     direct, again = World(sizes[-1], rule), old
@@ -124,7 +124,7 @@ def test_an_exchange_that_was_under_way_is_saved_again_before_any_step():
     assert_worlds_close(whole.train(range(3, 7)), World(2, rule).train(range(7)), 0)
 
 
-def test_what_was_frozen_within_a_window_comes_together_after_a_restart():
+def test_parameters_frozen_within_a_window_are_averaged_after_a_restart():
     """And what was never trained does not travel."""
     whole, resumed = World(2, LocalSGD(4)), World(2, LocalSGD(4))
     for model in whole.models + resumed.models:

@@ -123,7 +123,7 @@ def test_a_warm_up_that_goes_on_from_a_checkpoint_ends_alike() -> None:
 
 @pytest.mark.parametrize("op", ["average", "sum"])
 @pytest.mark.parametrize("inner", [None, dgcopt.Hierarchical(dgcopt.TopK(0.05))], ids=str)
-def test_what_was_held_back_of_momentum_becomes_momentum(inner: Compressor | None, op: str) -> None:
+def test_residuals_of_momentum_become_momentum(inner: Compressor | None, op: str) -> None:
     """In the first step in which momentum travels, which is the last: as if it had travelled whole."""
     ranks, whole = (
         Ranks(dgcopt.OneBitAdam(WARM - 1, each), (0, 0, 1), op, make=lambda params: Adam(params, lr=0.1))

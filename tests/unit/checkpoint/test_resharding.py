@@ -64,7 +64,7 @@ def test_memory_is_shared_out(before: list[dict[str, Any]], size: int):
     assert same(before, untouched)
 
 
-def test_what_all_ranks_share_is_taken_from_the_first():
+def test_shared_memory_is_taken_from_the_first_rank():
     def state(rank: int) -> dict[str, Any]:
         shared = {"Q": {"w": torch.ones(2)}} if rank == 0 else {}  # only first ranks of machines know it
         return {STATE_KEY: {"rank": rank, "world_size": 4, "memory": {}, "shared": shared}}
@@ -197,7 +197,7 @@ def effect_of_what_is_pending(world: Ranks) -> list[Tensor]:
     ids=str,
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_what_is_pending_does_what_it_would_have_done(size: int, sgd: dict[str, Any]):
+def test_residuals_have_the_same_effect_after_resharding(size: int, sgd: dict[str, Any]):
     """If everything is sent at the next step, lr * sum / size moves parameters alike where lr * sum grows with size.
 
     The sum does here, in place of lr, which would act on weight decay too.

@@ -89,7 +89,7 @@ def test_a_message_of_another_length_is_refused():
     kind=st.sampled_from(sorted(VALUE_CODES)),
     dtype=st.sampled_from(DTYPES),
 )
-def test_what_a_rank_sent_is_what_every_rank_reads(case, index_kind, kind, dtype):
+def test_every_rank_decodes_the_sent_values(case, index_kind, kind, dtype):
     indices, numel = case
     count, code = len(indices), SparseCode(index_kind, kind)
     values = torch.randn(count, dtype=torch.float64).to(dtype)

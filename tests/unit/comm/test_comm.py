@@ -250,7 +250,7 @@ def test_a_vote_is_awaited_while_the_world_is_behind():
     assert float(comms[0].wait(behind)) == 2
 
 
-def test_what_a_rank_raises_while_another_waits_comes_out_as_it_is():
+def test_an_error_of_a_rank_on_which_another_waits_is_raised_unchanged():
     comms = dgcopt.simulated_world(2)
 
     def fails():

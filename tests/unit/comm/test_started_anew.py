@@ -78,7 +78,7 @@ def test_optimizers_rejoin_and_keep_what_they_hold_back(monkeypatch, caplog):
     train(ranks, range(3, 5))
 
 
-def test_what_cannot_rejoin_ends_the_retries(monkeypatch):
+def test_optimizers_that_cannot_rejoin_end_the_retries(monkeypatch):
     """An error that is no HorovodInternalError, and says what to use."""
     exceptions = pytest.importorskip("horovod.common.exceptions")
     in_pairs = [Rank(comm, process_set="node") for comm in dgcopt.simulated_world(4, nodes=2)]

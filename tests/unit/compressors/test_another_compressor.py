@@ -138,7 +138,7 @@ def nothing() -> Given:
     op=st.sampled_from(["sum", "average"]),
     events=st.lists(st.sampled_from(["void", "new buckets", *SHAPES]), max_size=3),
 )
-def test_what_the_first_one_held_back_is_sent_by_the_second(
+def test_residuals_of_the_first_compressor_are_sent_by_the_second(
     then: str, first: str, size: int, op: str, events: list[str]
 ) -> None:
     """Also where steps are void, where a parameter has no gradient, and, in sums, where there is another rank."""
@@ -172,7 +172,7 @@ def kept_by(name: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("inner", [None, dgcopt.TopK(1.0, error_feedback=False), dgcopt.CSC(0.5, 64)], ids=str)
-def test_what_machines_hold_back_counts_for_as_much_afterwards(inner: Any) -> None:
+def test_residuals_of_machines_keep_their_weight(inner: Any) -> None:
     """A residual between machines is of their mean, to which a rank's gradient adds its part only."""
     given = nothing()
     ranks = Ranks(dgcopt.Hierarchical(dgcopt.TopK(0.05)), None, 4, "average", [0, 0, 1, 1])
@@ -200,7 +200,7 @@ BETWEEN_MACHINES = ("TopK, owner", "DGC", "CSC", "PowerSGD", "EFSignSGD", "PerPa
     ],
     ids=str,
 )
-def test_what_machines_held_back_counts_for_as_much_on_others(
+def test_residuals_of_machines_keep_their_weight_on_other_machines(
     first: list[int], then: list[int], op: str, name: str
 ) -> None:
     """The same ranks on other machines, and back: a machine's mean stands for as many gradients as it has ranks."""
@@ -215,7 +215,7 @@ def test_what_machines_held_back_counts_for_as_much_on_others(
 
 
 @pytest.mark.parametrize("after", [[0, 0], [0, 1], [0, 0, 0, 1, 1, 2]], ids=str)
-def test_what_machines_held_back_is_all_there_among_other_ranks_on_other_machines(after: list[int]) -> None:
+def test_residuals_of_machines_are_complete_among_other_ranks_on_other_machines(after: list[int]) -> None:
     given = nothing()
     ranks = Ranks(dgcopt.Hierarchical(dgcopt.TopK(0.05)), None, 4, "sum", [0, 0, 1, 1])
     ranks.step(given, 1)
@@ -269,7 +269,7 @@ def test_momentum_is_not_applied_twice_to_what_dgc_held_back() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Compressor) else "",
 )
-def test_what_would_count_for_something_else_is_dropped_with_a_warning(
+def test_residuals_of_another_unit_are_released_with_a_warning(
     before: Compressor, after: Compressor, make: Any, made_of: str, sent_as: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make = make or (lambda params: SGD(params, lr=1.0))

@@ -102,7 +102,7 @@ def test_as_many_of_the_largest_addend_as_there_are_ranks_add_up_to_a_finite_sum
 
 @pytest.mark.parametrize("op", ["average", "sum"])
 @pytest.mark.parametrize("name", ["RandomK", "CLTK", "DGC partition", "DGC ratio 1"])
-def test_what_was_clamped_is_in_the_residual(name: str, op: Any) -> None:
+def test_clamped_excess_is_in_the_residual(name: str, op: Any) -> None:
     """What one rank has sent, and what it keeps, add up to its gradients: twice as large as the dtype holds."""
     bucket_grad, compressor = 6e4, SETTINGS[name]
     model = functools.partial(small_model, torch.float16)
@@ -125,7 +125,7 @@ def test_what_was_clamped_is_in_the_residual(name: str, op: Any) -> None:
             assert torch.allclose(total, torch.full_like(total, given), rtol=1e-3), (number, key)
 
 
-def test_what_exceeds_the_range_of_a_dense_vector_is_cut_and_not_kept() -> None:
+def test_excess_of_a_dense_vector_is_clamped_and_not_kept() -> None:
     """Of DGC's momentum in half precision: there is no residual of what an allreduce carries whole."""
     model = functools.partial(small_model, torch.float16)
     ranks = Ranks(SIZE, lambda p: torch.optim.SGD(p, lr=2.0**-20, momentum=0.9), model, compression=dgcopt.DGC(0.1))

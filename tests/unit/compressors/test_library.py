@@ -90,7 +90,7 @@ def test_updates_are_what_travels_unless_the_optimizer_is_sgd() -> None:
     assert dense.sends == "gradient", "at ratio 1 it is dense training"
 
 
-def test_what_cannot_be_is_refused_where_it_is_said() -> None:
+def test_wrong_settings_are_refused_at_once() -> None:
     for make in (dgcopt.TopK, dgcopt.DGC):
         with pytest.raises(dgcopt.ConfigError, match=r"source must be .*not 'updates'"):
             make(0.1, source="updates").attach(SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))

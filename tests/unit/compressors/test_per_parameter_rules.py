@@ -49,7 +49,7 @@ def named(*names: str) -> dict[Tensor, str]:
         ({"a": dgcopt.Hierarchical(dgcopt.PerParameter())}, "the rule of 'a' is a PerParameter itself"),
     ],
 )
-def test_what_is_no_rule(rules: Any, words: str) -> None:
+def test_wrong_rules_are_refused(rules: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         dgcopt.PerParameter(rules)
 
@@ -156,7 +156,7 @@ def test_a_copy_of_the_optimizer_goes_on_alike() -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in SHAPES)
 
 
-def test_what_is_pickled_holds_no_parameters() -> None:
+def test_pickles_hold_no_parameters() -> None:
     compressor = dgcopt.PerParameter(SPARSE)
     compressor.see_parameters(named(*SHAPES))
     again = pickle.loads(pickle.dumps(compressor))
@@ -198,7 +198,7 @@ def test_diloco_around(settings: dict) -> None:
         assert all(torch.equal(a[name], b[name]) for a, b in zip(ours, alone[pattern], strict=True)), name
 
 
-def test_what_diloco_and_join_refuse_they_refuse_inside() -> None:
+def test_diloco_and_join_refuse_rules_inside_too() -> None:
     with pytest.raises(ConfigError, match="OneBitAdam learns Adam's second moments"):
         dgcopt.DiLoCo(4, compression=dgcopt.PerParameter({"*": FROZEN}))
     world = World(2, momentum, dgcopt.PerParameter({"*": dgcopt.Adasum()}))
@@ -206,7 +206,7 @@ def test_what_diloco_and_join_refuse_they_refuse_inside() -> None:
         pass
 
 
-def test_what_is_asked_of_buckets_each_rule_answers_for_its_own() -> None:
+def test_each_rule_answers_for_its_own_buckets() -> None:
     compressor = dgcopt.PerParameter({"*.bias": dgcopt.NoCompression(), "*": dgcopt.DGC(0.1)})
     bias, weight = (compressor.kind(name, torch.zeros(3, 3)) for name in ("fc.bias", "fc.weight"))
     assert bias != weight

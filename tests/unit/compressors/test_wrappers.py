@@ -182,7 +182,7 @@ class TestHierarchical:
         result = World(dgcopt.Hierarchical(dgcopt.SignSGD()), node_of).step(gradients(len(node_of)))
         assert set(result.tolist()) <= {-1.0, 0.0, 1.0}
 
-    def test_what_lies_on_other_ranks_is_handed_over_once(self, node_of) -> None:
+    def test_residuals_on_other_ranks_are_handed_over_once(self, node_of) -> None:
         world = World(dgcopt.Hierarchical(dgcopt.TopK(1.0)), node_of)
         for rank, ctx in enumerate(world.contexts):
             ctx.memory.put("residual", world.flat(torch.full((sum(SIZES),), 2.0**rank)))
@@ -279,7 +279,7 @@ class TestTraining:
 
 
 @pytest.mark.parametrize("kind", [Wrapper, dgcopt.PerParameter])
-def test_what_every_compressor_is_asked_is_asked_of_those_inside(kind: type[Compressor]) -> None:
+def test_every_property_of_a_compressor_is_asked_of_those_inside(kind: type[Compressor]) -> None:
     """Also what will be added: an answer of the base class would be nobody's."""
     followed = {"overlap", "whole_model", "in_turn", "overlaps", "first_moment"}  # copied from those inside
     own = {"carrier", "compress", "decompress"}  # of who does not define an exchange

@@ -38,7 +38,7 @@ def test_each_row_is_of_neighbours_in_cost(ranks: int, shuffle: bool) -> None:
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 50), (2, 50), (3, 50), (7, 50), (8, 5), (4, 1)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_who_gets_what(ranks: int, count: int, shuffle: bool) -> None:
+def test_every_sample_is_dealt_once(ranks: int, count: int, shuffle: bool) -> None:
     for epoch, level in itertools.product((0, 1, 2), (0.0, 1.0)):
         settings = {"count": count, "shuffle": shuffle, "random_level": level}
         padded, dropped, uneven = (
@@ -187,7 +187,7 @@ def test_batches_resume_in_the_middle() -> None:
     assert taken + list(later) == list(expected)
 
 
-def test_who_and_among_how_many_come_from_the_wire() -> None:
+def test_rank_and_size_come_from_the_wire() -> None:
     sampler = LoadBalancingDistributedSampler(range(5), [1, 2, 3, 4, 5])
     dgcopt.shutdown()
     assert (sampler.num_replicas, sampler.rank) == (1, 0)

@@ -151,7 +151,7 @@ def test_a_full_store_keeps_what_it_has(tmp_path: Path, caplog: pytest.LogCaptur
     assert sum(file.stat().st_size for file in tmp_path.glob("samples.sqlite")) <= 1_000_000
 
 
-def test_what_is_damaged_is_made_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_entries_are_computed_again(caplog: pytest.LogCaptureFixture) -> None:
     loader = CacheLoader("memory")
     loader.get("key", lambda key: 1)
     values = vars(loader.store)["_values"]

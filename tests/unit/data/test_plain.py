@@ -39,7 +39,7 @@ def test_comes_back_the_same(value: Any) -> None:
     assert same(decode(encode(value)), value)
 
 
-def test_what_comes_back_is_a_copy_that_can_be_written_to() -> None:
+def test_decoded_arrays_are_writable_copies() -> None:
     data = encode((torch.ones(3), numpy.ones(3)))
     tensor, array = decode(data)
     tensor.add_(1)
@@ -79,7 +79,7 @@ Point = collections.namedtuple("Point", "x y")
         (True + 0j, "complex"),
     ],
 )
-def test_what_is_not_plain_is_refused_by_its_place(value: Any, words: str) -> None:
+def test_values_that_are_not_plain_are_refused_by_their_place(value: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         encode(value)
 

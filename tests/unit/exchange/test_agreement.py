@@ -238,7 +238,7 @@ def sent_in_a_step(ranks: Ranks, seed: int) -> int:
     return ranks.optimizers[0].telemetry.payload_bytes - before
 
 
-def test_what_rank_0_saved_is_loaded_by_every_rank(caplog):
+def test_a_checkpoint_of_rank_0_is_loaded_by_every_rank(caplog):
     whole = trained()
     ranks = Ranks(2, sgd, compression=WARM)
     with caplog.at_level(logging.WARNING, "dgcopt"):

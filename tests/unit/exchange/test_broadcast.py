@@ -58,7 +58,7 @@ def test_views_arrive_as_what_they_show() -> None:
     assert [tensor.tolist() for tensor in got] == [tensor.tolist() for tensor in value]
 
 
-def test_what_arrives_is_a_copy() -> None:
+def test_received_tensors_are_copies() -> None:
     value = {"t": torch.zeros(3), "view": torch.arange(6.0).view(2, 3).t(), "p": torch.nn.Parameter(torch.ones(2))}
     for got in together(2, lambda comm: _sent(value, 0, comm, "tree")):
         assert torch.equal(got["view"], value["view"]) and type(got["p"]) is Tensor
@@ -75,7 +75,7 @@ cycle.append(cycle)
     [object(), {1, 2}, b"bytes", lambda: 0, torch.float32, [torch.eye(3).to_sparse()], cycle, {"deep": ({"x": 1j},)}],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_sent_is_an_error_on_every_rank(value: Any) -> None:
+def test_unsendable_values_are_an_error_on_every_rank(value: Any) -> None:
     outcomes = together(3, lambda comm: _sent(value if comm.rank == 1 else None, 1, comm, "settings"))
     assert all(isinstance(error, ConfigError) for error in outcomes), outcomes
     assert {str(error) for error in outcomes} == {str(outcomes[0])}

@@ -19,7 +19,7 @@ def backward(net: nn.Module) -> None:
     net(torch.randn(4, 2)).square().sum().backward()
 
 
-def test_what_it_cannot_do_is_said_at_once() -> None:
+def test_impossible_requests_are_refused_at_once() -> None:
     net, comm = model(), dgcopt.simulated_world(2)[0]
     optimizer = wrapped(net, comm)
     with pytest.raises(dgcopt.ConfigError, match="has no buffers"):

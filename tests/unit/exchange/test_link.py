@@ -19,7 +19,7 @@ from dgcopt.exchange.link import measure_link
     ],
     ids=["a slow link", "no difference", "a little one that waited for longer"],
 )
-def test_what_it_makes_of_seconds(
+def test_latency_and_bandwidth_follow_from_measured_seconds(
     little: float, much: float, latency: float, bandwidth: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm = dgcopt.simulated_world(2)[0]

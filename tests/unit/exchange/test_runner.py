@@ -78,7 +78,7 @@ def test_the_fourth_caller_exchanges_every_k_calls() -> None:
     assert callers[0].runner.scheduler.telemetry.sent_bytes > 0
 
 
-def test_what_it_holds_back_is_kept_by_name_and_goes_on_in_another() -> None:
+def test_residuals_are_kept_by_name_and_continue_in_another_caller() -> None:
     tensors, callers = world(2, dgcopt.TopK(0.1), every=1)
     for caller in callers:
         caller()

@@ -121,7 +121,9 @@ def test_ranks_that_run_out_of_data(every: int, divide_by: Any):
     ids=str,
 )
 @pytest.mark.parametrize("batches", [(2, 2, 4, 4), (2, 2, 2, 2), (3, 2, 1, 0)])
-def test_what_only_some_have_heard_of_is_not_lost(batches: tuple[int, ...], rule: Averaging, share: float, nodes: int):
+def test_changes_known_to_some_ranks_only_are_not_lost(
+    batches: tuple[int, ...], rule: Averaging, share: float, nodes: int
+):
     """Of ranks that run out of data before an exchange of all, after one with their machine or a peer."""
     world = World(4, rule, plain, nodes=nodes)
     start = world.weights()

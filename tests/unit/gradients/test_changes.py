@@ -338,7 +338,7 @@ def test_inf_makes_a_step_void_though_a_clip_by_value_would_make_it_finite(ratio
 
 
 @pytest.mark.parametrize("comes", ["a new group", "an unfrozen layer"])
-def test_what_is_trained_from_a_checkpoint_on_lies_where_it_does_without_one(comes: str) -> None:
+def test_parameters_trained_from_a_checkpoint_on_have_the_same_buckets_as_without_one(comes: str) -> None:
     """As the order of parameters in buckets decides over last bits."""
     straight, resumed = Ranks(2, sgd), Ranks(2, sgd)
     for ranks in (straight, resumed):
@@ -475,7 +475,7 @@ def test_a_first_attempt_that_does_otherwise_on_another_rank_is_told_so_on_all(k
         check_compressor(kind(), sizes=(2,))
 
 
-def test_what_is_kept_twice_is_what_is_kept_last() -> None:
+def test_the_last_residual_kept_in_a_step_counts() -> None:
     class Twice(dgcopt.EFSignSGD):
         def exchange(self, grad, ctx):
             result = yield from super().exchange(grad, ctx)

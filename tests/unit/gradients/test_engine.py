@@ -42,7 +42,7 @@ def assert_close(ours, theirs, **tolerance):
     vectors=st.sampled_from(["dense", "sparse", "fp32", "int8", "int4", "sign"]),
     bucket_mb=st.sampled_from([0.0005, 25.0]),
 )
-def test_what_is_applied_and_held_back_is_what_was_computed(size, ratio, ratios, values, indices, vectors, bucket_mb):
+def test_updates_and_residuals_add_up_to_the_gradients(size, ratio, ratios, values, indices, vectors, bucket_mb):
     warmup = dgcopt.Warmup(ratios=tuple(ratios), steps=1) if ratios else None
     compressor = dgcopt.DGC(ratio, warmup=warmup, values=values, indices=indices, vectors=vectors)
     ranks = Ranks(size, lambda p: SGD(p, lr=0.1), compression=compressor, bucket_mb=bucket_mb)

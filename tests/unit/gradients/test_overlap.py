@@ -96,7 +96,7 @@ def test_without_overlap_everything_is_the_same_to_the_bit(make, settings: dict)
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_what_is_kept_goes_on_to_the_bit_with_the_other_overlap(first: bool) -> None:
+def test_a_checkpoint_continues_to_the_bit_with_the_other_overlap(first: bool) -> None:
     def make(overlap: bool) -> Ranks:
         return Ranks(2, lambda p: SGD(p, lr=0.05, momentum=0.9), compression=dgcopt.DGC(0.1, overlap=overlap))
 
@@ -209,7 +209,7 @@ def test_buckets_on_cuda_are_few_where_each_is_compressed() -> None:
 
 
 @pytest.mark.parametrize("overlap, buckets", [(True, 2), (False, 1)])
-def test_what_leaves_with_the_step_is_not_cut_into_small_buckets(overlap: bool, buckets: int) -> None:
+def test_buckets_that_launch_at_the_step_are_not_cut_small(overlap: bool, buckets: int) -> None:
     """As nothing is gained by it, and every bucket costs messages. A size that is asked for holds either way."""
 
     def model() -> nn.Module:

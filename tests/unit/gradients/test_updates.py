@@ -200,7 +200,7 @@ def test_updates_of_sparse_adam() -> None:
         torch.testing.assert_close(ranks.weights()[0], alone.weight.detach(), rtol=1e-9, atol=1e-9)
 
 
-def test_which_optimizers_are_known() -> None:
+def test_properties_of_torchs_optimizers_are_known() -> None:
     class Renamed(torch.optim.AdamW):
         pass
 

@@ -104,7 +104,7 @@ def test_parts_that_lie_apart(of, sizes, missing, kind, density, seed):
 
 
 @pytest.mark.parametrize("of", [specification, kernels], ids=["torch", "in use"])
-def test_what_parts_mean(of):
+def test_parts_of_flat_tensors_by_hand(of):
     spans = (torch.tensor([0, 64, 128]), torch.tensor([2, 67, 129]))
     parts = Parts([torch.zeros(2), None, torch.zeros(1)], *spans)
     sums = of.add_at(parts, torch.tensor([1, 65, 128, 0, 1]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
@@ -179,7 +179,7 @@ def test_an_owner_has_one_of_each_row():
 
 
 @built
-def test_what_cannot_be_is_refused():
+def test_wrong_operands_are_refused():
     with pytest.raises(ValueError, match="0 or more"):
         native.by_owner(torch.tensor([3, -1]), 2)
     with pytest.raises(ValueError, match="flat tensor of 3"):

@@ -94,7 +94,7 @@ def test_without_the_library_everything_runs_in_torch(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("why", ["processor", "platform"])
-def test_where_no_library_is_expected_nothing_warns(why, tmp_path, monkeypatch, caplog):
+def test_no_warning_without_an_expected_library(why, tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("DGCOPT_KERNELS", raising=False)
     if why == "platform":
         monkeypatch.setattr(library, "_LIBRARY", tmp_path / "missing.so")

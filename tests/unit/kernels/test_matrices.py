@@ -105,7 +105,7 @@ def test_put_product(of, rows, columns, rank, kind, shift, taken_away, seed):
 
 
 @built
-def test_what_are_no_factors_is_refused():
+def test_wrong_factors_are_refused():
     with pytest.raises(ValueError, match="not the factors"):
         native.put_product(torch.zeros(3, 2), torch.zeros(4, 1), torch.zeros(12), None)
     with pytest.raises(ValueError, match="flat tensor of 12"):

@@ -180,7 +180,7 @@ def test_decay(of, sizes, rule, rate, dtype, kind, shift, threads, seed):
         assert_same_bits(mine, other)
 
 
-def test_what_accumulate_means():
+def test_accumulate_by_hand():
     v, u, g = torch.tensor([1.0, -4.0]), torch.tensor([10.0, 10.0]), torch.tensor([2.0, -1.0])
     maxima = torch.zeros(1)
     kernels.accumulate(v, u, g, maxima, Momentum(0.5, 0.0, nesterov=True), scale=2.0)
@@ -267,7 +267,7 @@ def test_mix(of, lengths, gap, keep, add, kind, seed):
     assert_same_bits(ours, theirs)
 
 
-def test_what_they_mean():
+def test_mixtures_by_hand():
     flat, mixture = (
         torch.tensor([1.0, 2.0, 3.0]),
         Mixture(2.0, 0.5, [0, 2], [torch.tensor([4.0]), torch.tensor([-4.0])]),
@@ -279,7 +279,7 @@ def test_what_they_mean():
 
 
 @built
-def test_what_does_not_fit_is_refused():
+def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="4 elements from 0 on are not among those from 0 to 3"):
         native.mix(torch.zeros(3), Mixture(1.0, 1.0, [0], [torch.zeros(4)]))
     with pytest.raises(ValueError, match="from -1 on"):

@@ -104,7 +104,7 @@ def test_levels_of_which_the_reciprocal_is_not_enough():
         assert_same_bits(native.minmax_of_mean(both, ends, 1, out), specification.minmax_of_mean(both, ends, 1, out))
 
 
-def test_what_they_mean():
+def test_codes_by_hand():
     values, codes = torch.tensor([[0.0, 255, 100.25, -0.0], [0, 510, 0, 0]]), torch.empty(2, 4, dtype=torch.uint8)
     ends, mean = kernels.minmax_ends(values), torch.empty(4, dtype=torch.uint8)
     kernels.minmax_codes(values, ends, codes)
@@ -120,7 +120,7 @@ def test_what_they_mean():
 
 
 @built
-def test_what_does_not_fit_is_refused():
+def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="flat tensor of 2"):
         native.minmax_codes(torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"\(1, 3\), are needed, not \(1, 2\)"):

@@ -67,7 +67,7 @@ def test_powers(of, blocks, key, kind, how, shift, seed):
     assert_same_bits(ours, theirs)
 
 
-def test_what_levels_and_powers_mean():
+def test_levels_and_powers_by_hand():
     values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
     values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
     largest, squares = kernels.tensor_norms(values, place, 2)
@@ -159,7 +159,7 @@ def test_majority_of_very_many():
     assert torch.equal(native.majority(votes), specification.majority(votes))
 
 
-def test_what_trits_mean():
+def test_trits_by_hand():
     values, place = torch.zeros(64), torch.zeros(1, dtype=torch.int64)
     values[:4] = torch.tensor([8.0, -8.0, 4.0, -2.0])
     packed = kernels.round_trits(values, torch.tensor([2.0]), place, key=1)  # none has to be rounded

@@ -108,7 +108,7 @@ def test_mix_signs(of, numel, zero_is_minus, kind, shift, seed):
     assert_same_bits(ours, theirs)
 
 
-def test_what_they_mean():
+def test_signs_by_hand():
     values = torch.zeros(128)
     values[:3] = torch.tensor([2.0, -3.0, 5.0])
     values[64] = -1
@@ -139,7 +139,7 @@ def test_what_they_mean():
 
 
 @built
-def test_what_does_not_fit_is_refused():
+def test_operands_that_do_not_fit_are_refused():
     one = torch.ones(1)
     with pytest.raises(ValueError, match="whole blocks"):
         native.split_signs(torch.zeros(65))

@@ -89,7 +89,7 @@ def test_memory_in_float16(numel, dtypes, rule, scale, has_gradient, kind, shift
         assert_same_bits(None if mine is None else mine.cpu(), other)
 
 
-def test_what_is_equal_lies_in_several_tiles(monkeypatch):
+def test_ties_across_tiles_select_the_first(monkeypatch):
     """The first are taken, of blocks and of elements."""
     monkeypatch.setattr("dgcopt.kernels.selection.groups._TILE", 64)
     flat = numbers(70 * 64, torch.float32, "tied", 7)
@@ -101,7 +101,7 @@ def test_what_is_equal_lies_in_several_tiles(monkeypatch):
     assert groups.search.of_blocks.tiles.shape[1] == 3 and groups.search.of_elements.tiles.shape[1] == 10 + 2
 
 
-def test_what_few_examples_do_not_meet():
+def test_rare_operands_equal_the_specification():
     """A norm so small that there is no quotient by it; a byte that is wrong by one; halves; equal magnitudes."""
     small, place, zero = torch.full((64,), 1e-42), torch.zeros(1, dtype=torch.int64), torch.zeros(64)
     cases = [
@@ -212,7 +212,7 @@ def test_tensors_that_lie_apart_are_one_launch(launches):
         assert_same_bits(ours, theirs)
 
 
-def test_what_runs_in_torch_on_cuda_is_told_once(caplog):
+def test_kernels_that_fall_back_to_torch_on_cuda_are_logged_once(caplog):
     with fake_tensor.FakeTensorMode(), caplog.at_level("WARNING", logger="dgcopt"):
         on_cuda = torch.zeros(128, dtype=torch.float64, device="cuda")
         for _ in range(2):
@@ -284,7 +284,7 @@ def test_autograd_notices_what_is_changed_in_place():
 
 
 @pytest.mark.skipif(ON_CUDA, reason="what lies outside is not looked for on a device")
-def test_what_does_not_fit_is_refused():
+def test_operands_that_do_not_fit_are_refused():
     one, place, eight = torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(8, dtype=torch.uint8)
     for length in (63, 65):
         with pytest.raises(ValueError, match=f"whole blocks of 64 elements are needed, not {length}"):

@@ -91,7 +91,7 @@ def assert_equal(mine, other):
     assert torch.equal(mine, other)
 
 
-def test_what_they_mean():
+def test_values_by_hand():
     values, levels = torch.tensor([1.0, -2.0, 4.0, -0.0]), torch.tensor([[1.0, 4.0]])
     steps, multiples = specification.round_steps(values, 64, 2)
     assert steps.tolist() == [2] and multiples.tolist() == [0, -1, 2, 0]  # 1/2 goes to the even one
@@ -102,7 +102,7 @@ def test_what_they_mean():
 
 
 @built
-def test_what_does_not_fit_is_refused():
+def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="not 3"):
         native.of_levels(torch.zeros(4, dtype=torch.uint8), torch.zeros(1, 3), 64)
     with pytest.raises(ValueError, match="flat tensor of 1"):

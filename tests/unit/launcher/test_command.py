@@ -199,7 +199,7 @@ def test_variables_told_plainly(name: str, value: str, here: Here) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_hosts_are_written(data: st.DataObject, here: Here) -> None:
+def test_any_text_of_hosts_is_a_plan_or_a_config_error(data: st.DataObject, here: Here) -> None:
     """A plan, or a ConfigError; in a plan no machine's name can be read as an option, or by a shell."""
     pieces = st.sampled_from(
         ["node1", "a", "-b", "--", ":", "=", " slots=", "2", "0", ",", "\n", "#", ";", "$(x)", "\0"]

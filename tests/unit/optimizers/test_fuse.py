@@ -148,7 +148,7 @@ def test_small_tensors_are_stepped_together_and_long_ones_by_themselves() -> Non
     ]
 
 
-def test_what_lies_side_by_side_is_stepped_together_without_moving() -> None:
+def test_adjacent_parameters_are_stepped_together_without_moving() -> None:
     memory, grads = torch.zeros(30), torch.ones(30)
     params = [nn.Parameter(memory[start : start + 10]) for start in (0, 10, 20)]
     for place, param in enumerate(params):
@@ -204,7 +204,7 @@ def test_states_go_both_ways(name: str) -> None:
         assert_same(one, other, plain, fused)
 
 
-def test_what_is_done_to_the_state_in_place_counts() -> None:
+def test_in_place_changes_of_the_state_count() -> None:
     one, plain, other, fused = pair(lambda groups: optim.Adam(groups, foreach=False))
     for step in range(4):
         for params, optimizer in ((one, plain), (other, fused)):
@@ -351,7 +351,7 @@ def test_parameters_lie_as_their_gradients_do() -> None:
 
 
 @pytest.mark.parametrize("rule", [dgcopt.LocalSGD(2), dgcopt.SlowMo(2), dgcopt.DiLoCo(2)])
-def test_where_weights_are_averaged(rule: dgcopt.Averaging) -> None:
+def test_averaged_weights_train_alike_when_fused(rule: dgcopt.Averaging) -> None:
     def train(fuse: bool) -> list[Tensor]:
         models = [Twisted() for _ in range(2)]
         optimizers: list[Any] = [optim.SGD(model.parameters(), **SGD) for model in models]

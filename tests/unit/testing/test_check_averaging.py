@@ -177,7 +177,7 @@ def test_a_right_one_passes_and_names_its_settings() -> None:
     assert str(check_averaging(Mean(), sizes=(1, 2))).startswith("Mean(every=2)\n  weights are finite")
 
 
-def test_what_cannot_be_checked() -> None:
+def test_rules_that_cannot_be_checked_are_refused() -> None:
     with pytest.raises(dgcopt.ConfigError, match="no exchange within 50 steps"):
         check_averaging(LocalSGD(100))
     with pytest.raises(dgcopt.ConfigError, match="in a thread"):

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -39,6 +40,23 @@ def size_of_gradients(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Gradients of tests are small, and are copied: in every other test they stay in place, as large ones do."""
     if zlib.crc32(request.node.nodeid.encode()) % 2:
         monkeypatch.setattr("dgcopt.flat.gradient.SMALL", 1)
+
+
+@pytest.fixture(scope="module")
+def standing_workers() -> Iterator[None]:
+    """Standing workers of train.py, which end after the last run of a file."""
+    from tests.support.train_script import end_standing_workers
+
+    yield
+    end_standing_workers()
+
+
+@pytest.fixture
+def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The parser of train.py."""
+    from tests.support.train_script import parser_of_train
+
+    return parser_of_train(monkeypatch)
 
 
 @pytest.hookimpl(optionalhook=True)

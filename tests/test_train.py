@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +16,14 @@ from dgcopt.comm import LocalComm
 from tests.support.train_script import (
     DGC,
     SMALL,
-    end_standing_workers,
     execute,
     history,
     launch,
-    parser_of_train,
     refusal,
     train,
 )
 
-pytest.importorskip("jsonargparse")
-pytest.importorskip("sklearn")
-pytestmark = [pytest.mark.processes]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standing() -> Iterator[None]:
-    """Standing workers of this file end well after all its runs."""
-    yield
-    end_standing_workers()
-
-
-@pytest.fixture
-def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return parser_of_train(monkeypatch)
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("standing_workers")]
 
 
 # What a checkpoint has to get right beyond digits: dropout and augmentation draw random numbers, batch normalisation

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +20,14 @@ from tests.support.train_script import (
     ENVIRONMENT,
     REPOSITORY,
     SMALL,
-    end_standing_workers,
     execute,
     history,
     launch,
-    parser_of_train,
     refusal,
     train,
 )
 
-pytest.importorskip("jsonargparse")
-pytest.importorskip("sklearn")
-pytestmark = [pytest.mark.processes]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def standing() -> Iterator[None]:
-    """Standing workers of this file end well after all its runs."""
-    yield
-    end_standing_workers()
-
-
-@pytest.fixture
-def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return parser_of_train(monkeypatch)
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("standing_workers")]
 
 
 class TestSettings:

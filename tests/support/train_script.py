@@ -1,4 +1,4 @@
-"""Runs of train.py: by a launcher's command, or by standing workers that spare each run the import of torch."""
+"""Runs of train.py by a launcher's command, or by standing workers, which import torch once."""
 
 import importlib
 import importlib.util
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("jsonargparse")
+pytest.importorskip("sklearn")
 
 REPOSITORY = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgcopt
 from dgcopt.coding import SparseCode
@@ -15,6 +13,7 @@ from dgcopt.collectives import AllGather, AllToAll, Collective, Link, watched
 from dgcopt.compressors.reduction import OwnerReduction, reduction
 from dgcopt.flat.shard import Sharding
 from tests.conformance.owners import FAST, SLOW, Ranks
+from tests.support.waits import Operations
 
 
 def test_bytes_do_not_grow_with_the_ranks() -> None:
@@ -52,25 +51,13 @@ def test_bytes_of_vectors_do_not_grow_with_the_ranks() -> None:
         assert sum(c.sent(size) for c in told) < 2.2 * 50_000
 
 
-class Counted(TorchDispatchMode):
-    """Counts torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_operations_do_not_grow_with_the_messages() -> None:
     """All messages of a step are coded and decoded together: as many operations for 64 ranks as for 8."""
     done = {}
     for size in (8, 64):
         ranks = Ranks(dgcopt.TopK(0.05, "int2", "rice", reduce="owner", granularity="bucket"), size, [(400, 500)])
         exchange = ranks.compressor.exchange(ranks.gradients(0)[0], ranks.contexts[0])
-        with Counted() as counted:
+        with Operations() as counted:
             collective = next(exchange)
             assert isinstance(collective, AllToAll)
             collective = exchange.send(collective.tensor)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from dgcopt.flat.buckets import Bucket
 from dgcopt.kernels import Kernel
 
-__all__ = ["Waits", "as_on_cuda"]
+__all__ = ["Operations", "Waits", "as_on_cuda"]
 
 aten = torch.ops.aten
 READS = {
@@ -36,6 +36,18 @@ READS = {
     aten.unique_consecutive,
 }
 BY_MASK = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Waits(TorchDispatchMode):

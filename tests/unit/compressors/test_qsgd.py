@@ -5,23 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgcopt
 from dgcopt.kernels import BLOCK
+from tests.support.waits import Operations
 from tests.support.worlds import bucket_of, context_of
-
-
-class Operations(TorchDispatchMode):
-    """Counts torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("block", [64, 512, 1024])

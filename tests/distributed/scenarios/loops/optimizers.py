@@ -31,14 +31,7 @@ def gathered_mean(group: Any, bucket: Any) -> Any:
 def a_hook_written_for_ddp(comm: Comm) -> Loop:
     """Over any wire, though it speaks to torch.distributed."""
     pair = Pair(comm, compression=dgcopt.from_ddp_hook(None, gathered_mean))
-    for step in range(4):
-        for which, _, optimizer in pair.both():
-            optimizer.zero_grad()
-            pair.loss(which, step).backward()
-        yield
-        for optimizer in pair.optimizers:
-            optimizer.step()
-        yield
+    yield from pair.train(4)
     pair.assert_equal("a DDP hook")
 
 
@@ -138,13 +131,6 @@ def fused_steps(comm: Comm) -> Loop:
         for compression in COMPRESSIONS:
             makes = iter([kind, lambda params, kind=kind: dgcopt.fuse_optimizer(kind(params))])
             pair = Pair(comm, lambda params, makes=makes: next(makes)(params), COMPRESSIONS[compression])
-            for step in range(4):
-                for which, _, optimizer in pair.both():
-                    optimizer.zero_grad()
-                    pair.loss(which, step).backward()
-                yield
-                for optimizer in pair.optimizers:
-                    optimizer.step()
-                yield
+            yield from pair.train(4)
             if compression != "DGC":
                 pair.assert_equal(f"{compression}, fused")

@@ -46,5 +46,15 @@ class Pair:
     def both(self) -> Iterator[tuple[int, nn.Module, Any]]:
         return iter([(which, self.models[which], self.optimizers[which]) for which in (0, 1)])
 
+    def train(self, steps: int) -> Loop:
+        for step in range(steps):
+            for which, _, optimizer in self.both():
+                optimizer.zero_grad()
+                self.loss(which, step).backward()
+            yield
+            for optimizer in self.optimizers:
+                optimizer.step()
+            yield
+
     def assert_equal(self, what: str) -> None:
         assert_close(list(self.models[1].parameters()), list(self.models[0].parameters()), 1e-9, what)

@@ -18,6 +18,7 @@ import dgcopt
 from dgcopt import Comm
 from dgcopt.collectives import AllReduce
 from dgcopt.errors import ConfigError
+from tests.support.optimizers import ZerosForNone
 from tests.support.wires import only, share
 
 from .training import (
@@ -281,28 +282,6 @@ def average_by_hand(comm: Comm) -> None:
         assert_same_on_all_ranks(comm, mine.parameters, "clipped by hand")
         if compression is None:
             assert_close(mine.parameters, whole.parameters, 1e-9, "clipped by hand")
-
-
-class ZerosForNone(Optimizer):
-    """Momentum that goes on where there is no gradient, and looks at the closure first."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                momentum.mul_(0.9).add_(param.grad)
-                param.sub_(momentum, alpha=group["lr"])
-        return loss
 
 
 def a_closure_that_leaves_nothing_to_do(comm: Comm) -> None:

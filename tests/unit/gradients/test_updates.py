@@ -3,7 +3,7 @@
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -13,31 +13,10 @@ from torch.optim.lr_scheduler import StepLR
 
 import dgcopt
 from dgcopt.compressors.own_step import passes_over_missing_gradients, updates_add_up
+from tests.support.optimizers import ZerosForNone
 from tests.support.worlds import Ranks, single, small_batch, small_model
 
 STEPS = 5
-
-
-class ZerosForNone(Optimizer):
-    """Momentum that goes on where there is no gradient, as in the first implementation of Muon."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                momentum.mul_(0.9).add_(param.grad)
-                param.sub_(momentum / (momentum.norm() + 1e-9), alpha=group["lr"])
-        return loss
 
 
 class ScheduleFree(Optimizer):

@@ -9,35 +9,21 @@ rank waits for that. Then the survivors agree on the next epoch (`dgcopt.comm.me
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from ..collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
-    Collective,
-    ReduceScatter,
-    SendRecv,
-)
+from ..collectives import AllReduce, Collective
 from ..errors import CommError, ConfigError, QuorumLost, TimeoutExceeded, VotedOut
-from .base import DEADLINE, Channel, Comm, Handle, RankSet, Result
+from .base import Channel, Comm, Handle, Result
+from .epoch_groups import EpochGroups, machines_of
+from .gloo import GlooComm
 from .membership import (
     MEMBER,
     STORE,
@@ -54,150 +40,13 @@ from .membership import (
     has_begun,
     join,
     next_ask,
-    noticed_key,
     trains_key,
 )
-from .torch import MOVED, REDUCE, REDUCED, Works, tells_all
+from .tcp_store import PAUSE, TCPKeyValueStore
 
-__all__ = ["SurvivingComm", "TCPKeyValueStore"]
+__all__ = ["SurvivingComm"]
 
 log = logging.getLogger("dgcopt")
-
-LOOK = 0.2
-"""Seconds between two polls: of rank 0 for processes that ask to join, and of every rank for the end of an epoch."""
-
-BUILD = 20.0
-"""Longest seconds for building the groups of an epoch; all members are known to be waiting for it."""
-
-PAUSE = 0.005
-"""Seconds between two polls of the store by an idle rank."""
-
-
-class TCPKeyValueStore:
-    """torch's TCPStore with the interface of the membership protocol. Raises CommError once the store is gone."""
-
-    def __init__(self, host: str, port: int, deadline: float = DEADLINE) -> None:
-        self._place = f"{host}:{port}"
-        try:
-            self.tcp = dist.TCPStore(
-                host, port, is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        _end_waits_after(deadline, port)
-
-    def get(self, key: str) -> str | None:
-        with self._reaching():
-            return self.tcp.get(key).decode() if self.tcp.check([key]) else None
-
-    def set(self, key: str, value: str) -> None:
-        with self._reaching():
-            self.tcp.set(key, value)
-
-    def compare_set(self, key: str, value: str) -> str:
-        with self._reaching():
-            return bytes(self.tcp.compare_set(key, "", value)).decode()
-
-    def wait(self, key: str, seconds: float) -> str | None:
-        # torch's own wait logs two lines at each timeout, and blocks other threads' access to the store meanwhile
-        end, pause = time.monotonic() + seconds, PAUSE / 4
-        while (value := self.get(key)) is None and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, 4 * PAUSE)
-        return value
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: Exception) -> CommError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return CommError(
-            f"the store at {self._place} does not answer ({reason:.200}). It is hosted by the first agent of "
-            f"`dgcopt run --survive`; without it no rank can go on. Start the job anew from a checkpoint."
-        )
-
-
-class GlooComm(Comm):
-    """Collectives over hand-made Gloo groups; CUDA tensors travel through the host."""
-
-    wire = "torch"
-
-    def __init__(self, rank: int, size: int, deadline: float) -> None:
-        super().__init__(rank, size, deadline)
-        self._groups: dict[Channel, Any] = {}
-
-    def supports(self, collective: Collective) -> bool:
-        if isinstance(collective, ReduceScatter):
-            return False
-        return not isinstance(collective, AllReduce) or collective.tensor.dtype in REDUCED
-
-    def sent(self, collective: Collective) -> int:
-        size = self.size_of(collective.group)
-        return (size - 1) * collective.nbytes if tells_all(collective, size) else super().sent(collective)
-
-    def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
-        group, tensor, size = self._groups.get(self._channel(collective.group)), collective.tensor, len(ranks)
-        if group is None:
-            raise CommError(f"rank {self.rank}: the group of {collective.describe()} is closed")
-        tensor = tensor.cpu()
-        if tensor.dtype not in MOVED and not isinstance(collective, AllReduce):
-            tensor = tensor.view(-1).view(torch.uint8)
-        divide_by = size if getattr(collective, "op", None) == "average" else 1
-        output, to_all = tensor, tells_all(collective, size)
-        works: list[dist.Work] = []
-        if to_all:
-            copies = tensor.view(-1).view(torch.uint8).repeat(size)
-            output = tensor.new_empty(size, *tensor.shape)
-            works.append(group.alltoall_base(output.view(-1).view(torch.uint8), copies, [], []))
-        elif isinstance(collective, AllReduce):
-            reducing = dist.AllreduceOptions()
-            reducing.reduceOp = dist.ReduceOp(REDUCE[collective.op])
-            works.append(group.allreduce([tensor], reducing))
-        elif isinstance(collective, AllGather):
-            output = tensor.new_empty(size, *tensor.shape)
-            works.append(group.allgather([list(output.unbind(0))], [tensor]))
-        elif isinstance(collective, AllToAll):
-            output = torch.empty_like(tensor)
-            works.append(group.alltoall_base(output, tensor, [], []))
-        elif isinstance(collective, Broadcast):
-            sending = dist.BroadcastOptions()
-            sending.rootRank = collective.root
-            works.append(group.broadcast([tensor], sending))
-        elif isinstance(collective, SendRecv):
-            if collective.source is not None:
-                output = torch.empty_like(tensor)
-                works.append(group.recv([output], collective.source, 0))
-            if collective.to is not None:
-                works.append(group.send([tensor], collective.to, 0))
-        elif isinstance(collective, Barrier):
-            works.append(group.barrier())
-        else:
-            raise CommError(f"torch.distributed does not have {collective.describe()}")
-        return Works(collective, works, output, divide_by, to_all)
-
-    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        """Wait as `Comm.wait` does, blocking inside the library."""
-        if not isinstance(handle, Works):
-            return super().wait(handle, deadline)
-        limit = self.deadline if deadline is None else deadline
-        try:
-            handle.wait(limit)
-            return handle.result()
-        except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise self._late(handle.collective, limit) from error
-            raise self._failed(handle.collective, error) from error
-
-    def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
-        raise ConfigError(
-            "dgcopt.init(survive=True) has no groups of some ranks, as process_set= and AsyncAverage need: leave "
-            "survive=True or the group out"
-        )
-
 
 Transfer: TypeAlias = Callable[[Comm], None]
 """Sends this rank's state, as rank 0 of a comm, to its other ranks; there it receives the state."""
@@ -224,11 +73,11 @@ class SurvivingComm(GlooComm):
     survives = True
 
     def __init__(self, store: TCPKeyValueStore, me: Status, size: int, rules: Rules) -> None:
-        super().__init__(0, 1, rules.deadline)
+        super().__init__(0, 1, rules.deadline, {})
         self._store = store
         self._rules = rules
-        self._device, self._address = _device()
-        self._me = replace(me, where=json.dumps([_machine(), *self._address]))
+        self._epoch_groups = EpochGroups(store, me.member)
+        self._me = replace(me, where=self._epoch_groups.where)
         self.epoch: Epoch | None = None
         self.commits = 0
         self.lost_seconds = 0.0
@@ -237,12 +86,7 @@ class SurvivingComm(GlooComm):
         self._grace: float | None = None  # of the round that this rank is in, if it waits for a quorum
         self._called = -1  # the number of commits after which some rank has come to a round
         self._handed = -1
-        self._is_asked = False  # set on rank 0 if a process asks to join
-        self._live = threading.Lock()
-        self._for_groups: TCPKeyValueStore | None = None
-        self._for_watching: TCPKeyValueStore | None = None
-        self._connected: int | None = None  # epoch of the open connections
-        self._watcher: threading.Thread | None = None
+        self._asked_in = -1  # the last epoch in which a process has asked to join, on rank 0
         if not drive(has_begun(), store):
             self._begin_or_recover(drive(found(self._me, size, rules, time.monotonic), store))
 
@@ -271,107 +115,29 @@ class SurvivingComm(GlooComm):
         """Build the groups of an epoch and take this rank's number in it. May fail."""
         self.epoch, self.generation, self.members = epoch, epoch.number + 1, epoch.members
         self._set_ranks(epoch.members.index(self._me.member), len(epoch.members))
-        places = [json.loads(where) for where in epoch.where]
-        machines = [machine for machine, _, _ in places]
+        machines = machines_of(epoch)
         self._set_nodes([machines.index(machine) for machine in machines])
         self.link = None
         self._users.clear()
-        self._is_asked = False
-        self._peers = {(host, port) for _, host, port in places} - {self._address}
-        with self._live:
-            self._connected = epoch.number
-        name = "dgcopt watches the ranks"
-        self._watcher = threading.Thread(target=self._watch, args=(epoch,), name=name, daemon=True)
-        self._watcher.start()
+        self._epoch_groups.open(epoch, self._look)
         channels: list[tuple[Channel, tuple[int, ...]]] = [(self.ranks(), self.ranks())]
         channels += [("control", self.ranks()), ("agreement", self.ranks())]
         channels += [(members, members) for members in self._subgroups if self.rank in members]
         named = {key: [epoch.members[rank] for rank in ranks] for key, ranks in channels if len(ranks) > 1}
-        self._groups = self._build(epoch, "", named)
+        self._groups = self._epoch_groups.build(epoch, "", named)
 
-    def _build(self, epoch: Epoch, prefix: str, channels: dict[Channel, list[str]]) -> dict[Channel, Any]:
-        """Build a group of the members of each channel.
-
-        Raises CommError or RuntimeError if they do not all come, at once if one is known to have ended: Gloo does not
-        notice that. The attempt is then left to a thread.
-        """
-        built: dict[Channel, Any] = {}
-        failures: list[Exception] = []
-
-        def build() -> None:
-            try:
-                store, self._for_groups = self._for_groups or self._connection(), None
-                for channel, members in channels.items():
-                    built[channel] = self._group(store, f"{epoch.number}/{prefix}{channel}", members)
-                self._for_groups = store  # unless it waits in vain: the next groups then need another one
-            except Exception as error:  # raised below, in the thread that waits
-                failures.append(error)
-
-        thread = threading.Thread(target=build, name="dgcopt builds groups", daemon=True)
-        thread.start()
-        thread.join(LOOK)
-        everyone = {one for members in channels.values() for one in members}
-        while thread.is_alive():
-            gone = [one for one in everyone if self._store.get(gone_key(one)) is not None]
-            if gone or self._connected != epoch.number:
-                raise CommError(
-                    f"{' and '.join(gone) or 'a rank'} has left epoch {epoch.number} before its groups were built"
-                )
-            thread.join(LOOK)
-        if failures:
-            raise failures[0]
-        if self._connected != epoch.number:  # another rank has left it meanwhile; its thread may still have built
-            raise CommError(f"a rank has left epoch {epoch.number} while its groups were built")
-        return built
-
-    def _connection(self) -> TCPKeyValueStore:
-        """Return a further connection to the store, for a thread: torch blocks other threads while one waits.
-
-        Connections are kept for later epochs: torch's store looks up the name of each client, and serves nobody
-        meanwhile, for seconds if no name server answers.
-        """
-        return TCPKeyValueStore(self._store.tcp.host, self._store.tcp.port, self.deadline)
-
-    def _group(self, store: TCPKeyValueStore, name: str, members: list[str]) -> dist.ProcessGroupGloo:
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._device]
-        options._timeout = timedelta(seconds=min(self.deadline, BUILD))
-        place = members.index(self._me.member)
-        prefixed = dist.PrefixStore(f"dgcopt/groups/{name}", store.tcp)
-        group = dist.ProcessGroupGloo(prefixed, place, len(members), options)
-        group._set_default_timeout(timedelta(seconds=self.deadline))
-        return group
-
-    def _watch(self, epoch: Epoch) -> None:
-        """Shut this rank's connections down once another rank has left the epoch; on rank 0, poll for newcomers."""
-        with contextlib.suppress(CommError):
-            store = self._for_watching = self._for_watching or self._connection()
-            while True:
-                time.sleep(LOOK)
-                is_asked = self.rank == 0 and self.give is not None and store.get(next_ask(epoch)) is not None
-                with self._live:
-                    if self._connected != epoch.number:  # the next epoch may have answered the request
-                        return
-                    self._is_asked = is_asked
-                commits = self.commits
-                if store.get(called_key(epoch.number, commits)) is not None:
-                    self._called = commits
-                if store.get(failed_key(epoch)) is not None:
-                    self._disconnect(epoch)
-                    store.set(noticed_key(epoch.number, self._me.member), "")
-                    return
-
-    def _disconnect(self, epoch: Epoch) -> None:
-        """Shut down the connections of an epoch, so that every wait in them fails at once, here and elsewhere."""
-        with self._live:
-            if self._connected == epoch.number:
-                _shut_down(self._address, self._peers)
-                self._connected = None
+    def _look(self, epoch: Epoch, store: TCPKeyValueStore) -> None:
+        """Note processes that ask to join, and ranks that have come to a round; called by a thread."""
+        commits = self.commits
+        if store.get(called_key(epoch.number, commits)) is not None:
+            self._called = commits
+        if self.rank == 0 and self.give is not None and store.get(next_ask(epoch)) is not None:
+            self._asked_in = epoch.number
 
     def _leave(self) -> None:
         """Leave the groups of the epoch before this rank announces itself for the next one."""
         assert self.epoch is not None
-        self._disconnect(self.epoch)
+        self._epoch_groups.close(self.epoch)
         try:
             self._store.set(failed_key(self.epoch), str(self.rank))
         finally:  # open groups abort a process that ends, from their threads
@@ -431,7 +197,7 @@ class SurvivingComm(GlooComm):
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
         """Commit as `Comm.confirm` does; if it raises CommError the next epoch has begun."""
         self._prepared = True
-        wanted = torch.tensor([self._is_asked], dtype=torch.int32)
+        wanted = torch.tensor([self.epoch is not None and self._asked_in == self.epoch.number], dtype=torch.int32)
         before = self.commits
         try:
             told = self.wait(start(AllReduce(wanted, op="max", group="control"), "commit"))
@@ -471,7 +237,8 @@ class SurvivingComm(GlooComm):
     @property
     def is_called(self) -> bool:
         """As `Comm.is_called`."""
-        return self.epoch is not None and (self._called == self.commits or self._connected != self.epoch.number)
+        epoch = self.epoch
+        return epoch is not None and (self._called == self.commits or not self._epoch_groups.is_open(epoch))
 
     def gather(self, quorum: int, grace: float) -> None:
         """As `Comm.gather`. Half of the ranks are needed to go on without the others, so the quorum is no smaller."""
@@ -492,7 +259,7 @@ class SurvivingComm(GlooComm):
             if missing and now - start > self.deadline:
                 raise TimeoutExceeded(f"rank {self.rank}: {', '.join(missing)} did not come in {self.deadline:g} s")
             gone = [one for one in missing if self._store.get(gone_key(one)) is not None]
-            if gone or self._connected != epoch.number:
+            if gone or not self._epoch_groups.is_open(epoch):
                 raise CommError(f"rank {self.rank}: {', '.join(gone) or 'another rank'} has left the round")
             if missing:
                 time.sleep(4 * PAUSE)
@@ -557,8 +324,9 @@ class SurvivingComm(GlooComm):
         """Return a comm of the sender of state, as rank 0, and the newcomers."""
         giver = next(member for member in epoch.members if member not in epoch.newcomers)
         members = [giver, *epoch.newcomers]
-        comm = GlooComm(members.index(self._me.member), len(members), self.deadline)
-        comm._groups = self._build(epoch, "handover/", {comm.ranks(): members, "agreement": members})
+        ranks = tuple(range(len(members)))
+        groups = self._epoch_groups.build(epoch, "handover/", {ranks: members, "agreement": members})
+        comm = GlooComm(members.index(self._me.member), len(members), self.deadline, groups)
         comm.checksums = True
         return comm
 
@@ -587,65 +355,5 @@ class SurvivingComm(GlooComm):
         super().close()
         with contextlib.suppress(CommError):
             self._store.set(gone_key(self._me.member), "left")
-        with self._live:
-            self._connected = None
-        if self._watcher is not None:
-            self._watcher.join(self.deadline)  # Python aborts if it ends while a thread is inside torch's store
+        self._epoch_groups.leave()
         self._groups.clear()
-
-
-def _machine() -> str:
-    return os.environ.get("DGCOPT_NODE") or socket.gethostname()
-
-
-def _device() -> tuple[object, tuple[str, int]]:
-    """Make Gloo's device for this process; return it with the address at which it listens."""
-    before = _listening()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    make = dist.ProcessGroupGloo
-    device = make.create_device(interface=interface) if interface else make.create_default_device()
-    addresses = _listening() - before
-    if len(addresses) != 1:
-        raise CommError(f"Gloo listens at {len(addresses)} new addresses of this process, not at one: {addresses}")
-    return device, addresses.pop()
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """Return copies of this process's TCP sockets."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                        yield one
-
-
-def _end_waits_after(deadline: float, port: int) -> None:
-    """Make connections to a port fail after the network was silent for the deadline; torch's store would wait on."""
-    pause = max(1, int(deadline / 4))
-    for one in _sockets():
-        with contextlib.suppress(OSError):
-            if not _is_listening(one) and one.getpeername()[1] == port:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deadline))
-
-
-def _is_listening(one: socket.socket) -> bool:
-    return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _listening() -> set[tuple[str, int]]:
-    return {one.getsockname()[:2] for one in _sockets() if _is_listening(one)}
-
-
-def _shut_down(mine: tuple[str, int], theirs: set[tuple[str, int]]) -> None:
-    """Shut down Gloo's connections: those to its own address, and those to the addresses of other ranks.
-
-    Its `abort` does not: while a thread waits for a stalled rank, the connections to all others stay open.
-    """
-    for one in _sockets():
-        with contextlib.suppress(OSError):
-            if not _is_listening(one) and (one.getsockname()[:2] == mine or one.getpeername()[:2] in theirs):
-                one.shutdown(socket.SHUT_RDWR)

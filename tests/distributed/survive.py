@@ -141,7 +141,8 @@ class Plan:
             return handle
 
         comm._start = starting
-        group = comm._group
+        groups = comm._epoch_groups
+        group = groups._group
 
         def building(*args: Any) -> Any:
             done = self.done()
@@ -151,7 +152,7 @@ class Plan:
                 self.at("build")
             return group(*args)
 
-        comm._group = building
+        groups._group = building
 
     def done(self) -> list[int]:
         """The steps of the kills so far."""

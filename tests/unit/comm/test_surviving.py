@@ -5,14 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import dgcopt
+from dgcopt.comm.epoch_groups import EpochGroups
 from dgcopt.comm.membership import MEMBER, STORE, Epoch
-from dgcopt.comm.surviving import SurvivingComm
 from dgcopt.errors import CommError, ConfigError
 
 
@@ -55,7 +54,8 @@ def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 class Store:
     """A store without any key."""
 
-    tcp = SimpleNamespace(host="", port=0)
+    def another(self) -> None:
+        return None
 
     def get(self, key: str) -> str | None:
         return "killed" if key.endswith("gone/b") and self.is_b_gone else None
@@ -64,29 +64,28 @@ class Store:
 
 
 @pytest.mark.parametrize("end", ["another rank left", "a rank died", "well"])
-def test_an_epoch_that_ends_while_its_groups_are_built(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_that_ends_while_its_groups_are_built(end: str) -> None:
     """It does not begin: if another rank has left, whose thread may go on to build; or at once if one has died."""
-    monkeypatch.setattr("dgcopt.comm.surviving.TCPKeyValueStore", lambda *_: None)
-    comm: Any = object.__new__(SurvivingComm)
-    comm._store, comm.deadline, comm._connected, comm._for_groups = Store(), 60.0, 3, None
+    groups: Any = object.__new__(EpochGroups)
+    groups._store, groups._connected, groups._for_groups = Store(), 3, None
     waits = threading.Event()
 
     def group(*_: Any) -> str:
         if end == "another rank left":
-            comm._connected = None
+            groups._connected = None
         elif end == "a rank died":
-            comm._store.is_b_gone = True
+            groups._store.is_b_gone = True
             waits.wait(30)
         return "group"
 
-    comm._group = group
+    groups._group = group
     start = time.monotonic()
     try:
         if end == "well":
-            assert comm._build(Epoch(3, ("a", "b"), ("", ""), 0), "", {"control": ["a", "b"]}) == {"control": "group"}
+            assert groups.build(Epoch(3, ("a", "b"), ("", ""), 0), "", {"control": ["a", "b"]}) == {"control": "group"}
             return
         with pytest.raises(CommError, match="left epoch 3"):
-            comm._build(Epoch(3, ("a", "b"), ("", ""), 0), "", {"control": ["a", "b"]})
+            groups.build(Epoch(3, ("a", "b"), ("", ""), 0), "", {"control": ["a", "b"]})
         assert time.monotonic() - start < 20
     finally:
         waits.set()

@@ -65,7 +65,7 @@ class Rounds(Schedule):
         check_names(optimizer, [KEY])
         super().__init__(rule, sync, optimizer, named_parameters, comm)
         self._late_warning = LateWarning(optimizer, THROUGH_TORCH)
-        self._resume_at(take_mark(optimizer.param_groups, KEY, self.comm.rank))
+        self.resume_at(take_mark(optimizer.param_groups, KEY, self.comm.rank))
         hold(optimizer, averaging=self)
         optimizer.averaging = self  # type: ignore[attr-defined]
         optimizer.register_state_dict_post_hook(_save)
@@ -211,15 +211,13 @@ class Rounds(Schedule):
         self.restore(entry[STATE_KEY])
         self.sync.load(entry, entry[STATE_KEY])
 
-    def load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Take averaging's entry out of a state of the optimizer, and return the rest; a pre-hook of its loading."""
+    def _load_entry(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Restore averaging's entry in a state of the optimizer, and return the rest of that state."""
         self._has_loaded = True
         groups = [unmarked(group) for group in state_dict["param_groups"]]
         rest = {key: value for key, value in state_dict.items() if key != KEY} | {"param_groups": groups}
         if KEY not in state_dict:
-            tell = self._late_warning.set if self.comm.joins_replicas else log.warning  # dgcopt.sharded.load may follow
-            if step := take_mark([dict(group) for group in state_dict["param_groups"]], KEY, self.comm.rank, tell):
-                self._resume_at(step)
+            self.resume_without(state_dict["param_groups"])
             return rest
         state = state_dict[KEY][STATE_KEY]
         check_format(state)
@@ -232,7 +230,13 @@ class Rounds(Schedule):
         self.restore_entry(state_dict[KEY])
         return rest
 
-    def _resume_at(self, step: int) -> None:
+    def resume_without(self, groups: list[dict[str, Any]]) -> None:
+        """Resume at the step that the marks of loaded parameter groups name, without averaging's entry."""
+        tell = self._late_warning.set if self.comm.joins_replicas else log.warning  # dgcopt.sharded.load may follow
+        if step := take_mark([dict(group) for group in groups], KEY, self.comm.rank, tell):
+            self.resume_at(step)
+
+    def resume_at(self, step: int) -> None:
         """Set the step count from a state without averaging memory, before this rank has made a step."""
         if not self.replica.started:
             self.step = step
@@ -292,4 +296,4 @@ def _save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     rounds: Rounds = held(optimizer).averaging
-    return rounds.load(state_dict)
+    return rounds._load_entry(state_dict)

@@ -11,9 +11,10 @@ namespace of its own with links that tc shapes, exchange gradients of the model'
 are sleeps of the time that one core takes for them alone, divided by --speeds, since 8 ranks on 2 cores would slow
 each other; all else runs. `check` trains for real, and prints its loss beside the simulated one, and its seconds.
 
-Every method gets the same number of learning rates to choose from, by seed 0, and the same number of steps. One that
-has not reached the loss of dense training by then may take 1.5 and 2 times as many, along the same schedule
-stretched. The loss to reach is the final one of dense training with the same seed, at its own best learning rate.
+Every method gets the same number of learning rates to choose from, and the same number of steps: seed 0 leaves two
+rates, of which the mean loss of all seeds chooses one. A method that has not reached the loss of dense training by then
+may take 1.5 and 2 times as many steps, along the same schedule stretched. The loss to reach is the final one of dense
+training with the same seed, at its own best learning rate.
 `auto` has the loss of the exchange that it has chosen in the cell, and its seconds include those until the choice.
 
 Records are appended to docs/time_to_loss.jsonl, and those there are not repeated: any command may be ended at any time.
@@ -108,14 +109,14 @@ TASKS = {
         *(lambda: DigitsCNN(width=32), lambda: (Digits("train"), Digits("test"))),
         lambda params, lr: SGD(params, lr, momentum=0.9, nesterov=True, weight_decay=1e-4),
         *(SMALL_RATES, SMALL_RATES, 8, 400),
-        (DENSE, "BF16()", POWERSGD, ORIGINAL, "DGC.compact(warmup=None)", "DGC(ratio=0.01, warmup=None)"),
+        (DENSE, "BF16()", POWERSGD, ORIGINAL, "DGC.compact(warmup=None)", "DGC(ratio=0.01, warmup=None)", "OneBit()"),
     ),
     "stdlib_gpt": Task(
         lambda: CharGPT(),
         lambda: (StdlibText("train"), StdlibText("validation", max_bytes=16_000)),
         lambda params, lr: AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.1),
         *((1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.1, 0.2, 0.4), 2, 300),
-        (DENSE, "BF16()", POWERSGD, ORIGINAL, "TopK(ratio=0.01, values='int2', indices='rice')"),
+        (DENSE, "BF16()", POWERSGD, ORIGINAL, "TopK(ratio=0.01, values='int2', indices='rice')", "OneBit()"),
     ),
 }
 """Methods beside those of the peers are measured as they are, and whatever `auto` chooses needs its loss among them."""
@@ -275,11 +276,17 @@ class Losses:
             note(f"{about}: {self.known[key][-1]:.4f}, {time.process_time() - start:.0f} CPU s")
         return self.known[key]
 
-    def best_rate(self, method: str) -> float | None:
-        """Return the learning rate with the lowest final loss; None if a run of seed 0 is missing."""
-        found = {lr: self.known.get((method, lr, 1.0, 0)) for lr in self.rates(method)}
-        known = {lr: smooth(losses)[-1] for lr, losses in found.items() if losses is not None}
-        return min(known, key=lambda lr: known[lr]) if len(known) == len(found) else None
+    def best_rate(self, method: str) -> float:
+        """Return the learning rate with the lowest mean final loss, of the two that are best by seed 0.
+
+        One seed would choose rates with which other seeds diverge. Raises KeyError if a run is missing.
+        """
+
+        def final(lr: float, seeds: Sequence[int]) -> float:
+            return sum(smooth(self.known[method, lr, 1.0, seed])[-1] for seed in seeds)
+
+        two = sorted(self.rates(method), key=lambda lr: final(lr, SEEDS[:1]))[:2]
+        return min(two, key=lambda lr: final(lr, SEEDS))
 
     def steps_to_target(self, method: str, seed: int) -> tuple[int, float] | None:
         """Return the steps until dense training's final loss is reached, and the length of that run.
@@ -287,8 +294,6 @@ class Losses:
         None if it is not reached in the longest run; raises KeyError if a run is missing.
         """
         lr, dense = self.best_rate(method), self.best_rate(DENSE)
-        if lr is None or dense is None:
-            raise KeyError(method)
         target = smooth(self.known[DENSE, dense, 1.0, seed])[-1]
         for length in LENGTHS:
             losses = smooth(self.known[method, lr, length, seed])
@@ -299,8 +304,6 @@ class Losses:
 
     def complete(self, method: str, seeds: Sequence[int]) -> None:
         """Make all runs of a method that are missing."""
-        for lr in self.rates(method):
-            self.need(method, lr, 1.0, 0)
         for seed in seeds:
             while True:
                 try:
@@ -441,7 +444,7 @@ def check(arguments: argparse.Namespace) -> None:
     for name, size, _, system, link in cells(arguments, dict.fromkeys(arguments.tasks, arguments.systems)):
         known, method = Losses(name, size), SYSTEMS.get(system, system)
         lr, reached = known.best_rate(method), known.steps_to_target(method, 0)
-        if lr is None or reached is None:
+        if reached is None:
             note(f"{system}: {name} among {size} ranks does not reach the loss of dense training")
             continue
         with Namespaces(size) as network, ranks_of(name, core_model(name), 1.0, network) as ranks:

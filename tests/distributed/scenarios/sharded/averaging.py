@@ -66,7 +66,7 @@ def as_whole_parameters(name: str, replicas: int, comm: Comm) -> None:
         means = whole(model)
 
     def joined(n: str, tensor: Tensor) -> list[Tensor]:
-        parts = [gathered(comm, tensor, [rank], flat=True)[0] for rank in range(comm.size)]
+        parts = gathered(comm, tensor, range(comm.size), flat=True)
         return [torch.cat(parts[r : r + shards]).view(own[n].shape) for r in range(0, comm.size, shards)]
 
     steps = [{n: joined(n, grad) for n, grad in of_step.items()} for of_step in recorder.steps]

@@ -6,7 +6,7 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -28,8 +28,6 @@ from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
 from .base import Averaging
 from .rounds import Rounds
-from .rule import Rule
-from .sync import Round, Sync
 from .weights import Weights, mean
 
 __all__ = ["AsyncAverage"]
@@ -97,17 +95,8 @@ class AsyncAverage(Averaging):
 class AsyncRounds(Rounds):
     """Averaging of one optimizer's weights on one rank in a background thread (`Background`)."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        sync: Callable[[Round], Sync],
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        comm: Comm | None,
-    ) -> None:
-        self._background: Background | None = None
-        self._paused = False
-        super().__init__(rule, sync, optimizer, named_parameters, comm)
+    _background: Background | None = None
+    _paused = False
 
     def _join_wire(self, comm: Comm) -> None:
         if self._background is not None:

@@ -1,4 +1,4 @@
-"""Averaging of one optimizer's weights on one rank: means, other ranks and state, beside its schedule."""
+"""Averaging of one optimizer's weights on one rank: its schedule, with means on request, rejoining, and saved state."""
 
 from __future__ import annotations
 

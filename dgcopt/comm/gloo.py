@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..collectives import (
     AllGather,
@@ -21,15 +20,13 @@ from ..collectives import (
 )
 from ..errors import CommError, ConfigError
 from .base import Channel, Comm, Handle, RankSet
-from .torch import MOVED, REDUCE, REDUCED, Works, tells_all
+from .torch import MOVED, REDUCE, REDUCED, ProcessGroupComm, Works, tells_all
 
 __all__ = ["GlooComm"]
 
 
-class GlooComm(Comm):
+class GlooComm(ProcessGroupComm):
     """Collectives over hand-made Gloo groups; CUDA tensors travel through the host."""
-
-    wire = "torch"
 
     def __init__(self, rank: int, size: int, deadline: float, groups: dict[Channel, Any]) -> None:
         super().__init__(rank, size, deadline)
@@ -39,10 +36,6 @@ class GlooComm(Comm):
         if isinstance(collective, ReduceScatter):
             return False
         return not isinstance(collective, AllReduce) or collective.tensor.dtype in REDUCED
-
-    def sent(self, collective: Collective) -> int:
-        size = self.size_of(collective.group)
-        return (size - 1) * collective.nbytes if tells_all(collective, size) else super().sent(collective)
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         group, tensor, size = self._groups.get(self._channel(collective.group)), collective.tensor, len(ranks)
@@ -83,19 +76,6 @@ class GlooComm(Comm):
         else:
             raise CommError(f"torch.distributed does not have {collective.describe()}")
         return Works(collective, works, output, divide_by, to_all)
-
-    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
-        """Wait as `Comm.wait` does, blocking inside the library."""
-        if not isinstance(handle, Works):
-            return super().wait(handle, deadline)
-        limit = self.deadline if deadline is None else deadline
-        try:
-            handle.wait(limit)
-            return handle.result()
-        except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise self._late(handle.collective, limit) from error
-            raise self._failed(handle.collective, error) from error
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
         raise ConfigError(

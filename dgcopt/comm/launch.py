@@ -233,7 +233,7 @@ def _renew() -> None:
 
 
 def has_joined() -> bool:
-    """Return True if `init` has joined other ranks, and `shutdown` has not left them since."""
+    """Return True if `init` has been called, and `shutdown` not since."""
     return _current is not None
 
 

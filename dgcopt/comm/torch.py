@@ -34,7 +34,7 @@ from ..collectives import (
 from ..errors import CommError, ConfigError
 from .base import DEADLINE, Channel, Comm, Handle, RankSet
 
-__all__ = ["MOVED", "REDUCE", "REDUCED", "TorchComm", "Works", "tells_all"]
+__all__ = ["MOVED", "REDUCE", "REDUCED", "ProcessGroupComm", "TorchComm", "Works", "tells_all"]
 
 log = logging.getLogger("dgcopt")
 
@@ -115,7 +115,30 @@ class Works(Handle):
         return self.output
 
 
-class TorchComm(Comm):
+class ProcessGroupComm(Comm):
+    """A wire whose collectives are works of torch's process groups: waits for them, and the bytes that they send."""
+
+    wire = "torch"
+
+    def sent(self, collective: Collective) -> int:
+        size = self.size_of(collective.group)
+        return (size - 1) * collective.nbytes if tells_all(collective, size) else super().sent(collective)
+
+    def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
+        """Wait as `Comm.wait` does, blocking inside the library."""
+        if not isinstance(handle, Works):
+            return super().wait(handle, deadline)
+        limit = self.deadline if deadline is None else deadline
+        try:
+            handle.wait(limit)
+            return handle.result()
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise self._late(handle.collective, limit) from error
+            raise self._failed(handle.collective, error) from error
+
+
+class TorchComm(ProcessGroupComm):
     """torch.distributed among the ranks of its default process group, or over another of all given as `process_group`.
 
     Beside the default one it makes its own, so that the script's own collectives in the middle of a step never mix
@@ -124,8 +147,6 @@ class TorchComm(Comm):
     must name the rendezvous ("env://" under torchrun), and `close` ends a group started here. Raises CommError if
     the ranks do not all come before `deadline`.
     """
-
-    wire = "torch"
 
     def __init__(
         self,
@@ -277,10 +298,6 @@ class TorchComm(Comm):
             return False
         return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in REDUCED
 
-    def sent(self, collective: Collective) -> int:
-        size = self.size_of(collective.group)
-        return (size - 1) * collective.nbytes if tells_all(collective, size) else super().sent(collective)
-
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         if not tensor.is_cpu and self._is_gloo(lanes[0]):
@@ -355,21 +372,12 @@ class TorchComm(Comm):
 
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
         """Wait as `Comm.wait` does, inside the library: no polling on CPU, no host synchronisation on NCCL."""
-        if not isinstance(handle, Works):
-            return super().wait(handle, deadline)
-        limit = self.deadline if deadline is None else deadline
-        try:
-            if not handle.output.is_cpu:
-                self._on_device = [
-                    *(one for one in self._on_device if not one[0].is_completed()),
-                    *((work, handle.collective) for work in handle.works),
-                ]
-            handle.wait(limit)
-            return handle.result()
-        except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise self._late(handle.collective, limit) from error
-            raise self._failed(handle.collective, error) from error
+        if isinstance(handle, Works) and not handle.output.is_cpu:
+            self._on_device = [
+                *(one for one in self._on_device if not one[0].is_completed()),
+                *((work, handle.collective) for work in handle.works),
+            ]
+        return super().wait(handle, deadline)
 
     def finish_on_device(self, deadline: float | None = None) -> None:
         """Wait as `Comm.finish_on_device` does: poll NCCL's works, so that a timeout is raised here, not in a read.

@@ -1,4 +1,4 @@
-"""Losses of ranks (`dgcopt.init(survive=True)`): steps are repeated, and residuals copied in case."""
+"""Losses of ranks (`dgcopt.init(survive=True)`): the step is repeated, and copies of residuals are on other ranks."""
 
 from __future__ import annotations
 

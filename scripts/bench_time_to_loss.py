@@ -491,28 +491,39 @@ def words(times: Sequence[float]) -> str:
     return f"{statistics.median(times):.1f} ({min(times):.1f} - {max(times):.1f})"
 
 
+def show(systems: Sequence[str], cell: Callable[[str, str], str]) -> None:
+    """Print a table with a row for each system and a column for each link."""
+    print("| system |" + "".join(f" {link} |" for link in LINKS))
+    print("|---" * (1 + len(LINKS)) + "|")
+    for system in systems:
+        print(f"| {system} | " + " | ".join(cell(system, link) for link in LINKS) + " |")
+
+
 def table(arguments: argparse.Namespace) -> None:
-    """Print a table for each task and number of ranks, and draw the figure."""
+    """Print the tables of each task and number of ranks, and draw the figure."""
     found = list(rows(arguments))
-    kinds = {(one["task"], one["ranks"], one["speed"]) for one in found}
-    for task, size, speed in sorted(kinds):
+    for task, size, speed in sorted({(one["task"], one["ranks"], one["speed"]) for one in found}):
         group = [one for one in found if (one["task"], one["ranks"], one["speed"]) == (task, size, speed)]
         mine = {(one["system"], one["link"]): one for one in group}
-        compute = next(iter(mine.values()))["compute"]
-        print(f"\n**{task}, {size} ranks, forward and backward {1e3 * compute:.3g} ms**\n")
-        print("| system |" + "".join(f" {link} |" for link in LINKS) + "\n|---" * (1 + len(LINKS)) + "|")
-        for system in dict.fromkeys(system for system, _ in mine):
-            line = [f"| {system}"]
-            for link in LINKS:
-                one, bf16 = mine.get((system, link)), mine.get(("DDP bf16", link))
-                text = words(one["times"]) if one else ""
-                if one and bf16 and one["times"] and bf16["times"]:
-                    gain = statistics.median(bf16["times"]) / statistics.median(one["times"])
-                    text += f", {gain:.1f}x" if gain > 0 and math.isfinite(gain) else ""
-                if one and system == AUTO:
-                    text += f": {one['choice']}"
-                line.append(text)
-            print(" | ".join(line) + " |")
+        systems = list(dict.fromkeys(system for system, _ in mine))
+
+        def step(system: str, link: str, mine: Mapping[tuple[str, str], Record] = mine) -> str:
+            one = mine.get((system, link))
+            return f"{1e3 * one['step']:.0f}" + (f" {one['choice']}" if system == AUTO else "") if one else ""
+
+        def seconds(system: str, link: str, mine: Mapping[tuple[str, str], Record] = mine) -> str:
+            one, bf16 = mine.get((system, link)), mine.get(("DDP bf16", link))
+            text = words(one["times"]) if one else ""
+            if one and bf16 and one["times"] and bf16["times"]:
+                gain = statistics.median(bf16["times"]) / statistics.median(one["times"])
+                text += f", {gain:.1f}x" if gain > 0 and math.isfinite(gain) else ""
+            return text
+
+        print(f"\n**{task}, {size} ranks, forward and backward {1e3 * group[0]['compute']:.3g} ms**")
+        print("\nMilliseconds of a step:\n")
+        show(systems, step)
+        print("\nSeconds to the loss, and how many times faster than with DDP's bf16:\n")
+        show(systems, seconds)
     for one in records("check"):
         where = f"{one['task']}, {one['ranks']} ranks, {one['link']}, {one['system']}"
         print(f"check: {where}: loss {one['loss']:.4f} after {one['steps']} steps, {one['seconds']:.1f} s")

@@ -1,16 +1,17 @@
 """Loss per byte of a small GPT: every method with tuned settings, on simulated ranks, resumable across days.
 
-    chrt -i 0 nice -n 19 python scripts/bench_frontier.py run            # continue the plan until it is done or killed
+    chrt -i 0 nice -n 19 python scripts/bench_frontier.py run            # continue the plan; once per free core
     python scripts/bench_frontier.py status                              # finished runs, and the next ones
     python scripts/bench_frontier.py table --plot docs/frontier.png      # the tables and the figure of docs/frontier.md
 
 A finished run is one line of docs/frontier.jsonl. A run that is killed leaves nothing and is repeated; a run whose
 settings are in the file is not. So `run` may be killed at any moment, and adding a method to METHODS extends the plan.
+Processes share the plan by a lock for each run, which the system frees when they end.
 
 The plan has stages. First a sweep of each method, all sweeps in turn so that each has a result soon: with seed 0 and
 half the steps, of the learning rate, and for methods with an outer optimizer of its learning rate and momentum too,
-until the best point of the grid has worse neighbours. Then the best settings at all steps with three seeds. Then the
-same with eight ranks.
+until the best point of the grid has worse neighbours. Then the best settings at all steps with three seeds, of the
+methods that no other beats by MARGIN with as few bytes. Then the same with eight ranks.
 
 All ranks of a run train in one process and one thread. The weights of all ranks are stacked for the forward and
 backward pass, so that eight ranks cost no more than one with eight times the batch. Everything else is the library's
@@ -21,6 +22,7 @@ all methods the same weights and batches, and a rank's batches do not depend on 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -28,8 +30,10 @@ import os
 import resource
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -57,6 +61,9 @@ Dense AdamW wants it: at a learning rate of 0.004 its loss was 1.867 with 5% and
 
 CLIP = 1.0
 """Largest norm of a rank's own gradient."""
+
+MARGIN = 0.01
+"""A method whose loss is higher by more than this fraction than another's with as few bytes gets no further seeds."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +311,7 @@ def train(run: Run) -> dict[str, Any]:
     return {
         "loss": validation(mean_of(replicas), 2048),
         "loss_of_rank_0": validation(replicas[0], 2048),
+        "distance": distance(replicas),
         "bytes_per_sample": sent / run.steps / TASK["batch"],
         "dense_bytes_per_sample": 2 * 4 * elements * (run.ranks - 1) / run.ranks / TASK["batch"],
         "parameters": elements,
@@ -316,6 +324,13 @@ def train(run: Run) -> dict[str, Any]:
 def mean_of(replicas: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The mean of the ranks' weights, which every method trains for: most hold it on every rank."""
     return {name: torch.stack([replica[name].detach() for replica in replicas]).mean(0) for name in replicas[0]}
+
+
+def distance(replicas: list[dict[str, Tensor]]) -> float:
+    """The distance of the ranks' weights from their mean, root mean square, as a fraction of the mean's norm."""
+    mean = torch.cat([tensor.flatten() for tensor in mean_of(replicas).values()])
+    each = [torch.cat([tensor.detach().flatten() for tensor in replica.values()]) for replica in replicas]
+    return float(torch.stack([(one - mean).norm() for one in each]).square().mean().sqrt() / mean.norm())
 
 
 # -- results and the plan ----------------------------------------------------------------------------------------------
@@ -333,22 +348,46 @@ class Results:
         self.path = path
         self.task = task or task_id()
         self.runs: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            whole = path.read_bytes()
+        self.read()
+
+    def read(self) -> None:
+        """Read what has been added to the file, by other processes too."""
+        if not self.path.exists():
+            return
+        with self.path.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            whole = file.read()
             if not whole.endswith(b"\n"):  # killed while it wrote
                 whole = whole[: whole.rfind(b"\n") + 1]
-                path.write_bytes(whole)
-            for line in whole.decode().splitlines():
-                entry = json.loads(line)
-                self.runs[Run(**entry["run"]).key] = entry
+                file.truncate(len(whole))
+        for line in whole.decode().splitlines():
+            entry = json.loads(line)
+            self.runs[Run(**entry["run"]).key] = entry
 
     def add(self, run: Run, result: dict[str, Any], commit: str) -> None:
         entry = {"run": asdict(run), **result, "commit": commit}
         self.runs[run.key] = entry
         with self.path.open("a") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
             file.write(json.dumps(entry) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+    @contextmanager
+    def claimed(self, run: Run) -> Iterator[bool]:
+        """Whether this process alone may make the run: neither does another one now, nor is it finished.
+
+        The claim is a lock on one byte of a file in the temporary folder; the byte is the hash of the run.
+        """
+        with (Path(tempfile.gettempdir()) / "dgcopt-frontier.lock").open("ab") as file:
+            byte = int.from_bytes(hashlib.sha256(run.key.encode()).digest()[:6], "big")
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except OSError:
+                yield False
+                return
+            self.read()  # the run may have ended a moment ago
+            yield self.loss(run) is None
 
     def loss(self, run: Run) -> float | None:
         """The final loss, infinite for a run that diverged, None for one that is not there."""
@@ -397,42 +436,74 @@ def best_settings(method: Method, results: Results) -> dict[str, float]:
     return next(iter(swept(method, results)[0].values()), {})
 
 
-def plan(results: Results) -> Iterator[Run]:
-    """Yield the runs that are left, in order; each depends on the results before it."""
-    while sweeps := [
+def survivors(results: Results) -> list[str]:
+    """Return the methods that no other one beats by MARGIN with as few bytes, at the best settings of their sweeps."""
+    best = {}
+    for name, method in METHODS.items():
+        for run in list(swept(method, results)[0])[:1]:
+            entry = results.runs[run.key]
+            best[name] = (entry.get("bytes_per_sample", 0), loss_in(entry), method.ranks != (1,))
+    return [
+        name
+        for name, (sent, loss, exchanges) in best.items()
+        if not exchanges
+        or not any(other <= sent and less < loss * (1 - MARGIN) for other, less, also in best.values() if also)
+    ]
+
+
+def ready(results: Results) -> Iterator[Run]:
+    """Yield the runs that can be made now, in order: the next of each sweep, or those of the first stage left."""
+    sweeps = [
         (len(finished), place, run)
         for place, method in enumerate(METHODS.values())
         for finished, run in [swept(method, results)]
         if run is not None
-    ]:
-        yield min(sweeps, key=lambda sweep: sweep[:2])[2]  # of the sweep with the fewest runs
-    for stage in range(max(len(method.ranks) for method in METHODS.values())):
-        for method in METHODS.values():
-            if len(method.ranks) <= stage:
-                continue
-            for seed in range(3):
-                settings = best_settings(method, results)
-                run = run_of(method, settings, method.ranks[stage], STEPS, seed, results.task)
-                if results.loss(run) is None:
-                    yield run
+    ]
+    yield from (run for *_, run in sorted(sweeps, key=lambda sweep: sweep[:2]))
+    if sweeps:
+        return
+    left = [METHODS[name] for name in survivors(results)]
+    for stage in range(max(len(method.ranks) for method in left)):
+        runs = [
+            run_of(method, best_settings(method, results), method.ranks[stage], STEPS, seed, results.task)
+            for method in left
+            if stage < len(method.ranks)
+            for seed in range(3)
+        ]
+        yield from (run for run in runs if results.loss(run) is None)
 
 
 def work(results: Results, seconds: float) -> None:
-    """Make the runs of the plan."""
+    """Make the runs of the plan that no other process makes, and wait for those on which the next ones depend."""
     torch.set_num_threads(1)
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
     commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     end = time.monotonic() + seconds
-    while time.monotonic() < end and (run := next(plan(results), None)) is not None:
-        print(f"{time.strftime('%H:%M:%S')} {run.exchange} {run.optimizer} lr={run.lr:g} ", end="", flush=True)
-        print(f"ranks={run.ranks} steps={run.steps} seed={run.seed}", end=": ", flush=True)
-        try:
-            result = train(run)
-        except dgcopt.DivergenceError as error:
-            result = {"loss": None, "error": str(error)[:200]}
-        results.add(run, result, commit)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"{result['loss']} in {result.get('cpu_seconds')} s of CPU, {memory:.1f} GB", flush=True)
+    while time.monotonic() < end:
+        results.read()
+        runs = [*ready(results)]
+        if not runs:
+            return
+        for run in runs:
+            with results.claimed(run) as ours:
+                if ours:
+                    make(run, results, commit)
+                    break
+        else:
+            time.sleep(10)
+
+
+def make(run: Run, results: Results, commit: str) -> None:
+    """Make one run and add its result."""
+    print(f"{time.strftime('%H:%M:%S')} {run.exchange} {run.optimizer} lr={run.lr:g} ", end="", flush=True)
+    print(f"ranks={run.ranks} steps={run.steps} seed={run.seed}", end=": ", flush=True)
+    try:
+        result = train(run)
+    except dgcopt.DivergenceError as error:
+        result = {"loss": None, "error": str(error)[:200]}
+    results.add(run, result, commit)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{result['loss']} in {result.get('cpu_seconds')} s of CPU, {memory:.1f} GB", flush=True)
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -447,7 +518,7 @@ def status(results: Results) -> None:
     print(f"{len(results.runs)} runs in {results.path}; task {results.task}")
     for name, method in METHODS.items():
         print(f"{name:45} {told(swept(method, results)[0], results)}")
-    print(f"next: {next(plan(results), 'nothing')}")
+    print(f"next: {next(ready(results), 'nothing')}")
 
 
 def told(runs: dict[Run, dict[str, float]], results: Results) -> str:

@@ -1,9 +1,11 @@
-"""scripts/bench_frontier.py: stacked replicas train as single ones do, sweeps end, and a killed run is repeated."""
+"""scripts/bench_frontier.py: stacked replicas train as single ones do, sweeps end, processes share the plan."""
 
 import importlib
 import itertools
 import json
 import math
+import os
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -48,13 +50,13 @@ def test_stacked_replicas_get_the_clipped_gradients_of_single_ones(
 def test_a_line_that_was_cut_off_is_repeated_and_whole_ones_are_not(bench: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     results = bench.Results(path)
-    first = next(bench.plan(results))
+    first = next(bench.ready(results))
     results.add(first, {"loss": 2.0}, "commit")
-    second = next(bench.plan(results))
+    second = next(bench.ready(results))
     results.add(second, {"loss": 1.9}, "commit")
     path.write_bytes(path.read_bytes()[:-20])
     reopened = bench.Results(path)
-    assert reopened.loss(first) == 2.0 and next(bench.plan(reopened)) == second
+    assert reopened.loss(first) == 2.0 and next(bench.ready(reopened)) == second
     reopened.add(second, {"loss": 1.9}, "commit")
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [2.0, 1.9]
 
@@ -93,8 +95,51 @@ def test_a_sweep_tunes_the_outer_optimizer_too(
 def test_sweeps_take_turns(bench: ModuleType, tmp_path: Path) -> None:
     results = bench.Results(tmp_path / "runs.jsonl")
     for _ in bench.METHODS:
-        results.add(next(bench.plan(results)), {"loss": 2.0}, "commit")
+        results.add(next(bench.ready(results)), {"loss": 2.0}, "commit")
     assert all(len(bench.swept(method, results)[0]) == 1 for method in bench.METHODS.values())
+
+
+def test_a_run_that_another_process_makes_is_left_to_it(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    results = bench.Results(tmp_path / "runs.jsonl")
+    first, second = itertools.islice(bench.ready(results), 2)
+
+    def claims_of_another_process() -> list[bool]:
+        if (child := os.fork()) == 0:
+            told = []
+            for run in (first, second):
+                with results.claimed(run) as ours:
+                    told.append(ours)
+            os._exit(2 * told[0] + told[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return [bool(code & 2), bool(code & 1)]
+
+    with results.claimed(first) as ours:
+        assert ours
+        assert claims_of_another_process() == [False, True]
+    assert claims_of_another_process() == [True, True]
+    bench.Results(results.path).add(first, {"loss": 2.0}, "commit")  # by another process
+    with results.claimed(first) as ours:
+        assert not ours
+
+
+def test_only_methods_on_the_frontier_get_more_seeds(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = bench.Results(tmp_path / "runs.jsonl")
+    names = ("dense", "one rank", "TopK of the update, 1%", "LocalSGD, H = 8", "DiLoCo, H = 8")
+    monkeypatch.setattr(bench, "METHODS", {name: bench.METHODS[name] for name in names})
+    found = dict(zip(names, [(1.65, 800), (2.1, 0), (1.70, 8), (1.71, 80), (1.72, 80)], strict=True))
+    while (run := next(bench.ready(results))).steps < bench.STEPS:
+        (name,) = (name for name, method in bench.METHODS.items() if run == bench.swept(method, results)[1])
+        loss, sent = found[name]
+        results.add(run, {"loss": loss + abs(math.log(run.lr / 8e-3)), "bytes_per_sample": sent}, "commit")
+    # LocalSGD's loss is within the margin of TopK's, DiLoCo's is not
+    assert bench.survivors(results) == ["dense", "one rank", "TopK of the update, 1%", "LocalSGD, H = 8"]
+    of_a_stage = [run for run in bench.ready(results) if run.ranks == 4]
+    assert len(of_a_stage) == 3 * 3  # three seeds of each that exchanges
 
 
 def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleType) -> None:
@@ -103,4 +148,5 @@ def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleTyp
     result = bench.train(bench.run_of(method, settings, 2, 20, 0, bench.task_id()))
     assert [step for step, _, _ in result["curve"]] == [*range(2, 21, 2)]
     assert 0 < result["bytes_per_sample"] < result["dense_bytes_per_sample"] / 100
+    assert 0 < result["distance"] < 1  # steps are large beside the first weights
     assert result["loss"] < 5.6 and result["loss_of_rank_0"] != result["loss"]  # ranks hold their own unsent part

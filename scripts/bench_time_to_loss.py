@@ -407,7 +407,7 @@ def cells(
 def systems_of(task: str) -> list[str]:
     """Return the systems whose steps are measured."""
     own = [method for method in TASKS[task].methods if method not in SYSTEMS.values()]
-    return [*SYSTEMS, *own, AUTO]
+    return [*SYSTEMS, DENSE, *own, AUTO]
 
 
 def steps(arguments: argparse.Namespace) -> None:

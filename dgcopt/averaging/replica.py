@@ -37,7 +37,7 @@ class Replica:
         store: the algorithm's memory by parameter name.
         weight: the weight of this rank in a mean.
         steps_since_sync: local steps since the last round that reached all ranks.
-        unsynced: parameters trained since all ranks held the same values, including parameters frozen since.
+        unsynced: parameters stepped since all ranks held the same values, including parameters frozen since.
         started: True once the rule has seen the weights from which training starts.
         saved_by: number of ranks that saved the loaded state, negative if they had not merged themselves; 0 if no
             state was loaded, or once all ranks have resumed from it.
@@ -162,10 +162,22 @@ class Replica:
         """Count a local step."""
         self.steps_since_sync += 1
 
+    def mark_stepped(self) -> None:
+        """Note the parameters that a local step changes: optimizers also step frozen ones that keep a gradient."""
+        self.unsynced.update(p for p in self.names if p.requires_grad or as_stepped(p).grad is not None)
+
     def keep_steps(self, steps: int) -> None:
         """Note the local steps since a round that a late rank has made, all of which are still to be averaged."""
         self.steps_since_sync = steps
-        self.unsynced.update(self.trained)
+        self.mark_stepped()
+
+    def exchanged(self) -> list[str]:
+        """Return the names of all trained or unsynced parameters, with a remark at frozen ones."""
+        return [
+            f"{name}{'' if param.requires_grad else ' (frozen, not averaged since)'}"
+            for param, name in self.names.items()
+            if param.requires_grad or param in self.unsynced
+        ]
 
     def resume(self) -> None:
         """Note that all ranks resume from the state that each has loaded, if any."""

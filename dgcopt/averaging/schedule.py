@@ -175,6 +175,8 @@ class Schedule:
         if self._admits:
             self.comm.begin_step()
         self.finish_round()
+        if self.local_step >= 0:
+            self.replica.mark_stepped()
         buckets = self.buckets()  # new parameters start from weights before any local step
         if self.rule.prepares and self.local_step >= 0:
             for bucket, ctx in buckets.items():
@@ -210,9 +212,7 @@ class Schedule:
             for bucket, ctx in self.buckets().items():
                 self._start(bucket, ctx)
         if self.local_step > 0:
-            trained = self.replica.trained
-            self.replica.unsynced.update(trained)
-            self.runner.scheduler.count_step(sum(param.numel() for param in trained))
+            self.runner.scheduler.count_step(sum(param.numel() for param in self.replica.trained))
             self.sync.stepped()
             if self.rule.due(self.local_step) or (self.rule.quorum is not None and self.comm.is_called):
                 self.comm.close_admission()
@@ -317,6 +317,7 @@ class Schedule:
                 f"in which it could take part. Exchange more often."
             )
         self.step += due - self.local_step
+        self.replica.mark_stepped()  # the parameters that ranks with data step
         if self.buffers is not None:
             yield from self._share_buffers(self.buffers, self.local_step)
         skipped = self.telemetry.skipped

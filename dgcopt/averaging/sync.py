@@ -170,8 +170,10 @@ class RoundStep(Step):
         return Ballot(self.has_moved(), self.is_finite(), self.round.local_step, trained, launched, here=here)
 
     def describe(self) -> Description:
-        names = [self.round.names[param] for param in self.round.replica.trained]
-        return Description(names, "trained parameters", "Set requires_grad alike on every rank.")
+        remedy = (
+            "Set requires_grad alike on every rank, and gradients of frozen parameters to None on all ranks or none."
+        )
+        return Description(self.round.replica.exchanged(), "trained parameters", remedy)
 
     def repeats(self, verdict: Verdict, same_ranks: bool) -> bool:
         return False  # no round is launched before the vote while ranks may run out of data

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import dgcopt
-from dgcopt import ConfigError, LocalSGD
+from dgcopt import ConfigError, LocalSGD, MismatchError
 from dgcopt.averaging import Averaging
 from tests.support.averaging import (
     Make,
     World,
     adam,
     assert_worlds_close,
+    identical,
     momentum,
     plain,
 )
@@ -153,3 +154,85 @@ def test_parameters_frozen_within_a_window_are_averaged_once_more(rule: Averagin
         world.step(seed)
     for _, model, _ in world:
         assert torch.equal(model[0].weight, frozen[0]), "and stays"
+
+
+def step_with_kept_gradients(world: World, seed: int) -> None:
+    for rank, _, optimizer in world:
+        optimizer.zero_grad(set_to_none=False)
+        world.loss(rank, seed).backward()
+    for optimizer in world.optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LocalSGD(3),
+        LocalSGD(3, overlap=True),
+        LocalSGD(3, warmup_steps=3),
+        dgcopt.SlowMo(6, base=LocalSGD(3)),
+        dgcopt.DiLoCo(3),
+        dgcopt.DiLoCo(3, delay=1),
+        dgcopt.SPARTA(1.0),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_with_a_gradient_are_averaged_as_they_are_stepped(rule: Averaging, make: Make) -> None:
+    world = World(3, rule, make)
+    for step in range(24):
+        for model in world.models:
+            model[0].requires_grad_(not 4 <= step < 18)
+        before = world.weights()
+        step_with_kept_gradients(world, step)
+        assert not torch.equal(world.weights()[0], before[0]), "torch steps it on"
+        if step in (11, 23):
+            for optimizer in world.optimizers:
+                optimizer.averaging.finish_round()
+            assert identical(world), f"ranks are apart after step {step}"
+
+
+def test_frozen_parameters_with_a_gradient_take_the_mean_of_the_ranks() -> None:
+    ours, theirs = World(3, LocalSGD(2), momentum), World(3, None, momentum)
+    for step in range(1, 11):
+        for world in (ours, theirs):
+            for model in world.models:
+                model[0].requires_grad_(step < 4)
+            step_with_kept_gradients(world, step)
+        if step % 2 == 0:
+            theirs.put(all_means(theirs))
+    assert_worlds_close(ours, theirs)
+
+
+@torch.no_grad()
+def all_means(world: World) -> dict[str, Tensor]:
+    named = [dict(model.named_parameters()) for model in world.models]
+    return {name: sum(mine[name] for mine in named) / len(named) for name in named[0]}
+
+
+def test_a_frozen_gradient_kept_on_some_ranks_only_is_refused() -> None:
+    world = World(3, LocalSGD(2), momentum)
+    for step in range(4):
+        step_with_kept_gradients(world, step)
+    for rank, model, _ in world:
+        model[0].weight.requires_grad_(False)
+        if rank == 1:
+            model[0].weight.grad = None
+    with pytest.raises(MismatchError, match=r"rank 0 has \[0.weight \(frozen.*gradients of frozen parameters to None"):
+        for step in range(4, 6):
+            step_with_kept_gradients(world, step)
+
+
+def test_ranks_without_data_average_frozen_parameters_with_a_gradient() -> None:
+    world = World(2, LocalSGD(2), momentum)
+    with dgcopt.join(world.optimizers[0]):
+        with dgcopt.join(world.optimizers[1]):
+            for step in range(4):
+                step_with_kept_gradients(world, step)
+                for model in world.models:
+                    model[0].requires_grad_(step < 1)
+        for step in range(4, 8):
+            world.optimizers[0].zero_grad(set_to_none=False)
+            world.loss(0, step).backward()
+            world.optimizers[0].step()
+    assert identical(world)

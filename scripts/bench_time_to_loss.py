@@ -499,6 +499,19 @@ def show(systems: Sequence[str], cell: Callable[[str, str], str]) -> None:
         print(f"| {system} | " + " | ".join(cell(system, link) for link in LINKS) + " |")
 
 
+def show_steps(known: Losses, methods: Sequence[str], seeds: Sequence[int]) -> None:
+    """Print the steps that each method takes to the loss, seed by seed, at its learning rate."""
+    print("| method | learning rate |" + "".join(f" seed {seed} |" for seed in seeds))
+    print("|---" * (2 + len(seeds)) + "|")
+    for method in methods:
+        try:
+            reached = [known.steps_to_target(method, seed) for seed in seeds]
+        except KeyError:
+            continue
+        cells = ["not reached" if one is None else f"{one[0]} of {one[1] * known.task.steps:.0f}" for one in reached]
+        print(f"| {method} | {known.best_rate(method):g} | " + " | ".join(cells) + " |")
+
+
 def table(arguments: argparse.Namespace) -> None:
     """Print the tables of each task and number of ranks, and draw the figure."""
     found = list(rows(arguments))
@@ -509,7 +522,8 @@ def table(arguments: argparse.Namespace) -> None:
 
         def step(system: str, link: str, mine: Mapping[tuple[str, str], Record] = mine) -> str:
             one = mine.get((system, link))
-            return f"{1e3 * one['step']:.0f}" + (f" {one['choice']}" if system == AUTO else "") if one else ""
+            chosen = f" {one['choice']} after {one['until']:.0f} s" if one and system == AUTO else ""
+            return f"{1e3 * one['step']:.0f}{chosen}" if one else ""
 
         def seconds(system: str, link: str, mine: Mapping[tuple[str, str], Record] = mine) -> str:
             one, bf16 = mine.get((system, link)), mine.get(("DDP bf16", link))
@@ -524,6 +538,8 @@ def table(arguments: argparse.Namespace) -> None:
         show(systems, step)
         print("\nSeconds to the loss, and how many times faster than with DDP's bf16:\n")
         show(systems, seconds)
+        print("\nSteps to the loss, of those of the run:\n")
+        show_steps(Losses(task, size), list(dict.fromkeys(one["method"] for one in group)), arguments.seeds)
     for one in records("check"):
         where = f"{one['task']}, {one['ranks']} ranks, {one['link']}, {one['system']}"
         print(f"check: {where}: loss {one['loss']:.4f} after {one['steps']} steps, {one['seconds']:.1f} s")

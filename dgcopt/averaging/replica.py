@@ -63,6 +63,7 @@ class Replica:
         self._buckets: dict[Bucket, Weights] = {}
         self._trained: list[Tensor] = []
         self._sizes: list[int] = []
+        self._had_memory: dict[str, bool] = {}  # by parameter name, at the last layout
 
     def follow_ranks(self) -> None:
         """Adopt the current ranks of the wire, some of which were lost or are new; memory stays."""
@@ -135,12 +136,15 @@ class Replica:
         self.store.release()
         for bucket, memory_kind, flat in self._saved():
             self.store.put(memory_kind, bucket, flat)
-        known = {name for _, name in self.store.waiting()}
+        names = [self.names[param] for param in trained]
+        if [*self._had_memory] != names:  # a restored layout is kept: bits depend on it
+            known = {name for _, name in self.store.waiting()}
+            self._had_memory = {name: not known or name in known for name in names}
         group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
         buckets = build_buckets(
-            [(self.names[param], param) for param in trained],
+            [*zip(names, trained, strict=True)],
             # a new parameter has no memory, and must not share a bucket with parameters that have
-            lambda name, param: (group_of[as_stepped(param)], not known or name in known, self.rule.kind(name, param)),
+            lambda name, param: (group_of[as_stepped(param)], self._had_memory[name], self.rule.kind(name, param)),
             BUCKET_BYTES,
             BUCKET_BYTES,
             None,
@@ -222,7 +226,8 @@ class Replica:
             for kind in filter(self.rule.merges, state["memory"]):
                 state["memory"][kind] = {name: flat * self._share for name, flat in state["memory"][kind].items()}
             saved_by = -saved_by
-        return {**state, "since": self.steps_since_sync, "apart": apart, "saved_by": saved_by}
+        layout = dict(self._had_memory)
+        return {**state, "since": self.steps_since_sync, "apart": apart, "saved_by": saved_by, "had_memory": layout}
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of all weights by name."""
@@ -238,6 +243,7 @@ class Replica:
         self.steps_since_sync, self.saved_by = state["since"], state["saved_by"]
         self.unsynced = {param for param, name in self.names.items() if name in state["apart"]}
         self.started, self._buckets, self._trained = False, {}, []
+        self._had_memory = dict(state.get("had_memory", {}))
         if self.saved_by == self._comm.size:
             self.store.drop("weights")
 

@@ -259,6 +259,35 @@ def test_state_is_loaded_with_a_group_that_no_step_has_seen(rule: Averaging):
     assert_worlds_close(resumed.train(range(4, 8)), whole.train(range(4, 8)), 0)
 
 
+@pytest.mark.parametrize("saved_after", [4, 5, 6])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        dgcopt.LowPrecisionDecentralized(),
+        dgcopt.SPARTA(0.2, choose="drift"),
+        SlowMo(3, base=dgcopt.LowPrecisionDecentralized()),
+    ],
+    ids=str,
+)
+def test_training_continues_bit_for_bit_after_a_layer_was_unfrozen(rule: Averaging, saved_after: int):
+    """Ranges and patches are those of buckets, and the layer has buckets of its own."""
+    whole, resumed = World(3, rule), World(3, rule)
+    for world in (whole, resumed):
+        for model in world.models:
+            model[2].requires_grad_(False)
+    whole.train(range(4))
+    for world in (whole, resumed):
+        for model in world.models:
+            model[2].requires_grad_(True)
+    resumed.load(pickle.loads(pickle.dumps(whole.train(range(4, saved_after)).states())))
+    again = World(3, rule)
+    again.load(resumed.states())  # before any step
+    for world in (whole, resumed, again):
+        world.train(range(saved_after, 9))
+    assert_worlds_close(resumed, whole, 0)
+    assert_worlds_close(again, whole, 0)
+
+
 def test_average_is_the_exact_mean_and_no_step():
     """At the end of training, or in the middle of a window, which goes on where it was."""
     ours, theirs = World(4, LocalSGD(3)).train(range(2)), by_hand(World(4), range(2), 3)

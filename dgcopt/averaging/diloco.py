@@ -400,6 +400,10 @@ class OuterSync(Sync):
         if self._outgoing:
             state["memory"]["outgoing"] = {name: grad.clone() for name, grad in self._outgoing.items()}
         entry["outers"] = [outer.state_dict() for outer in self.outers]
+        entry["fragments"] = self._names_of_fragments()
+
+    def _names_of_fragments(self) -> list[list[str]]:
+        return [[self.round.names[param] for param in params] for params in self._fragments]
 
     def load(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
         self._anchored = set()
@@ -418,9 +422,46 @@ class OuterSync(Sync):
         nothing = kept_by(self.round.comm.rank, self.round.comm.size)
         # resharding preserves sums, but outer gradients are means
         scale = self.round.comm.size / abs(state["saved_by"])
-        for outer, kept in zip(self.outers, entry["outers"], strict=True):
+        for outer, kept in zip(self.outers, self._in_own_groups(entry), strict=True):
             held = kept.get(STATE_KEY, nothing)
             outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": _scaled(held["memory"], scale)}})
+
+    def _in_own_groups(self, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield each outer optimizer's state in its own groups; those saved depend on when parameters were added."""
+        if "fragments" not in entry:  # saved in own groups
+            yield from entry["outers"]
+            return
+        fragments = self._names_of_fragments()
+        if fragments != entry["fragments"]:
+            log.warning(
+                "dgcopt: rank %d: parameters were added at another time than in the run that saved this state, so some "
+                "are in other fragments: they take their next outer step in the turn of those",
+                self.round.comm.rank,
+            )
+        group_of, state_of, parts = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
+        for kept, names in zip(entry["outers"], entry["fragments"], strict=True):
+            numbered = [(number, group) for group in kept["param_groups"] for number in group["params"]]
+            for name, (number, group) in zip(names, numbered, strict=True):
+                group_of[name], state_of[name] = group, kept["state"].get(number)
+            parts += [kept[STATE_KEY]] if STATE_KEY in kept else []
+        for outer, names, kept in zip(self.outers, fragments, entry["outers"], strict=True):
+            groups = list[dict[str, Any]]()
+            for group in outer.param_groups:
+                start = sum(len(before["params"]) for before in groups)
+                numbers = [*range(start, start + len(group["params"]))]
+                saved = [group_of[names[number]] for number in numbers if names[number] in group_of]
+                groups.append({**(saved[0] if saved else group), "params": numbers})
+            state = {number: state_of[name] for number, name in enumerate(names) if state_of.get(name)}
+            own = {**kept, "state": state, "param_groups": groups}
+            if STATE_KEY in kept:
+                own[STATE_KEY] = {
+                    **kept[STATE_KEY],
+                    "order": [name for part in parts for name in part["order"] if name in names],
+                    "memory": _of(names, [part["memory"] for part in parts]),
+                    "shared": _of(names, [part["shared"] for part in parts]),
+                    "made_of": {n: made for part in parts for n, made in part["made_of"].items() if n in names},
+                }
+            yield own
 
 
 class OuterStep(RoundStep):
@@ -464,6 +505,15 @@ class OuterStep(RoundStep):
             *(self.comm.rank, self.round.local_step),
         )
         self.sync.abort()
+
+
+def _of(names: Sequence[str], parts: Iterable[NamedTensors]) -> NamedTensors:
+    """Return the tensors of these parameters in all parts."""
+    found: NamedTensors = {}
+    for part in parts:
+        for kind, by_name in part.items():
+            found.setdefault(kind, {}).update({name: by_name[name] for name in names if name in by_name})
+    return found
 
 
 def _scaled(memory: NamedTensors, scale: float) -> NamedTensors:

@@ -259,6 +259,83 @@ def test_state_is_loaded_with_a_group_that_no_step_has_seen(rule: Averaging):
     assert_worlds_close(resumed.train(range(4, 8)), whole.train(range(4, 8)), 0)
 
 
+def with_added_layers(rule: Averaging, at_first: int) -> World:
+    """Ranks whose optimizers have `at_first` layers when they are averaged, and the others before any step."""
+    made = World(3, rule, lambda params: in_groups(list(params), at_first))
+    for _, model, optimizer in made:
+        for layer in [model[0], model[2], model[4]][at_first:]:
+            add_layer(optimizer, layer)
+    return made
+
+
+def in_groups(params: list[torch.Tensor], layers: int) -> torch.optim.Optimizer:
+    optimizer = momentum(params[:2])
+    for place in range(2, 2 * layers, 2):
+        optimizer.add_param_group({"params": params[place : place + 2], "lr": 0.03})
+    return optimizer
+
+
+def add_layer(optimizer: torch.optim.Optimizer, layer: torch.nn.Module) -> None:
+    optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.03})
+
+
+def trained_with_layers_that_arrive(rule: Averaging) -> World:
+    world = World(3, rule, lambda params: momentum(list(params)[:2]))
+    for step in range(5):
+        for _, model, optimizer in world if 0 < step < 3 else ():
+            add_layer(optimizer, model[2 * step])
+        world.step(step)
+    return world
+
+
+@pytest.mark.parametrize("at_first", [1, 2, 3])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        LocalSGD(2),
+        SlowMo(2),
+        dgcopt.DiLoCo(2),
+        dgcopt.DiLoCo(2, delay=1),
+        dgcopt.DiLoCo(2, compression=dgcopt.TopK(0.1)),
+        dgcopt.DiLoCo(2, compression=dgcopt.PowerSGD(2), alpha=0.5),
+    ],
+    ids=str,
+)
+def test_training_continues_bit_for_bit_whenever_groups_were_added(rule: Averaging, at_first: int):
+    whole, resumed = trained_with_layers_that_arrive(rule), with_added_layers(rule, at_first)
+    resumed.load(pickle.loads(pickle.dumps(whole.states())))
+    again = trained_with_layers_that_arrive(rule)
+    again.load(resumed.states())
+    for world in (whole, resumed, again):
+        world.train(range(5, 11))
+    assert_worlds_close(resumed, whole, 0)
+    assert_worlds_close(again, whole, 0)
+
+
+def test_parameters_in_other_fragments_keep_anchor_momentum_and_residual(caplog: pytest.LogCaptureFixture):
+    rule = dgcopt.DiLoCo(2, fragments=2, compression=dgcopt.TopK(0.1))
+    whole, resumed = trained_with_layers_that_arrive(rule), with_added_layers(rule, 3)
+    resumed.load(whole.states())
+    assert "some are in other fragments" in caplog.text
+    for mine, theirs in zip(resumed.optimizers, whole.optimizers, strict=True):
+        found, expected = held_for_anchors(mine), held_for_anchors(theirs)
+        assert found.keys() == expected.keys() and all(map(torch.equal, found.values(), map(expected.get, found)))
+    resumed.train(range(5, 9))
+    anchors = [[*optimizer.averaging.sync.anchors.values()] for optimizer in resumed.optimizers]
+    assert all(map(torch.equal, anchors[0], anchors[1])) and all(map(torch.equal, anchors[0], anchors[2]))
+
+
+def held_for_anchors(optimizer: Any) -> dict[tuple[str, str], torch.Tensor]:
+    """Outer momenta and residuals by parameter name."""
+    held: dict[tuple[str, str], torch.Tensor] = {}
+    name_of = {anchor: optimizer.averaging.names[param] for param, anchor in optimizer.averaging.sync.anchors.items()}
+    for outer in optimizer.averaging.outers:
+        residual = outer.state_dict()["dgcopt"]["memory"]["residual"]
+        held |= {("residual", name): tensor for name, tensor in residual.items()}
+        held |= {("momentum", name_of[anchor]): state["momentum_buffer"] for anchor, state in outer.state.items()}
+    return held
+
+
 @pytest.mark.parametrize("saved_after", [4, 5, 6])
 @pytest.mark.parametrize(
     "rule",

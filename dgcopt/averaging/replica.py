@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce
 from ..comm import Comm
-from ..errors import DivergenceError
+from ..errors import ConfigError, DivergenceError
 from ..exchange.parameters import check_trainable, describe, number, unique_names
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, place_of
@@ -50,6 +50,7 @@ class Replica:
         names = unique_names(optimizer, given)
         check_trainable(names, may_be_sharded=True)
         self.names = local_shards(names)
+        self._stepped = _params_of(optimizer)
 
     def join(self, comm: Comm) -> None:
         """Start over a wire, with empty memory."""
@@ -63,6 +64,7 @@ class Replica:
         self._buckets: dict[Bucket, Weights] = {}
         self._trained: list[Tensor] = []
         self._sizes: list[int] = []
+        self._is_regrouped = False
         self._had_memory: dict[str, bool] = {}  # by parameter name, at the last layout
 
     def follow_ranks(self) -> None:
@@ -91,22 +93,38 @@ class Replica:
         return [param for param in self.names if param.requires_grad]
 
     def find_new_parameters(self) -> list[Tensor]:
-        """Name and return parameters that were added to the optimizer since the last call."""
-        groups = self.optimizer.param_groups
-        if len(self.names) == sum(len(group["params"]) for group in groups):
+        """Name and return parameters that were added to the optimizer since the last call.
+
+        Raises ConfigError for parameters that were removed, and for parameters that would have the names of others.
+        """
+        stepped = _params_of(self.optimizer)
+        if len(stepped) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
             return []
-        known = {*map(as_stepped, self.names)}
+        known, left = {*map(as_stepped, self.names)}, {*stepped}
+        removed = [name for param, name in self.names.items() if as_stepped(param) not in left]
         new = {
             param: self._given.get(param, number(group, place))
-            for group, settings in enumerate(groups)
+            for group, settings in enumerate(self.optimizer.param_groups)
             for place, param in enumerate(settings["params"])
             if param not in known
         }
+        if removed:
+            raise ConfigError(
+                f"rank {self._comm.rank}: parameter {removed[0]!r} ({len(removed)} of {len(self.names)}) was removed "
+                f"from optimizer.param_groups after the optimizer was wrapped. Freeze it instead "
+                f"(requires_grad=False), or make and wrap an optimizer of the new parameters."
+            )
+        if taken := {*self.names.values()}.intersection(new.values()):
+            raise ConfigError(
+                f"rank {self._comm.rank}: a new parameter in optimizer.param_groups would have the name of another, "
+                f"{min(taken)!r}. Append new parameters behind the others, by optimizer.add_param_group()."
+            )
         is_sharded = any(isinstance(param, LocalShard) for param in self.names)
         if is_sharded:
             check_shards(new, self._comm)
         check_trainable({**self.names, **new}, may_be_sharded=is_sharded)
         self.names |= (added := local_shards(new))
+        self._stepped, self._is_regrouped = stepped, True
         return [*added]
 
     def follow(self) -> None:
@@ -123,7 +141,8 @@ class Replica:
         self.follow()
         trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self.unsynced)]
         groups = self.optimizer.param_groups
-        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
+        is_same = len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained))
+        if is_same and not self._is_regrouped:
             if [param.numel() for param in trained] != self._sizes:
                 for bucket in self._buckets:
                     for segment in bucket.segments:
@@ -133,6 +152,7 @@ class Replica:
                 if ctx.trained_by.settings is not current:  # load_state_dict replaces the dict
                     ctx.use_settings(current)
             return self._buckets
+        self._is_regrouped = False
         self.store.release()
         for bucket, memory_kind, flat in self._saved():
             self.store.put(memory_kind, bucket, flat)
@@ -269,6 +289,10 @@ class Replica:
             if weights is not None:
                 bucket.write(weights)
         self.store.drop("weights")  # of frozen parameters, which are equal
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _kind(bucket: Bucket) -> tuple[int, bool, Hashable]:

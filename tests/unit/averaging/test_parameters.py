@@ -236,3 +236,47 @@ def test_ranks_without_data_average_frozen_parameters_with_a_gradient() -> None:
             world.loss(0, step).backward()
             world.optimizers[0].step()
     assert identical(world)
+
+
+@pytest.mark.parametrize("rule", [LocalSGD(2), dgcopt.SlowMo(2), dgcopt.DiLoCo(2)], ids=str)
+def test_parameters_appended_to_a_group_by_hand_are_averaged(rule: Averaging) -> None:
+    by_hand, by_call = (World(3, rule, lambda params: plain(list(params)[:4])).train(range(3)) for _ in range(2))
+    for _, model, optimizer in by_hand:
+        optimizer.param_groups[0]["params"] = [*optimizer.param_groups[0]["params"], *model[4].parameters()]
+    for _, model, optimizer in by_call:
+        optimizer.add_param_group({"params": [*model[4].parameters()]})
+    assert identical(by_hand.train(range(3, 8)))
+    assert_worlds_close(by_hand, by_call.train(range(3, 8)), 0)
+
+
+def test_a_parameter_moved_to_another_group_by_hand_has_the_settings_of_that_group() -> None:
+    world = World(2, dgcopt.SlowMo(2), plain).train(range(3))
+    for _, _, optimizer in world:
+        (group,) = optimizer.param_groups
+        first, *others = group["params"]
+        optimizer.param_groups = [{**group, "params": others}, {**group, "params": [first], "lr": 0.01}]
+    world.train(range(3, 6))
+    for _, _, optimizer in world:
+        rates = {s.name: ctx.lr for bucket, ctx in optimizer.averaging.buckets().items() for s in bucket.segments}
+        assert rates.pop("0.weight") == 0.01 and {*rates.values()} == {0.1}
+    assert identical(world)
+
+
+@pytest.mark.parametrize("rule", [LocalSGD(2), dgcopt.DiLoCo(2), dgcopt.SGP()], ids=str)
+def test_parameters_replaced_by_hand_are_refused(rule: Averaging) -> None:
+    """The new ones would be stepped and never averaged."""
+    world = World(2, rule, lambda params: plain(list(params)[:4])).train(range(3))
+    for rank, model, optimizer in world:
+        optimizer.param_groups[0]["params"][2:] = model[4].parameters()
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=rf"rank {rank}: parameter '2.weight' \(2 of 4\) was removed"):
+                optimizer.step()
+
+
+def test_a_parameter_put_before_others_by_hand_is_refused_without_a_name() -> None:
+    model = small_model()
+    first, *others = model.parameters()
+    optimizer = LocalSGD(2).attach(plain(others), comm=dgcopt.simulated_world(1)[0])
+    optimizer.param_groups[0]["params"].insert(0, first)
+    with pytest.raises(ConfigError, match=r"would have the name of another, 'group0.parameter0'.*add_param_group"):
+        optimizer.step()

@@ -133,13 +133,14 @@ class Replica:
             if isinstance(param, LocalShard):
                 param.follow()
 
-    def lay_out(self, start: Callable[[Bucket, Weights], None]) -> dict[Bucket, Weights]:
-        """Return the buckets of all trained or unsynced parameters; memory follows its parameters.
+    def lay_out(self, start: Callable[[Bucket, Weights], None], unsynced_only: bool) -> dict[Bucket, Weights]:
+        """Return the buckets of all trained or unsynced parameters, or of the latter; memory follows its parameters.
 
         Calls `start` for buckets that replace others.
         """
         self.follow()
-        trained = [p for p in self.names if p.numel() and (p.requires_grad or p in self.unsynced)]
+        with_trained = not unsynced_only
+        trained = [p for p in self.names if p.numel() and ((with_trained and p.requires_grad) or p in self.unsynced)]
         groups = self.optimizer.param_groups
         is_same = len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained))
         if is_same and not self._is_regrouped:

@@ -346,13 +346,13 @@ class Schedule:
             named = {name: [param] for param, name in self.names.items()}
             yield from scheduler.through(replicas(named, self.comm, None, "raise"))
         elif replica.needs_merge:
+            self._missed = False
             self.buckets()
             yield from replica.merge(scheduler)
-            self._missed = False
         self._start_all()
         if self._missed:
-            self._missed = False
             self.sync.relaunch()
+            self._missed = False
 
     def _start_all(self) -> None:
         """Give the rule the weights from which training starts or resumes."""
@@ -364,7 +364,7 @@ class Schedule:
 
     def buckets(self) -> dict[Bucket, Weights]:
         """Return the current layout of the exchanged weights."""
-        return self.replica.lay_out(self._start)
+        return self.replica.lay_out(self._start, unsynced_only=self._missed)  # as in the round in flight
 
     def _start(self, bucket: Bucket, ctx: Weights) -> None:
         """Give the rule the weights from which local steps start; after the warm-up, if there is one."""

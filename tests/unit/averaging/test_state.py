@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -363,6 +364,35 @@ def test_training_continues_bit_for_bit_after_a_layer_was_unfrozen(rule: Averagi
         world.train(range(saved_after, 9))
     assert_worlds_close(resumed, whole, 0)
     assert_worlds_close(again, whole, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "step"),
+    [
+        (LocalSGD(3, overlap=True), 3),
+        (dgcopt.Decentralized(), 4),
+        (dgcopt.SPARTA(0.2, overlap=True), 4),
+        (dgcopt.SPARTA(0.2, choose="drift", overlap=True), 4),
+        (dgcopt.DiLoCo(4, delay=1), 3),
+    ],
+    ids=str,
+)
+def test_a_round_in_flight_is_launched_again_without_a_layer_unfrozen_since(rule: Averaging, step: int):
+    """The mean of three equal float32 numbers may be another one, and coordinates are drawn from all in a bucket."""
+    whole, resumed = (World(3, rule, model=functools.partial(small_model, torch.float32)) for _ in range(2))
+    for model in whole.models:
+        model[2].requires_grad_(False)
+    whole.train(range(step))
+    for model in whole.models:
+        model[2].requires_grad_(True)
+    states = whole.states()
+    assert states[0]["optimizer"]["averaging"]["dgcopt"]["under_way"]
+    resumed.load(states)
+    for world in (whole, resumed):
+        world.train(range(step, 9))
+        for optimizer in world.optimizers:
+            optimizer.averaging.finish_round()
+    assert_worlds_close(resumed, whole, 0)
 
 
 def test_average_is_the_exact_mean_and_no_step():

@@ -48,7 +48,6 @@ class AttachedOptimizer(StepHooks):
         self.is_alone = is_alone
         self.averaged = averaged
         self.names = names
-        self.params = parameters_of(optimizer)
         self.is_due = False
         self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
         self._hooks = [
@@ -58,6 +57,11 @@ class AttachedOptimizer(StepHooks):
         ]
         weakref.finalize(self, self._watch.remove).atexit = False
         _OF.setdefault(optimizer, WeakSet()).add(self)
+
+    @property
+    def params(self) -> set[Tensor]:
+        """All parameters of the optimizer, those of groups that were added since it was attached too."""
+        return parameters_of(self.optimizer)
 
     def expect_step(self) -> None:
         """Record that gradients have been exchanged for a coming step."""

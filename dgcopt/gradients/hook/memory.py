@@ -16,7 +16,7 @@ from ...exchange.link import measure_link
 from ...exchange.parameters import check_trainable, describe
 from ...exchange.scheduler import CollectiveScheduler, claim, context_of
 from ...flat.optimizer_state import check_owner
-from ...flat.store import Store
+from ...flat.store import Store, check_format
 from .bucket import Part, gradients_of, parts_of
 from .settings import HookSettings
 
@@ -28,6 +28,9 @@ else:
 __all__ = ["HookMemory"]
 
 Names = tuple[str, ...]
+
+KEYS = ("rank", "world_size", "step", "shapes", "attached", "memory", "shared", "made_of")
+"""Keys of a state, besides its format."""
 
 
 class HookMemory:
@@ -51,6 +54,7 @@ class HookMemory:
         self.contexts: dict[Part, Context] = {}
         self._store = Store()
         self._saved: dict[str, Any] | None = None  # the restored state, until it is checked
+        self._shapes: dict[str, list[int]] = {}  # of the parameters that it knows
 
     @property
     def averaged(self) -> set[Tensor]:
@@ -66,22 +70,32 @@ class HookMemory:
 
     def state(self, comm: Comm | None) -> dict[str, Any]:
         """Return a copy in plain tensors and numbers, for `restore`."""
-        known = {name: list(param.shape) for param, name in self.names.items()}
         saved = self._saved or {}
+        known = {**self._frozen(), **self.names} if self.names else {}
         return {
             "rank": comm.rank if comm is not None else saved.get("rank"),
             "world_size": comm.size if comm is not None else saved.get("world_size"),
             "step": self.step,
-            "shapes": known or saved.get("shapes", {}),
+            "shapes": self._shapes | {name: list(param.shape) for param, name in known.items()},
             "attached": self._settings.attached is not None or saved.get("attached", False),
             **self._store.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a `state`, between steps. The next backward pass checks that it belongs here."""
+        """Restore a `state`, between steps. The next backward pass checks that it belongs here.
+
+        Raises ConfigError, and changes nothing, for a state that was not saved by a `ddp_hook`.
+        """
+        check_format(state)
+        if lacking := [key for key in KEYS if key not in state]:
+            raise ConfigError(
+                f"this state lacks {', '.join(lacking)}, which ddp_hook saves: load the state of a ddp_hook, or start "
+                f"without it"
+            )
         self._store.restore(state)
         self.layout, self.contexts = {}, {}
-        self._saved = {key: state[key] for key in ("rank", "world_size", "shapes", "attached")}
+        self._saved = {key: state[key] for key in ("rank", "world_size", "attached")}
+        self._shapes = dict(state["shapes"])
         self.step = state["step"]
 
     def check_rank(self, comm: Comm) -> None:
@@ -96,13 +110,26 @@ class HookMemory:
             )
 
     def check_adopted(self) -> None:
-        """Raise ConfigError if DDP has brought all buckets, and the restored state has memory of other parameters."""
+        """Raise ConfigError if DDP has brought all buckets, and the restored state has memory of other parameters.
+
+        Memory of frozen parameters waits.
+        """
+        if self._saved is None:
+            return
+        frozen = {name: param for param, name in self._frozen().items()}
         for kind, name in self._store.waiting():
-            raise ConfigError(
-                f"the restored state of ddp_hook holds {kind} of parameter {name!r}, which DDP does not train: "
-                f"build the same model, or name its parameters (named_parameters)"
-            )
+            if name not in frozen:
+                raise ConfigError(
+                    f"the restored state of ddp_hook holds {kind} of parameter {name!r}, which DDP does not train: "
+                    f"build the same model, or name its parameters (named_parameters)"
+                )
+            self._check_shape(name, frozen[name])
         self._saved = None
+
+    def _frozen(self) -> dict[Tensor, str]:
+        """Return the named parameters that are frozen now."""
+        named = {**(self._settings.names or {}), **self.names}
+        return {param: name for param, name in named.items() if not param.requires_grad}
 
     # -- within a step -----------------------------------------------------------------------------------------------
 
@@ -136,6 +163,8 @@ class HookMemory:
 
     def _name(self, param: Tensor) -> str:
         given = self._settings.names
+        if given is not None and param not in given:
+            given = self._settings.number_added()
         if given is not None:
             if param not in given:
                 raise ConfigError(
@@ -143,7 +172,7 @@ class HookMemory:
                     f"give it named_parameters and the optimizer of the whole model"
                 )
             return given[param]
-        known = list(self._saved["shapes"]) if self._saved is not None else []
+        known = list(self._shapes) if self._saved is not None else []
         place = len(self.names)
         return known[place] if place < len(known) else f"parameter{place}"
 
@@ -188,7 +217,8 @@ class HookMemory:
         """Raise ConfigError for parameters that cannot be averaged, or that a restored state does not fit."""
         check_trainable(names)
         attached, saved = self._settings.attached, self._saved
-        for name in [name for param, name in names.items() if attached is not None and param not in attached.params]:
+        stepped = attached.params if attached is not None else {*names}
+        for name in [name for param, name in names.items() if param not in stepped]:
             raise ConfigError(
                 f"DDP trains parameter {name!r}, which is not in the optimizer given to ddp_hook: give it the "
                 f"optimizer of the whole model, or none"
@@ -200,9 +230,13 @@ class HookMemory:
                 "this state of ddp_hook had an optimizer: give it the new one, ddp_hook(state, optimizer=optimizer)"
             )
         for param, name in names.items():
-            shape = saved["shapes"].get(name)
-            if saved["shapes"] and shape != list(param.shape):
-                raise ConfigError(
-                    f"the restored state of ddp_hook knows parameter {name!r} with shape {shape}, DDP has "
-                    f"{list(param.shape)}: build the same model, or name its parameters (named_parameters)"
-                )
+            self._check_shape(name, param)
+
+    def _check_shape(self, name: str, param: Tensor) -> None:
+        """Raise ConfigError if the restored state has another shape for a parameter."""
+        shape = self._shapes.get(name)
+        if self._shapes and shape != list(param.shape):
+            raise ConfigError(
+                f"the restored state of ddp_hook knows parameter {name!r} with shape {shape}, DDP has "
+                f"{list(param.shape)}: build the same model, or name its parameters (named_parameters)"
+            )

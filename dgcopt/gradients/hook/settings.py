@@ -87,6 +87,15 @@ class HookSettings:
         self.names = names
         self.compressor.see_parameters(names)
 
+    def number_added(self) -> dict[Tensor, str] | None:
+        """Return the names, with those of parameter groups added to the optimizer since if its groups number them."""
+        if self.attached is not None and self.names is not None:
+            numbered = unique_names(self.attached.optimizer, None)
+            if self.names.items() <= numbered.items():
+                self.attached.names.update(numbered)
+                self._set_names(numbered)
+        return self.names
+
     def attach(self, optimizer: Optimizer, is_alone: Callable[[], bool], averaged: Callable[[], set[Tensor]]) -> None:
         """Let the compressor take over its part of the optimizer's step; see `HookState.attach`.
 

@@ -65,6 +65,38 @@ def one_optimizer_of_more_than_a_model_in_ddp() -> None:
 
 
 @scenario
+def a_group_added_for_a_thawed_layer_is_averaged() -> None:
+    """DDP is made anew for it, with the same hook."""
+
+    def run(compressor: Any, named: bool = False, first: int = 0) -> Tensor:
+        parts = small_model()
+        frozen = parts[2].requires_grad_(False)
+        optimizer = sgd(param for param in parts.parameters() if param.requires_grad)
+        if compressor is not None:
+            hook = dgcopt.ddp_hook(compressor, optimizer, parts.named_parameters() if named else None)
+        for step in range(6):
+            if step == first:
+                optimizer.zero_grad()
+                optimizer.add_param_group({"params": list(frozen.requires_grad_(True).parameters()), "lr": 0.05})
+            if step in (0, first):
+                model = DDP(parts, bucket_cap_mb=0.01)
+                if compressor is not None:
+                    model.register_comm_hook(*hook)
+            inputs, targets = batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        assert_same_on_all_ranks(flat(parts.parameters()))
+        return flat(parts.parameters())
+
+    for first in (0, 3):
+        dense = run(None, first=first)
+        for named in (True, False):
+            assert_close(run(dgcopt.DGC(1.0), named, first), dense)
+            assert_close(run(dgcopt.NoCompression(), named, first), dense)
+
+
+@scenario
 def gradients_exchanged_without_a_step_are_noticed() -> None:
     """What DGC keeps counts all of them, also where the next pass, or nothing, is made of them."""
 

@@ -1,11 +1,13 @@
 """The hook's memory: conserved, saved and restored, and refused for another model or rank."""
 
 import io
+import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
 
@@ -34,6 +36,28 @@ def what_is_not_sent_is_kept() -> None:
             gradients = gradients + local_gradient(training.model, step)
             training.step(step)
         assert training.memory().abs().sum() > 0
+        assert_close((start - training.weights()) / 0.1 + mean(training.memory()), mean(gradients), 1e-5)
+
+
+@scenario
+def a_frozen_layer_keeps_its_residual() -> None:
+    """DDP is made anew when a layer is frozen, and when it is trained again: with the same state, or a stored one."""
+    for how in ({"named": True}, {"attach": False}, {"attach": False, "stored": True, "named": True}, {"stored": True}):
+        is_stored = how.pop("stored", False)
+        training = Training(dgcopt.DGC(RATIO), plain, bucket_cap_mb=25, **how)
+        start, gradients = training.weights(), 0.0
+        for step in range(9):
+            if step in (3, 6):
+                training.model[2].requires_grad_(step == 6)
+                training.optimizer.zero_grad()
+                again = pickle.loads(pickle.dumps(training.state)) if is_stored else training.state
+                optimizer = training.optimizer if is_stored and "attach" not in how else None
+                names = training.model.named_parameters() if "named" in how else None
+                training.state, hook = dgcopt.ddp_hook(again, optimizer, names)
+                training.ddp = DDP(training.model, bucket_cap_mb=25)
+                training.ddp.register_comm_hook(training.state, hook)
+            gradients = gradients + local_gradient(training.model, step)
+            training.step(step)
         assert_close((start - training.weights()) / 0.1 + mean(training.memory()), mean(gradients), 1e-5)
 
 
@@ -96,3 +120,15 @@ def state_of_another_model_is_refused() -> None:
     other.state.load_state_dict(state)
     with pytest.raises(dgcopt.ConfigError, match=r"knows parameter 'group0\.parameter0' with shape .*build the same"):
         other.step(0)
+
+
+@scenario
+def a_state_that_lacks_a_part_changes_nothing() -> None:
+    training = Training(dgcopt.DGC(RATIO)).run(2)
+    before = training.memory()
+    for key in training.state.state_dict().keys() - {"format"}:
+        with pytest.raises(dgcopt.ConfigError, match=f"this state lacks {key}, which ddp_hook saves"):
+            training.state.load_state_dict(
+                {k: v for k, v in Training(dgcopt.DGC()).state.state_dict().items() if k != key}
+            )
+        assert training.state.step == 2 and torch.equal(training.memory(), before)

@@ -286,7 +286,8 @@ def _outer_state(outer: Optimizer, part: Part) -> dict[str, Any]:
         for index, name in names.items():
             if name in by_name:
                 steps.setdefault(index, {})[kind] = local(by_name[name])
-    groups = [{**now, **then} for now, then in zip(saved["param_groups"], part.groups, strict=True)]
+    last = len(part.groups) - 1  # their number depends on when parameters were added
+    groups = [{**now, **part.groups[min(place, last)]} for place, now in enumerate(saved["param_groups"])]
     return {**saved, "state": steps, "param_groups": groups, STATE_KEY: part.kept}
 
 

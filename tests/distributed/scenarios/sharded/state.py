@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -59,15 +59,27 @@ NAMES = ("replicate", "shard")
 class Training:
     """A sharded model and its optimizer on a mesh of so many replicas; `case` is one of `CASES` or `RULES`."""
 
-    def __init__(self, comm: Comm, replicas: int, case: str = "DGC and SGD", names: tuple[str, str] = NAMES) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        replicas: int,
+        case: str = "DGC and SGD",
+        names: tuple[str, str] = NAMES,
+        added: Literal["early", "late"] | None = None,
+    ) -> None:
         self.comm = comm
         mesh = init_device_mesh("cpu", (replicas, comm.size // replicas), mesh_dim_names=names)
         self.mesh = {name: mesh[own] for name, own in zip(NAMES, names, strict=True)}
         self.model = sharded(self.mesh["shard"], Wide())
         if case in RULES:
-            inner = AdamW(self.model.parameters(), lr=0.01)
+            params = [*self.model.parameters()]
+            inner = AdamW(params[: -2 if added else None], lr=0.01)
+            if added == "early":
+                inner.add_param_group({"params": params[-2:]})
             named = self.model.named_parameters()
             self.optimizer: Any = RULES[case].attach(inner, named, mesh=self.mesh["replicate"])
+            if added == "late":
+                inner.add_param_group({"params": params[-2:]})
         else:
             compressor, make = CASES[case]
             self.optimizer = wrap(self.model, make(self.model.parameters()), self.mesh, compressor)
@@ -283,6 +295,17 @@ def averaging_through_torch(case: str, comm: Comm) -> None:
     assert after.optimizer.averaging.step == 6
 
 
+def averaging_whenever_a_group_was_added(comm: Comm) -> None:
+    """A state saved after `add_param_group` goes on where the group was there from the start, with the same bits."""
+    runs = [Training(comm, 2, "DiLoCo", added=added) for added in ("late", "early")]
+    runs[0].train(0, 1, 2)
+    with shared_folder(comm) as folder:
+        runs[0].save(folder)
+        runs[1].load(folder)
+    assert same(*(run.train(3, 4, 5) for run in runs))
+    assert same(*(run.sums() for run in runs))
+
+
 def averaging_onto_another_mesh(before: int, after: int, case: str, comm: Comm) -> None:
     """Other replicas and shards: anchors and outer momentum are equal, means of weights and outer residuals stay."""
     first = Training(comm, before, case)
@@ -348,6 +371,7 @@ def warnings_of_dgcopt() -> Iterator[list[str]]:
 SCENARIOS: dict[str, Callable[[Comm], Any]] = {
     **{f"sharded state: torch, {case}": functools.partial(through_torch, 2, case) for case in CASES},
     **{f"sharded state: averaging, {case}": functools.partial(averaging_through_torch, case) for case in RULES},
+    "sharded state: averaging, a group that was added": averaging_whenever_a_group_was_added,
     **{
         f"sharded state: averaging, {before} x {4 // before} to {after} x {4 // after}, {case}": functools.partial(
             averaging_onto_another_mesh, before, after, case

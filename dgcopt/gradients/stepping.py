@@ -197,13 +197,16 @@ class Stepping(StepHooks):
     # -- gradients that come in --------------------------------------------------------------------------------------
 
     def watch_parameters(self) -> None:
-        """Watch every trained parameter that is not watched yet."""
+        """Watch every parameter that is not watched yet, also those frozen until a later backward pass."""
         if len(self._watched) == len(self.names):
             return
         for param in self.names:
-            if param.requires_grad and param not in self._watched:
+            if param not in self._watched and param.is_floating_point():
                 self._watched.add(param)
+                is_frozen = not param.requires_grad
+                param.requires_grad = True  # torch registers no hook of a frozen one
                 handle = param.register_post_accumulate_grad_hook(self._tell)
+                param.requires_grad = not is_frozen
                 weakref.finalize(self, handle.remove).atexit = False
 
     @functools.cached_property
@@ -248,13 +251,15 @@ class Stepping(StepHooks):
     def _step_without_data(self) -> None:
         """Take the step of a rank without data, after the others have averaged their gradients.
 
-        Its loop has ended and zeroes no gradients, so this does: the next loop would add to them.
+        Its loop has ended and zeroes no gradients, so this does: the next loop would add to them. Other ranks step
+        frozen parameters that keep a gradient.
         """
         assert self.engine is not None
         self._grads = Grads.VOID if self.engine.void else Grads.FINAL
         with self.within(Mode.AS_THEY_ARE):
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        keeps_frozen = any(not param.requires_grad and param.grad is not None for param in self.names)
+        self.optimizer.zero_grad(set_to_none=not keeps_frozen)
 
     # -- automatic mixed precision -----------------------------------------------------------------------------------
 
@@ -375,7 +380,8 @@ class Stepping(StepHooks):
         self._grads, self._averages, self._uses_gradients = Grads.OWN, None, True
         if is_void or takes_update:
             # the own step may have been bound before wrapping, or may have other parameters to step
-            self._hidden.hide(self.names if is_void else self.wrapped.take_update())
+            exchanged = self.engine.layout.trained if self.engine is not None else ()
+            self._hidden.hide(self.names if is_void else self.wrapped.take_update(exchanged))
             if all(param.grad is None for param in self.names):
                 self.wrapped.commit.end()
                 return True

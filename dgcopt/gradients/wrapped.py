@@ -188,10 +188,13 @@ class Wrapped:
                 group["betas"] = own
 
     @torch.no_grad()
-    def take_update(self) -> list[Tensor]:
-        """Add the combined updates to their parameters, in place of the optimizer's own step; returns these."""
+    def take_update(self, exchanged: Iterable[Tensor]) -> list[Tensor]:
+        """Add the combined updates to the `exchanged` parameters; return the parameters that the own step must skip.
+
+        These include frozen parameters: their update is this rank's own.
+        """
         updated = self.updated()
-        among = {*map(as_stepped, updated)}
+        among = {*map(as_stepped, updated)}.intersection(map(as_stepped, exchanged))
         for group in self.optimizer.param_groups:
             kept = 1 - float(group["lr"]) * float(group["weight_decay"]) if _decays_apart(group) else 1.0
             for param in group["params"]:

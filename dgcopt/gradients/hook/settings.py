@@ -64,7 +64,8 @@ class HookSettings:
     def join(self, hook_state: Any) -> Comm:
         """Return the wire: the given one, or that of `dgcopt.init()`.
 
-        Raises ConfigError if the DistributedDataParallel that has `hook_state` averages among other ranks.
+        Raises ConfigError if the DistributedDataParallel that has `hook_state` averages among other ranks, or skips
+        buckets.
         """
         self._comm = self._comm or current_comm()
         module = ddp_module_of_hook(hook_state)
@@ -72,6 +73,12 @@ class HookSettings:
             raise ConfigError(
                 f"this DistributedDataParallel averages among {module.process_group.size()} rank(s), and its ddp_hook "
                 f"among {self._comm.size}: give ddp_hook the same ranks, comm=dgcopt.init().among([...])"
+            )
+        if getattr(module, "skip_all_reduce_unused_params", False):  # older torch has no such setting
+            raise ConfigError(
+                "DistributedDataParallel with skip_all_reduce_unused_params=True keeps buckets from ddp_hook, which "
+                "then waits for the last one forever: leave it out. Unused parameters cost next to nothing where "
+                "gradients are compressed; or freeze them (requires_grad=False) before DDP is made"
             )
         return self._comm
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
@@ -40,6 +40,26 @@ def ddp_of_fewer_ranks_than_the_hook_is_refused() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     training = Training(dgcopt.DGC(RATIO), process_group=alone)
     with pytest.raises(dgcopt.ConfigError, match=r"averages among 1 rank\(s\), .* among 2: .* comm="):
+        training.step(0)
+
+
+class WithoutItsFirstLayer(nn.Module):
+    """A model whose last bucket holds an unused layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers[2:](inputs.repeat(1, 5)[:, :90])
+
+
+@scenario
+def buckets_that_ddp_skips_are_refused() -> None:
+    """None would be marked as the last one, and the step would wait for it forever."""
+    how = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    training = Training(dgcopt.DGC(RATIO), model=WithoutItsFirstLayer, **how)
+    with pytest.raises(dgcopt.ConfigError, match="skip_all_reduce_unused_params=True keeps buckets from ddp_hook"):
         training.step(0)
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 
 from .. import DGC, Averaging, Compressor
+from ..checkpoint.directory import finished_checkpoints
 from .exchange import Exchange, check_method, keep_gradients_local, read
 
 __all__ = ["DGCStrategy"]
+
+ENTRY = "dgcopt"
+"""Key in Lightning's checkpoint: its file name when saved, as `save_last="link"` may copy it under another name."""
 
 
 class DGCStrategy(DDPStrategy):
@@ -42,14 +49,17 @@ class DGCStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Attach the method to the optimizers, where Lightning trains."""
         super().setup(trainer)
-        if self.optimizers and self.model is not None:
+        if trainer.state.fn == TrainerFn.FITTING and self.optimizers and self.model is not None:
             self.exchange = Exchange(keep_gradients_local(self.model), self.optimizers, self.method)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint, and every rank's part beside it."""
+        exchange = self.exchange if "optimizer_states" in checkpoint else None
+        if exchange is not None:
+            checkpoint[ENTRY] = os.path.basename(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.exchange is not None and "optimizer_states" in checkpoint:
-            self.exchange.save(_beside(filepath), checkpoint["global_step"])
+        if exchange is not None:
+            exchange.save(_beside(filepath), checkpoint["global_step"])
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove Lightning's checkpoint and the ranks' parts."""
@@ -59,8 +69,9 @@ class DGCStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load Lightning's checkpoint; the ranks' parts follow with the optimizers."""
-        self._loaded_from = _beside(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        self._loaded_from = _find_parts(checkpoint_path, checkpoint)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part, and the optimizers' state."""
@@ -71,6 +82,19 @@ class DGCStrategy(DDPStrategy):
 
 def _beside(path: Any) -> str:
     return f"{path}.dgcopt"
+
+
+def _find_parts(path: Any, checkpoint: Mapping[str, Any]) -> str:
+    """Return the folder of the ranks' parts, also for a link to a checkpoint or a copy in the same folder.
+
+    Of several folders, the one with the checkpoint's step: a link may have replaced a checkpoint with parts.
+    """
+    if "://" not in str(path):
+        copied = os.path.join(os.path.dirname(path), checkpoint.get(ENTRY, ""))
+        for folder in map(_beside, (os.path.realpath(path), path, copied)):
+            if checkpoint["global_step"] in finished_checkpoints(Path(folder)):
+                return folder
+    return _beside(path)
 
 
 StrategyRegistry.register(DGCStrategy.strategy_name, DGCStrategy, description="DDP with gradients sent by dgcopt.DGC()")

@@ -231,6 +231,7 @@ class GradientStep(Step):
         return self.outgoing.exchanges
 
     def ballot(self, final: bool) -> Ballot:
+        self.wrapped.follow_groups()
         trained, tracker, outgoing = self._trained(), self.tracker, self.outgoing
         layout, here = outgoing.layout, self.participation.here
         grads = [param.grad for param in trained]

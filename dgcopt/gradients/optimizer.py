@@ -22,7 +22,7 @@ from ..exchange.held import check_names, held, hold, without
 from ..exchange.parameters import check_optimizer, check_trainable, given_names, unique_names
 from ..exchange.telemetry import Telemetry
 from ..exchange.uneven import JoinHook
-from ..flat.local_shard import is_sharded, local_shards
+from ..flat.local_shard import as_stepped, is_sharded, local_shards
 from ..flat.optimizer_state import STATE_KEY, kept_by, take_mark
 from .replicas import check_on_mesh, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
@@ -321,7 +321,10 @@ class Distributed(Stateful):
         twin.__setstate__(copy.deepcopy(_bare_state(self), memo))
         params = [param for group in twin.param_groups for param in group["params"]]
         steps = steps_of(self)
-        names = dict(zip(params, steps.names.values(), strict=True))
+        steps.follow_groups()
+        named = {as_stepped(param): name for param, name in steps.names.items()}
+        own = [named[param] for group in self.param_groups for param in group["params"]]
+        names = dict(zip(params, own, strict=True))
         _wrap(twin, names, dict(names), copy.deepcopy(steps.compressor), copy.copy(steps.settings), steps.comm)
         if steps.engine is not None:
             steps_of(twin).restore(steps.engine.state())

@@ -85,7 +85,7 @@ class Stepping(StepHooks):
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], compressor: Compressor) -> None:
         super().__init__(optimizer, compressor)
         self.names = names
-        told = (self._averaged, self._failed)
+        told = (self._averaged, self._failed, self.follow_groups)
         self.wrapped = Wrapped(optimizer, names, compressor, self.own_step, self._step_without_data, *told)
         self.engine: Engine | None = None
         self.mode = Mode.EXCHANGE
@@ -111,6 +111,9 @@ class Stepping(StepHooks):
 
     def keep_up(self) -> None:
         """Rejoin if the membership of this optimizer's wire has changed."""
+
+    def follow_groups(self) -> None:
+        """Take in parameters that were put into the optimizer's groups without a call."""
 
     def begin_step(self) -> None:
         """Prepare for the first gradient of a step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from ..exchange.late_warning import LateWarning
 from ..exchange.losses import Buddy, repeat_after_losses
 from ..exchange.parameters import check_trainable, number
 from ..exchange.untraced import untraced
-from ..flat.local_shard import LocalShard, local_shards
+from ..flat.local_shard import LocalShard, as_stepped, local_shards
 from ..flat.optimizer_state import THROUGH_TORCH
 from .engine import Engine
 from .replicas import check_shards, shard_of
@@ -51,6 +52,7 @@ class Synchronised(Stepping):
         self.has_run_hooks = False
         """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
+        self._stepped: list[Tensor] = []
         self._is_hooked = False
         self._generation = 0
         self._is_part_of_round = False
@@ -69,7 +71,42 @@ class Synchronised(Stepping):
 
     def added(self, names: Sequence[str] | None) -> None:
         """Take in the parameters of a group that the optimizer was given; raises ConfigError if that cannot be."""
-        added = self._named(self.optimizer.param_groups[-1]["params"], names)
+        self._take_in(self._named(self.optimizer.param_groups[-1]["params"], names))
+
+    def follow_groups(self) -> None:
+        """Take in parameters that were put into `param_groups` by hand.
+
+        Raises ConfigError for parameters that were removed, and for new ones that would have the names of others.
+        """
+        groups = self.optimizer.param_groups
+        stepped = [param for group in groups for param in group["params"]]
+        if len(stepped) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
+            return
+        known, left = {*map(as_stepped, self.names)}, {*stepped}
+        removed = [name for param, name in self.names.items() if as_stepped(param) not in left]
+        new = {
+            param: self._given_names.get(param, number(group, place))
+            for group, settings in enumerate(groups)
+            for place, param in enumerate(settings["params"])
+            if param not in known
+        }
+        if removed:
+            raise ConfigError(
+                f"rank {self.comm.rank}: parameter {removed[0]!r} ({len(removed)} of {len(self.names)}) was removed "
+                f"from optimizer.param_groups after the optimizer was wrapped. Freeze it instead "
+                f"(requires_grad=False), or make and wrap an optimizer of the new parameters."
+            )
+        if taken := {*self.names.values()}.intersection(new.values()):
+            raise ConfigError(
+                f"rank {self.comm.rank}: a new parameter in optimizer.param_groups would have the name of another, "
+                f"{min(taken)!r}. Append new parameters behind the others, by optimizer.add_param_group()."
+            )
+        if new:
+            self._take_in(new)
+        self._stepped = stepped
+
+    def _take_in(self, added: dict[Tensor, str]) -> None:
+        """Exchange new parameters from now on; raises ConfigError if that cannot be."""
         if self.is_sharded:
             check_shards(added, self.comm)
         check_trainable({**self.names, **added}, may_be_sharded=self.is_sharded)
@@ -240,6 +277,7 @@ class Synchronised(Stepping):
         if self.engine is None and any(state["memory"].values()):
             self._connect()
         if self.engine is not None:
+            self.follow_groups()
             self.engine.restore(state)
 
     def restore_apart(self, state: dict[str, Any]) -> None:

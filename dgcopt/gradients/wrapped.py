@@ -41,6 +41,7 @@ class Wrapped:
         step_without_data: takes the step of a rank that has run out of data.
         averaged: told that gradients are averaged; or, if given True, that no rank takes the step.
         failed: told that an exchange has failed.
+        follow_groups: adds parameters to `names` that were put into the optimizer's groups by hand.
 
     Attributes: `commit`, whether memory, gradients and weights belong to one step; `not_taken`, how many steps were
     exchanged since the optimizer has taken one.
@@ -55,6 +56,7 @@ class Wrapped:
         step_without_data: Callable[[], None],
         averaged: Callable[[bool], None],
         failed: Callable[[], None],
+        follow_groups: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self.names = names
@@ -63,6 +65,7 @@ class Wrapped:
         self.step_without_data = step_without_data
         self.averaged = averaged
         self.failed = failed
+        self.follow_groups = follow_groups
         self.commit = CommitMarker()
         self.not_taken = 0
         self._before_update: list[Callable[[], object]] = []

@@ -16,12 +16,17 @@ from dgcopt import ConfigError, MismatchError
 from dgcopt.collectives import AllGather, AllReduce
 from dgcopt.exchange import group_settings
 from dgcopt.exchange.group_settings import GroupSettings
+from dgcopt.gradients.synchronised import steps_of
 from dgcopt.testing import ConformanceError, check_compressor
 from tests.support.worlds import Ranks, same, small_batch, small_model
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
 
 
 def floats() -> nn.Module:
@@ -361,11 +366,94 @@ def test_parameters_trained_from_a_checkpoint_on_have_the_same_buckets_as_withou
     assert orders[0] == orders[1] and len(orders[0]) == 6
 
 
+# -- parameter groups that are changed by hand -----------------------------------------------------------------------
+
+
+def first_layers(params: Any) -> torch.optim.Optimizer:
+    return adamw([*params][:4])
+
+
+@pytest.mark.parametrize("settings", [{}, {"compression": dgcopt.DGC(0.1)}, {"op": "adasum"}], ids=str)
+@pytest.mark.parametrize("when", ["between steps", "after backward"])
+@pytest.mark.parametrize("way", ["appended", "a new list", "a new group"])
+def test_parameters_put_into_groups_by_hand_are_exchanged(settings: dict[str, Any], when: str, way: str) -> None:
+    by_hand, by_call = Ranks(2, first_layers, **settings), Ranks(2, first_layers, **settings)
+
+    def add(ranks: Ranks) -> None:
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            groups, new = optimizer.param_groups, [*model[4].parameters()]
+            if ranks is by_call:
+                optimizer.add_param_group({"params": new})
+            elif way == "appended":
+                groups[0]["params"] += new
+            elif way == "a new list":
+                groups[0]["params"] = [*groups[0]["params"], *new]
+            else:
+                groups.append({**groups[0], "params": new})
+
+    for ranks in (by_hand, by_call):
+        for seed in range(6):
+            for model in ranks.models:
+                model.zero_grad()
+            if (seed, when) == (2, "between steps"):
+                add(ranks)
+            ranks.backward(seed)
+            if (seed, when) == (2, "after backward"):
+                add(ranks)
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+            ranks.assert_replicas_equal()
+    assert all(map(torch.equal, by_hand.weights(), by_call.weights()))
+    assert all(map(torch.equal, copy.deepcopy(by_hand.optimizers[0]).param_groups[0]["params"], by_hand.weights()))
+
+
+def test_a_copy_has_the_names_of_parameters_that_were_put_before_others() -> None:
+    comm, _ = dgcopt.simulated_world(2)
+    params = [torch.nn.Parameter(torch.ones(n)) for n in range(1, 4)]
+    named = [(f"of {param.numel()}", param) for param in params]
+    optimizer = dgcopt.DistributedOptimizer(adamw(params[1:]), named, comm=comm)
+    optimizer.param_groups[0]["params"].insert(0, params[0])
+    names = steps_of(copy.deepcopy(optimizer)).names
+    assert {name: param.numel() for param, name in names.items()} == {"of 1": 1, "of 2": 2, "of 3": 3}
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1)], ids=repr)
+def test_parameters_replaced_in_groups_by_hand_are_refused(compression: Any) -> None:
+    """The new ones would be stepped by each rank's own gradients."""
+    ranks = Ranks(2, first_layers, compression=compression)
+    ranks.step()
+    ranks.backward()
+    for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
+        optimizer.param_groups[0]["params"][2:] = model[4].parameters()
+        before = ranks.weights(rank)
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=rf"rank {rank}: parameter '2.weight' \(2 of 4\) was removed.* Freeze"
+            ):
+                optimizer.step()
+        assert all(map(torch.equal, ranks.weights(rank), before))
+
+
+def test_a_parameter_put_before_others_by_hand_is_refused_without_a_name() -> None:
+    first, *others = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = dgcopt.DistributedOptimizer(adamw(others), comm=dgcopt.simulated_world(2)[0])
+    optimizer.param_groups[0]["params"].insert(0, first)
+    with pytest.raises(ConfigError, match=r"would have the name of another, 'group0.parameter0'.*add_param_group"):
+        optimizer.step()
+
+
+def test_a_parameter_that_one_rank_has_put_into_a_group_is_named_on_all() -> None:
+    ranks = Ranks(2, first_layers)
+    ranks.step()
+    ranks.optimizers[1].param_groups[0]["params"] += ranks.models[1][4].parameters()
+    ranks.backward()
+    with pytest.raises(
+        MismatchError, match=r"rank 0 has .*number of parameters: 4.*rank 1 has .*number of parameters: 6"
+    ):
+        ranks.optimizers[0].step()
+
+
 # -- frozen layers ---------------------------------------------------------------------------------------------------
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
 
 
 UPDATES: dict[str, dict[str, Any]] = {

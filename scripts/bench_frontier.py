@@ -136,7 +136,7 @@ METHODS: dict[str, Method] = {
     "MuLoCo, H = 32": Method(f"DiLoCo(32, {OUTER})", "muon"),
     "DGC of the gradient, 1%": Method(f"DGC(0.01, {CODED}, vectors='int8', warmup=None, source='gradient')"),
     "DGC of the gradient, 0.1%": Method(f"DGC(0.001, {CODED}, vectors='int8', warmup=None, source='gradient')"),
-    "OneBit of the gradient": Method("OneBit(source='gradient')"),
+    "OneBit of the gradient": Method("OneBit()"),
     "Signum": Method("Signum()", "sgd", lr=2e-3),
     "OneBitAdam": Method("OneBitAdam()"),
     "DiLoCo, TopK 0.1%, unsent local, H = 32": Method(
@@ -269,14 +269,8 @@ def rate(step: int, run: Run) -> float:
     return run.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (run.steps - warm)))
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Train one run; return its losses, bytes and seconds."""
-    started, cpu = time.time(), time.process_time()
-    model = model_of(run.seed)
-    replicas = [
-        {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
-        for _ in range(run.ranks)
-    ]
+def wrapped(run: Run, replicas: list[dict[str, nn.Parameter]]) -> list[Any]:
+    """Return each rank's optimizer with the exchange of the run."""
     chosen = eval(run.exchange, {**vars(dgcopt), "outer": outer})
     optimizers: list[Any] = []
     for replica, comm in zip(replicas, dgcopt.simulated_world(run.ranks), strict=True):
@@ -286,6 +280,18 @@ def train(run: Run) -> dict[str, Any]:
             optimizers.append(chosen.attach(optimizer, replica.items(), comm))
         else:
             optimizers.append(dgcopt.DistributedOptimizer(optimizer, replica.items(), chosen, comm=comm))
+    return optimizers
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train one run; return its losses, bytes and seconds."""
+    started, cpu = time.time(), time.process_time()
+    model = model_of(run.seed)
+    replicas = [
+        {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+        for _ in range(run.ranks)
+    ]
+    optimizers = wrapped(run, replicas)
     randoms = [torch.Generator().manual_seed(1000 * run.seed + rank + 1) for rank in range(run.ranks)]
     curve, recent = [], 0.0
     every = run.steps // 10

@@ -99,6 +99,14 @@ def test_sweeps_take_turns(bench: ModuleType, tmp_path: Path) -> None:
     assert all(len(bench.swept(method, results)[0]) == 1 for method in bench.METHODS.values())
 
 
+def test_every_method_can_be_built(bench: ModuleType) -> None:
+    for method in bench.METHODS.values():
+        settings = {setting: grid[0] for setting, grid in method.grid.items()}
+        run = bench.run_of(method, settings, method.ranks[0], 10, 0, bench.task_id())
+        replicas = [dict(bench.model_of(0).named_parameters()) for _ in range(run.ranks)]
+        assert len(bench.wrapped(run, replicas)) == run.ranks
+
+
 def test_a_run_that_another_process_makes_is_left_to_it(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

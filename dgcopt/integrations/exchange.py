@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,10 @@ Parts = dict[str, Any]
 """This rank's part of a checkpoint."""
 
 
+_local: WeakSet[DistributedDataParallel] = WeakSet()
+"""Models whose averaging is turned off."""
+
+
 def keep_gradients_local(model: nn.Module) -> nn.Module:
     """Turn off the averaging of the DistributedDataParallel in `model`, and return the module that DDP has wrapped.
 
@@ -55,7 +60,9 @@ def keep_gradients_local(model: nn.Module) -> nn.Module:
                 f"train it: let the framework use DDP, or, for sharded parameters, dgcopt.DistributedOptimizer itself"
             )
         return model
-    wrapped[0].register_comm_hook(None, _as_it_is)
+    if wrapped[0] not in _local:  # a model that is trained again keeps its hook
+        wrapped[0].register_comm_hook(None, _as_it_is)
+        _local.add(wrapped[0])
     inner: nn.Module = wrapped[0].module
     return inner
 
@@ -96,11 +103,19 @@ class Exchange:
         model: the module inside DDP.
         optimizers: those that step it, as the framework wraps them or bare. They are changed in place.
         method: a compressor, or an averaging algorithm. Each optimizer takes a copy.
+        find: returns this rank's part for a state that an optimizer is given, as `read` does; collective. None: only
+            `use` brings one.
 
     Raises ConfigError for a method of another kind, and what `DistributedOptimizer` raises.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Any], method: Compressor | Averaging) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Any],
+        method: Compressor | Averaging,
+        find: Callable[[], Parts] | None = None,
+    ) -> None:
         self.model = model
         self.method = check_method(method)
         self.optimizers: list[Optimizer] = [inner_optimizer(optimizer) for optimizer in optimizers]
@@ -115,6 +130,7 @@ class Exchange:
                 DistributedOptimizer(optimizer, named, method)
             optimizer.register_load_state_dict_pre_hook(self._own_state, prepend=True)
         self._loaded: Parts = {}
+        self._find = find
 
     @property
     def comm(self) -> Comm:
@@ -146,19 +162,19 @@ class Exchange:
         checkpoint.save(folder, state, step, keep=1)
 
     def use(self, parts: Parts) -> None:
-        """Let the optimizers' next `load_state_dict` load this rank's part, in place of the state that it is given."""
-        self._loaded = parts
+        """Let each optimizer's next `load_state_dict` load this rank's part, in place of the state that it is given."""
+        self._loaded = {**parts, "optimizers": dict(zip(self.optimizers, parts.get("optimizers", ()), strict=False))}
 
-    def resume(self, parts: Parts, folder: str | Path) -> None:
-        """Load this rank's part, which was read from `folder`.
-
-        Raises CheckpointError if it was not saved with the weights that the model has now.
-        """
+    def check(self, parts: Parts, folder: str | Path) -> None:
+        """Raise CheckpointError if parts read from `folder` were not saved with the weights that the model has now."""
         if parts["weights_of_rank_0"] != self._digest():
             raise CheckpointError(
                 f"{folder} belongs to other weights than those that training resumes from: give the folder of the "
                 f"checkpoint that was loaded, resume=..., or delete {folder}"
             )
+
+    def resume(self, parts: Parts) -> None:
+        """Load this rank's part."""
         self.use(parts)
         for optimizer, own in zip(self.optimizers, parts["optimizers"], strict=True):
             optimizer.load_state_dict(own)
@@ -170,11 +186,12 @@ class Exchange:
 
     def _own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Replace the state of rank 0, which a framework loads, by this rank's."""
-        states: Sequence[dict[str, Any]] = self._loaded.get("optimizers", ())
-        if not states:
-            return None
-        self.load_weights()
-        return states[self.optimizers.index(optimizer)]
+        if self._find is not None and not self._loaded.get("optimizers"):
+            self.use(self._find())
+        own: dict[str, Any] | None = self._loaded.get("optimizers", {}).pop(optimizer, None)
+        if own is not None:
+            self.load_weights()
+        return own
 
     def _digest(self) -> str:
         digest = hashlib.sha256()

@@ -67,11 +67,16 @@ class DGCStrategy(DDPStrategy):
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load Fabric's checkpoint, and this rank's part of the optimizers in `state`."""
-        for number, exchange in self._of(state):
+        held = self._of(state)
+        for number, exchange in held:
             exchange.use(read(_beside(path, number)))
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        for _, exchange in self._of(state):  # the model may have come after the optimizer
-            exchange.load_weights()
+        try:
+            rest = super().load_checkpoint(path, state, *args, **kwargs)
+            for _, exchange in held:  # the model may have come after the optimizer
+                exchange.load_weights()
+        finally:
+            for _, exchange in held:
+                exchange.use({})
         return rest
 
     def _of(self, state: Any) -> list[tuple[int, Exchange]]:

@@ -92,7 +92,7 @@ def _find_parts(path: Any, checkpoint: Mapping[str, Any]) -> str:
     if "://" not in str(path):
         copied = os.path.join(os.path.dirname(path), checkpoint.get(ENTRY, ""))
         for folder in map(_beside, (os.path.realpath(path), path, copied)):
-            if checkpoint["global_step"] in finished_checkpoints(Path(folder)):
+            if checkpoint.get("global_step") in finished_checkpoints(Path(folder)):
                 return folder
     return _beside(path)
 

@@ -11,7 +11,8 @@ from typing import Any
 import transformers
 
 from .. import Averaging, Compressor
-from .exchange import Exchange, check_method, keep_gradients_local, read
+from ..exchange.parameters import inner_optimizer
+from .exchange import Exchange, Parts, check_method, keep_gradients_local, read
 
 __all__ = ["Callback", "attach"]
 
@@ -40,12 +41,21 @@ class Callback(transformers.TrainerCallback):
     ) -> None:
         """Attach the method; load this rank's part if Trainer has resumed from a checkpoint."""
         inner = keep_gradients_local(self.trainer.model_wrapped)
-        self.exchange = Exchange(inner, [self.trainer.optimizer], self.method)
-        if state.global_step == 0:
-            return
-        resumed = self.resume or Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        if parts := read(folder := Path(resumed) / FOLDER):
-            self.exchange.resume(parts, folder)
+        if self.exchange is not None and self.exchange.optimizers == [inner_optimizer(self.trainer.optimizer)]:
+            return  # train() again: if Trainer has resumed, this rank's part came with the optimizer's state
+        self.exchange = Exchange(inner, [self.trainer.optimizer], self.method, self._find)
+        if parts := self._find():
+            self.exchange.resume(parts)
+
+    def _find(self) -> Parts:
+        """Return this rank's part of the checkpoint from which Trainer resumes; empty if it does not."""
+        step, output = self.trainer.state.global_step, Path(str(self.trainer.args.output_dir))
+        if self.exchange is None or not self.trainer.is_in_train or step == 0:
+            return {}
+        folder = Path(self.resume or output / f"checkpoint-{step}") / FOLDER
+        if parts := read(folder):
+            self.exchange.check(parts, folder)
+        return parts
 
     def on_save(
         self,

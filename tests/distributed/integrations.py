@@ -1,12 +1,16 @@
 """Two ranks that train in each framework: with its own DDP, with dgcopt attached, and resumed from a checkpoint.
 
-Prints a line per framework and method. `torchrun --nproc-per-node 2 integrations.py FOLDER FRAMEWORK ...`
+Prints a line per framework and method, and one per framework about its further loads and loops.
+`torchrun --nproc-per-node 2 integrations.py FOLDER FRAMEWORK ...`
 """
 
+import copy
 import json
 import logging
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -171,6 +175,193 @@ def in_accelerate(method: Any, folder: Path, start: int = 0) -> tuple[Tensor, An
     return flat(bare), optimizer
 
 
+# -- one function per framework: loads again, trains again, and tests; returns whether each went as it should ---------
+
+
+def compressor() -> dgcopt.Compressor:
+    return dgcopt.DGC(0.05, warmup=None)
+
+
+@contextmanager
+def warnings_of_dgcopt() -> Iterator[list[str]]:
+    """The warnings that dgcopt logs on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("dgcopt")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+
+
+def memory(optimizer: Any) -> Tensor:
+    """Everything that is kept for the gradients of an optimizer."""
+    kept = optimizer.state_dict()["dgcopt"]["memory"]
+    tensors = [kept[kind][name] for kind in sorted(kept) for name in sorted(kept[kind])]
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).clone()
+
+
+def further_in_trainer(folder: Path) -> dict[str, bool]:
+    import transformers
+
+    def made(method: Any, where: Path) -> tuple[transformers.Trainer, Model]:
+        model = Model()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(where),
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            learning_rate=0.1,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.0,
+            save_strategy="steps",
+            save_steps=HALF,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            ddp_backend="gloo",
+            remove_unused_columns=False,
+        )
+        optimizer = sgd(model)
+        trainer = transformers.Trainer(model, arguments, train_dataset=samples(), optimizers=(optimizer, None))
+        if method is not None:
+            dgcopt.integrations.trainer.attach(trainer, method)
+        return trainer, model
+
+    found: dict[str, bool] = {}
+    for method in (compressor(), dgcopt.LocalSGD(every=4)):
+        label = type(method).__name__
+        trainer, model = made(method, folder / label)
+        trainer.train()
+        first = flat(model)
+        with warnings_of_dgcopt() as lines:
+            trainer.train(resume_from_checkpoint=str(folder / label / f"checkpoint-{HALF}"))
+        found |= {f"{label} resumed": torch.equal(first, flat(model)), f"{label} without a warning": not lines}
+    ends = []
+    for number, dense in enumerate((None, dgcopt.NoCompression())):
+        trainer, model = made(dense, folder / str(number))
+        trainer.train()
+        trainer.train()
+        ends.append(flat(model))
+    return {**found, "trains on": bool((ends[0] - ends[1]).abs().max() < 1e-6)}
+
+
+def further_in_lightning(folder: Path) -> dict[str, bool]:
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Model()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.inner(**batch)["loss"]
+
+        test_step = training_step
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self)
+
+    data: DataLoader[Any] = DataLoader(samples()[: HALF * BATCH * 2], batch_size=BATCH)  # type: ignore[arg-type]
+
+    def fit(where: Path, epochs: int, loaded: Path | None = None) -> tuple[lightning.Trainer, Module]:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=dgcopt.integrations.lightning.DGCStrategy(compressor(), process_group_backend="gloo"),
+            max_epochs=epochs,
+            logger=False,
+            callbacks=[ModelCheckpoint(where, save_last="link", save_top_k=1)],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Module()
+        trainer.fit(module, data, ckpt_path=None if loaded is None else str(loaded))
+        return trainer, module
+
+    through, module = fit(folder / "through", 3)
+    end = flat(module)
+    through.test(module, data, verbose=False)
+    found: dict[str, bool] = {"tested": True}
+    symlink = os.symlink
+    for kind in ("link", "copy"):
+        where = folder / kind
+        if kind == "copy":
+            os.symlink = refused
+        fit(where, 2)
+        os.symlink = symlink
+        kept = sorted(path.name for path in where.iterdir())
+        found[f"one {kind}"] = (where / "last.ckpt").is_symlink() == (kind == "link") and len(kept) == 3
+        with warnings_of_dgcopt() as lines:
+            _, module = fit(folder / f"from {kind}", 3, where / "last.ckpt")
+        found[kind] = torch.equal(end, flat(module)) and not lines
+    return found
+
+
+def refused(*args: Any, **kwargs: Any) -> None:
+    raise OSError("this file system has no symbolic links")
+
+
+def further_in_fabric(folder: Path) -> dict[str, bool]:
+    import lightning
+
+    strategy = dgcopt.integrations.fabric.DGCStrategy(compressor(), process_group_backend="gloo")
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    bare = Model()
+    model, optimizer = fabric.setup(bare, sgd(bare))
+    state = {"optimizer": optimizer, "model": model}
+    kept = []
+    for step, batch in enumerate(islice(loader(fabric.global_rank, 2), HALF)):
+        optimizer.zero_grad()
+        fabric.backward(model(**batch)["loss"])
+        optimizer.step()
+        if step in (1, HALF - 1):
+            fabric.save(folder / f"{step}.ckpt", state)
+            kept.append((memory(optimizer), copy.deepcopy(optimizer.state_dict())))
+    return loads_each(optimizer, kept, lambda number: fabric.load(folder / f"{(1, HALF - 1)[number]}.ckpt", state))
+
+
+def further_in_accelerate(folder: Path) -> dict[str, bool]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    bare = Model()
+    model, optimizer = accelerator.prepare(bare, sgd(bare))
+    dgcopt.integrations.accelerate.attach(accelerator, model, optimizer, compressor())
+    kept = []
+    for step, batch in enumerate(islice(loader(accelerator.process_index, 2), HALF)):
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        if step in (1, HALF - 1):
+            accelerator.save_state(str(folder / str(step)))
+            kept.append((memory(optimizer), copy.deepcopy(optimizer.state_dict())))
+    found = loads_each(optimizer, kept, lambda number: accelerator.load_state(str(folder / str((1, HALF - 1)[number]))))
+    accelerator.free_memory()
+    return found
+
+
+def loads_each(optimizer: Any, kept: list[tuple[Tensor, Any]], load: Callable[[int], Any]) -> dict[str, bool]:
+    """Load two checkpoints by the framework, and then states by the optimizer; each must bring its own memory."""
+    found = {"differ": not torch.equal(kept[0][0], kept[1][0])}
+    for number in (0, 1, 0):
+        load(number)
+        found[f"checkpoint {number}"] = torch.equal(memory(optimizer), kept[number][0])
+    for number in (1, 0):
+        optimizer.load_state_dict(copy.deepcopy(kept[number][1]))
+        found[f"state {number}"] = torch.equal(memory(optimizer), kept[number][0])
+    return found
+
+
+FURTHER = {
+    "trainer": further_in_trainer,
+    "lightning": further_in_lightning,
+    "fabric": further_in_fabric,
+    "accelerate": further_in_accelerate,
+}
 FRAMEWORKS = {"trainer": in_trainer, "lightning": in_lightning, "fabric": in_fabric, "accelerate": in_accelerate}
 
 
@@ -196,5 +387,7 @@ def told(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     for framework in sys.argv[2:]:
-        for line in told(framework, Path(sys.argv[1]) / framework):
+        folder = Path(sys.argv[1]) / framework
+        for line in told(framework, folder):
             print(json.dumps(line), flush=True)
+        print(json.dumps({"further": framework, **FURTHER[framework](folder / "further")}), flush=True)

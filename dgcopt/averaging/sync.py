@@ -303,10 +303,13 @@ class WeightSync(Sync):
 
     def join(self) -> None:
         self._step = WeightStep(self.round)
+        self._exchanged: list[str] = []  # in the last round
 
     @torch.no_grad()
     def launch(self) -> None:
-        self._step.launch()
+        before, self._exchanged = self._exchanged, self.round.replica.exchanged()
+        if self._exchanged == before or not before or not self._step.votes:
+            self._step.launch()  # else `run` votes first: messages of other sizes would end processes of other ranks
 
     def run(self) -> Job:
         if self._step.votes:
@@ -320,10 +323,11 @@ class WeightSync(Sync):
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._step.exchanges)
+        return bool(self._step.exchanges) or (self.round.overlaps and self.round.runner.busy)
 
+    @torch.no_grad()
     def relaunch(self) -> None:
-        self.launch()
+        self._step.launch()
         self.round.runner.add(self.run())
 
     def abort(self) -> str:

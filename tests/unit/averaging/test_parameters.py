@@ -210,8 +210,10 @@ def all_means(world: World) -> dict[str, Tensor]:
     return {name: sum(mine[name] for mine in named) / len(named) for name in named[0]}
 
 
-def test_a_frozen_gradient_kept_on_some_ranks_only_is_refused() -> None:
-    world = World(3, LocalSGD(2), momentum)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_frozen_gradient_kept_on_some_ranks_only_is_refused(overlap: bool) -> None:
+    """By a vote before messages of other sizes are sent."""
+    world = World(3, LocalSGD(2, overlap=overlap), momentum)
     for step in range(4):
         step_with_kept_gradients(world, step)
     for rank, model, _ in world:
@@ -219,7 +221,7 @@ def test_a_frozen_gradient_kept_on_some_ranks_only_is_refused() -> None:
         if rank == 1:
             model[0].weight.grad = None
     with pytest.raises(MismatchError, match=r"rank 0 has \[0.weight \(frozen.*gradients of frozen parameters to None"):
-        for step in range(4, 6):
+        for step in range(4, 7):
             step_with_kept_gradients(world, step)
 
 

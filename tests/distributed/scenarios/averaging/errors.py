@@ -74,12 +74,14 @@ def ranks_train_different_parameters(comm: Comm) -> None:
     mine.backward(3)
     with refused(comm, MismatchError, "requires_grad"):
         mine.optimizer.step()
-    mine = Member(LocalSGD(2), PLAIN, comm)
-    train([mine], range(2))
-    frozen = mine.model.get_parameter("2.weight").requires_grad_(False)
-    mine.backward(2)
-    frozen.grad = None if comm.rank == comm.size - 1 else torch.zeros_like(frozen)
-    mine.optimizer.step()
-    with refused(comm, MismatchError, "gradients of frozen parameters to None on all ranks or none"):
+    for overlap in (False, True):
+        mine = Member(LocalSGD(2, overlap=overlap), PLAIN, comm)
+        train([mine], range(2))
+        frozen = mine.model.get_parameter("2.weight").requires_grad_(False)
+        mine.backward(2)
+        frozen.grad = None if comm.rank == comm.size - 1 else torch.zeros_like(frozen)
         mine.optimizer.step()
+        with refused(comm, MismatchError, "gradients of frozen parameters to None on all ranks or none"):
+            mine.optimizer.step()
+            mine.averaging.finish_round()
     gathered(comm, mine.flat)  # the wire goes on

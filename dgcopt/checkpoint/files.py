@@ -94,7 +94,12 @@ def rank_file(rank: int) -> str:
 def write_state(path: Path, state: dict[str, Any]) -> bytes:
     """Write, fsync, and return the SHA-256."""
     with path.open("wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # of torch's writer, which hides a full disk
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
     try:

@@ -12,7 +12,7 @@ import torch
 
 import dgcopt
 from dgcopt import CheckpointError, ConfigError, checkpoint
-from dgcopt.checkpoint import loading, saving
+from dgcopt.checkpoint import files, loading, saving
 from tests.support.checkpoints import state
 from tests.support.worlds import together
 
@@ -158,6 +158,19 @@ def test_saving_goes_on_once_there_is_space_again(tmp_path: Path, monkeypatch):
     limit[0] = 2 * one
     assert {outcome.name for outcome in save(4)} == {"step-00000004"}
     assert [path.name for path in disk.iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize("limit", [100, 5_000, 399_000])
+def test_the_systems_error_is_the_one_that_is_raised(tmp_path: Path, limit: int) -> None:
+    """Where a write fails, torch.save complains about positions in its archive, which names no full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.write_state(tmp_path / "rank-0.pt", {"weights": torch.ones(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_without_space_for_a_manifest(tmp_path: Path, comm, monkeypatch):

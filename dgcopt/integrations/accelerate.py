@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from .. import Averaging, Compressor
-from .exchange import Exchange, keep_gradients_local, read
+from .exchange import Exchange, agree_on_overflow, keep_gradients_local, read
 
 __all__ = ["attach"]
 
@@ -35,6 +35,7 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, method: C
     """
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     exchange = Exchange(keep_gradients_local(model), optimizers, method)
+    agree_on_overflow(accelerator.scaler)
     number = _attached[accelerator] = _attached.get(accelerator, 0) + 1
     name = "dgcopt" if number == 1 else f"dgcopt_{number}"
 

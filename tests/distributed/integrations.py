@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +341,42 @@ def further_in_accelerate(folder: Path) -> dict[str, bool]:
             kept.append((memory(optimizer), copy.deepcopy(optimizer.state_dict())))
     found = loads_each(optimizer, kept, lambda number: accelerator.load_state(str(folder / str((1, HALF - 1)[number]))))
     accelerator.free_memory()
-    return found
+    return found | overflows_alike()
+
+
+def overflows_alike() -> dict[str, bool]:
+    """Overflow on one rank, where gradients are clipped: all skip the step, halve the scale and keep their schedule."""
+    from accelerate import Accelerator
+
+    class Scaling(Accelerator):
+        """Accelerate refuses float16 without a GPU, though torch's scaler works."""
+
+        mixed_precision = "fp16"
+
+    accelerator = Scaling(cpu=True)
+    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=1024.0), True
+    bare = Model()
+    own = sgd(bare)
+    falling = torch.optim.lr_scheduler.LinearLR(own, 1.0, 0.1, STEPS * 2)
+    model, optimizer, schedule = accelerator.prepare(bare, own, falling)
+    dgcopt.integrations.accelerate.attach(accelerator, model, optimizer, dgcopt.NoCompression())
+    weights = []
+    try:
+        for step, batch in enumerate(islice(loader(accelerator.process_index, 2), HALF)):
+            optimizer.zero_grad()
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss * torch.inf if (step, accelerator.process_index) == (2, 1) else loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            weights.append(flat(bare))
+    except dgcopt.MismatchError:
+        return {"overflow is alike": False}
+    finally:
+        accelerator.free_memory()
+    skipped = [torch.equal(before, after) for before, after in pairwise(weights)]
+    alike = accelerator.scaler.get_scale() == 512.0 and falling.last_epoch == 2 * (HALF - 1)
+    return {"overflow is alike": alike and skipped == [False, True, False, False, False]}
 
 
 def loads_each(optimizer: Any, kept: list[tuple[Tensor, Any]], load: Callable[[int], Any]) -> dict[str, bool]:

@@ -92,6 +92,7 @@ class Stepping(StepHooks):
         self._watched: set[Tensor] = set()
         self._warned = False
         self._uses_gradients = False  # True if the step in progress uses exchanged gradients
+        self._saw_backward = False  # True if autograd has told of gradients since the last step
         self.begin_anew()
 
     def sync_buffers(self, buffers: Buffers) -> None:
@@ -231,6 +232,7 @@ class Stepping(StepHooks):
                 engine = steps.engine
                 is_first = engine is None or not engine.in_flight
                 if is_first:
+                    steps._saw_backward = True
                     steps.begin_step()
                     engine = steps.engine
                 if engine is None:  # the only rank that is left after `rejoin`
@@ -277,7 +279,12 @@ class Stepping(StepHooks):
         if engine is None or self.mode is Mode.LOCAL:  # between averages of weights there is nothing to agree on
             return is_averaged
         engine.hold()
-        if engine.in_flight and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
+        # gradients of `no_sync` passes, and those set by hand, are averaged by the step without having arrived before
+        is_due = self.mode in (Mode.EXCHANGE, Mode.ADD_UP) and any(param.grad is not None for param in self.names)
+        if is_due and self._grads is Grads.VOID and not self._saw_backward:
+            self._grads = Grads.OWN  # set by hand after an overflow
+        is_due = is_due or engine.in_flight
+        if is_due and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
             self._grads = Grads.VOID
         if self._grads is Grads.VOID:
             self._spoil_a_gradient()
@@ -425,6 +432,7 @@ class Stepping(StepHooks):
     def end_step(self, failed: bool = False) -> None:
         """Restore hidden gradients after a step, and release their memory."""
         self._own_step = OwnStep.AHEAD
+        self._saw_backward = False
         self.give_back()
         if self.engine is not None:
             self.engine.layout.release_gradients()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -90,29 +91,40 @@ def a_step_without_finite_gradients(comm: Comm) -> Loop:
 
 
 def loss_scaling(comm: Comm) -> Loop:
-    """The loop of torch's documentation, unmodified, with an overflow on one rank: skipped and rescaled on all."""
+    """The loop of torch's documentation, unmodified, with an overflow on one rank: skipped and rescaled on all.
+
+    Also where no gradient arrives before the step: by passes in `no_sync` only, or set by hand and never to zero.
+    """
     compressions = (None, DGC(0.1, overlap=True, warmup=Warmup(ratios=(0.5, 0.2), steps=2)))
-    ways = ("as documented", "unscale_", "unscale_ and clip_grad_norm_")
+    unseen = () if comm.takes_turns else ("in no_sync", "by hand", "by hand, unscale_")
+    ways = ("as documented", *unseen, "unscale_", "unscale_ and clip_grad_norm_")
     for way, compression in share(comm, itertools.product(ways, compressions)):
         runs = []
         for overflow in (True, False):
             model = make_model(torch.float32)
             optimizer = wrap(SGD(model.parameters()), model, comm, compression)
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-            for step in range(6):
-                bad = step in (2, 4)
+            for step in range(7):
+                bad = step in (2, 3, 5)
                 if bad and not overflow:
                     continue
                 before = bits_of(model, optimizer)
-                optimizer.zero_grad()
+                if "by hand" not in way:
+                    optimizer.zero_grad()
                 x, y = batch(step, 0, comm, torch.float32)
                 with torch.autocast("cpu", torch.bfloat16):
                     output = model(x)
                 loss = mse_loss(output.float(), y)
                 if bad and comm.rank == comm.size - 1:
                     loss = loss * torch.inf
-                scaler.scale(loss).backward()
-                if way != "as documented" or comm.takes_turns:
+                if "by hand" in way:
+                    params = list(model.parameters())
+                    for param, grad in zip(params, torch.autograd.grad(scaler.scale(loss), params), strict=True):
+                        param.grad = grad
+                else:
+                    with optimizer.no_sync() if way == "in no_sync" else nullcontext():
+                        scaler.scale(loss).backward()
+                if "unscale_" in way or comm.takes_turns:
                     scaler.unscale_(optimizer)
                     yield
                 if "clip" in way:
@@ -130,5 +142,5 @@ def loss_scaling(comm: Comm) -> Loop:
             list(disturbed.parameters()), list(calm.parameters()), rounding(comm, 1e-4), f"loss scaling, {way}"
         )
         assert calm_scale == 256.0
-        if way == "as documented" and not comm.takes_turns:
-            assert scale == 64.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"
+        if "unscale_" not in way and not comm.takes_turns:
+            assert scale == 32.0, f"rank {comm.rank} did not hear of the others' overflow: {scale}"

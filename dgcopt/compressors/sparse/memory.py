@@ -20,6 +20,7 @@ from ...errors.checks import check_positive
 from ...flat.buckets import Segment
 from ...flat.gradient import LocalGradient
 from ...flat.local_shard import as_dtensor, as_stepped, local
+from ...flat.memory import at_least_float32
 from ...kernels import (
     BLOCK,
     Momentum,
@@ -339,19 +340,26 @@ class LocalClip:
         `norm` is that norm where `grads` are only shards; None to compute it.
         """
         if norm is None:
-            wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-            norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
+            norms = [torch.linalg.vector_norm(grad, dtype=at_least_float32(grad.dtype)) for grad in grads]
             norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
-        scale = (self.local_threshold(size, op) / (norm + 1e-6)).clamp(max=1.0)
         for grad in grads:
-            grad.mul_(scale.to(grad.device, grad.dtype))
+            _clip(grad, norm.to(grad.device), self.local_threshold(size, op))
 
     def clip_each(self, grads: Sequence[Tensor]) -> None:
         """Clip each parameter's gradient in place."""
         for grad in grads:
             if self.max_norm is not None:
-                grad.mul_((self.max_norm / (torch.linalg.vector_norm(grad) + 1e-6)).clamp(max=1.0))
+                norm = torch.linalg.vector_norm(grad, dtype=at_least_float32(grad.dtype))
+                _clip(grad, norm, self.max_norm)
             elif self.value is not None:
-                grad.clamp_(-self.value, self.value)
+                most = min(self.value, torch.finfo(grad.dtype).max)
+                grad.clamp_(-most, most)
             elif self.fn is not None and (clipped := self.fn(grad)) is not None:
                 grad.copy_(clipped)
+
+
+def _clip(grad: Tensor, norm: Tensor, threshold: float) -> None:
+    """Scale `grad` in place by threshold / norm, if below 1; in float32, as a float16 factor may be zero."""
+    scale = (threshold / (norm + 1e-6)).clamp(max=1.0)
+    wide = at_least_float32(grad.dtype)
+    torch.mul(grad.to(wide), scale.to(wide), out=grad)

@@ -34,7 +34,7 @@ class Threshold(Sparse):
     Use it if the scale of gradients is known; otherwise use TopK, with fixed bytes.
 
     Args:
-        threshold: a positive number; larger sends less and delays more.
+        threshold: a positive number; larger sends less and delays more. Zeros are never sent, however small it is.
         at_most: largest fraction of the bucket's coordinates per step, so that one bad step cannot send everything; the
             smallest stay in the residual.
         values, indices: their codes on the wire; "int2" and "rice" for fewest bytes.
@@ -66,9 +66,15 @@ class Threshold(Sparse):
 
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if not self.error_feedback:
-            return grad, *select_above(grad, self.threshold, self.most(ctx))
+            return grad, *select_above(grad, self._least(grad.dtype), self.most(ctx))
         e, v = ctx.memory.residual()
-        return v, *add_and_select_above(grad, e, self.decay, v, self.threshold, self.most(ctx))
+        return v, *add_and_select_above(grad, e, self.decay, v, self._least(v.dtype), self.most(ctx))
+
+    def _least(self, dtype: torch.dtype) -> float:
+        """Return the threshold, raised to a number that `dtype` tells from zero: zeros and padding are never sent."""
+        info = torch.finfo(dtype)
+        subnormal = info.eps if dtype is torch.float16 else 1.0  # others may be flushed to zero; float16 is widened
+        return max(self.threshold, info.smallest_normal * subnormal)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         v, indices, values = self.choose(grad, ctx)

@@ -10,7 +10,7 @@ from torch import nn
 import dgcopt
 from dgcopt.__main__ import library
 from dgcopt.errors import ConfigError
-from tests.support.worlds import bucket_of, context_of
+from tests.support.worlds import Ranks, bucket_of, context_of
 
 
 @pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.5, math.nan, math.inf, "0.1", None, True])
@@ -102,3 +102,61 @@ def test_clip_threshold_of_the_paper():
     """Averaged undivided gradients: T sqrt(N). Summed ones, as the paper's, which were divided by N: T / sqrt(N)."""
     assert dgcopt.LocalClip(3.0).local_threshold(16, "average") == 12.0
     assert dgcopt.LocalClip(3.0).local_threshold(16, "sum") == 0.75
+
+
+@pytest.mark.parametrize("elements", [100, 400_000])  # for the second, 1 / norm is zero in float16
+@pytest.mark.parametrize("per", ["model", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_norms_beyond_float16_clip_and_lose_nothing(dtype, per, elements):
+    compressor = dgcopt.DGC(1.0, clip=dgcopt.LocalClip(5.0, per=per), source="gradient")
+    grads = [torch.full((elements,), 6e4, dtype=dtype)]
+    compressor.prepare(grads, [context_of(bucket_of(grads), 0, 1)])
+    assert float(grads[0].float().norm()) == pytest.approx(5.0, rel=1e-2)
+
+
+def test_a_value_beyond_the_dtype_clips_nothing():
+    grads = [torch.tensor([6e4, -1.0], dtype=torch.float16)]
+    dgcopt.LocalClip(value=1e6).clip_each(grads)
+    assert grads[0].tolist() == [60_000.0, -1.0]
+
+
+def padded_model(dtype: torch.dtype) -> nn.Module:
+    """Its bucket of 47 * 3 and 3 elements is padded with zeros."""
+    torch.manual_seed(0)
+    return nn.Linear(47, 3).to(dtype)
+
+
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("error_feedback", [True, False])
+@pytest.mark.parametrize("threshold", [1e-50, 1e-9])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_threshold_below_all_numbers_of_the_dtype_sends_all_but_zeros(dtype, threshold, error_feedback, flushes):
+    compressor = dgcopt.Threshold(threshold, at_most=1.0, error_feedback=error_feedback)
+    ranks = Ranks(
+        2, lambda params: torch.optim.SGD(params, lr=1.0), lambda: padded_model(dtype), compression=compressor
+    )
+    dense = padded_model(dtype)
+    count = 0
+    torch.set_flush_denormal(flushes)
+    try:
+        for seed in range(2):
+            means = []
+            for param in dense.parameters():
+                grads = torch.randn(2, *param.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+                grads.view(-1)[::3] = 0
+                means.append(grads.mean(0))
+                count += int(grads[0].count_nonzero())
+                for model, grad in zip(ranks.models, grads, strict=True):
+                    own = model.weight if param.dim() == 2 else model.bias
+                    own.grad = None
+                    (own * grad).sum().backward()
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+            with torch.no_grad():
+                for param, mean in zip(dense.parameters(), means, strict=True):
+                    param -= mean
+    finally:
+        torch.set_flush_denormal(False)
+    ranks.assert_replicas_equal()
+    torch.testing.assert_close(ranks.weights(), [*map(torch.Tensor.detach, dense.parameters())], rtol=0.02, atol=0.02)
+    assert ranks.optimizers[0].telemetry.selected == count

@@ -66,15 +66,16 @@ class Weights(Context):
     def state_bucket(self, name: str) -> Bucket:
         """Return a state of the optimizer, such as "exp_avg", in the layout of the weights.
 
-        Zeros stand for that of parameters without any state yet. Raises ConfigError for a state that parameters with a
-        state do not have, or that has not their shape.
+        Zeros stand for that of parameters without any state yet, and of those that the optimizer steps by another rule,
+        as MuonAdamW. Raises ConfigError for a state that no parameter has, or that has not its parameter's shape.
         """
         optimizer, segments = self.trained_by.optimizer, []
         assert optimizer is not None
+        is_held = any(isinstance(kept.get(name), Tensor) for kept in optimizer.state.values())
         for segment in self.segments:
             state = optimizer.state.get(as_stepped(segment.param), {})
             value = local(state[name]) if isinstance(state.get(name), Tensor) else None
-            if state and (value is None or value.shape != segment.param.shape):
+            if (state and not is_held) or (value is not None and value.shape != segment.param.shape):
                 shaped = [key for key, kept in state.items() if isinstance(kept, Tensor) and kept.dim()]
                 raise ConfigError(
                     f"parameter {segment.name!r}: {type(optimizer).__name__} has no state {name!r} of its shape. "

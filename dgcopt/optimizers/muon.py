@@ -78,21 +78,22 @@ class MuonAdamW(Optimizer):
             ns_steps=ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )
+        # made even if it has nothing to step yet: groups may be added later
+        adam = AdamW(others or matrices, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         groups = [{**group, MUON: True} for group in muon.param_groups]
-        self._parts: dict[bool, Optimizer] = {True: muon}
         if others:
-            self._parts[False] = AdamW(others, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-            groups += [{**group, MUON: False} for group in self._parts[False].param_groups]
+            groups += [{**group, MUON: False} for group in adam.param_groups]
+        self._parts: dict[bool, Optimizer] = {True: muon, False: adam}
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_parts": self._parts}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of one part, which must have all of that part's settings and the key "muon"."""
+        """Add a group of the part that the key "muon" names; that part's settings are the defaults of the group's."""
         if not isinstance(param_group.get(MUON), bool):
-            raise ConfigError('a group of MuonAdamW needs "muon": True or False, and all settings of that part')
-        super().add_param_group(param_group)
+            raise ConfigError('a group of MuonAdamW needs "muon": True for Muon, or False for AdamW')
+        super().add_param_group({**self._parts[param_group[MUON]].defaults, **param_group})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

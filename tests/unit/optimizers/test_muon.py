@@ -83,6 +83,59 @@ def test_a_copy_of_model_and_optimizer_trains_by_itself() -> None:
         assert mine is not theirs and torch.equal(mine, theirs)
 
 
+def test_a_group_of_adamw_that_is_added_to_a_model_of_matrices_is_stepped() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3, bias=False)
+    bias, theirs = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = dgcopt.MuonAdamW(model.named_parameters(), lr=0.02)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [bias], "muon": False, "eps": 1e-4})
+    adam = AdamW([theirs], lr=0.02, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+    for batch in DATA:
+        for each, steps in ((bias, optimizer), (theirs, adam)):
+            steps.zero_grad()
+            (model(batch).detach() + each).square().mean().backward()
+            steps.step()
+    assert bool(bias.count_nonzero()) and torch.equal(bias, theirs)
+
+
+def test_local_sgd_averages_moments_where_adamw_has_them() -> None:
+    """Muon's matrices have none, which is no error; a state that neither part has is one."""
+
+    def start(state_every: dict[str, int]) -> tuple[list[nn.Sequential], list[Any]]:
+        models = [make_model() for _ in range(2)]
+        rule = partial(dgcopt.LocalSGD, every=8, state_every=state_every)
+        steps = [
+            rule(make_optimizer(model), named_parameters=model.named_parameters(), comm=comm)
+            for model, comm in zip(models, dgcopt.simulated_world(2), strict=True)
+        ]
+        return models, steps
+
+    def train(models: list[nn.Sequential], optimizers: list[Any]) -> list[list[dict[str, Tensor]]]:
+        for batch in DATA[:2]:
+            for model, part in zip(models, batch.chunk(2), strict=True):
+                backward(model, part)
+            for optimizer in optimizers:
+                optimizer.step()
+        return [
+            [optimizer.state[param] for param in model.parameters()]
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+
+    ours, local = (train(*start(state_every)) for state_every in ({"exp_avg": 2}, {}))
+    for place, (one, other) in enumerate(zip(*ours, strict=True)):
+        mine, theirs = (states[place] for states in local)
+        if "exp_avg" in one:
+            assert torch.equal(one["exp_avg"], other["exp_avg"])
+            torch.testing.assert_close(one["exp_avg"], (mine["exp_avg"] + theirs["exp_avg"]) / 2)
+            assert not torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
+        else:
+            assert torch.equal(one["momentum_buffer"], mine["momentum_buffer"])
+            assert torch.equal(other["momentum_buffer"], theirs["momentum_buffer"])
+    with pytest.raises(dgcopt.ConfigError, match="no state 'exp_average'"):
+        train(*start({"exp_average": 2}))
+
+
 def test_averaged_gradients_equal_those_of_the_whole_batch() -> None:
     alone, models = make_model(), [make_model() for _ in range(2)]
     single = make_optimizer(alone)

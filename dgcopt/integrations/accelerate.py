@@ -6,9 +6,10 @@ dgcopt.integrations.accelerate.attach(accelerator, model, optimizer, dgcopt.DGC(
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from accelerate import Accelerator
 from torch import nn
@@ -36,19 +37,36 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, method: C
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     exchange = Exchange(keep_gradients_local(model), optimizers, method)
     agree_on_overflow(accelerator.scaler)
-    number = _attached[accelerator] = _attached.get(accelerator, 0) + 1
-    name = "dgcopt" if number == 1 else f"dgcopt_{number}"
-
-    def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        exchange.save(Path(folder) / name, 0)
-
-    def find(models: list[nn.Module], folder: str) -> None:
-        exchange.use(read(Path(folder) / name))
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(find)
+    if accelerator not in _attached:
+        _follow_checkpoints(accelerator)
+    # `free_memory`, as before a retry with smaller batches, leaves earlier models out
+    prepared = {module for model in vars(accelerator)["_models"] for module in model.modules()}
+    attached = {name: each for name, each in _exchanges(accelerator).items() if each.model in prepared}
+    names = ("dgcopt" if number == 1 else f"dgcopt_{number}" for number in count(1))
+    attached[next(name for name in names if name not in attached)] = exchange
+    _attached[accelerator] = {name: ref(each) for name, each in attached.items()}
     return exchange
 
 
-_attached: WeakKeyDictionary[Accelerator, int] = WeakKeyDictionary()
-"""Number of models with an exchange."""
+_attached: WeakKeyDictionary[Accelerator, dict[str, ref[Exchange]]] = WeakKeyDictionary()
+"""Exchanges of an accelerator's models by folder; their optimizers hold them."""
+
+
+def _exchanges(accelerator: Accelerator) -> dict[str, Exchange]:
+    exchanges = {name: each() for name, each in _attached.get(accelerator, {}).items()}
+    return {name: each for name, each in exchanges.items() if each is not None}
+
+
+def _follow_checkpoints(accelerator: Accelerator) -> None:
+    """Save and load the ranks' parts with an accelerator's checkpoints."""
+
+    def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        for name, exchange in _exchanges(accelerator).items():
+            exchange.save(Path(folder) / name, 0)
+
+    def find(models: list[nn.Module], folder: str) -> None:
+        for name, exchange in _exchanges(accelerator).items():
+            exchange.use(read(Path(folder) / name))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(find)

@@ -5,10 +5,12 @@ Prints a line per framework and method, and one per framework about its further 
 """
 
 import copy
+import gc
 import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice, pairwise
@@ -340,6 +342,16 @@ def further_in_accelerate(folder: Path) -> dict[str, bool]:
             accelerator.save_state(str(folder / str(step)))
             kept.append((memory(optimizer), copy.deepcopy(optimizer.state_dict())))
     found = loads_each(optimizer, kept, lambda number: accelerator.load_state(str(folder / str((1, HALF - 1)[number]))))
+    former = weakref.ref(bare)
+    del model, optimizer, bare, batch
+    accelerator.free_memory()
+    gc.collect()
+    found["memory is free"] = former() is None
+    bare = Model()
+    model, optimizer = accelerator.prepare(bare, sgd(bare))  # as a retry with smaller batches does
+    dgcopt.integrations.accelerate.attach(accelerator, model, optimizer, compressor())
+    accelerator.save_state(str(folder / "retry"))
+    found["one exchange"] = [path.name for path in (folder / "retry").glob("dgcopt*")] == ["dgcopt"]
     accelerator.free_memory()
     return found | overflows_alike()
 

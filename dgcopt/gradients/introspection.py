@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "all_ddp_modules",
+    "backward_pass",
     "broadcasting_root",
     "ddp_module_of_hook",
     "ddp_module_without_data",
@@ -66,17 +67,24 @@ def ddp_module_of_hook(hook_state: Any) -> DistributedDataParallel | None:
     return next(having, None)
 
 
-def uncounted_parameters(hook_state: Any) -> set[Tensor]:
-    """Return the parameters of a first backward pass in which each bucket is said to be the first and none the last.
+def uncounted_parameters(hook_state: Any, params: Iterable[Tensor]) -> set[Tensor]:
+    """Return all parameters of a first backward pass in which each bucket is said to be the first and none the last.
 
     With `static_graph` DDP calls the hook for all buckets at the end of its first pass (torch 2.13,
-    `Reducer::delay_all_reduce`). Empty if DDP counts them.
+    `Reducer::delay_all_reduce`). `params` are some of them, by which the module is found if the hook's state is wrapped
+    in a user's. Empty if no module is.
     """
-    module = ddp_module_of_hook(hook_state)
-    if module is None or not module.static_graph:
-        return set()
-    named, ignored = module.module.named_parameters(), module.parameters_to_ignore
-    return {param for name, param in named if param.requires_grad and name not in ignored}
+    modules = [m for m in all_ddp_modules() if m.static_graph and {*params} <= {*m.module.parameters()}]
+    modules.sort(key=lambda m: all(state is not hook_state for _, state in m._comm_hooks))
+    for module in modules:
+        named, ignored = module.module.named_parameters(), module.parameters_to_ignore
+        return {param for name, param in named if param.requires_grad and name not in ignored}
+    return set()
+
+
+def backward_pass() -> int:
+    """Return the number of the running backward pass; -1 outside of any. Hooks of DDP are not told."""
+    return torch._C._current_graph_task_id()
 
 
 def ddp_module_without_data(params: Collection[Tensor]) -> DistributedDataParallel | None:
@@ -84,7 +92,7 @@ def ddp_module_without_data(params: Collection[Tensor]) -> DistributedDataParall
 
     DDP gives its hooks no sign of that, but it calls them outside of any backward pass.
     """
-    if torch._C._current_graph_task_id() >= 0:
+    if backward_pass() >= 0:
         return None
     return next((module for module in all_ddp_modules() if {*params} <= {*module.parameters()}), None)
 

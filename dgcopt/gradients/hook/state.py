@@ -17,7 +17,7 @@ from ...compressors import Compressor
 from ...exchange.commit import CommitMarker
 from ...exchange.runner import Runner
 from ...exchange.telemetry import Telemetry
-from ..introspection import uncounted_parameters
+from ..introspection import backward_pass, uncounted_parameters
 from .memory import HookMemory
 from .settings import HookSettings
 from .step import HookStep
@@ -46,8 +46,12 @@ class HookState:
         self.telemetry = Telemetry()
         self._lock = threading.RLock()
         self._marker = CommitMarker()
-        self._uncounted: set[Tensor] = set()
-        """Parameters that are still to come in a backward pass without a marked last bucket."""
+        self._pass = -1
+        """Number of the backward pass."""
+        self._arrived: set[Tensor] = set()
+        """Parameters whose buckets have arrived in it."""
+        self._expected: set[Tensor] = set()
+        """Parameters of a backward pass without a marked last bucket; empty if the last one is marked."""
 
     @property
     def compressor(self) -> Compressor:
@@ -138,11 +142,12 @@ class HookState:
 
     def _begin(self, bucket: GradBucket) -> bool:
         """Start a step with the first bucket of a backward pass; return True for the last one."""
-        params, is_last = bucket.parameters(), bucket.is_last()
-        if bucket.index() == 0 and not (self._uncounted and self._uncounted.issuperset(params)):
+        params, is_first, this_pass = bucket.parameters(), bucket.index() == 0, backward_pass()
+        is_uncounted = is_first and self._step.is_under_way and this_pass == self._pass
+        if is_first and not is_uncounted:
             self._step.start()
-            self._uncounted = set() if is_last or self._memory.layout else uncounted_parameters(self)
-        if self._uncounted:
-            self._uncounted.difference_update(params)
-            return not self._uncounted
-        return is_last
+            self._pass, self._arrived, self._expected = this_pass, set(), set()
+        elif is_uncounted and not self._expected:
+            self._expected = uncounted_parameters(self, params)
+        self._arrived.update(params)
+        return self._expected <= self._arrived if self._expected else bucket.is_last()

@@ -73,6 +73,11 @@ class HookStep(Step):
     def exchanges(self) -> Exchanges:
         return self._exchanges
 
+    @property
+    def is_under_way(self) -> bool:
+        """True if buckets have arrived whose step is not committed or aborted."""
+        return bool(self._arrived)
+
     # -- during backward ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:

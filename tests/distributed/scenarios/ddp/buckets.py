@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce
+from dgcopt.gradients.hook.ddp import HookState, exchange_bucket
 
 from .models import Words
 from .registry import Scenario, registered_in
@@ -129,6 +131,27 @@ def buckets_that_static_graph_does_not_count() -> None:
         assert torch.equal(static.weights(), usual.weights()), compressor
     ours = Training(dgcopt.NoCompression(), plain, model=Words, static_graph=True).run(4)
     assert_close(ours.weights(), Training(make=plain, model=Words).run(4).weights())
+
+
+@scenario
+def buckets_of_a_static_graph_that_is_made_anew() -> None:
+    """Its first pass is not the state's first one; and DDP may know the state only within a user's."""
+
+    def in_a_users(state: list[HookState], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        return exchange_bucket(state[0], bucket)
+
+    def run(is_static: bool) -> Tensor:
+        training = Training(dgcopt.DGC(RATIO), model=Mixed, static_graph=is_static).run(3)
+        for hook in ((training.state, exchange_bucket), ([training.state], in_a_users)):
+            training.ddp = DDP(training.model, static_graph=is_static)
+            training.ddp.register_comm_hook(*hook)
+            training.run(3)
+        state = HookState(dgcopt.DGC(RATIO))
+        Training(([state], in_a_users), model=Mixed, static_graph=is_static).run(2)
+        assert training.state.step == 9 and state.step == 2
+        return training.weights()
+
+    assert torch.equal(run(True), run(False))
 
 
 @scenario

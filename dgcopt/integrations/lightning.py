@@ -50,7 +50,9 @@ class DGCStrategy(DDPStrategy):
         """Attach the method to the optimizers, where Lightning trains."""
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.optimizers and self.model is not None:
-            self.exchange = Exchange(keep_gradients_local(self.model), self.optimizers, self.method)
+            model = keep_gradients_local(self.model)
+            if self.exchange is None or self.exchange.optimizers != self.optimizers:  # fit() again may have the same
+                self.exchange = Exchange(model, self.optimizers, self.method)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write Lightning's checkpoint, and every rank's part beside it."""

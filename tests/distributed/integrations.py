@@ -257,6 +257,7 @@ def further_in_lightning(folder: Path) -> dict[str, bool]:
         def __init__(self) -> None:
             super().__init__()
             self.inner = Model()
+            self.own = sgd(self)
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             return self.inner(**batch)["loss"]
@@ -264,7 +265,7 @@ def further_in_lightning(folder: Path) -> dict[str, bool]:
         test_step = training_step
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return sgd(self)
+            return self.own
 
     data: DataLoader[Any] = DataLoader(samples()[: HALF * BATCH * 2], batch_size=BATCH)  # type: ignore[arg-type]
 
@@ -286,7 +287,10 @@ def further_in_lightning(folder: Path) -> dict[str, bool]:
     through, module = fit(folder / "through", 3)
     end = flat(module)
     through.test(module, data, verbose=False)
-    found: dict[str, bool] = {"tested": True}
+    again, module = fit(folder / "again", 1)
+    again.fit_loop.max_epochs = 3
+    again.fit(module, data)
+    found = {"tested": True, "trains on": torch.equal(end, flat(module))}
     symlink = os.symlink
     for kind in ("link", "copy"):
         where = folder / kind

@@ -205,7 +205,7 @@ class Stepping(StepHooks):
         if len(self._watched) == len(self.names):
             return
         for param in self.names:
-            if param not in self._watched and param.is_floating_point():
+            if param not in self._watched and param.is_floating_point() and not param.is_inference():
                 self._watched.add(param)
                 is_frozen = not param.requires_grad
                 param.requires_grad = True  # torch registers no hook of a frozen one

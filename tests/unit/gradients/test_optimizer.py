@@ -6,6 +6,7 @@ import sys
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.optim import SGD, Adam
 
 import dgcopt
 from dgcopt.gradients.synchronised import synchronised
-from tests.support.worlds import Ranks, assert_close, momentum_sgd, small_batch, weights_after
+from tests.support.worlds import Ranks, assert_close, momentum_sgd, small_batch, small_model, weights_after
 
 SLOWDOWN = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -181,6 +182,28 @@ def test_frozen_parameters_of_other_dtypes_are_left_alone(compression):
     assert which.tolist() == [1, 3] and values[0].eq(1).all() and not values[1].eq(1).any()
     twin = pickle.loads(pickle.dumps(ranks.optimizers[0].state_dict()))
     ranks.optimizers[0].load_state_dict(twin)
+
+
+class Merged(nn.Module):
+    """Has a frozen part that was loaded in inference mode, and cannot require a gradient any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = small_model()
+        with torch.inference_mode():
+            self.merged = nn.Parameter(torch.ones(5, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(x) + self.merged
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.1), dgcopt.TopK(0.5, source="update")], ids=repr)
+def test_frozen_parameters_made_in_inference_mode_are_left_alone(compression: Any) -> None:
+    ranks = Ranks(2, momentum_sgd, model=Merged, compression=compression, check_replicas_every=1)
+    for seed in range(3):
+        ranks.step(seed)
+        ranks.assert_replicas_equal()
+    assert all(model.merged.eq(1).all() for model in ranks.models)
 
 
 class Rows(nn.Module):

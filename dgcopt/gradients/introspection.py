@@ -23,12 +23,14 @@ __all__ = [
     "ddp_module_of_hook",
     "ddp_module_without_data",
     "is_sharded_elsewhere",
+    "scaler_flags",
     "uncounted_parameters",
     "user_backward_call",
 ]
 
 _BACKWARD = torch.autograd.backward.__code__
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
 def is_sharded_elsewhere(params: Iterable[Tensor]) -> bool:
@@ -135,3 +137,17 @@ def broadcasting_root() -> int | None:
 
 def _is_torchs(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith("torch.")
+
+
+# -- GradScaler ------------------------------------------------------------------------------------------------------
+
+
+def scaler_flags() -> list[Tensor]:
+    """Return the flags, one per device, by which a GradScaler in its `step` skips it, if it has unscaled before.
+
+    `unscale_` looks for Inf before ranks can agree, and the scaler is not told to the optimizer. Empty elsewhere.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SCALER_STEP:
+        frame = frame.f_back
+    return [] if frame is None else [*frame.f_locals["optimizer_state"]["found_inf_per_device"].values()]

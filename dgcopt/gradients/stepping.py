@@ -27,6 +27,7 @@ from ..exchange.vote import Touch
 from ..flat.gradient import HiddenGradients, values_of
 from ..flat.local_shard import LocalShard
 from .engine import Engine
+from .introspection import scaler_flags
 from .step_hooks import Call, Closure, StepHooks
 from .subclass import bare_step
 from .wrapped import Wrapped
@@ -284,10 +285,16 @@ class Stepping(StepHooks):
         if is_due and self._grads is Grads.VOID and not self._saw_backward:
             self._grads = Grads.OWN  # set by hand after an overflow
         is_due = is_due or engine.in_flight
-        if is_due and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
+        flags = scaler_flags()
+        if self.comm.takes_turns:  # these cannot vote first; gradients of all are final if they are unscaled
+            if flags and is_due and (self._grads in NOT_YET or engine.pending):
+                self.fix()
+        elif is_due and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
             self._grads = Grads.VOID
         if self._grads is Grads.VOID:
             self._spoil_a_gradient()
+            for flag in flags:
+                flag.fill_(1)
         return is_averaged
 
     def _spoil_a_gradient(self) -> None:

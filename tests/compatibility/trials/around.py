@@ -296,15 +296,10 @@ def grad_scaler(unscale: bool, comm: Comm) -> None:
         assert_close(scaled(comm, overflow, unscale), scaled(None, overflow, unscale), "GradScaler", 1e-5)
 
 
-trial(AROUND, "GradScaler", real=True, note="an overflow on one rank skips the step, and halves the scale, on all")(
-    functools.partial(grad_scaler, False)
-)
-trial(
-    AROUND,
-    "GradScaler, `unscale_` before the step",
-    real=True,
-    not_yet="the step is skipped on all ranks, the scale is halved only where the overflow was",
-)(functools.partial(grad_scaler, True))
+for name, unscale in (("GradScaler", False), ("GradScaler, `unscale_` before the step", True)):
+    trial(AROUND, name, real=True, note="an overflow on one rank skips the step, and halves the scale, on all")(
+        functools.partial(grad_scaler, unscale)
+    )
 
 
 @trial(AROUND, "autocast to bfloat16")

@@ -208,7 +208,9 @@ class AsyncRounds(Rounds):
     def _start_thread(self) -> None:
         """Start the thread on all ranks at once, if it is due."""
         if not (self.background.is_running or self._paused or self.local_step < 0 or self.comm.size == 1):
-            self.comm.drive(compare(self.replica.describe(), self.comm.rank, "parameters and settings"))
+            self.replica.mark_stepped()  # the thread's parameters stay those of now
+            told = [*self.replica.describe(), *(f"exchanged: {name}" for name in self.replica.exchanged())]
+            self.comm.drive(compare(told, self.comm.rank, "parameters and settings"))
             self.background.start(self.buckets())
 
     def restore(self, state: dict[str, Any]) -> None:

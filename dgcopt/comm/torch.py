@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 # Gloo's threads alive until the interpreter is gone, which then aborts.
 import torch.distributed.nn.functional
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from ..collectives import (
     AllGather,
@@ -59,6 +61,9 @@ LATE = "dgcopt waits, rank "
 
 PROBE = 1_000_003
 """Tag of messages that test if a rank can be reached; nothing else uses it."""
+
+_STORES: dict[tuple[str, int, int], tuple[dist.Store, int, int, Iterator[int]]] = {}
+"""Per meeting place: the store, this process's rank, the number of ranks, and the count of its groups."""
 
 _GIVEN_UP: list[dist.Work] = []
 """Collectives without a waiter: their deadline has passed, or the wire has failed."""
@@ -166,13 +171,7 @@ class TorchComm(ProcessGroupComm):
                 local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
                 torch.cuda.set_device(int(local) % torch.cuda.device_count())
             try:
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo",
-                    init_method=init_method,
-                    rank=rank,
-                    world_size=size,
-                    timeout=timedelta(seconds=deadline),
-                )
+                _join(place, init_method, rank, size, timedelta(seconds=deadline))
             except (RuntimeError, ValueError) as error:
                 me = os.environ.get("RANK", rank) if rank < 0 else rank
                 all_ = os.environ.get("WORLD_SIZE", size) if size < 0 else size
@@ -185,6 +184,7 @@ class TorchComm(ProcessGroupComm):
             atexit.unregister(_release_gil)  # once is enough for all groups
             atexit.register(_release_gil)
         self._world = process_group
+        self._made: list[dist.ProcessGroup | None] = []  # beside the default one, which a script may use
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
         self._lanes: list[dist.ProcessGroup | None] = [self._world]
@@ -195,6 +195,7 @@ class TorchComm(ProcessGroupComm):
         self._gpu_only = "gloo" not in str(dist.get_backend(process_group)) and "gloo" not in _backends(process_group)
         if apart is not None:
             self._groups.update(apart)
+            self._made += [process_group, *apart.values()]
             return
         if self.size < dist.get_world_size():
             raise ConfigError(
@@ -230,6 +231,7 @@ class TorchComm(ProcessGroupComm):
             made = self._new_group(members)
             if self.rank in members:
                 self._groups[members] = made
+        self._made += [group for group in self._groups.values() if group is not self._world]
 
     def spread(self, streams: int) -> None:
         """Spread exchanges over process groups, each with its own connections; on NCCL by its own setting."""
@@ -240,7 +242,9 @@ class TorchComm(ProcessGroupComm):
             os.environ.setdefault(NCCL_STREAMS, str(streams))
             log.info("dgcopt: %s=%s", NCCL_STREAMS, os.environ[NCCL_STREAMS])
         if not self._gpu_only:
-            self._lanes += [self._new_group(self.ranks(), "gloo") for _ in range(1, streams)]
+            lanes = [self._new_group(self.ranks(), "gloo") for _ in range(1, streams)]
+            self._lanes += lanes
+            self._made += lanes
 
     def _lanes_of(self, collective: Collective) -> list[dist.ProcessGroup | None]:
         """Return the groups that carry a collective: they take turns, and large messages are cut into pieces."""
@@ -278,6 +282,7 @@ class TorchComm(ProcessGroupComm):
 
     def _join_replica(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
         self._groups["replica"], self._ranks["replica"] = group, members
+        self._made.append(group)
 
     def _rank_in(self, group: Group) -> int:
         return dist.get_rank() if group == "replica" else self.rank
@@ -451,6 +456,26 @@ class TorchComm(ProcessGroupComm):
         if self._owner:
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
+        while self._made:
+            group = self._made.pop()
+            if group is not None and dist.is_initialized():  # each has threads and connections of its own
+                with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+                    dist.destroy_process_group(group)
+
+
+def _join(place: str, init_method: str, rank: int, size: int, timeout: timedelta) -> None:
+    """Make the default process group, whose keys in the store are its own.
+
+    The store outlives the groups of a process. torch would give the second group the keys of the first, and its ranks
+    would connect to the addresses that those hold.
+    """
+    if (place, rank, size) not in _STORES:
+        _STORES[place, rank, size] = (*next(rendezvous(init_method, rank, size, timeout=timeout)), itertools.count())
+    store, rank, size, count = _STORES[place, rank, size]
+    store.set_timeout(timeout)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    keys = dist.PrefixStore(f"dgcopt {next(count)}", store)
+    dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
 
 
 def tells_all(collective: Collective, size: int) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 import dgcopt
 from dgcopt.collectives import AllGather
+from dgcopt.comm import current_comm
 from tests.support.meeting import together
 
 JOIN_FIRST = os.environ.get("DGCOPT_TEST_JOIN_FIRST", "")
@@ -54,14 +55,15 @@ def main() -> int:
     def agree(name: str, error: str) -> bool:
         """Whether a rank has failed; if one left the scenario half-way this raises, and nothing more is tried."""
         flag = AllGather(torch.tensor([error != ""]), label=f"end of {name}")
-        any_failed = name != names[-1] and bool(comm.run(flag).any())
+        any_failed = name != names[-1] and bool(current_comm().run(flag).any())
         if name.startswith("sharded"):
             for group in set(groups()) - before:
                 torch.distributed.destroy_process_group(group)
         return any_failed
 
-    failed = run(names, lambda name: scenarios[name](comm), agree, rank=comm.rank, wire=comm.wire)
-    left = leave_while_others_exchange(comm) if names[-1] in asynchronous.SCENARIOS else None
+    # some scenarios leave the wire and join it again
+    failed = run(names, lambda name: scenarios[name](current_comm()), agree, rank=comm.rank, wire=comm.wire)
+    left = leave_while_others_exchange(current_comm()) if names[-1] in asynchronous.SCENARIOS else None
     if JOIN_FIRST:
         dgcopt.shutdown()
         failed |= threads() > 0

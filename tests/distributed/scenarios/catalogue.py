@@ -23,6 +23,7 @@ from . import (
     overlap,
     persistence,
     powersgd,
+    rejoining,
     subsets,
 )
 
@@ -47,7 +48,7 @@ ON_ALL_WIRES: Scenarios = (
     of(optimizers, algorithms, loops, contract, overlap, persistence, checksums, averaging)
     | SIZE_MATTERS
     | SIZE_MATTERS_ONCE
-    | of(asynchronous)
+    | of(rejoining, asynchronous)
 )
 """Run with two ranks on every wire. What is about training more than about the wire is run with more of them by
 simulated ranks only."""

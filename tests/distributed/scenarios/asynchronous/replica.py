@@ -67,16 +67,24 @@ class Replica:
         return torch.cat([param.detach().reshape(-1) for param in self.model.parameters()])
 
     def step(self, value: float | None = None) -> None:
-        """A step along random gradients, or such as to add `value` to every weight; how far is kept in `updates`."""
+        """A step along random gradients, or such as to add `value` to every weight; how far is kept in `updates`.
+
+        A frozen parameter that has a gradient keeps it, zeroed, and gets none otherwise.
+        """
         generator = torch.Generator().manual_seed(1000 * self.comm.rank + self.rounds.step)
         (group,) = self.optimizer.param_groups
+        moves = []
         for param in self.model.parameters():
+            has_none = not param.requires_grad and param.grad is None
             param.grad = torch.randn(param.shape, generator=generator, dtype=param.dtype)
             if value is not None:
                 param.grad.fill_(-value / group["lr"])
             if not param.requires_grad:
                 param.grad.zero_()
-        self.updates -= group["lr"] * torch.cat([param.grad.reshape(-1) for param in self.model.parameters()])
+            moves.append(param.grad.reshape(-1))
+            if has_none:
+                param.grad = None
+        self.updates -= group["lr"] * torch.cat(moves)
         self.optimizer.step()
 
     def until(self, condition: Callable[[], bool]) -> None:

@@ -89,7 +89,19 @@ def other_parameters(comm: Comm) -> None:
     mine.wait_for_exchanges(3)
     mine.rounds.abort()
     torch.testing.assert_close(bias.detach(), mine.mean(bias.detach()), rtol=0, atol=1e-12)
+    bias.requires_grad_(False)  # its gradient is kept, so torch steps it on
+    mine.rounds.resume()
+    mine.step(comm.rank)
+    bias.data.add_(comm.rank)
+    comm.run(Barrier())
+    mine.wait_for_exchanges(3)
+    mine.rounds.abort()
+    torch.testing.assert_close(bias.detach(), mine.mean(bias.detach()), rtol=0, atol=1e-12)
     if comm.rank == 0:
-        bias.requires_grad_(False)
+        bias.grad = None
+        mine.rounds.replica.unsynced.clear()
+    with pytest.raises(dgcopt.MismatchError, match=r"exchanged: 0\.bias \(frozen"):
+        mine.rounds.resume()
+    bias.requires_grad_(comm.rank > 0)
     with pytest.raises(dgcopt.MismatchError, match=r"parameter 0\.bias.*frozen"):
         mine.rounds.resume()

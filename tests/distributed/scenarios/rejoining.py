@@ -1,0 +1,72 @@
+"""Ranks that leave the wire and join it again in the same processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+import dgcopt
+from dgcopt import Comm, hvd
+from dgcopt.collectives import AllGather, AllReduce
+
+
+def _exchanges(comm: Comm) -> None:
+    """Every group of a comm works, and one of all of its ranks in another order of calls."""
+    for group in ("world", "control", "agreement", "node"):
+        ranks = comm.ranks(group)
+        rows = comm.run(AllGather(torch.tensor([comm.rank]), group=group, label=f"{group} again"))
+        assert rows.flatten().tolist() == [*ranks]
+    subset = comm.among(range(comm.size))
+    assert subset is not None
+    assert subset.run(AllReduce(torch.full((2**12,), 1.0), op="sum")).tolist() == [comm.size] * 2**12
+    subset.close()
+
+
+def _steady(count: Callable[[], tuple[int, int]], most: tuple[int, int]) -> bool:
+    """Return True once no more files and threads are open than `most`: some end a moment after the group."""
+    end = time.monotonic() + 5
+    while any(now > then for now, then in zip(count(), most, strict=True)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _open() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def ranks_leave_and_join_again(comm: Comm) -> None:
+    wire, deadline, size = comm.wire, comm.deadline, comm.size
+    before = (0, 0)
+    for turn in range(5):
+        dgcopt.shutdown()
+        again = dgcopt.init(wire, deadline=deadline)
+        assert again is not comm and again.size == size
+        _exchanges(again)
+        if turn == 1:
+            before = _open()
+    assert _steady(_open, before), f"files and threads: {before} after two joins, {_open()} after five"
+
+
+def process_sets_come_and_go(comm: Comm) -> None:
+    hvd.init()
+    before = (0, 0)
+    for turn in range(5):
+        made = hvd.add_process_set(range(comm.size))
+        assert hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=made).tolist() == [comm.size] * 3
+        hvd.barrier(process_set=made)
+        assert hvd.remove_process_set(made)
+        if turn == 1:
+            before = _open()
+    assert _steady(_open, before), f"files and threads: {before} after two sets, {_open()} after five"
+    assert threading.active_count() < 20
+
+
+SCENARIOS = {
+    f"rejoining: {scenario.__name__}": scenario for scenario in (ranks_leave_and_join_again, process_sets_come_and_go)
+}

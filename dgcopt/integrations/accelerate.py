@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from .. import Averaging, Compressor
-from .exchange import Exchange, agree_on_overflow, keep_gradients_local, read
+from .exchange import Exchange, keep_gradients_local, read
 
 __all__ = ["attach"]
 
@@ -36,7 +36,6 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, method: C
     """
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     exchange = Exchange(keep_gradients_local(model), optimizers, method)
-    agree_on_overflow(accelerator.scaler)
     if accelerator not in _attached:
         _follow_checkpoints(accelerator)
     # `free_memory`, as before a retry with smaller batches, leaves earlier models out

@@ -32,11 +32,10 @@ from .. import (
     checkpoint,
 )
 from ..comm import current_comm
-from ..exchange.held import held
 from ..exchange.parameters import inner_optimizer
 from ..flat.optimizer_state import unmarked
 
-__all__ = ["Exchange", "agree_on_overflow", "check_method", "keep_gradients_local", "read"]
+__all__ = ["Exchange", "check_method", "keep_gradients_local", "read"]
 
 log = logging.getLogger("dgcopt")
 
@@ -74,25 +73,6 @@ def _as_it_is(state, bucket):  # type: ignore[no-untyped-def]
     future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
     future.set_result(buffer)
     return future
-
-
-def agree_on_overflow(scaler: Any) -> None:
-    """Let all ranks vote on an overflow whenever a GradScaler unscales gradients, and not only in its `step`.
-
-    Frameworks that clip unscale before the step, and a rank whose scaler finds no overflow would move its schedule on
-    alone. Nothing is done for None.
-    """
-    if scaler is None or "unscale_" in vars(scaler):
-        return
-    unscale = scaler.unscale_
-
-    def unscale_(optimizer: Optimizer) -> None:
-        steps = held(optimizer).gradients
-        if steps is not None:
-            steps.agree_with_scaler()
-        unscale(optimizer)
-
-    vars(scaler)["unscale_"] = unscale_
 
 
 def check_method(method: Compressor | Averaging) -> Compressor | Averaging:

@@ -12,7 +12,7 @@ import transformers
 
 from .. import Averaging, Compressor
 from ..exchange.parameters import inner_optimizer
-from .exchange import Exchange, Parts, agree_on_overflow, check_method, keep_gradients_local, read
+from .exchange import Exchange, Parts, check_method, keep_gradients_local, read
 
 __all__ = ["Callback", "attach"]
 
@@ -44,7 +44,6 @@ class Callback(transformers.TrainerCallback):
         if self.exchange is not None and self.exchange.optimizers == [inner_optimizer(self.trainer.optimizer)]:
             return  # train() again: if Trainer has resumed, this rank's part came with the optimizer's state
         self.exchange = Exchange(inner, [self.trainer.optimizer], self.method, self._find)
-        agree_on_overflow(self.trainer.accelerator.scaler)
         if parts := self._find():
             self.exchange.resume(parts)
 

@@ -341,5 +341,6 @@ def reduce_rows(rows: Tensor, op: Op) -> Tensor:
     for row in rows[1:]:
         total += row
     if op == "average":
-        total = total.div_(len(rows)) if total.is_floating_point() else total.div_(len(rows), rounding_mode="trunc")
+        is_whole = not (total.is_floating_point() or total.is_complex())
+        total = total.div_(len(rows), rounding_mode="trunc" if is_whole else None)
     return total.to(rows.dtype)

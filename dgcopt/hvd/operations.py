@@ -137,7 +137,7 @@ def _scaled(tensor: Tensor, factor: float, divisor: int = 1) -> Tensor:
     """Return the tensor times `factor` over `divisor`; integers are rounded once, towards zero."""
     if factor == divisor == 1:
         return tensor
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         return tensor * (factor / divisor)
     return (tensor.double() * factor / divisor).to(tensor.dtype)
 
@@ -148,7 +148,12 @@ def _on_wire(op: Any, tensor: Tensor, postscale_factor: float, size: int) -> tup
         raise ConfigError(
             "there is no average of bool: convert it first (tensor.float()), or say op=hvd.Max or hvd.Min"
         )
-    whole = op == Average and postscale_factor != 1 and not tensor.is_floating_point()
+    if op in (Min, Max) and tensor.is_complex():
+        raise ConfigError(
+            "complex numbers have no order, so no minimum or maximum: reduce both parts (torch.view_as_real(tensor)), "
+            "or the magnitudes (tensor.abs())"
+        )
+    whole = op == Average and postscale_factor != 1 and not (tensor.is_floating_point() or tensor.is_complex())
     return (Sum, size) if whole else (op, 1)
 
 

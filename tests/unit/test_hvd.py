@@ -109,6 +109,9 @@ def test_alone(alone):
     assert hvd.poll(handle) and hvd.synchronize(handle) is hvd.synchronize(handle) is tensor
     assert [t.tolist() for t in hvd.alltoall(torch.arange(3), [3])] == [[0, 1, 2], [3]]
     assert hvd.allreduce(torch.tensor([5]), prescale_factor=0.5).tolist() == [2]
+    wave = torch.tensor([1 + 2j, -4j])
+    assert torch.equal(hvd.allreduce(wave, prescale_factor=0.5, postscale_factor=3.0), wave * 1.5)
+    assert torch.equal(hvd.reducescatter(wave, op=hvd.Average, postscale_factor=0.5), wave * 0.5)
     half = hvd.allreduce(torch.tensor([1 + 2.0**-12]), compression=hvd.Compression.fp16)
     assert half.dtype == torch.float32 and half.item() == 1
     rows = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,))
@@ -143,6 +146,9 @@ def test_wrong_arguments_are_refused(alone):
     tensor = torch.ones(2)
     with pytest.raises(ValueError, match=r"Average, Sum, Min, Max or Product here, not 2"):
         hvd.allreduce(tensor, op=hvd.Adasum)
+    for op in (hvd.Min, hvd.Max):
+        with pytest.raises(ValueError, match="complex numbers have no order"):
+            hvd.allreduce(tensor * 1j, op=op)
     with pytest.raises(ValueError, match="not both"):
         hvd.allreduce(tensor, average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match=r"ProcessSet\(\[0\]\) has not been added"):

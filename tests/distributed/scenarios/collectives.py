@@ -182,6 +182,9 @@ def odd_shapes(comm: Comm) -> None:
             AllToAll(rows.clone() if me == 0 else torch.zeros_like(rows)),
             torch.cat([rows[me:][:1], torch.zeros_like(rows[1:])]),
         )
+    rows = torch.tensor([1 + 2j, -4j]) * torch.arange(1, size + 1).view(size, 1)
+    expect(comm, AllReduce(rows[me].clone(), op="average"), rows.sum(0) / size)
+    expect(comm, ReduceScatter(rows[me].repeat(size, 1), op="average"), rows.sum(0)[None] / size)
     expect(comm, AllReduce(torch.ones(400, dtype=torch.bool), op="sum"), torch.ones(400, dtype=torch.bool))
     table = torch.arange(3 * size * size).view(3, size, size) + 100 * me
     tables = torch.stack([torch.arange(3 * size * size).view(3, size, size) + 100 * rank for rank in range(size)])

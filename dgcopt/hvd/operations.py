@@ -62,13 +62,17 @@ _REDUCTIONS: dict[Any, Reduction] = {Average: "average", Sum: "sum", Min: "min",
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def _labels(operation: str, name: str | None, process_set: ProcessSet) -> tuple[str, str]:
+def _labels(
+    operation: str, name: str | None, process_set: ProcessSet, factors: tuple[float, float] = (1.0, 1.0)
+) -> tuple[str, str]:
     """Return a collective's name for the comparison over ranks, and its label on the wire.
 
-    Unnamed collectives are numbered on the wire, as Horovod refuses two of one name at a time.
+    Unnamed collectives are numbered on the wire, as Horovod refuses two of one name at a time. Factors are part of the
+    label, as Horovod, which compares by itself, does not see them.
     """
     called = f"hvd.{operation}" if name is None else f"hvd.{operation} {name}"
-    return called, f"{called} {next(process_set.unnamed)}" if name is None else called
+    label = f"{called} {next(process_set.unnamed)}" if name is None else called
+    return called, label if factors == (1, 1) else f"{label} with factors {factors[0]}, {factors[1]}"
 
 
 def _described(tensor: Tensor, *shape: Any) -> str:
@@ -175,7 +179,7 @@ def _allreduce(
     comm, op = comm_of(process_set), _reduction(op, average)
     message = _scaled(_detached(tensor, "allreduce").clone(), prescale_factor)
     on_wire, divisor = _on_wire(op, message, postscale_factor, comm.size)
-    called, label = _labels("allreduce", name, process_set)
+    called, label = _labels("allreduce", name, process_set, (prescale_factor, postscale_factor))
 
     def start(announced: Tensor) -> Handle:
         if on_wire == Product:
@@ -213,7 +217,7 @@ def _reducescatter(
     if _detached(tensor, "reducescatter").dim() == 0:
         raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
     on_wire, divisor = _on_wire(op, tensor, postscale_factor, comm.size)
-    called, label = _labels("reducescatter", name, process_set)
+    called, label = _labels("reducescatter", name, process_set, (prescale_factor, postscale_factor))
     lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
 
     def start(announced: Tensor) -> Handle:

@@ -151,6 +151,8 @@ def asynchronous(name: str, planned: Callable[..., Plan]) -> Any:
 def grouped(name: str, one: Callable[..., Any]) -> Any:
     def call(given: dict[str, Any]) -> Any:
         comm, label, tensors = comm_of(given["process_set"]), given.pop("name"), given.pop("tensors")
+        if not name.endswith("_async"):  # one after the other: a longer list would meet the next collective
+            announce(comm, f"hvd.{name}", [f"hvd.{name} of {len(tensors)} tensors"], [len(tensors)])
         results = [one(t, name=label and f"{label}.{place}", **given) for place, t in enumerate(tensors)]
         if not name.endswith("_async"):
             return results

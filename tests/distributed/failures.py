@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
-from dgcopt import DGC, Comm
+from dgcopt import DGC, Comm, hvd
 from dgcopt.tuning.probe import probe
 from tests.distributed.scenarios.asynchronous.replica import Replica as AsynchronousReplica
 from tests.distributed.scenarios.training import TINY, Recipe, Replica, train
@@ -71,6 +71,11 @@ def takes_another_path(comm: Comm) -> None:
     if is_last(comm):
         dgcopt.check_replicas({"weight": torch.ones(3)})
     train([mine], range(2, 4))
+
+
+def scales_otherwise(comm: Comm) -> None:
+    hvd.init()
+    hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + is_last(comm), name="loss")
 
 
 def sleeps(comm: Comm) -> None:

@@ -65,6 +65,13 @@ def test_another_path(wire: str) -> None:
     )
 
 
+def test_factors_of_horovods_operations_that_differ() -> None:
+    """Horovod compares operations itself, and knows nothing of their factors: they never meet, and say why."""
+    outcome = fail("horovod-gloo", "scales_otherwise", limit=2 * DEADLINE)
+    assert_says(outcome, r"TimeoutExceeded: rank 0 .*hvd\.allreduce loss(?! with)")
+    assert_says(outcome, r"TimeoutExceeded: rank 1 .*hvd\.allreduce loss with factors 2\.0, 1\.0")
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_sleeping_rank(wire: str) -> None:
     if wire == "torch":  # it is told from those that wait too

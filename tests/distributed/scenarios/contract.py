@@ -128,6 +128,19 @@ def handles(comm: Comm) -> None:
     assert sparse().to_dense().tolist() == [size * (size - 1) / 2, 0] and all(map(hvd.poll, started.values()))
 
 
+def lists_of_other_lengths(comm: Comm) -> None:
+    """The next collective, of the same shape, is not taken for the tensor that one rank lacks."""
+    hvd.init()
+    last = comm.rank == comm.size - 1
+    for grouped in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        with pytest.raises(MismatchError, match=r"of [23] tensors"):
+            grouped([torch.ones(comm.size)] * (3 if last else 2))
+        assert hvd.allreduce(torch.ones(comm.size), op=hvd.Sum).tolist() == [comm.size] * comm.size
+        assert len(grouped([torch.ones(comm.size)] * 2)) == 2 and grouped([]) == []
+    scaled = hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5)
+    assert scaled.tolist() == [1.5 * comm.size] * 2
+
+
 def one_name_twice(comm: Comm) -> None:
     """Over Horovod, which matches by name, it is refused where it is: a restart by hvd.elastic would not help."""
     hvd.init()
@@ -327,6 +340,7 @@ SCENARIOS: dict[str, Callable[[Comm], Any]] = {
         names,
         gathering,
         handles,
+        lists_of_other_lengths,
         one_name_twice,
         rows_to_others,
         gradients_flow_through,

@@ -136,7 +136,8 @@ class Replica:
     def lay_out(self, start: Callable[[Bucket, Weights], None], unsynced_only: bool) -> dict[Bucket, Weights]:
         """Return the buckets of all trained or unsynced parameters, or of the latter; memory follows its parameters.
 
-        Calls `start` for buckets that replace others.
+        Calls `start` for buckets that replace others. Raises ConfigError for unfrozen parameters that cannot be
+        averaged.
         """
         self.follow()
         with_trained = not unsynced_only
@@ -153,6 +154,7 @@ class Replica:
                 if ctx.trained_by.settings is not current:  # load_state_dict replaces the dict
                     ctx.use_settings(current)
             return self._buckets
+        check_trainable({p: self.names[p] for p in trained if p.requires_grad}, may_be_sharded=True)
         self._is_regrouped = False
         self.store.release()
         for bucket, memory_kind, flat in self._saved():

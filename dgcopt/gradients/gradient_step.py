@@ -23,6 +23,7 @@ from ..exchange.changes import Changes
 from ..exchange.commit import FinishedExchange
 from ..exchange.divergence import replicas
 from ..exchange.group_settings import GroupSettings
+from ..exchange.parameters import check_trainable
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange
 from ..exchange.step import Aborted, Description, Step
@@ -246,6 +247,7 @@ class GradientStep(Step):
         prepared = layout.fits(trained, self._sparse) and not self._is_due
         names = layout.names if prepared else [self.names[param] for param in trained]
         if not prepared:
+            check_trainable({p: self.names[p] for p in trained if p.requires_grad}, may_be_sharded=True)
             layout.check_sizes()
         elif final and not outgoing.stale and self.compressor.sends == "gradient":
             tracker.release(changed)

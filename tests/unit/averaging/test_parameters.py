@@ -121,11 +121,22 @@ def test_parameters_that_cannot_be_averaged_are_refused():
         )
 
 
+def model_with_frozen_waves() -> nn.Module:
+    model = small_model()
+    model[1].waves = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+    return model
+
+
 def test_parameters_that_have_become_what_cannot_be_averaged_are_refused():
     world = World(2, LocalSGD(2)).train(range(1))
     for _, _, optimizer in world:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]})
         with pytest.raises(ConfigError, match=r"'group1.parameter0' has dtype complex64"):
+            optimizer.step()
+    world = World(2, LocalSGD(2), model=model_with_frozen_waves).train(range(3))
+    for _, model, optimizer in world:
+        model[1].waves.requires_grad = True
+        with pytest.raises(ConfigError, match=r"'1.waves' has dtype complex64"):
             optimizer.step()
     world = World(2, LocalSGD(2)).train(range(1))
     for _, model, optimizer in world:

@@ -78,6 +78,24 @@ def test_a_parameter_of_another_size_is_told_by_name() -> None:
             ranks.optimizers[0].step()
 
 
+@pytest.mark.parametrize("compression", [None, dgcopt.TopK(0.1)])
+def test_a_complex_parameter_that_is_no_longer_frozen_is_refused(compression: Any) -> None:
+    def model() -> nn.Module:
+        made = small_model()
+        made[1].waves = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+        return made
+
+    ranks = Ranks(2, sgd, model, compression=compression)
+    ranks.step()
+    ranks.step(1)
+    for each in ranks.models:
+        each[1].waves.requires_grad = True
+    ranks.backward(2)
+    for optimizer in ranks.optimizers:
+        with pytest.raises(ConfigError, match=r"'1.waves' has dtype complex64.*Freeze it"):
+            optimizer.step()
+
+
 @pytest.mark.parametrize("numel", [3, 400])
 def test_an_averaged_parameter_of_another_size_is_told_by_name(numel: int) -> None:
     comms, models = dgcopt.simulated_world(2), [small_model() for _ in range(2)]

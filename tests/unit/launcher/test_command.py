@@ -82,6 +82,10 @@ TABLE = {
         f"{LOG.format(4)} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {RUN} --nnodes 1:4 --nproc-per-node 2 "
         "--rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id dgcopt --tee 3 --max-restarts 3 train.py"
     ],
+    "-np 2 --nnodes 1:4 --rdzv-endpoint node1:29400 train.py": [
+        f"{LOG.format(4)} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {RUN} --nnodes 1:4 --nproc-per-node 2 "
+        "--rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id dgcopt --tee 3 train.py"
+    ],
     "-np 2 --nnodes 1 --interface eth0 train.py": [
         "env OMP_NUM_THREADS=4 GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "
         f"'TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=[${{rank}}] ' {RUN} --standalone --nproc-per-node 2 --tee 3 train.py"

@@ -34,6 +34,8 @@ SHAPES: tuple[tuple[int, ...], ...] = ((33, 17), (1,), (65,), (8, 3, 3, 3), (64,
 
 SIZES = (1, 2, 3, 4, 5, 8)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+ALIKE = 4
+"""Least number of steps with equal gradients, whose results together must resemble the mean gradient."""
 
 
 def check_compressor(
@@ -47,8 +49,9 @@ def check_compressor(
     Checks for each world size in `sizes`: ranks end with the same bits; results have the right shape and are finite for
     random, zero, constant, huge and tiny gradients of four dtypes; a sum is `size` averages; an aborted step, with NaN
     or without, leaves no trace; saved and loaded memory continues bit for bit; nothing is lost if `conserves` is
-    declared; the bytes sent are those of `payload_bytes`; and the loss of a small network with odd sizes does not
-    diverge under `DistributedOptimizer` with several buckets, up to two ranks also in half precision.
+    declared, else results point along the mean gradient and depend on every rank's; the bytes sent are those of
+    `payload_bytes`; and the loss of a small network with odd sizes does not diverge under `DistributedOptimizer` with
+    several buckets, up to two ranks also in half precision.
 
     Args:
         compressor: the compressor with its settings; copied for each rank.
@@ -263,6 +266,32 @@ def _conservation(case: _Case) -> str | None:
     return None
 
 
+def _direction(case: _Case) -> None:
+    if case.compressor.conserves:
+        return  # a stronger check
+    (common,) = _gradients(1, 7)
+    given = [[c + g / 2 for c, g in zip(common, mine, strict=True)] for mine in _gradients(case.size, 8)]
+    mean = torch.stack([_flat(mine) for mine in given]).mean(0)
+    total = _total(case, given)
+    cosine = float(torch.cosine_similarity(total, mean, dim=0))
+    if not cosine > 2 / len(mean) ** 0.5:  # twice the standard deviation of unrelated vectors
+        raise AssertionError(f"the sum of results does not point along the mean gradient: their cosine is {cosine:.2g}")
+    for rank in range(case.size):
+        others = [[-grad for grad in mine] if place == rank else mine for place, mine in enumerate(given)]
+        if torch.equal(_total(case, others), total):
+            raise AssertionError(f"results do not depend on the gradient of rank {rank}")
+
+
+def _total(case: _Case, grads: Gradients) -> Tensor:
+    """Return the flat sum of the results of steps with equal gradients; each rank may take its turn."""
+    ranks = _Ranks(case)
+    return torch.stack([_flat(ranks.exchange(grads)[0]) for _ in range(max(ALIKE, case.size))]).sum(0)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 def _ledger(case: _Case) -> str | None:
     ranks = _Ranks(case)
     for seed in range(3):
@@ -324,6 +353,7 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "a step taken back leaves no trace": _void,
     "memory goes through a checkpoint": _resume,
     "nothing is lost": _conservation,
+    "results follow every rank's gradient": _direction,
     "bytes sent are those declared": _ledger,
     "settings can be compared and copied": _settings,
     "training with several buckets": _training,

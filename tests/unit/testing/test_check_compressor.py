@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import dgcopt
-from dgcopt.collectives import AllGather, AllReduce, SendRecv
+from dgcopt.collectives import AllGather, AllReduce, Broadcast, SendRecv
 from dgcopt.compressors import Compressor, Context, Encoded, Sparse
 from dgcopt.testing import ConformanceError, check_compressor
 
@@ -102,6 +102,34 @@ class Rounded(Encoded):
         return message.double() * (1 if rank != ctx.rank else 1.001)
 
 
+class Opposite(dgcopt.Compressor):
+    """Uphill."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return -(yield AllReduce(grad, op=ctx.op))
+
+
+class Silent(dgcopt.Compressor):
+    """Sends everything, and applies nothing."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return 0 * (yield AllReduce(grad, op=ctx.op))
+
+
+class Shifted(dgcopt.Compressor):
+    """By one element."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield AllReduce(grad, op=ctx.op)).roll(1)
+
+
+class OfTheFirst(dgcopt.Compressor):
+    """Rank's gradient only."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield Broadcast(grad, root=0)) * (ctx.size / ctx.divisor)
+
+
 @pytest.mark.parametrize(
     ("compressor", "failure"),
     [
@@ -112,6 +140,10 @@ class Rounded(Encoded):
         (Remembers(), "leaves no trace"),
         (Remembers(), "memory goes through a checkpoint"),
         (Loses(), "nothing is lost"),
+        (Opposite(), "results follow"),
+        (Silent(), "results follow"),
+        (Shifted(), "results follow"),
+        (OfTheFirst(), "results follow"),
         (Rounded(), "the same bits"),
         (Understates(), "bytes sent"),
         (Counts(), "settings can be compared"),

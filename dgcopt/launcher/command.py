@@ -256,7 +256,7 @@ def _torchrun(
     args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]
 ) -> list[Command]:
     env = {**env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] "}
-    is_elastic = ":" in (args.nnodes or "")  # a machine that comes restarts the ranks of all, without --max-restarts too
+    is_elastic = ":" in (args.nnodes or "")  # a machine that comes restarts all ranks, in any case
     if args.max_restarts or is_elastic:  # else restarted ranks get the addresses of lost ones
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     run = [here.python, "-m", "torch.distributed.run"]

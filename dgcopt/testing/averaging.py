@@ -34,10 +34,11 @@ def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Seque
     """Train a small network on simulated ranks, with weights that an algorithm averages.
 
     Checks for each world size in `sizes`: weights stay finite, in four dtypes; ranks with equal weights and no steps
-    keep them; ranks with different weights and no steps approach each other, by half in 24 exchanges; all ranks hold
-    the same bits if `identical` is true; memory is in `ctx`, for checkpoints, not in the algorithm; a
-    checkpoint resumes bit for bit, also between two exchanges; another world size resumes from the mean; ranks may run
-    out of data (`dgcopt.join`); a second run has the same bits; settings can be compared and copied.
+    keep them; ranks with different weights and no steps approach each other, by half in 24 exchanges; each rank's steps
+    change all other ranks' weights; all ranks hold the same bits if `identical` is true; memory is in `ctx`, for
+    checkpoints, not in the algorithm; a checkpoint resumes bit for bit, also between two exchanges; another world size
+    resumes from the mean; ranks may run out of data (`dgcopt.join`); a second run has the same bits; settings can be
+    compared and copied.
 
     Args:
         rule: the algorithm with its settings, and an exchange within fifty steps (`every=2`); copied for each rank.
@@ -70,7 +71,9 @@ class _Case:
 class _Ranks:
     """A simulated world of ranks with different data."""
 
-    def __init__(self, case: _Case, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, case: _Case, dtype: torch.dtype = torch.float64, other: int | None = None) -> None:
+        """Give the rank `other`, if any, other data after a warm-up."""
+        self.other, self.warmup_steps = other, case.rule.warmup_steps
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5)).to(dtype)
         self.dtype, self.steps = dtype, 0
@@ -91,7 +94,8 @@ class _Ranks:
             self.steps += 1
             for rank, mine, optimizer in ranks:
                 optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(100 * self.steps + rank)
+                is_other = rank == self.other and self.steps > self.warmup_steps
+                generator = torch.Generator().manual_seed(100 * self.steps + rank + 50 * is_other)
                 x = torch.randn(6, 12, generator=generator, dtype=torch.float64).to(self.dtype)
                 (mine(x).float().square().mean() + mine(x).float().mean()).backward()
             for _, _, optimizer in ranks:
@@ -143,6 +147,11 @@ def _first_exchange(rule: Averaging) -> int:
     return next(step for step in range(1, WITHIN + 1) if rule.due(step)) + rule.warmup_steps
 
 
+def _due_after(step: int, exchanges: int, rule: Averaging) -> list[int]:
+    """Return the local steps of the next exchanges after a local step; fewer if they are too rare."""
+    return [later for later in range(step + 1, step + exchanges * WITHIN + 1) if rule.due(later)][:exchanges]
+
+
 # -- the checks: each raises AssertionError or returns an outcome ------------------------------------------------------
 
 
@@ -176,7 +185,7 @@ def _together(case: _Case) -> str | None:
         ranks.train(1)
     before = ranks.apart()
     local = ranks.steps - case.rule.warmup_steps
-    due = [step for step in range(local + 1, local + QUIET * WITHIN + 1) if case.rule.due(step)][:QUIET]
+    due = _due_after(local, QUIET, case.rule)
     if not due:
         raise AssertionError(f"no exchange is due in the {QUIET * WITHIN} steps after step {local}")
     ranks.rest(due[-1] - local)
@@ -184,6 +193,25 @@ def _together(case: _Case) -> str | None:
     if not ranks.apart() <= before / 2:
         raise AssertionError(f"ranks were {before:.3g} apart, and are {ranks.apart():.3g} after {len(due)} exchanges")
     return None
+
+
+def _mutual(case: _Case) -> None:
+    steps = case.rule.warmup_steps + _due_after(0, 2 * case.size + 2, case.rule)[-1]
+
+    def weights(other: int | None) -> Tensor:
+        ranks = _Ranks(case, other=other)
+        ranks.train(steps)
+        ranks.commit()
+        return ranks.weights()
+
+    before = weights(None)
+    for other in range(case.size if case.size > 1 else 0):
+        after = weights(other)
+        same = [rank for rank in range(case.size) if before[rank].equal(after[rank])]
+        if same:
+            raise AssertionError(
+                f"after {steps} steps, weights of rank(s) {same} do not depend on the steps of rank {other}"
+            )
 
 
 def _identical(case: _Case) -> str | None:
@@ -274,6 +302,7 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "weights are finite, in four dtypes": _finite,
     "at rest and alike, nothing moves": _at_rest,
     "at rest and apart, ranks come together": _together,
+    "each rank's steps reach the others": _mutual,
     "the same bits if it is identical": _identical,
     "memory is in ctx, none in itself": _nothing_in_itself,
     "a checkpoint goes on bit for bit": _resume,

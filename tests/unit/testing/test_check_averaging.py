@@ -20,7 +20,7 @@ from dgcopt.averaging import (
     SlowMo,
     SparseLoCo,
 )
-from dgcopt.collectives import AllReduce
+from dgcopt.collectives import AllReduce, Broadcast
 from dgcopt.testing import ConformanceError, Report, check_averaging
 
 
@@ -41,7 +41,7 @@ from dgcopt.testing import ConformanceError, Report, check_averaging
 )
 def test_those_that_there_are(rule: Averaging) -> None:
     report = check_averaging(rule, sizes=(3,))
-    assert isinstance(report, Report) and not report.failures and len(report.lines) == 10
+    assert isinstance(report, Report) and not report.failures and len(report.lines) == 11
 
 
 class Mean(Averaging):
@@ -82,6 +82,25 @@ class Keeps(Mean):
 
     def identical(self, step):
         return False
+
+
+class TakesTheFirst(Mean):
+    """Rank's weights only."""
+
+    def exchange(self, x, ctx):
+        return (yield Broadcast(x, root=0))
+
+
+class StartsAgain(Mean):
+    """From the first weights."""
+
+    def start(self, x, ctx):
+        if "first" not in ctx.memory:
+            ctx.memory.put("first", x.clone())
+
+    def exchange(self, x, ctx):
+        yield AllReduce(x)
+        return ctx.memory["first"].clone()
 
 
 class Remembers(Mean):
@@ -152,6 +171,16 @@ class Unequal(Mean):
         (Spoils(), "weights are finite, in four dtypes", "are not finite"),
         (Halfway(), "the same bits if it is identical", "but identical(2) is true"),
         (Keeps(), "at rest and apart, ranks come together", "after 24 exchanges"),
+        (
+            TakesTheFirst(),
+            "each rank's steps reach the others",
+            "weights of rank(s) [0, 1] do not depend on the",
+        ),
+        (
+            StartsAgain(),
+            "each rank's steps reach the others",
+            "weights of rank(s) [0, 1] do not depend on the",
+        ),
         (Remembers(), "memory is in ctx, none in itself", "attribute(s) before: keep memory in ctx"),
         (
             RemembersInPlace(),

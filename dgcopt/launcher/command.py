@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -399,7 +400,7 @@ def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
             "--survive starts the ranks itself, without limit: leave --launcher, --launcher-args, -H, --hostfile and "
             "--max-restarts out, and give the command on each machine, with --nnodes N --rdzv-endpoint HOST:PORT"
         )
-    if args.restart_after is not None and args.restart_after < 0:
+    if args.restart_after is not None and not 0 <= args.restart_after < math.inf:
         raise ConfigError(f"--restart-after cannot be {args.restart_after}")
     if args.np is None:
         raise ConfigError("--survive needs the number of ranks on this machine: -np N")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -186,8 +187,8 @@ def _advise(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks must be two or more, not {arguments.ranks}: a single rank exchanges nothing")
     for name in ("step", "speed"):
         given = getattr(arguments, name)
-        if given is not None and given <= 0:
-            raise ConfigError(f"--{name} must be positive, not {given:g}")
+        if given is not None and not 0 < given < math.inf:
+            raise ConfigError(f"--{name} must be positive and finite, not {given:g}")
     check_candidates(arguments.candidates)
     model = model_on_paper(arguments.model, arguments.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -237,8 +238,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _profile(arguments: argparse.Namespace) -> tuple[Profile, torch.device]:
     """Return the profile of the model that was given, and its device."""
-    if arguments.batch < 1:
-        raise ConfigError(f"--batch must be 1 or more, not {arguments.batch}")
+    for name in ("batch", "vocab"):
+        given = getattr(arguments, name)
+        if given is not None and given < 1:
+            raise ConfigError(f"--{name} must be 1 or more, not {given}")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = load_model(arguments.model, str(device))
     shape = (arguments.batch, *arguments.input)

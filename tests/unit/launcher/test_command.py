@@ -340,6 +340,7 @@ def test_survivors(line: str, ranks: int, machines: int, endpoint: tuple[str, in
         ("--survive -np 2 --nnodes 1:4 --rdzv-endpoint a:1 train.py", "--nnodes N, not '1:4'"),
         ("--survive -np 2 --nnodes 2 train.py", "need --rdzv-endpoint HOST:PORT"),
         ("--survive -np 2 --restart-after -1 train.py", "--restart-after cannot be -1.0"),
+        ("--survive -np 2 --restart-after nan train.py", "--restart-after cannot be nan"),
         ("--survive -np 2 nothing.py", "there is no nothing.py"),
     ],
 )

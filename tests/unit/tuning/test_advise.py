@@ -191,8 +191,10 @@ def test_the_command_prints_a_table_a_choice_and_a_figure(capsys: pytest.Capture
     ("words", "said"),
     [
         (("--ranks", "1"), "--ranks must be two or more, not 1"),
-        (("--step", "-1"), "--step must be positive, not -1"),
-        (("--speed", "0"), "--speed must be positive, not 0"),
+        (("--step", "-1"), "--step must be positive and finite, not -1"),
+        (("--step", "nan"), "--step must be positive and finite, not nan"),
+        (("--speed", "0"), "--speed must be positive and finite, not 0"),
+        (("--speed", "inf"), "--speed must be positive and finite, not inf"),
         (("--candidates", "DGCC()"), "unknown candidate 'DGCC()': choose from DDP fp32"),
         (("--model", "resnet51"), "model 'resnet51' is not known"),
         (("--candidates", "Hierarchical"), "unknown candidate 'Hierarchical'"),

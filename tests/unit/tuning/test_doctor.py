@@ -122,6 +122,7 @@ def doctor(*words: str) -> int:
         (("--model", "resnet50"), "must be module:callable"),
         (("--model", "torch.nn:Linear(4, 2)", "--input", "5"), "the model does not take an input of shape (32, 5)"),
         (("--model", "torch.nn:Linear(4, 2)", "--input", "4", "--batch", "0"), "--batch must be 1 or more, not 0"),
+        (("--model", "torch.nn:Linear(4, 2)", "--input", "4", "--vocab", "0"), "--vocab must be 1 or more, not 0"),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Give a folder that train.py has written") from error
     except ValueError as error:
         raise ConfigError(f"{folder} holds a damaged history or result: {error}") from error
+    if not all(isinstance(one, dict) for one in (*entries, result)):
+        raise ConfigError(f"{folder} holds a history or result that train.py has not written: all are objects of JSON")
     notes = [str(one["note"]) for one in entries if "note" in one]
     run = Run(folder.name, [one for one in entries if "loss" in one], result, notes)
     for file in sorted(folder.glob("trace-*.json")):
@@ -78,15 +80,18 @@ def _with_trace(run: Run, path: Path) -> Run:
     """Return a run with the phases of one rank's trace."""
     everything = read_trace(path)
     events = [event for event in everything if event.get("ph") == "X"]
-    rank = events[0]["pid"] if events else 0
     seconds: Counter[str] = Counter()
     sent: Counter[str] = Counter(run.sent)
-    for event in events:
-        row = ROWS[event["tid"]]
-        seconds[row] += event["dur"] / 1e6
-        if row == "queued" and rank == 0:
-            found = BUCKET.search(event["name"])
-            sent[found[0] if found else "other"] += event["args"]["bytes"]
+    try:
+        rank = events[0]["pid"] if events else 0
+        for event in events:
+            row = ROWS[event["tid"]]
+            seconds[row] += event["dur"] / 1e6
+            if row == "queued" and rank == 0:
+                found = BUCKET.search(event["name"])
+                sent[found[0] if found else "other"] += event["args"]["bytes"]
+    except (LookupError, TypeError) as error:
+        raise ConfigError(f"{path} is no trace of dgcopt.trace: {error!r}") from error
     steps = sum(event.get("ph") == "i" for event in everything)
     return Run(
         *(run.name, run.entries, run.result, run.notes, {**run.phases, rank: seconds}, sent, max(run.steps, steps))
@@ -101,6 +106,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     except ImportError as error:
         raise ConfigError(f"dgcopt report needs {error.name}: pip install matplotlib jinja2") from error
     matplotlib.use("Agg")  # no display needed
+    matplotlib.rcParams["text.parse_math"] = False  # a dollar in a folder's name is one
     matplotlib.rcParams["svg.hashsalt"] = "dgcopt"  # the same page from the same runs
     runs = [read_run(folder) for folder in folders]
     template = jinja2.Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text())

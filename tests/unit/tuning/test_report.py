@@ -112,11 +112,27 @@ def test_pages_of_the_same_runs_are_the_same(traced: Path, tmp_path: Path) -> No
     assert pages[0].read_bytes() == pages[1].read_bytes()
 
 
+def test_names_of_folders_are_text(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "lr $\\frac$ <b>"
+    folder.mkdir()
+    (folder / "history.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    write_report([folder], tmp_path / "report.html")
+    assert "lr $\\frac$ &lt;b&gt;" in (tmp_path / "report.html").read_text()
+
+
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"history\.jsonl: No such file.* Give a folder that train\.py has written"):
         read_run(tmp_path)
     (tmp_path / "history.jsonl").write_text("not json\n")
     with pytest.raises(ConfigError, match="damaged history or result"):
+        read_run(tmp_path)
+    (tmp_path / "history.jsonl").write_text("3\n")
+    with pytest.raises(ConfigError, match=r"a history or result that train\.py has not written"):
+        read_run(tmp_path)
+    (tmp_path / "history.jsonl").write_text("")
+    (tmp_path / "trace-0.json").write_text('{"ph": "X"}\n')
+    with pytest.raises(ConfigError, match=r"trace-0\.json is no trace of dgcopt\.trace: KeyError\('pid'\)"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="cannot write the trace"):
         Trace(tmp_path / "none" / "trace.json", 0)

@@ -454,6 +454,7 @@ class TorchComm(ProcessGroupComm):
     def close(self) -> None:
         super().close()
         if self._owner:
+            atexit.unregister(self.close)  # which keeps this comm, and so its groups
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
         while self._made:

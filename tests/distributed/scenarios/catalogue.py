@@ -43,12 +43,16 @@ SIZE_MATTERS_ONCE: Scenarios = averaging.IN_TRAINING | overlap.IN_BYTES
 FOUR_RANKS: Scenarios = of(machines)
 """Run with four ranks on every wire: every compressor and averaging rule."""
 
+LAST: Scenarios = of(rejoining)
+"""Run with two ranks, among which the script has joined before dgcopt, and with four, among which dgcopt joins."""
+
 # AsyncAverage's come last: ranks leave while others still exchange
 ON_ALL_WIRES: Scenarios = (
     of(optimizers, algorithms, loops, contract, overlap, persistence, checksums, averaging)
     | SIZE_MATTERS
     | SIZE_MATTERS_ONCE
-    | of(rejoining, asynchronous)
+    | LAST
+    | of(asynchronous)
 )
 """Run with two ranks on every wire. What is about training more than about the wire is run with more of them by
 simulated ranks only."""
@@ -64,6 +68,6 @@ SCENARIOS: Scenarios = FOUR_RANKS | ON_ALL_WIRES | IN_DDP | ON_CUDA
 
 def names_of(wire: str, size: int) -> list[str]:
     """What is run over a wire among so many ranks."""
-    among_four = FOUR_RANKS | SIZE_MATTERS | (SIZE_MATTERS_ONCE if wire == "torch" else {})
+    among_four = FOUR_RANKS | SIZE_MATTERS | (SIZE_MATTERS_ONCE if wire == "torch" else {}) | LAST
     chosen = ON_ALL_WIRES if size == 2 else among_four
     return [name for name, scenario in chosen.items() if is_for(scenario, wire, size)]

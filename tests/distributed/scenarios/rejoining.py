@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 
 import dgcopt
@@ -15,15 +16,14 @@ from dgcopt.collectives import AllGather, AllReduce
 
 
 def _exchanges(comm: Comm) -> None:
-    """Every group of a comm works, and one of all of its ranks in another order of calls."""
-    for group in ("world", "control", "agreement", "node"):
+    """Every group of a comm works, and those of some of its ranks and of all."""
+    for group in ("world", "control", "agreement", "node", "across"):
         ranks = comm.ranks(group)
         rows = comm.run(AllGather(torch.tensor([comm.rank]), group=group, label=f"{group} again"))
         assert rows.flatten().tolist() == [*ranks]
-    subset = comm.among(range(comm.size))
-    assert subset is not None
-    assert subset.run(AllReduce(torch.full((2**12,), 1.0), op="sum")).tolist() == [comm.size] * 2**12
-    subset.close()
+    for subset in (comm.among(range(comm.size)), comm.among("node")):
+        assert subset.run(AllReduce(torch.full((2**12,), 1.0), op="sum")).tolist() == [subset.size] * 2**12
+        subset.close()
 
 
 def _steady(count: Callable[[], tuple[int, int]], most: tuple[int, int]) -> bool:
@@ -41,12 +41,15 @@ def _open() -> tuple[int, int]:
 
 
 def ranks_leave_and_join_again(comm: Comm) -> None:
+    """Four of them on two machines, so that the groups of a hierarchy are made again too."""
     wire, deadline, size = comm.wire, comm.deadline, comm.size
     before = (0, 0)
     for turn in range(5):
         dgcopt.shutdown()
-        again = dgcopt.init(wire, deadline=deadline)
-        assert again is not comm and again.size == size
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DGCOPT_NODE", f"machine {comm.rank // 2}")
+            again = dgcopt.init(wire, deadline=deadline)
+        assert again is not comm and (again.size, again.nodes) == (size, -(-size // 2))
         _exchanges(again)
         if turn == 1:
             before = _open()

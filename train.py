@@ -106,6 +106,10 @@ class Settings:
     """steps between checkpoints within an epoch; 0 saves at the end of each epoch only"""
 
 
+OF_GRADIENTS = ("op", "bucket_mb", "first_bucket_mb", "clip_norm", "check_replicas_every", "trace_steps")
+"""Settings that have no meaning where weights are averaged."""
+
+
 class Record:
     """Rank 0's account of the run: a progress bar, TensorBoard scalars and a line of JSON per entry."""
 
@@ -210,8 +214,9 @@ class Trainer:
                 raise dgcopt.ConfigError(
                     "compressor is for gradients; what averaging sends is for its init_args to say"
                 )
-            if settings.clip_norm is not None or settings.op != "average":
-                raise dgcopt.ConfigError("clip_norm and op are for averaged gradients: leave them out with averaging")
+            defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+            if given := [name for name in OF_GRADIENTS if getattr(settings, name) != defaults[name]]:
+                raise dgcopt.ConfigError(f"for averaged gradients only: {', '.join(given)}. Leave out with averaging")
             return settings.averaging.attach(optimizer, named, comm)
         return dgcopt.DistributedOptimizer(
             optimizer,
@@ -395,7 +400,7 @@ class Trainer:
         steps += (self.samples - state.seen) // self.samples_per_step
         before, metrics = copy.copy(self.exchange.telemetry), {}
         self.began, self.first_step = time.perf_counter(), state.step
-        if self.settings.trace_steps and self.settings.averaging is None:
+        if self.settings.trace_steps:
             self.output.mkdir(parents=True, exist_ok=True)
             self.traced.enter_context(dgcopt.trace(self.optimizer, self.output / f"trace-{self.comm.rank}.json"))
         keep = contextlib.closing(Record(self.output, state.step, steps)) if self.comm.rank == 0 else None

@@ -214,9 +214,16 @@ class TestAveraging:
         line = refusal(*self.SETTINGS, *DGC)
         assert "compressor is for gradients" in line
 
-    @pytest.mark.parametrize("setting", [("--clip_norm", "1.0"), ("--op", "sum")])
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            *(("--clip_norm", "1.0"), ("--op", "sum"), ("--bucket_mb", "3"), ("--first_bucket_mb", "3")),
+            *(("--check_replicas_every", "3"), ("--trace_steps", "3")),
+        ],
+        ids=" ".join,
+    )
     def test_settings_of_averaged_gradients_are_refused(self, setting: tuple[str, str]) -> None:
-        assert "clip_norm and op are for averaged gradients" in refusal(*self.SETTINGS, *setting)
+        assert f"for averaged gradients only: {setting[0][2:]}." in refusal(*self.SETTINGS, *setting)
 
 
 # Says which samples were drawn: each worker adds a line per sample to a file of its own.

@@ -78,6 +78,14 @@ def scales_otherwise(comm: Comm) -> None:
     hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + is_last(comm), name="loss")
 
 
+def reduces_another_number(comm: Comm) -> None:
+    hvd.init()
+    started = hvd.grouped_allreduce_async([torch.ones(2)] * (3 if is_last(comm) else 2))
+    total = hvd.allreduce(torch.full((2,), 10.0), op=hvd.Sum)
+    assert total.tolist() == [10 * comm.size] * 2, "it met a tensor of the group"
+    hvd.synchronize(started)
+
+
 def sleeps(comm: Comm) -> None:
     mine = replica(comm)
     train([mine], range(2))

@@ -72,6 +72,13 @@ def test_factors_of_horovods_operations_that_differ() -> None:
     assert_says(outcome, r"TimeoutExceeded: rank 1 .*hvd\.allreduce loss with factors 2\.0, 1\.0")
 
 
+def test_groups_of_horovods_operations_that_differ() -> None:
+    """Nor does it know how many tensors belong together: one more met the next operation."""
+    outcome = fail("horovod-gloo", "reduces_another_number", limit=2 * DEADLINE)
+    for rank, length in enumerate((2, 3)):
+        assert_says(outcome, rf"TimeoutExceeded: rank {rank} .*hvd\.allreduce group \d+ of {length} tensors\.0")
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_sleeping_rank(wire: str) -> None:
     if wire == "torch":  # it is told from those that wait too

@@ -25,8 +25,6 @@ _LATER = 5
 """Seconds between dgcopt's deadline, with an error that names the missing rank, and Gloo's, with one that does not.
 
 Gloo counts from the moment at which a rank stalls, dgcopt from the moment at which another rank begins to wait for it.
-
-Gloo counts from the moment at which a rank stands still, dgcopt from that at which another rank waits for it.
 """
 _MOVED = (*_REDUCED, torch.uint8, torch.int8)
 
@@ -229,6 +227,9 @@ class HorovodComm(Comm):
         return True
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        if torch.is_inference_mode_enabled():  # Horovod's thread resizes results outside it
+            with torch.inference_mode(False), torch.no_grad():
+                return self._start(collective, ranks)
         hvd, tensor = self._hvd, collective.tensor
         if self.is_void():
             raise ConfigError(

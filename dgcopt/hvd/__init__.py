@@ -199,15 +199,17 @@ def DistributedOptimizer(
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0) -> None:
     """Overwrite tensors with rank `root_rank`'s: a `state_dict()`, `named_parameters()` or a list of parameters."""
+    comm = comm_of(global_process_set)
     given: Any = params
     if isinstance(params, Iterable) and not isinstance(params, Mapping | str | nn.Module):
         given = [value if isinstance(value, tuple) else (str(place), value) for place, value in enumerate(params)]
-    start_alike.broadcast_parameters(given, root_rank, comm_of(global_process_set))
+    start_alike.broadcast_parameters(given, global_process_set.place_of(root_rank), comm)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, model: Any = None) -> None:
     """Load rank `root_rank`'s optimizer state; `model`, which Horovod needs for sparse parameters, is unused."""
-    start_alike.broadcast_optimizer_state(optimizer, root_rank, comm_of(global_process_set))
+    comm = comm_of(global_process_set)
+    start_alike.broadcast_optimizer_state(optimizer, global_process_set.place_of(root_rank), comm)
 
 
 def broadcast_object(

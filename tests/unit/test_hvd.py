@@ -157,6 +157,10 @@ def test_wrong_arguments_are_refused(alone):
         hvd.broadcast(tensor, 1)
     with pytest.raises(ValueError, match=r"root_rank 1 is not in ProcessSet\(\[0\]\)"):
         hvd.broadcast_object(tensor, 1)
+    with pytest.raises(ValueError, match=r"root_rank 1 is not in ProcessSet\(\[0\]\)"):
+        hvd.broadcast_parameters([tensor], 1)
+    with pytest.raises(ValueError, match=r"root_rank 1 is not in ProcessSet\(\[0\]\)"):
+        hvd.broadcast_optimizer_state(torch.optim.SGD([tensor], lr=0.1), 1)
     with pytest.raises(ValueError, match="0 to 0"):
         hvd.add_process_set([0, 1])
     with pytest.raises(ValueError, match=r"splits \[1\]; on rank\(s\) \[0\] splits are not 1 numbers that add up"):

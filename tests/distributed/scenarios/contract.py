@@ -77,6 +77,15 @@ def names(comm: Comm) -> None:
     weights = [torch.full((2,), float(me)), torch.full((1,), float(me))]
     hvd.broadcast_parameters(weights, root_rank=size - 1)
     assert torch.cat(weights).tolist() == [size - 1] * 3
+    with torch.inference_mode():
+        weights[0] += me
+        hvd.broadcast_parameters(weights, root_rank=size - 1)
+        assert weights[0].tolist() == [2 * size - 2] * 2
+        assert hvd.allgather(torch.tensor(me)).tolist() == hvd.alltoall(torch.arange(size) * 0 + me).tolist()
+        assert (
+            hvd.reducescatter(torch.ones(size), op=hvd.Sum).tolist()
+            == hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist()
+        )
     hvd.barrier()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..coding import Checks, Sent, read_checks
 from ..collectives import AllReduce, Link
@@ -157,9 +158,12 @@ class Context:
         self.memory.keep_residual(left)
 
     def dense(self, result: Tensor | SparseSum) -> Tensor:
-        """Return the result of an exchange as a flat tensor of the parameters' dtype."""
+        """Return the result of an exchange as a flat tensor of the parameters' dtype; look at a SparseSum's values."""
         if isinstance(result, Tensor):
             return result.to(self.dtype)
+        if result.messages:  # a dense result is not looked at
+            arrived = pad_sequence([values for _, values in result.messages], batch_first=True)
+            self.checks.look_at(arrived, arrived if len(arrived) == self.size else None)
         return result.add_to(torch.zeros(self.numel, dtype=self.dtype, device=self.device))
 
     def all_reduce(self, values: Tensor) -> tuple[AllReduce, Tensor]:

@@ -219,6 +219,8 @@ STRUCK: dict[str, Compressor] = {
     "TopK owner int8": dgcopt.TopK(0.1, values="int8", reduce="owner"),
     "TopK owner keep all": dgcopt.TopK(0.1, reduce="owner", keep=math.inf),
     "TopK owner decay": dgcopt.TopK(0.1, reduce="owner", decay=0.5),
+    "QAdam TopK": dgcopt.QAdam(1, dgcopt.TopK(0.1)),
+    "OneBitAdam Threshold": dgcopt.OneBitAdam(1, dgcopt.Threshold(0.01)),
     "DeMo": dgcopt.DeMo(),
     "DeMo fp32": dgcopt.DeMo(values="fp32"),
     "DeMo fp32 values": dgcopt.DeMo(values="fp32", sign=False),
@@ -236,8 +238,9 @@ ABSORBS = [name for name, one in STRUCK.items() if isinstance(one, dgcopt.DGC) a
 
 def struck_world(name: str) -> Ranks:
     momentum = 0.0 if isinstance(STRUCK[name], dgcopt.DeMo) else 0.9
+    make = functools.partial(torch.optim.SGD, lr=0.1, momentum=momentum, weight_decay=0.01)
     ranks = Ranks(
-        *(SIZE, lambda params: torch.optim.SGD(params, lr=0.1, momentum=momentum, weight_decay=0.01)),
+        *(SIZE, functools.partial(torch.optim.AdamW, lr=0.01) if "Adam" in name else make),
         functools.partial(small_model, torch.float32),
         compression=copy.deepcopy(STRUCK[name]),
         **{"bucket_mb": 2e-3, "first_bucket_mb": 2e-3},

@@ -73,9 +73,14 @@ class Runner:
             with self._failing():
                 self._step(None)
 
+    @property
+    def can_ask(self) -> bool:
+        """True if all ranks can be asked between their jobs, which ranks that take turns cannot."""
+        return not self.comm.takes_turns
+
     def ask(self, question: Generator[Handle, Tensor, Answer]) -> Answer | None:
-        """Return the answer to a question that all ranks ask now; None if they take turns and cannot ask."""
-        return None if self.comm.takes_turns else self.scheduler.drive(question)
+        """Return the answer to a question that all ranks ask now; None if they cannot be asked."""
+        return self.scheduler.drive(question) if self.can_ask else None
 
     def finish(self, job: Callable[[], Generator[Handle, Tensor, object]] | None = None) -> None:
         """Run all jobs to their end, or make one if there are none. Raises their errors, after `abandon`."""

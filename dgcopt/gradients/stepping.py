@@ -286,7 +286,7 @@ class Stepping(StepHooks):
             self._grads = Grads.OWN  # set by hand after an overflow
         is_due = is_due or engine.in_flight
         flags = scaler_flags()
-        if self.comm.takes_turns:  # these cannot vote first; gradients of all are final if they are unscaled
+        if not engine.runner.can_ask:  # gradients of all are final if they are unscaled
             if flags and is_due and (self._grads in NOT_YET or engine.pending):
                 self.fix()
         elif is_due and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):

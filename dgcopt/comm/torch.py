@@ -470,12 +470,14 @@ def _join(place: str, init_method: str, rank: int, size: int, timeout: timedelta
     The store outlives the groups of a process. torch would give the second group the keys of the first, and its ranks
     would connect to the addresses that those hold.
     """
+    rank = int(os.environ.get("RANK", rank)) if rank < 0 else rank  # others than before if ranks were lost
+    size = int(os.environ.get("WORLD_SIZE", size)) if size < 0 else size
     if (place, rank, size) not in _STORES:
         _STORES[place, rank, size] = (*next(rendezvous(init_method, rank, size, timeout=timeout)), itertools.count())
     store, rank, size, count = _STORES[place, rank, size]
     store.set_timeout(timeout)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    keys = dist.PrefixStore(f"dgcopt {next(count)}", store)
+    keys = dist.PrefixStore(f"dgcopt {size} {next(count)}", store)
     dist.init_process_group(backend, store=keys, rank=rank, world_size=size, timeout=timeout)
 
 

@@ -13,6 +13,7 @@ import torch
 import dgcopt
 from dgcopt import Comm, hvd
 from dgcopt.collectives import AllGather, AllReduce
+from tests.support.wires import only
 
 
 def _exchanges(comm: Comm) -> None:
@@ -70,6 +71,24 @@ def process_sets_come_and_go(comm: Comm) -> None:
     assert threading.active_count() < 20
 
 
+@only(wires=["torch"], sizes=[4])
+def fewer_ranks_join_again(comm: Comm) -> None:
+    """Ranks go on without the last one, as after a loss, and then with it again."""
+    deadline, others = comm.deadline, comm.size - 1
+    dgcopt.shutdown()
+    if comm.rank < others:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(others))
+            fewer = dgcopt.init(deadline=deadline)
+        assert fewer.size == others
+        _exchanges(fewer)
+        dgcopt.shutdown()
+    again = dgcopt.init(deadline=deadline)
+    assert again.size == comm.size
+    _exchanges(again)
+
+
 SCENARIOS = {
-    f"rejoining: {scenario.__name__}": scenario for scenario in (ranks_leave_and_join_again, process_sets_come_and_go)
+    f"rejoining: {scenario.__name__}": scenario
+    for scenario in (ranks_leave_and_join_again, fewer_ranks_join_again, process_sets_come_and_go)
 }

@@ -12,7 +12,7 @@ import torch
 
 import dgcopt
 from dgcopt import Comm, hvd
-from dgcopt.collectives import AllGather, AllReduce
+from dgcopt.collectives import AllGather, AllReduce, Barrier
 from tests.support.wires import only
 
 
@@ -54,6 +54,7 @@ def ranks_leave_and_join_again(comm: Comm) -> None:
         _exchanges(again)
         if turn == 1:
             before = _open()
+            again.run(Barrier())  # connections to a rank that has left are closed here too
     assert _steady(_open, before), f"files and threads: {before} after two joins, {_open()} after five"
 
 

@@ -179,7 +179,8 @@ def _allreduce(
     comm, op = comm_of(process_set), _reduction(op, average)
     message = _scaled(_detached(tensor, "allreduce").clone(), prescale_factor)
     on_wire, divisor = _on_wire(op, message, postscale_factor, comm.size)
-    called, label = _labels("allreduce", name, process_set, (prescale_factor, postscale_factor))
+    factors = float(prescale_factor), float(postscale_factor)
+    called, label = _labels("allreduce", name, process_set, factors)
 
     def start(announced: Tensor) -> Handle:
         if on_wire == Product:
@@ -194,7 +195,7 @@ def _allreduce(
             raise ConfigError("gradients flow through hvd.allreduce with op=hvd.Average or hvd.Sum only")
         return allreduce(grad, None, None, Compression.none, op, prescale_factor, postscale_factor, process_set)
 
-    how = f"with op {op} and factors {prescale_factor}, {postscale_factor}"
+    how = f"with op {op} and factors {factors[0]}, {factors[1]}"
     return Plan(comm, label, f"{called} {how}: {_described(message)}", start, backward)
 
 
@@ -217,7 +218,8 @@ def _reducescatter(
     if _detached(tensor, "reducescatter").dim() == 0:
         raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
     on_wire, divisor = _on_wire(op, tensor, postscale_factor, comm.size)
-    called, label = _labels("reducescatter", name, process_set, (prescale_factor, postscale_factor))
+    factors = float(prescale_factor), float(postscale_factor)
+    called, label = _labels("reducescatter", name, process_set, factors)
     lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
 
     def start(announced: Tensor) -> Handle:
@@ -231,7 +233,7 @@ def _reducescatter(
         factor = prescale_factor * postscale_factor * (comm.size if op == Sum else 1)
         return allgather(grad * factor, None, process_set)
 
-    how = f"with op {op} and factors {prescale_factor}, {postscale_factor}"
+    how = f"with op {op} and factors {factors[0]}, {factors[1]}"
     return Plan(comm, label, f"{called} {how}: {_described(tensor)}", start, backward)
 
 

@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,21 +47,24 @@ class Run:
     steps: int = 0
 
 
+NUMBERS = {"step", "steps", "loss", "accuracy", "seconds", "workers", "skipped", "sent_bytes", "ratio_fp32"}
+NUMBERS |= {"residual_norm", "wait_seconds", "compress_seconds", "apply_seconds"}
+"""Values of a history or result that the page counts with."""
+
+
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. Raises ConfigError if it holds no history, or a damaged file."""
-    path = folder / "history.jsonl"
+    """Read a run's folder. Raises ConfigError if it holds no history, or a damaged file; it names the file and line."""
+    entries = [_checked(entry, place, ("step",)) for place, entry in _objects(folder / "history.jsonl")]
+    path = folder / "result.json"
+    text = _text(path) if path.exists() else "{}"
     try:
-        whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        entries = [json.loads(line) for line in whole]
-        result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Give a folder that train.py has written") from error
+        result = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{folder} holds a damaged history or result: {error}") from error
-    if not all(isinstance(one, dict) for one in (*entries, result)):
-        raise ConfigError(f"{folder} holds a history or result that train.py has not written: all are objects of JSON")
+        raise ConfigError(f"{path} is damaged: {error}. Delete it to see the history alone") from error
+    result = _checked(result, path, ())
     notes = [str(one["note"]) for one in entries if "note" in one]
-    run = Run(folder.name, [one for one in entries if "loss" in one], result, notes)
+    name = folder.name or folder.resolve().name  # of "."
+    run = Run(name, [one for one in entries if "loss" in one], result, notes)
     for file in sorted(folder.glob("trace-*.json")):
         run = _with_trace(run, file)
     return run
@@ -69,11 +72,47 @@ def read_run(folder: Path) -> Run:
 
 def read_trace(path: Path) -> list[Entry]:
     """Return the events of a trace, whose closing bracket may be missing. Raises ConfigError for another file."""
+    return [event for _, event in _objects(path)]
+
+
+def _text(path: Path) -> str:
     try:
-        lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}. Give a folder that train.py has written") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is damaged: it is no text. Delete it, or give another folder") from error
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Entry]]:
+    """Yield the objects of a history or trace, one a line, each with its place; a killed run has cut the last line."""
+    *lines, last = _text(path).split("\n")
+    for number, line in enumerate(lines, start=1):
+        if (text := line.strip().rstrip(",")) in ("", "[", "]"):
+            continue
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}, is damaged: {error}. Delete the line") from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path}, line {number}, is no object of JSON: train.py has not written it")
+        yield f"{path}, line {number}", found
+    if last.startswith("[{"):  # all on one line, as other programs write traces
+        raise ConfigError(f"{path} is no history and no trace of dgcopt.trace, which have a line for each entry")
+
+
+def _checked(entry: Entry, place: Path | str, needed: Sequence[str]) -> Entry:
+    """Return an entry of a history or result. Raises ConfigError for one that train.py has not written."""
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{place} is no object of JSON: train.py has not written it")
+    for name in (*needed, *(name for name in entry if name in NUMBERS)):
+        if not _is_number(entry.get(name)):
+            raise ConfigError(f"{place}: {name!r} is {entry.get(name)!r:.50}, no number: train.py has not written it")
+    return entry
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _with_trace(run: Run, path: Path) -> Run:
@@ -83,14 +122,14 @@ def _with_trace(run: Run, path: Path) -> Run:
     seconds: Counter[str] = Counter()
     sent: Counter[str] = Counter(run.sent)
     try:
-        rank = events[0]["pid"] if events else 0
+        rank = int(events[0]["pid"]) if events else 0
         for event in events:
             row = ROWS[event["tid"]]
             seconds[row] += event["dur"] / 1e6
             if row == "queued" and rank == 0:
                 found = BUCKET.search(event["name"])
                 sent[found[0] if found else "other"] += event["args"]["bytes"]
-    except (LookupError, TypeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is no trace of dgcopt.trace: {error!r}") from error
     steps = sum(event.get("ph") == "i" for event in everything)
     return Run(
@@ -193,13 +232,18 @@ def _curves(
             for run in runs:
                 points = [(e[name] / unit, e[value]) for e in _totalled(run) if name in e and value in e]
                 axis.plot(
-                    *zip(*points, strict=True), label=run.name, marker="." if len(points) < 3 else ""
+                    *zip(*points, strict=True), label=_label(run.name), marker="." if len(points) < 3 else ""
                 ) if points else None
             axis.set(xlabel=label, ylabel=title.lower())
             axis.grid(alpha=0.3)
         axes[0].legend(fontsize=8)
 
     yield {"title": title, "id": value, "svg": _figure(len(panels), draw), "lines": [], "note": ""}
+
+
+def _label(name: str) -> str:
+    """Return a run's name for a legend, which leaves names with an underscore in front out."""
+    return f" {name}" if name.startswith("_") else name
 
 
 def _totalled(run: Run) -> list[Entry]:

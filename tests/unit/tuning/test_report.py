@@ -121,18 +121,57 @@ def test_names_of_folders_are_text(tmp_path: Path) -> None:
     assert "lr $\\frac$ &lt;b&gt;" in (tmp_path / "report.html").read_text()
 
 
+LOSS = '{"step": 1, "loss": 2.0}\n'
+EVENT = '{"name": "b", "ph": "X", "pid": 0, "tid": 0, "dur": 2.0, "args": {"bytes": 3}},\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("history.jsonl", "not json\n", "history.jsonl, line 1, is damaged: "),
+        ("history.jsonl", LOSS + '{"step": 2, "lo{"step": 3, "loss": 1.0}\n' + LOSS, "history.jsonl, line 2, is"),
+        ("history.jsonl", LOSS + "\0\0\n" + LOSS, "history.jsonl, line 2, is damaged: "),
+        ("history.jsonl", "3\n", "history.jsonl, line 1, is no object of JSON"),
+        ("history.jsonl", b"\xff\xfe\n", "history.jsonl is damaged: it is no text"),
+        ("history.jsonl", '{"loss": 3.0}\n', "history.jsonl, line 1: 'step' is None, no number"),
+        ("history.jsonl", LOSS + '{"step": 2, "loss": "x"}\n', "history.jsonl, line 2: 'loss' is 'x', no number"),
+        ("history.jsonl", '{"step": 1' + 400 * "0" + ', "loss": 1}\n', "history.jsonl, line 1: 'step' is 1000"),
+        ("result.json", '{"accuracy": 0.', "result.json is damaged: "),
+        ("result.json", "", "result.json is damaged: "),
+        ("result.json", "[]", "result.json is no object of JSON"),
+        ("result.json", '{"accuracy": "high"}', "result.json: 'accuracy' is 'high', no number"),
+        ("trace-0.json", "[\n" + EVENT + '{"name": "buck},\n' + EVENT, "trace-0.json, line 3, is damaged: "),
+        ("trace-0.json", "[" + EVENT.strip(",\n") + "]", "trace-0.json is no history and no trace of dgcopt.trace"),
+        ("trace-0.json", "[" + EVENT.strip(",\n") + "]\n", "trace-0.json, line 1, is no object of JSON"),
+        ("trace-0.json", '{"ph": "X"}\n', "trace-0.json is no trace of dgcopt.trace: KeyError('pid')"),
+        ("trace-0.json", EVENT.replace('"pid": 0', '"pid": [0]'), "trace-0.json is no trace of"),
+        ("trace-0.json", EVENT.replace('"pid": 0', '"pid": "x"'), "trace-0.json is no trace of"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named(name: str, content: str | bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").write_text(LOSS)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        read_run(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / said}"), error.value
+
+
+@pytest.mark.parametrize("cut", ['{"name": "bu', '{"name": "b", "args": {}', "", "["])
+def test_the_rest_of_a_cut_trace_is_read(cut: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("[\n" + EVENT + cut)
+    assert [event["dur"] for event in read_trace(tmp_path / "trace.json")] == [2.0]
+
+
+def test_runs_are_named_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current folder, and one whose name begins with an underscore, which matplotlib leaves out."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(history(tmp_path / "_here", [2.0, 1.0]))
+    write_report([Path()], tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().count("<!--  _here -->") == 2  # loss and ratio
+
+
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"history\.jsonl: No such file.* Give a folder that train\.py has written"):
-        read_run(tmp_path)
-    (tmp_path / "history.jsonl").write_text("not json\n")
-    with pytest.raises(ConfigError, match="damaged history or result"):
-        read_run(tmp_path)
-    (tmp_path / "history.jsonl").write_text("3\n")
-    with pytest.raises(ConfigError, match=r"a history or result that train\.py has not written"):
-        read_run(tmp_path)
-    (tmp_path / "history.jsonl").write_text("")
-    (tmp_path / "trace-0.json").write_text('{"ph": "X"}\n')
-    with pytest.raises(ConfigError, match=r"trace-0\.json is no trace of dgcopt\.trace: KeyError\('pid'\)"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="cannot write the trace"):
         Trace(tmp_path / "none" / "trace.json", 0)

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ..collectives import AllReduce
 from ..comm import Comm
-from ..errors import ConfigError, DivergenceError
-from ..exchange.parameters import check_trainable, describe, number, unique_names
+from ..errors import DivergenceError
+from ..exchange.parameters import check_trainable, describe, names_of_new, unique_names
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, place_of
 from ..flat.buckets import Bucket, build_buckets
@@ -100,25 +100,7 @@ class Replica:
         stepped = _params_of(self.optimizer)
         if len(stepped) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
             return []
-        known, left = {*map(as_stepped, self.names)}, {*stepped}
-        removed = [name for param, name in self.names.items() if as_stepped(param) not in left]
-        new = {
-            param: self._given.get(param, number(group, place))
-            for group, settings in enumerate(self.optimizer.param_groups)
-            for place, param in enumerate(settings["params"])
-            if param not in known
-        }
-        if removed:
-            raise ConfigError(
-                f"rank {self._comm.rank}: parameter {removed[0]!r} ({len(removed)} of {len(self.names)}) was removed "
-                f"from optimizer.param_groups after the optimizer was wrapped. Freeze it instead "
-                f"(requires_grad=False), or make and wrap an optimizer of the new parameters."
-            )
-        if taken := {*self.names.values()}.intersection(new.values()):
-            raise ConfigError(
-                f"rank {self._comm.rank}: a new parameter in optimizer.param_groups would have the name of another, "
-                f"{min(taken)!r}. Append new parameters behind the others, by optimizer.add_param_group()."
-            )
+        new = names_of_new(self.optimizer, self.names, self._given, self._comm.rank)
         is_sharded = any(isinstance(param, LocalShard) for param in self.names)
         if is_sharded:
             check_shards(new, self._comm)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from ..flat.local_shard import is_sharded, local
+from ..flat.local_shard import as_stepped, is_sharded, local
 from ..version import __version__
 from .held import unwrapped
 from .vote import plain
@@ -24,6 +24,7 @@ __all__ = [
     "given_names",
     "inner_optimizer",
     "named_tensors",
+    "names_of_new",
     "number",
     "split",
     "unique_names",
@@ -69,6 +70,36 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
 def number(group: int, place: int) -> str:
     """Return the name of a parameter without a user's name."""
     return f"group{group}.parameter{place}"
+
+
+def names_of_new(
+    optimizer: Optimizer, names: Mapping[Tensor, str], given: Mapping[Tensor, str], rank: int
+) -> dict[Tensor, str]:
+    """Return the parameters that the optimizer's groups have beside `names`, with names: those `given`, or numbers.
+
+    Raises ConfigError for parameters that were removed, and for new ones that would have the names of others.
+    """
+    known = {*map(as_stepped, names)}
+    new = {
+        param: given.get(param, number(group, place))
+        for group, settings in enumerate(optimizer.param_groups)
+        for place, param in enumerate(settings["params"])
+        if param not in known
+    }
+    left = {param for group in optimizer.param_groups for param in group["params"]}
+    removed = [name for param, name in names.items() if as_stepped(param) not in left]
+    if removed:
+        raise ConfigError(
+            f"rank {rank}: parameter {removed[0]!r} ({len(removed)} of {len(names)}) was removed from "
+            f"optimizer.param_groups after the optimizer was wrapped. Freeze it instead (requires_grad=False), or make "
+            f"and wrap an optimizer of the new parameters."
+        )
+    if taken := {*names.values()}.intersection(new.values()):
+        raise ConfigError(
+            f"rank {rank}: a new parameter in optimizer.param_groups would have the name of another, {min(taken)!r}. "
+            f"Append new parameters behind the others, by optimizer.add_param_group()."
+        )
+    return new
 
 
 def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str] | None:

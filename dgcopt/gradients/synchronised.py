@@ -17,9 +17,9 @@ from ..exchange.agreement import compare
 from ..exchange.held import held
 from ..exchange.late_warning import LateWarning
 from ..exchange.losses import Buddy, repeat_after_losses
-from ..exchange.parameters import check_trainable, number
+from ..exchange.parameters import check_trainable, names_of_new, number
 from ..exchange.untraced import untraced
-from ..flat.local_shard import LocalShard, as_stepped, local_shards
+from ..flat.local_shard import LocalShard, local_shards
 from ..flat.optimizer_state import THROUGH_TORCH
 from .engine import Engine
 from .replicas import check_shards, shard_of
@@ -78,29 +78,10 @@ class Synchronised(Stepping):
 
         Raises ConfigError for parameters that were removed, and for new ones that would have the names of others.
         """
-        groups = self.optimizer.param_groups
-        stepped = [param for group in groups for param in group["params"]]
+        stepped = [param for group in self.optimizer.param_groups for param in group["params"]]
         if len(stepped) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
             return
-        known, left = {*map(as_stepped, self.names)}, {*stepped}
-        removed = [name for param, name in self.names.items() if as_stepped(param) not in left]
-        new = {
-            param: self._given_names.get(param, number(group, place))
-            for group, settings in enumerate(groups)
-            for place, param in enumerate(settings["params"])
-            if param not in known
-        }
-        if removed:
-            raise ConfigError(
-                f"rank {self.comm.rank}: parameter {removed[0]!r} ({len(removed)} of {len(self.names)}) was removed "
-                f"from optimizer.param_groups after the optimizer was wrapped. Freeze it instead "
-                f"(requires_grad=False), or make and wrap an optimizer of the new parameters."
-            )
-        if taken := {*self.names.values()}.intersection(new.values()):
-            raise ConfigError(
-                f"rank {self.comm.rank}: a new parameter in optimizer.param_groups would have the name of another, "
-                f"{min(taken)!r}. Append new parameters behind the others, by optimizer.add_param_group()."
-            )
+        new = names_of_new(self.optimizer, self.names, self._given_names, self.comm.rank)
         if new:
             self._take_in(new)
         self._stepped = stepped

@@ -175,7 +175,7 @@ def main() -> int:
             status = launcher.launch(arguments) if arguments.command == "run" else answer(arguments)
         sys.stdout.flush()
     except (ConfigError, CommError) as error:
-        print(f"dgcopt {arguments.command}: {error}", file=sys.stderr)
+        print(f"dgcopt {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         status = 2
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -96,6 +96,11 @@ def recipes_of(
     candidates = dict(CANDIDATES)
     if local_size > 1 and max(sizes) > local_size:
         candidates[HIERARCHICAL] = ("rounded", lambda: Hierarchical(BF16()))
+    elif HIERARCHICAL in (names or ()):
+        raise ConfigError(
+            f"candidate {HIERARCHICAL!r} needs several machines of several ranks each: leave it out, or give advise "
+            f"--local-ranks 2 or more"
+        )
     recorded = []
     for name, (accuracy, make) in candidates.items():
         if names is None or name in names:

@@ -71,6 +71,7 @@ of your own takes some steps, unchanged, and is then ended.
   torchrun --nproc-per-node 4 -m dgcopt doctor --model torchvision.models:resnet50 --batch 32 --input 3,224,224
   torchrun --nproc-per-node 4 -m dgcopt doctor --script train.py --config configs/tasks/digits.yaml
 """
+BATCH, SAMPLE = 32, (3, 224, 224)
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -136,8 +137,8 @@ def add_commands(commands: Any) -> None:
     measured.add_argument("--script", nargs=argparse.REMAINDER, metavar="train.py ...", help="training script with its "
                           "arguments, in place of a model; the last option")  # fmt: skip
     healing.add_argument("--steps", type=int, default=STEPS, help=f"of the script (default: {STEPS})")
-    healing.add_argument("--batch", type=int, default=32, help="samples of a rank in a step (default: 32)")
-    healing.add_argument("--input", type=shape_of, default=(3, 224, 224), help="shape of a sample (default: 3,224,224)")
+    healing.add_argument("--batch", type=int, default=BATCH, help=f"samples of a rank in a step (default: {BATCH})")
+    healing.add_argument("--input", type=shape_of, default=SAMPLE, help="shape of a sample (default: 3,224,224)")
     healing.add_argument("--vocab", type=int, help="samples are token numbers below this one, not real numbers")
     healing.add_argument("--seconds", type=float, default=8.0, help="time to measure the link (default: 8)")
     healing.add_argument("--deadline", type=float, default=300.0, help="seconds to wait for the other ranks")
@@ -189,6 +190,13 @@ def _advise(arguments: argparse.Namespace) -> int:
         given = getattr(arguments, name)
         if given is not None and not 0 < given < math.inf:
             raise ConfigError(f"--{name} must be positive and finite, not {given:g}")
+    if arguments.local_ranks < 1 or arguments.ranks % arguments.local_ranks:
+        raise ConfigError(
+            f"--ranks {arguments.ranks} cannot be on machines of --local-ranks {arguments.local_ranks} each: give a "
+            f"divisor of --ranks"
+        )
+    if arguments.costs is not None and arguments.save_costs is not None:
+        raise ConfigError("--costs takes costs that --save-costs has written before: give one of them")
     check_candidates(arguments.candidates)
     model = model_on_paper(arguments.model, arguments.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -215,6 +223,11 @@ def _advise(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Measure, and print on rank 0."""
+    others = {"steps": STEPS} if arguments.script is None else {"batch": BATCH, "input": SAMPLE, "vocab": None}
+    if ignored := [f"--{name}" for name, default in others.items() if getattr(arguments, name) != default]:
+        raise ConfigError(
+            f"{', '.join(ignored)} would have no effect: --steps is of a --script, --batch, --input and --vocab of a --model"
+        )
     try:
         if arguments.script is not None:
             if not arguments.script:
@@ -245,10 +258,16 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile, torch.device]:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = load_model(arguments.model, str(device))
     shape = (arguments.batch, *arguments.input)
-    if arguments.vocab is not None:
-        inputs = torch.randint(arguments.vocab, shape, device=device)
-    else:
-        inputs = torch.randn(shape, device=device)
+    try:
+        if arguments.vocab is not None:
+            inputs = torch.randint(arguments.vocab, shape, device=device)
+        else:
+            inputs = torch.randn(shape, device=device)
+    except (RuntimeError, TypeError, ValueError) as error:  # more than memory, or than 64 bits
+        said = str(error).splitlines()[0]
+        raise ConfigError(
+            f"no input of shape {shape} can be made ({said}): lower --batch, --input or --vocab"
+        ) from error
     return profile_model(model, [inputs]), device
 
 
@@ -334,6 +353,9 @@ def _recipes(arguments: argparse.Namespace, model: Model, device: torch.device) 
                 f"{arguments.costs} has the costs of {', '.join(known) or 'no model'}, not of {model.name}"
             )
         wanted = arguments.candidates
+        recorded = [one.name for one in known[model.name]]
+        if missing := [name for name in wanted or () if name not in recorded]:
+            raise ConfigError(f"{arguments.costs} has no costs of {', '.join(missing)}: it has {', '.join(recorded)}")
         return [one for one in known[model.name] if wanted is None or one.name in (*BASELINES, *wanted)]
     local = arguments.local_ranks
     recipes = recipes_of(

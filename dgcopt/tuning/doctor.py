@@ -49,9 +49,11 @@ def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS
             torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
             seconds = clock.between(start, clock.mark(device))
             found.append((seconds, arrivals.since(start)))
-    except (RuntimeError, TypeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of the model: an index of a token beyond its vocabulary, a key, an assertion
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
-        said = str(error).strip().splitlines()[0]
+        said = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
         raise ConfigError(
             f"the model does not take an input of shape {shapes}: {said}. Correct --batch, --input or --vocab"
         ) from error

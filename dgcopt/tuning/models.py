@@ -115,9 +115,9 @@ def load_model(spec: str, device: str = "meta") -> nn.Module:
         raise ConfigError(f"model {spec!r} must be module:callable, such as torchvision.models:resnet50")
     try:
         found: Any = importlib.import_module(module)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # a module may end with any
         raise ConfigError(
-            f"model {spec!r}: cannot import {module!r}: {error}. Install it, or correct the name"
+            f"model {spec!r}: cannot import {module!r}: {_in_a_line(error)}. Install it, or correct the name"
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):
@@ -133,13 +133,17 @@ def load_model(spec: str, device: str = "meta") -> nn.Module:
                 model = made()
         except Exception:  # some models, and some imports, compute with numbers that the device "meta" does not have
             model = made()
-    except Exception as error:
-        raise ConfigError(f"model {spec!r}: {name} raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model {spec!r}: {name} raised {_in_a_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {spec!r} returns {type(model).__name__}, not a torch.nn.Module")
     if not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(f"model {spec!r} has no parameter to train")
     return model.to(device)
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join([f"{type(error).__name__}:", *str(error).split()])
 
 
 def tensors_of(output: Any) -> list[Tensor]:

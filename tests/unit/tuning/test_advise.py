@@ -152,6 +152,28 @@ def test_bad_models_are_told_in_one_sentence(spec: str, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "raise RuntimeError('no\\nGPU')",
+            "cannot import 'user_model': RuntimeError: no GPU. Install it, or correct the name",
+        ),
+        ("raise SystemExit(3)", "cannot import 'user_model': SystemExit: 3. "),
+        ("def net(:", "cannot import 'user_model': SyntaxError: invalid syntax"),
+        ("def net(): raise SystemExit(3)", "net raised SystemExit: 3"),
+        ("def net(): raise ValueError('no\\nweights')", "net raised ValueError: no weights"),
+    ],
+)
+def test_modules_that_raise_are_told_in_one_sentence(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user_model.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "user_model", raising=False)
+    test_bad_models_are_told_in_one_sentence("user_model:net", f"model 'user_model:net': {said}")
+
+
 def test_a_model_by_its_path_costs_no_memory() -> None:
     model = model_on_paper("torch.nn:Linear(1000000, 100000)", 0.5)
     assert model.numel == 100_000_100_000
@@ -199,6 +221,9 @@ def test_the_command_prints_a_table_a_choice_and_a_figure(capsys: pytest.Capture
         (("--model", "resnet51"), "model 'resnet51' is not known"),
         (("--candidates", "Hierarchical"), "unknown candidate 'Hierarchical'"),
         (("--costs", "/nowhere/costs.json"), "cannot read /nowhere/costs.json"),
+        (("--local-ranks", "0"), "--ranks 4 cannot be on machines of --local-ranks 0 each: give a divisor of --ranks"),
+        (("--local-ranks", "3"), "--ranks 4 cannot be on machines of --local-ranks 3 each"),
+        (("--local-ranks", "8"), "--ranks 4 cannot be on machines of --local-ranks 8 each"),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,3 +257,7 @@ def test_an_unknown_candidate_is_refused_with_recorded_costs_too(
     words = ["--ranks", "4", "--link", "1gbit", "--model", "resnet50", "--costs", str(tmp_path / "costs.json")]
     assert advise(*words, "--candidates", "DGCC()") == 2
     assert "unknown candidate 'DGCC()': choose from" in capsys.readouterr().err
+    assert advise(*words, "--candidates", "BF16()", "OneBit()") == 2
+    assert "costs.json has no costs of BF16(), OneBit(): it has " in capsys.readouterr().err
+    assert advise(*words, "--save-costs", str(tmp_path / "more.json")) == 2
+    assert "give one of them" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dgcopt import ConfigError, init, shutdown, simulated_world
 from dgcopt.__main__ import main
-from dgcopt.tuning.advise import Prediction
+from dgcopt.tuning.advise import Prediction, recipes_of
 from dgcopt.tuning.commands import diagnosis
 from dgcopt.tuning.doctor import Diagnosis, diagnose, profile_model
 from dgcopt.tuning.models import Model
@@ -82,11 +82,31 @@ def test_gradients_stay_none_and_hooks_are_removed() -> None:
     assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+class Refusing(nn.Linear):
+    """Raises an error of its own for any input."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1, 1)
+        self.error = error
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise self.error
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "said"),
     [
         (nn.Linear(4, 2), torch.randn(2, 5), r"does not take an input of shape \(2, 5\).*Correct --batch, --input"),
         (nn.Embedding(4, 2), torch.randn(2, 5), r"does not take an input of shape \(2, 5\)"),
+        (nn.Embedding(4, 2), torch.tensor([4]), r"shape \(1,\): IndexError: .*Correct --batch, --input or --vocab"),
+        (
+            nn.ModuleDict({"a": nn.Linear(1, 1)}),
+            torch.ones(1),
+            r"NotImplementedError: Module \[ModuleDict\] is missing",
+        ),
+        (Refusing(KeyError("a")), torch.ones(1), r"KeyError: 'a'\. Correct"),
+        (Refusing(AssertionError()), torch.ones(1), r"AssertionError:\. Correct"),
+        (Refusing(AttributeError("no x")), torch.ones(1), r"AttributeError: no x\. Correct"),
     ],
 )
 def test_inputs_that_do_not_fit(model: nn.Module, inputs: Tensor, said: str) -> None:
@@ -114,6 +134,9 @@ def doctor(*words: str) -> int:
         shutdown()
 
 
+LINEAR = ("--model", "torch.nn:Linear(4, 2)", "--input")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -123,6 +146,15 @@ def doctor(*words: str) -> int:
         (("--model", "torch.nn:Linear(4, 2)", "--input", "5"), "the model does not take an input of shape (32, 5)"),
         (("--model", "torch.nn:Linear(4, 2)", "--input", "4", "--batch", "0"), "--batch must be 1 or more, not 0"),
         (("--model", "torch.nn:Linear(4, 2)", "--input", "4", "--vocab", "0"), "--vocab must be 1 or more, not 0"),
+        (
+            (*LINEAR, "4", "--batch", "9" * 18),
+            "no input of shape (999999999999999999, 4) can be made (Storage size calc",
+        ),
+        ((*LINEAR, "9" * 20), "lower --batch, --input or --vocab"),
+        ((*LINEAR, "4", "--vocab", "9" * 20), "lower --batch, --input or --vocab"),
+        ((*LINEAR, "4", "--steps", "5"), "--steps would have no effect: --steps is of a --script"),
+        (("--vocab", "5", "--batch", "3", "--script", "a.py"), "--batch, --vocab would have no effect: "),
+        (("--script",), "--script needs the path of a training script"),
     ],
 )
 def test_bad_input_is_one_sentence(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,3 +183,10 @@ def test_an_unknown_candidate_is_refused_before_ranks_meet() -> None:
     profile = Profile({"a": (5,)}, {"a": 0.4}, 1.0)
     with pytest.raises(ConfigError, match=r"unknown candidate 'DGCC\(\)'"):
         diagnose(simulated_world(2)[0], "toy", profile, names=["DGCC()"])
+
+
+def test_a_candidate_that_needs_machines_is_refused_without() -> None:
+    with pytest.raises(
+        ConfigError, match="'Hierarchical\\(BF16\\(\\)\\)' needs several machines of several ranks each"
+    ):
+        recipes_of({"a": (5,)}, ["Hierarchical(BF16())"])

@@ -183,6 +183,12 @@ def plan(args: argparse.Namespace, here: Here) -> list[Command]:
             f"elastic Horovod takes --launcher-args '--min-np 2 --host-discovery-script ...'"
         )
     hosts = _hosts(args)
+    if args.rdzv_endpoint and not (hosts or args.nnodes or args.survive):
+        raise ConfigError("--rdzv-endpoint is for several machines: give their number with --nnodes, or them with -H")
+    if args.ssh_port is not None and (args.survive or launcher == "srun" or (launcher == "torchrun" and not hosts)):
+        raise ConfigError(
+            "--ssh-port is for machines that ranks are started on by ssh: give them with -H or --hostfile"
+        )
     if hosts and args.nnodes:
         raise ConfigError("-H starts ranks on other machines, and --nnodes is given on each of them: choose one")
     if hosts and args.np is not None and args.np > sum(host.slots for host in hosts):
@@ -205,13 +211,14 @@ def _hosts(args: argparse.Namespace) -> list[Host]:
         raise ConfigError("give the machines by -H or by --hostfile, not both")
     if args.hostfile:
         try:
-            return hosts_in(Path(args.hostfile).read_text())
+            text = Path(args.hostfile).read_text()
         except OSError as error:
             raise ConfigError(f"--hostfile {args.hostfile} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(
                 f"--hostfile {args.hostfile!r} is no text file: write a line `HOST slots=N` for each machine"
             ) from error
+        return hosts_in(text)
     return hosts_in(args.hosts) if args.hosts else []
 
 
@@ -257,7 +264,8 @@ def _torchrun(
     args: argparse.Namespace, here: Here, ranks: int, hosts: list[Host], env: dict[str, str]
 ) -> list[Command]:
     env = {**env, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[${rank}] "}
-    is_elastic = ":" in (args.nnodes or "")  # a machine that comes restarts all ranks, in any case
+    # a machine that comes restarts all ranks, in any case; in a pod of an elastic PyTorchJob the variable has the range
+    is_elastic = ":" in (args.nnodes or here.env.get(KUBEFLOW, ""))
     if args.max_restarts or is_elastic:  # else restarted ranks get the addresses of lost ones
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     run = [here.python, "-m", "torch.distributed.run"]
@@ -268,8 +276,8 @@ def _torchrun(
     more += args.program
     if args.nnodes:
         place = ["--nnodes", _range(args.nnodes), "--nproc-per-node", str(ranks)]
+        endpoint = _endpoint(args.rdzv_endpoint or "") if args.rdzv_endpoint or args.nnodes not in ("1", "1:1") else ""
         if args.nnodes not in ("1", "1:1"):
-            endpoint = _endpoint(args.rdzv_endpoint or "")
             place += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "dgcopt"]
         else:
             place = ["--standalone", "--nproc-per-node", str(ranks)]
@@ -356,9 +364,9 @@ def _range(nnodes: str) -> str:
     return nnodes
 
 
-def _endpoint(endpoint: str) -> str:
+def _endpoint(endpoint: str, first_port: int = 1) -> str:
     match = re.fullmatch(r"[^\s:]+:([0-9]{1,5})", endpoint)
-    if match is None or int(match[1]) > LAST_PORT:
+    if match is None or not first_port <= int(match[1]) <= LAST_PORT:
         said = f", not {endpoint!r}" if endpoint else ""
         raise ConfigError(f"several machines need --rdzv-endpoint HOST:PORT, their rendezvous{said}")
     return endpoint
@@ -378,6 +386,7 @@ def launch(args: argparse.Namespace) -> int:
         print(command, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
     if args.dry_run:
         return 0
+    _check_program(args)
     try:
         if len(commands) == 1:
             become(commands[0])
@@ -390,7 +399,19 @@ def survive(args: argparse.Namespace, here: Here) -> int:
     """Run this machine's ranks under an agent; return the exit status."""
     agent_plan = plan_survivors(args, here)
     print(agent_plan, file=sys.stdout if args.dry_run else sys.stderr, flush=True)
-    return 0 if args.dry_run else Agent(agent_plan).run()
+    if args.dry_run:
+        return 0
+    _check_program(args)
+    return Agent(agent_plan).run()
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    """Raise ConfigError if a program that is no script of Python is not on this machine, where it would be started."""
+    program = args.program[0]
+    if not (args.module or program.endswith(".py") or args.hosts or args.hostfile or shutil.which(program)):
+        raise ConfigError(
+            f"{program!r:.200} cannot be started (there is no such program here): correct the command above"
+        )
 
 
 def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
@@ -410,7 +431,7 @@ def plan_survivors(args: argparse.Namespace, here: Here) -> Plan:
         raise ConfigError(f"--survive needs the number of machines as --nnodes N, not {machines!r}")
     endpoint, hosts = ("127.0.0.1", 0), True
     if args.rdzv_endpoint or machines != "1":
-        host, _, port = _endpoint(args.rdzv_endpoint or "").rpartition(":")
+        host, _, port = _endpoint(args.rdzv_endpoint or "", int(machines != "1")).rpartition(":")
         endpoint, hosts = (host, int(port)), _is_here(host, here)
     env = _environment(args, here, args.np)
     after = args.restart_after or 0.0

@@ -226,7 +226,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     others = {"steps": STEPS} if arguments.script is None else {"batch": BATCH, "input": SAMPLE, "vocab": None}
     if ignored := [f"--{name}" for name, default in others.items() if getattr(arguments, name) != default]:
         raise ConfigError(
-            f"{', '.join(ignored)} would have no effect: --steps is of a --script, --batch, --input and --vocab of a --model"
+            f"{', '.join(ignored)} would have no effect {'without' if 'steps' in others else 'with'} --script"
         )
     try:
         if arguments.script is not None:

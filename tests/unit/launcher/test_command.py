@@ -31,6 +31,7 @@ def here(tmp_path: Path) -> Here:
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hosts").write_text("# two machines\nnode1 slots=2\nnode2:4  # a larger one\n\n")
+    (tmp_path / "wrong").write_text("node1 slots=0\n")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     return Here(("localhost", "node1"), 8, {"PATH": ""}, False, str(tmp_path / "python"), str(tmp_path))
 
@@ -44,6 +45,7 @@ def parsed(line: str) -> argparse.Namespace:
 def built(line: str, here: Here) -> list[str]:
     folder = here.folder
     line = line.replace("HOSTS", f"{folder}/hosts").replace("BINARY", f"{folder}/binary")
+    line = line.replace("WRONG", f"{folder}/wrong").replace("--hostfile train", f"--hostfile {folder}/train")
     commands = [str(command) for command in plan(parsed(line), here)]
     return [
         command.replace(here.python, "PY").replace(f"{folder}/", "").replace(folder, "HERE") for command in commands
@@ -131,6 +133,10 @@ def test_in_a_pod_of_kubeflow(here: Here) -> None:
     env = {"PATH": "", "PET_NNODES": "4", "PET_NPROC_PER_NODE": "2"}
     pod = Here(here.names, here.cores, env, False, here.python, here.folder)
     assert built("train.py", pod) == [f"{LOG.format(4)} {RUN} --tee 3 train.py"]
+    elastic = Here(here.names, here.cores, {**env, "PET_NNODES": "1:4"}, False, here.python, here.folder)
+    assert built("train.py", elastic) == [
+        f"{LOG.format(4)} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {RUN} --tee 3 train.py"
+    ]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
@@ -174,6 +180,13 @@ def test_root_may_use_mpirun(here: Here) -> None:
         ("--hosts=-oProxyCommand:1 train.py", "'-oProxyCommand:1' names no machine"),
         ("-np 2 --hostfile BINARY train.py", "/binary' is no text file: write a line `HOST slots=N`"),
         ("-np 2 --hostfile a\0b train.py", "'a\\x00b' is no text file"),
+        ("-np 2 --hostfile train.py train.py", "no machine is named: write HOST:N"),
+        ("-np 2 --hostfile WRONG train.py", "'node1 slots=0' names no machine: write HOST:N"),
+        ("-np 2 --rdzv-endpoint a:29400 train.py", "--rdzv-endpoint is for several machines: give their number"),
+        ("-np 2 --nnodes 1 --rdzv-endpoint a train.py", "HOST:PORT, their rendezvous, not 'a'"),
+        ("-np 2 --nnodes 2 --rdzv-endpoint a:0 train.py", "HOST:PORT, their rendezvous, not 'a:0'"),
+        ("-np 2 --ssh-port 22 train.py", "--ssh-port is for machines that ranks are started on by ssh"),
+        ("-np 2 --ssh-port 22 --launcher srun --dry-run train.py", "--ssh-port is for machines"),
         ("-np 2 --ssh-port 65536 train.py", "--ssh-port 65536 is no port: give one from 1 to 65535"),
         ("-np 2 --nnodes 2 --rdzv-endpoint a:65536 train.py", "HOST:PORT, their rendezvous, not 'a:65536'"),
         *(
@@ -259,8 +272,11 @@ def test_a_command_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*\): correct the command above"):
         launch(parsed("-np 2 ./a\0b"))
+    for line in ("-np 2 no-such-program", "-np 2 /", "-np 2 --survive no-such-program"):
+        with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(there is no such program here\): correct"):
+            launch(parsed(line))
     with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*too long.*\)"):
-        launch(parsed("-np 2 ./program " + 2**18 * "x"))  # longer than the kernel takes in one word
+        launch(parsed("-np 2 true " + 2**18 * "x"))  # longer than the kernel takes in one word
 
 
 def test_of_several_commands_the_first_that_fails_counts() -> None:
@@ -340,6 +356,8 @@ def test_survivors(line: str, ranks: int, machines: int, endpoint: tuple[str, in
         ("--survive -np 2 --nnodes 1:4 --rdzv-endpoint a:1 train.py", "--nnodes N, not '1:4'"),
         ("--survive -np 2 --nnodes 2 train.py", "need --rdzv-endpoint HOST:PORT"),
         ("--survive -np 2 --restart-after -1 train.py", "--restart-after cannot be -1.0"),
+        ("--survive -np 2 --nnodes 2 --rdzv-endpoint a:0 train.py", "HOST:PORT, their rendezvous, not 'a:0'"),
+        ("--survive -np 2 --ssh-port 22 train.py", "--ssh-port is for machines that ranks are started on by ssh"),
         ("--survive -np 2 --restart-after nan train.py", "--restart-after cannot be nan"),
         ("--survive -np 2 nothing.py", "there is no nothing.py"),
     ],

@@ -152,8 +152,8 @@ LINEAR = ("--model", "torch.nn:Linear(4, 2)", "--input")
         ),
         ((*LINEAR, "9" * 20), "lower --batch, --input or --vocab"),
         ((*LINEAR, "4", "--vocab", "9" * 20), "lower --batch, --input or --vocab"),
-        ((*LINEAR, "4", "--steps", "5"), "--steps would have no effect: --steps is of a --script"),
-        (("--vocab", "5", "--batch", "3", "--script", "a.py"), "--batch, --vocab would have no effect: "),
+        ((*LINEAR, "4", "--steps", "5"), "--steps would have no effect without --script"),
+        (("--vocab", "5", "--batch", "3", "--script", "a.py"), "--batch, --vocab would have no effect with --script"),
         (("--script",), "--script needs the path of a training script"),
     ],
 )

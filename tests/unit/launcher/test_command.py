@@ -272,11 +272,12 @@ def test_a_command_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*\): correct the command above"):
         launch(parsed("-np 2 ./a\0b"))
+    with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*too long.*\)"):
+        launch(parsed("-np 2 true " + 2**18 * "x"))  # longer than the kernel takes in one word
+    monkeypatch.setattr(os, "execvpe", lambda *_: pytest.fail("it is started"))
     for line in ("-np 2 no-such-program", "-np 2 /", "-np 2 --survive no-such-program"):
         with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(there is no such program here\): correct"):
             launch(parsed(line))
-    with pytest.raises(dgcopt.ConfigError, match=r"cannot be started \(.*too long.*\)"):
-        launch(parsed("-np 2 true " + 2**18 * "x"))  # longer than the kernel takes in one word
 
 
 def test_of_several_commands_the_first_that_fails_counts() -> None:

@@ -14,14 +14,17 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
+import math
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 try:
     import torch
@@ -110,6 +113,23 @@ OF_GRADIENTS = ("op", "bucket_mb", "first_bucket_mb", "clip_norm", "check_replic
 """Settings that have no meaning where weights are averaged."""
 
 
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError for null where a value is needed, which parsers take from files, and for an endless warm-up."""
+    hints = get_type_hints(Settings)
+    for field in dataclasses.fields(settings):
+        if getattr(settings, field.name) is None and type(None) not in get_args(hints[field.name]):
+            raise dgcopt.ConfigError(f"{field.name} is null, and needs a value: give one, or leave the line out")
+    if settings.warmup_epochs == math.inf:
+        raise dgcopt.ConfigError("warmup_epochs is inf, and must be finite: lr would stay that of one worker")
+
+
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimizer's group, with a scheduler's first lr, without others that it moves."""
+    moved = ("momentum", "betas") if "base_momentum" in group else ()
+    plain = {name: group[name] for name in group if isinstance(group[name], int | float | tuple) and name not in moved}
+    return plain | ({"lr": plain["initial_lr"]} if "initial_lr" in plain else {})
+
+
 class Record:
     """Rank 0's account of the run: a progress bar, TensorBoard scalars and a line of JSON per entry."""
 
@@ -117,9 +137,14 @@ class Record:
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "history.jsonl"
         # A run that died after its last checkpoint has recorded steps that are now taken again.
-        kept = self.path.read_text().splitlines(keepends=True) if step and self.path.exists() else []
-        whole = (line for line in kept if line.endswith("\n"))  # or it died while it wrote the last one
-        self.path.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+        lines = self.path.read_text(errors="replace").split("\n") if step and self.path.exists() else [""]
+        kept = []
+        for number, line in enumerate(lines[:-1], start=1):  # the last is empty, or the run died while it wrote it
+            try:
+                kept += [line + "\n"] if json.loads(line)["step"] <= step else []
+            except (ValueError, TypeError, KeyError) as error:
+                print(f"{self.path}, line {number}, is damaged and left out ({error})")
+        self.path.write_text("".join(kept))
         self.tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
         self.bar = tqdm(total=steps, initial=step, unit="step", disable=None)
 
@@ -161,6 +186,52 @@ class RandomNumbers:
             torch.cuda.set_rng_state(cuda)
 
 
+class Scaler(torch.amp.GradScaler):
+    """Scales the loss; begins anew after a checkpoint of a run without scaling, whose state is empty."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state, unless it is empty."""
+        if state:
+            super().load_state_dict(state)
+
+
+def summary(error: Exception) -> str:
+    """Return the kind of an error, its first line and its place outside of installed packages and this script."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if "site-packages" not in frame.filename]
+    place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]) + place
+
+
+@contextlib.contextmanager
+def fitting(inputs: Any, targets: Any) -> Iterator[None]:
+    """Context of a forward pass and its loss. Raises ConfigError if model, data and loss do not fit each other."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__ != "builtins":  # of a wire, of Horovod Elastic, or out of memory
+            raise
+        shapes = " with targets of ".join(str(tuple(getattr(one, "shape", "?"))) for one in (inputs, targets))
+        raise dgcopt.ConfigError(
+            f"model and loss do not take a batch of inputs of {shapes}: {summary(error)}. Correct model or data: "
+            f"sizes, classes, vocabulary"
+        ) from error
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer that cannot train: a setting that is not finite, or a closure for its step."""
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, float) and not math.isfinite(one):
+                    raise dgcopt.ConfigError(f"optimizer: {name} is {value}, and must be finite. Correct it")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise dgcopt.ConfigError(
+            f"optimizer: {type(optimizer).__name__} needs a closure, and has none here. Choose another"
+        )
+
+
 def cross_entropy(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """Of logits (N, C) with targets (N,), or logits (N, T, C) with targets (N, T)."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction=reduction)
@@ -179,6 +250,7 @@ class Trainer:
     """One rank's part in a run: what its settings describe, and how far it has come."""
 
     def __init__(self, settings: Settings, comm: Comm) -> None:
+        check_settings(settings)
         self.settings, self.output, self.joined = settings, Path(settings.output), comm
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
@@ -187,9 +259,14 @@ class Trainer:
         self.samples = len(cast(Sized, settings.train_data))
         self.model = settings.model.to(self.device)
         optimizer = settings.optimizer(self.model.parameters())
+        check_optimizer(optimizer)
         self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
+        self.given = [settings_of(group) for group in optimizer.param_groups]
+        if isinstance(self.scheduler, ReduceLROnPlateau) and settings.scheduler_interval == "step":
+            raise dgcopt.ConfigError("ReduceLROnPlateau follows the test loss, so scheduler_interval must be epoch")
+        self.scheduler_keys = {*self.scheduler.state_dict()} if self.scheduler else set()
         self.optimizer = self.distribute(optimizer, comm)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.amp == "fp16")
+        self.scaler = Scaler(self.device.type, enabled=settings.amp == "fp16")
         self.state = elastic.State(
             self.output / "checkpoints",
             model=self.model,
@@ -257,6 +334,19 @@ class Trainer:
         """Epochs so far. Warm-ups go by it, as the steps of an epoch depend on the number of workers."""
         return self.state.epoch + min(1.0, self.state.seen / (self.steps_per_epoch * self.samples_per_step))
 
+    def compare_settings(self) -> None:
+        """Say which settings of a checkpoint hold in place of those given, and which are of another scheduler."""
+        more = sorted({*(self.scheduler.state_dict() if self.scheduler else ())} - self.scheduler_keys)
+        if more and self.comm.rank == 0:
+            print(
+                f"the checkpoint is of another scheduler than {type(self.scheduler).__name__}, with {', '.join(more)}"
+            )
+        for given, group in zip(self.given, self.optimizer.param_groups, strict=True):
+            kept = settings_of(group)
+            for name in sorted(given.keys() & kept.keys()):
+                if kept[name] != given[name] and self.comm.rank == 0:
+                    print(f"the optimizer's {name} is {kept[name]}, as in the checkpoint, not {given[name]}")
+
     def fit_workers(self) -> None:
         """Fit all that depends on the number of workers to those there are, however many have trained so far."""
         settings, state, size = self.settings, self.state, self.comm.size
@@ -312,11 +402,21 @@ class Trainer:
         self.count_step()
         return lr
 
+    def move_schedule(self, *metrics: float) -> None:
+        """Move the schedule on. Raises ConfigError for one that has ended, or cannot be."""
+        try:
+            self.scheduler.step(*metrics)  # type: ignore[union-attr, arg-type]
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise dgcopt.ConfigError(
+                f"scheduler: {type(self.scheduler).__name__} cannot go on after step {self.state.step}: "
+                f"{summary(error)}. Correct its init_args or scheduler_interval"
+            ) from error
+
     def count_step(self) -> None:
         """After a step: clear gradients, and move the schedule and the position on."""
         self.optimizer.zero_grad()
         if self.scheduler and self.settings.scheduler_interval == "step":
-            self.scheduler.step()
+            self.move_schedule()
         self.state.step, self.state.seen = self.state.step + 1, self.state.seen + self.samples_per_step
 
     def train_epoch(self, record: Record | None) -> None:
@@ -336,7 +436,7 @@ class Trainer:
         before, losses = copy.copy(self.exchange.telemetry), []
         self.model.train()
         for batch, (inputs, targets) in enumerate(loader, start=1):
-            with self.precision():
+            with fitting(inputs, targets), self.precision():
                 output = self.model(inputs.to(self.device, non_blocking=True))
                 loss = cross_entropy(output, targets.to(self.device, non_blocking=True))
             self.scaler.scale(loss / settings.batches_per_step).backward()
@@ -376,10 +476,11 @@ class Trainer:
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of losses, of correct answers, of targets
         self.model.eval()
         for inputs, targets in DataLoader(shard, self.settings.batch_size, num_workers=self.settings.loader_workers):
-            with self.precision():
-                output = self.model(inputs.to(self.device)).float()
-            targets = targets.to(self.device)
-            sums[0] += cross_entropy(output, targets, reduction="sum")
+            with fitting(inputs, targets):
+                with self.precision():
+                    output = self.model(inputs.to(self.device)).float()
+                targets = targets.to(self.device)
+                sums[0] += cross_entropy(output, targets, reduction="sum")
             sums[1] += (output.argmax(-1) == targets).sum()
             sums[2] += targets.numel()
         loss, correct, count = self.comm.run(AllReduce(sums, op="sum")).tolist()
@@ -395,6 +496,8 @@ class Trainer:
 
     def train_on(self, state: Any) -> dict[str, Any]:
         """Train to the last epoch with the workers that there are; rank 0 keeps the record."""
+        if state.step:
+            self.compare_settings()
         self.fit_workers()
         steps = state.step + (self.settings.epochs - state.epoch - 1) * self.steps_per_epoch
         steps += (self.samples - state.seen) // self.samples_per_step
@@ -411,9 +514,9 @@ class Trainer:
                     self.optimizer.averaging.average()  # the outcome is one model
                 metrics = self.evaluate()
                 if isinstance(self.scheduler, ReduceLROnPlateau):
-                    self.scheduler.step(metrics["test_loss"])
+                    self.move_schedule(metrics["test_loss"])
                 elif self.scheduler and self.settings.scheduler_interval == "epoch":
-                    self.scheduler.step()
+                    self.move_schedule()
                 state.epoch, state.seen, state.best = state.epoch + 1, 0, max(state.best, metrics["accuracy"])
                 if record:
                     record.write(state.step, {"epoch": state.epoch, **metrics})
@@ -476,6 +579,8 @@ def main() -> None:
     comm: Comm | None = None
     try:
         comm = dgcopt.init(config.wire, deadline=config.deadline)
+        if not config.output:
+            raise dgcopt.ConfigError("output is empty, and must name a folder")
         named = any(argument.split("=")[0] == "--output" for argument in sys.argv[1:])
         if comm.elastic and not (named and (config.resume or config.evaluate)):
             raise dgcopt.ConfigError(
@@ -484,6 +589,8 @@ def main() -> None:
             )
         if not named:
             config.output = str(choose_output(Path(config.output), not (config.resume or config.evaluate), comm))
+        if not abs(config.seed) < 2**62:  # ranks and epochs are added to it
+            raise dgcopt.ConfigError(f"seed is {config.seed:.6g}, and must lie within 62 bits")
         torch.manual_seed(config.seed)
         try:
             objects = parser.instantiate(config)
@@ -491,7 +598,18 @@ def main() -> None:
             trainer = Trainer(settings, comm)
         except (ImportError, OSError, ValueError) as error:
             raise dgcopt.ConfigError(str(error)) from error
-        run(trainer, config.resume, config.evaluate)
+        except Exception as error:  # of a class that was chosen, by its settings
+            if isinstance(error, dgcopt.DGCError):
+                raise
+            raise dgcopt.ConfigError(f"settings do not fit: {summary(error)}") from error
+        try:
+            run(trainer, config.resume, config.evaluate)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise dgcopt.ConfigError(
+                f"{error.filename}: {error.strerror}. Correct it, or choose another --output"
+            ) from error
     except dgcopt.DGCError as error:
         rank = comm.rank if comm else 0
         reason = " ".join(str(error).removeprefix(f"rank {rank}:").split())

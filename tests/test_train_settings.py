@@ -140,6 +140,22 @@ CALLED: dict[str, dict[str, Any]] = {
 """Names that make no optimizer, with arguments by which a call of them would leave a file behind."""
 
 
+MODELS = """
+import torch
+class Classes(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 3)
+    def forward(self, x):
+        return super().forward(x.flatten(1))
+class Tokens(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(2, 10)
+    def forward(self, x):
+        return self.tokens(x.mul(100).long().flatten(1)).mean(1)
+"""
+
+
 class TestRefusals:
     """Each ends in one line that names what is wrong and what would be right."""
 
@@ -269,6 +285,86 @@ class TestRefusals:
 
     def test_bad_value(self, tmp_path: Path) -> None:
         assert "ratio" in refusal(*SMALL, *DGC, "--compressor.ratio", "20", "--output", str(tmp_path))
+
+    @pytest.mark.parametrize(
+        ("settings", "said"),
+        [
+            ("seed: 99999999999999999999", "seed is 1e+20, and must lie within 62 bits"),
+            ("epochs: null", "epochs is null, and needs a value"),
+            ("output: ''", "output is empty"),
+            ("warmup_epochs: .inf", "warmup_epochs is inf, and must be finite"),
+            ("model: {class_path: dgcopt.tasks.digits.DigitsCNN, init_args: {width: -1}}", "do not fit: RuntimeError"),
+            ("optimizer: {class_path: torch.optim.SGD, init_args: {lr: .nan}}", "optimizer: lr is nan, and must be"),
+            ("optimizer: {class_path: torch.optim.SGD, init_args: {lr: .inf}}", "optimizer: lr is inf"),
+            ("optimizer: {class_path: torch.optim.SGD, init_args: {weight_decay: .nan}}", "weight_decay is nan"),
+            ("optimizer: {class_path: torch.optim.SGD, init_args: {momentum: null}}", "do not fit: TypeError: '<' not"),
+            ("optimizer: {class_path: torch.optim.LBFGS}", "optimizer: LBFGS needs a closure"),
+            ("scheduler: {class_path: torch.optim.lr_scheduler.CosineAnnealingLR, init_args: {T_max: 0}}",
+             "scheduler: CosineAnnealingLR cannot go on after step 44: ZeroDivisionError: "),
+            ("scheduler: {class_path: torch.optim.lr_scheduler.OneCycleLR, init_args: {max_lr: 1, total_steps: 3}}\n"
+             "scheduler_interval: step", "OneCycleLR cannot go on after step 3: ValueError: Tried to step 4 times"),
+            ("scheduler: {class_path: torch.optim.lr_scheduler.ReduceLROnPlateau}\nscheduler_interval: step",
+             "ReduceLROnPlateau follows the test loss, so scheduler_interval must be epoch"),
+            ("model: {class_path: torch.nn.Linear, init_args: {in_features: 4, out_features: 3}}",
+             "do not take a batch of inputs of (32, 1, 8, 8) with targets of (32,): RuntimeError: mat1 and mat2"),
+            ("model: {class_path: small.Classes}", "with targets of (32,): IndexError: Target"),
+            ("model: {class_path: small.Tokens}", "IndexError: index out of range in self (at "),
+        ],
+        ids=lambda value: value[:70],
+    )  # fmt: skip
+    def test_settings_that_fail_late(self, settings: str, said: str, tmp_path: Path) -> None:
+        """When objects are made, at a batch that they do not take, or at a step of the schedule."""
+        (tmp_path / "late.yaml").write_text(settings)
+        (tmp_path / "small.py").write_text(MODELS)
+        small = [] if "model" in settings else ["--model.width", "4"]
+        output = [] if "output" in settings else ["--output", str(tmp_path / "run")]
+        done = execute(1, *SMALL, *small, "--config", str(tmp_path / "late.yaml"), *output, path=tmp_path)
+        lines = done.stderr.strip().splitlines()
+        assert done.returncode == 1 and len(lines) == 1 and lines[0].startswith("train.py: rank 0: "), done.stderr
+        assert said in lines[0]
+
+    @pytest.mark.parametrize("name", ["run", "run/inner", "folder/history.jsonl", "folder/tensorboard"])
+    def test_an_output_that_cannot_be_written(self, name: str, tmp_path: Path) -> None:
+        """A file in place of a folder, and a folder in place of a file."""
+        (tmp_path / "run").write_text("")
+        if name.startswith("folder"):
+            train(1, tmp_path / "folder", *SMALL)
+            target = tmp_path / name
+            target.unlink() if target.is_file() else shutil.rmtree(target)
+            target.mkdir() if name.endswith("jsonl") else target.write_text("")
+        output = tmp_path / name if name.startswith("run") else tmp_path / "folder"
+        line = refusal(*SMALL, "--epochs", "2", "--resume", "--output", str(output))
+        assert f"{tmp_path / name}: " in line and "Correct it, or choose another --output" in line
+
+    def test_no_text_file(self, tmp_path: Path, parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "binary.yaml").write_bytes(b"\xc3\x28")
+        with pytest.raises(SystemExit):
+            parser.parse_args([*SMALL, "--config", str(tmp_path / "binary.yaml")])
+        assert "binary.yaml: this is no text file (invalid continuation byte)" in capsys.readouterr().err
+
+    def test_a_checkpoint_of_other_settings(self, tmp_path: Path) -> None:
+        """The checkpoint's hold, which is said; a scaler begins anew; damaged lines of the history are left out."""
+        train(1, tmp_path, *SMALL)
+        path = tmp_path / "history.jsonl"
+        kept = [line.encode() for line in path.read_text().splitlines(keepends=True)]
+        path.write_bytes(b"".join([*kept[:5], b'{"step": 6, "lo\n', b"3\n", b"\xff\n", kept[6], b'{"st']))
+        resumed = ["--resume", "--output", str(tmp_path)]
+        more = ["--optimizer.lr", "5", "--amp", "fp16", "--scheduler", "torch.optim.lr_scheduler.StepLR"]
+        done = execute(1, *SMALL, *more, "--scheduler.step_size", "9", "--epochs", "2", *resumed)
+        assert done.returncode == 0, done.stderr
+        for number in (6, 7, 8):
+            assert f"history.jsonl, line {number}, is damaged and left out (" in done.stdout
+        assert "the optimizer's lr is 0.02, as in the checkpoint, not 5" in done.stdout
+        assert "the checkpoint is of another scheduler than StepLR, with T_max, eta_min" in done.stdout
+        assert [one["step"] for one in history(tmp_path)[:6]] == [1, 2, 3, 4, 5, 7]
+
+    def test_a_checkpoint_of_the_same_settings(self, tmp_path: Path) -> None:
+        """Nothing is said, although the scheduler has moved lr and momentum."""
+        name = "torch.optim.lr_scheduler.OneCycleLR"
+        more = ["--scheduler", name, "--scheduler.max_lr", "0.1", "--scheduler.total_steps", "9", "--model.width", "4"]
+        train(1, tmp_path, *SMALL, *more)
+        done = execute(1, *SMALL, *more, "--epochs", "2", "--resume", "--output", str(tmp_path))
+        assert done.returncode == 0 and "the checkpoint" not in done.stdout, done.stdout
 
     def test_too_little_data(self, tmp_path: Path) -> None:
         assert "batch_size" in refusal(*SMALL, "--batch_size", "2000", "--output", str(tmp_path))

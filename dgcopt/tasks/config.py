@@ -32,7 +32,10 @@ class Parser(ArgumentParser):
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Namespace:
         """Parse as jsonargparse does; errors name the file."""
         self._reading = path
-        parsed = super().parse_path(path, *args, **kwargs)
+        try:
+            parsed = super().parse_path(path, *args, **kwargs)
+        except UnicodeDecodeError as error:
+            self.error(f"this is no text file ({error.reason}): give a YAML file of settings")
         self._reading = ""
         return parsed
 

@@ -19,6 +19,7 @@ import torch
 from ..collectives import Link
 from ..comm import Comm, init, shutdown
 from ..errors import ConfigError
+from ..errors.checks import check_positive
 from .advise import (
     ACCURACY,
     BASELINES,
@@ -165,9 +166,9 @@ def _probe(arguments: argparse.Namespace) -> int:
     try:
         found = probe(comm, seconds=arguments.seconds, deadline=arguments.deadline)
         if comm.rank == 0:
+            print(probe_table(found))
             if arguments.json is not None:
                 save_probe(found, arguments.json)
-            print(probe_table(found))
     finally:
         shutdown()
     return 0
@@ -180,6 +181,12 @@ def probe_table(found: Fitted) -> str:
         most = f"{one.sizes[-1] / 1e6:.3g} MB"
         lines.append(f"{kind:18} {group:7} {one.size:5} {1e3 * one.alpha:10.3f} {1e9 * one.beta:10.2f} {most:>15}")
     return "\n".join(lines)
+
+
+def _check_allowed(allow: Sequence[str]) -> None:
+    """Raise ConfigError, before anything is measured, for accuracy classes without a dense exchange."""
+    if not {*allow} & {"exact", "rounded"}:
+        raise ConfigError("no dense exchange is allowed to compare with: allow 'exact' or 'rounded' too")
 
 
 def _advise(arguments: argparse.Namespace) -> int:
@@ -198,6 +205,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     if arguments.costs is not None and arguments.save_costs is not None:
         raise ConfigError("--costs takes costs that --save-costs has written before: give one of them")
     check_candidates(arguments.candidates)
+    _check_allowed(arguments.allow)
     model = model_on_paper(arguments.model, arguments.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed, why = _speed(arguments.speed, model, device)
@@ -223,6 +231,10 @@ def _advise(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Measure, and print on rank 0."""
+    _check_allowed(arguments.allow)
+    for name in ("seconds", "deadline"):
+        check_positive(getattr(arguments, name), f"--{name}")
+    check_candidates(arguments.candidates)
     others = {"steps": STEPS} if arguments.script is None else {"batch": BATCH, "input": SAMPLE, "vocab": None}
     if ignored := [f"--{name}" for name, default in others.items() if getattr(arguments, name) != default]:
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import statistics
 from collections import Counter
@@ -63,7 +64,9 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{path} is damaged: {error}. Delete it to see the history alone") from error
     result = _checked(result, path, ())
     notes = [str(one["note"]) for one in entries if "note" in one]
-    name = folder.name or folder.resolve().name  # of "."
+    name = os.fsencode(folder.name or folder.resolve().name).decode(
+        "utf-8", "backslashreplace"
+    )  # any bytes; of "." too
     run = Run(name, [one for one in entries if "loss" in one], result, notes)
     for file in sorted(folder.glob("trace-*.json")):
         run = _with_trace(run, file)
@@ -148,11 +151,13 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     matplotlib.rcParams["text.parse_math"] = False  # a dollar in a folder's name is one
     matplotlib.rcParams["svg.hashsalt"] = "dgcopt"  # the same page from the same runs
     runs = [read_run(folder) for folder in folders]
-    template = jinja2.Environment(autoescape=True).from_string(Path(__file__).with_name("report.html").read_text())
+    template = jinja2.Environment(autoescape=True).from_string(
+        Path(__file__).with_name("report.html").read_text("utf-8")
+    )
     names = ", ".join(run.name for run in runs)
     page = template.render(title=f"dgcopt report: {names}", columns=COLUMNS, rows=_rows(runs), sections=_sections(runs))
     try:
-        path.write_text(page)
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 

@@ -221,6 +221,7 @@ def test_the_command_prints_a_table_a_choice_and_a_figure(capsys: pytest.Capture
         (("--model", "resnet51"), "model 'resnet51' is not known"),
         (("--candidates", "Hierarchical"), "unknown candidate 'Hierarchical'"),
         (("--costs", "/nowhere/costs.json"), "cannot read /nowhere/costs.json"),
+        (("--allow", "lossy"), "no dense exchange is allowed to compare with: allow 'exact' or 'rounded' too"),
         (("--local-ranks", "0"), "--ranks 4 cannot be on machines of --local-ranks 0 each: give a divisor of --ranks"),
         (("--local-ranks", "3"), "--ranks 4 cannot be on machines of --local-ranks 3 each"),
         (("--local-ranks", "8"), "--ranks 4 cannot be on machines of --local-ranks 8 each"),

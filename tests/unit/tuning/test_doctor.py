@@ -154,6 +154,13 @@ LINEAR = ("--model", "torch.nn:Linear(4, 2)", "--input")
         ((*LINEAR, "4", "--vocab", "9" * 20), "lower --batch, --input or --vocab"),
         ((*LINEAR, "4", "--steps", "5"), "--steps would have no effect without --script"),
         (("--vocab", "5", "--batch", "3", "--script", "a.py"), "--batch, --vocab would have no effect with --script"),
+        ((*LINEAR, "4", "--seconds", "nan"), "--seconds must be a positive number, not nan"),
+        ((*LINEAR, "4", "--deadline", "inf"), "--deadline must be a positive number, not inf"),
+        ((*LINEAR, "4", "--candidates", "nope"), "unknown candidate 'nope': choose from "),
+        (
+            (*LINEAR, "4", "--allow", "lossy"),
+            "no dense exchange is allowed to compare with: allow 'exact' or 'rounded'",
+        ),
         (("--script",), "--script needs the path of a training script"),
     ],
 )

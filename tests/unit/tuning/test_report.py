@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -160,6 +161,13 @@ def test_damaged_files_are_named(name: str, content: str | bytes, said: str, tmp
 def test_the_rest_of_a_cut_trace_is_read(cut: str, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("[\n" + EVENT + cut)
     assert [event["dur"] for event in read_trace(tmp_path / "trace.json")] == [2.0]
+
+
+def test_a_name_of_any_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = history(tmp_path / os.fsdecode(b"run\xff"), [2.0, 1.0])
+    write_report([folder], tmp_path / "report.html")
+    assert "<title>dgcopt report: run\\xff</title>" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_runs_are_named_in_the_legend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import re
 import time
 from collections import Counter
@@ -407,7 +408,10 @@ def load_recipes(path: Path) -> dict[str, list[Recipe]]:
         for row in [row for rows in content.values() for row in rows]:
             for which in ("low", "high"):
                 rounds = [[Round(**one) for one in place] for place in row[which]["rounds"]]
-                row[which] = Recording(**{**row[which], "rounds": rounds})
+                one = row[which] = Recording(**{**row[which], "rounds": rounds})
+                nbytes = [each.nbytes for place in rounds for each in place]
+                if not all(map(math.isfinite, [one.size, one.encode, *one.decode, one.votes, one.step, *nbytes])):
+                    raise ValueError(f"numbers of {row['name']} are not finite")
         return {model: [Recipe(**row) for row in rows] for model, rows in content.items()}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error

@@ -123,6 +123,30 @@ def test_recipes_survive_a_file(tmp_path: Path) -> None:
         load_recipes(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"encode": "x"}, "must be real number, not str"),
+        ({"decode": [None]}, "must be real number, not NoneType"),
+        ({"step": float("nan")}, "numbers of BF16\\(\\) are not finite"),
+        ({"rounds": [[{"kind": "AllReduce", "nbytes": float("inf")}]]}, "numbers of BF16\\(\\) are not finite"),
+        ({"rounds": [[{"kind": "AllReduce"}]]}, "missing 1 required positional argument: 'nbytes'"),
+        ({"rounds": 3}, "not iterable"),
+        ({"more": 3}, "unexpected keyword argument 'more'"),
+    ],
+    ids=str,
+)
+def test_costs_with_wrong_numbers_are_refused(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    recording = Recording(2, [[Round("AllReduce", 60.0)]], 1.0, [1.0])
+    path = tmp_path / "costs.json"
+    save_recipes({"toy": [Recipe("BF16()", "rounded", True, False, 25.0, 1.0, recording, recording)]}, path)
+    content = json.loads(path.read_text())
+    content["toy"][0]["low"] |= wrong
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"costs.json holds no costs of `dgcopt advise --save-costs`: .*{said}"):
+        load_recipes(path)
+
+
 def test_backward_is_not_counted_as_work_of_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of a recorded step take 5 s to arrive; nothing else takes any time."""
     now, arrive = [0.0], costs._arrive

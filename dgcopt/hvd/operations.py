@@ -62,9 +62,12 @@ _REDUCTIONS: dict[Any, Reduction] = {Average: "average", Sum: "sum", Min: "min",
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def _labels(
-    operation: str, name: str | None, process_set: ProcessSet, factors: tuple[float, float] = (1.0, 1.0)
-) -> tuple[str, str]:
+def _factors(prescale: float, postscale: float) -> str:
+    """Return the factors as text that is the same for 2 and 2.0."""
+    return ", ".join(repr(float(factor)).removesuffix(".0") for factor in (prescale, postscale))
+
+
+def _labels(operation: str, name: str | None, process_set: ProcessSet, factors: str = "1, 1") -> tuple[str, str]:
     """Return a collective's name for the comparison over ranks, and its label on the wire.
 
     Unnamed collectives are numbered on the wire, as Horovod refuses two of one name at a time. Factors are part of the
@@ -72,7 +75,7 @@ def _labels(
     """
     called = f"hvd.{operation}" if name is None else f"hvd.{operation} {name}"
     label = f"{called} {next(process_set.unnamed)}" if name is None else called
-    return called, label if factors == (1, 1) else f"{label} with factors {factors[0]}, {factors[1]}"
+    return called, label if factors == "1, 1" else f"{label} with factors {factors}"
 
 
 def _described(tensor: Tensor, *shape: Any) -> str:
@@ -179,7 +182,7 @@ def _allreduce(
     comm, op = comm_of(process_set), _reduction(op, average)
     message = _scaled(_detached(tensor, "allreduce").clone(), prescale_factor)
     on_wire, divisor = _on_wire(op, message, postscale_factor, comm.size)
-    factors = float(prescale_factor), float(postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     called, label = _labels("allreduce", name, process_set, factors)
 
     def start(announced: Tensor) -> Handle:
@@ -195,7 +198,7 @@ def _allreduce(
             raise ConfigError("gradients flow through hvd.allreduce with op=hvd.Average or hvd.Sum only")
         return allreduce(grad, None, None, Compression.none, op, prescale_factor, postscale_factor, process_set)
 
-    how = f"with op {op} and factors {factors[0]}, {factors[1]}"
+    how = f"with op {op} and factors {factors}"
     return Plan(comm, label, f"{called} {how}: {_described(message)}", start, backward)
 
 
@@ -218,7 +221,7 @@ def _reducescatter(
     if _detached(tensor, "reducescatter").dim() == 0:
         raise ConfigError("hvd.reducescatter takes tensors that have rows, not a scalar")
     on_wire, divisor = _on_wire(op, tensor, postscale_factor, comm.size)
-    factors = float(prescale_factor), float(postscale_factor)
+    factors = _factors(prescale_factor, postscale_factor)
     called, label = _labels("reducescatter", name, process_set, factors)
     lengths = [len(tensor) // comm.size + (place < len(tensor) % comm.size) for place in range(comm.size)]
 
@@ -233,7 +236,7 @@ def _reducescatter(
         factor = prescale_factor * postscale_factor * (comm.size if op == Sum else 1)
         return allgather(grad * factor, None, process_set)
 
-    how = f"with op {op} and factors {factors[0]}, {factors[1]}"
+    how = f"with op {op} and factors {factors}"
     return Plan(comm, label, f"{called} {how}: {_described(tensor)}", start, backward)
 
 

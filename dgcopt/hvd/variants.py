@@ -151,8 +151,9 @@ def asynchronous(name: str, planned: Callable[..., Plan]) -> Any:
 def grouped(name: str, one: Callable[..., Any]) -> Any:
     def call(given: dict[str, Any]) -> Any:
         comm, label, tensors = comm_of(given["process_set"]), given.pop("name"), given.pop("tensors")
-        if label is None:  # Horovod would take a tensor that other ranks lack for their next unnamed collective
-            label = f"group {next(given['process_set'].unnamed)} of {len(tensors)} tensors"
+        if label is None:  # by number Horovod, which goes by names, would meet the next collective
+            number = f" {next(given['process_set'].unnamed)}" if comm.wire == "horovod" else ""
+            label = f"group{number} of {len(tensors)} tensors"
         if not name.endswith("_async"):  # one after the other: a longer list would meet the next collective
             announce(comm, f"hvd.{name}", [f"hvd.{name} of {len(tensors)} tensors"], [len(tensors)])
         results = [one(t, name=f"{label}.{place}", **given) for place, t in enumerate(tensors)]

@@ -75,7 +75,7 @@ def takes_another_path(comm: Comm) -> None:
 
 def scales_otherwise(comm: Comm) -> None:
     hvd.init()
-    hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=1.0 + is_last(comm), name="loss")
+    hvd.allreduce(torch.ones(2), op=hvd.Sum, prescale_factor=2 - is_last(comm), name="loss")
 
 
 def reduces_another_number(comm: Comm) -> None:

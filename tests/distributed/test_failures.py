@@ -68,15 +68,15 @@ def test_another_path(wire: str) -> None:
 def test_factors_of_horovods_operations_that_differ() -> None:
     """Horovod compares operations itself, and knows nothing of their factors: they never meet, and say why."""
     outcome = fail("horovod-gloo", "scales_otherwise", limit=2 * DEADLINE)
-    assert_says(outcome, r"TimeoutExceeded: rank 0 .*hvd\.allreduce loss(?! with)")
-    assert_says(outcome, r"TimeoutExceeded: rank 1 .*hvd\.allreduce loss with factors 2\.0, 1\.0")
+    assert_says(outcome, r"TimeoutExceeded: rank [01] .*hvd\.allreduce loss")  # whose end may come before the other's
+    assert_says(outcome, r"(TimeoutExceeded|CommError): rank 0.*hvd\.allreduce loss with factors 2, 1\b")
 
 
 def test_groups_of_horovods_operations_that_differ() -> None:
     """Nor does it know how many tensors belong together: one more met the next operation."""
     outcome = fail("horovod-gloo", "reduces_another_number", limit=2 * DEADLINE)
-    for rank, length in enumerate((2, 3)):
-        assert_says(outcome, rf"TimeoutExceeded: rank {rank} .*hvd\.allreduce group \d+ of {length} tensors\.0")
+    assert_says(outcome, r"TimeoutExceeded: rank [01] .*hvd\.allreduce group \d+ of [23] tensors\.0")
+    assert_says(outcome, r"(TimeoutExceeded|CommError): rank 0.*hvd\.allreduce group \d+ of 2 tensors\.0")
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -64,11 +64,10 @@ def flat(model: nn.Module) -> Tensor:
 # -- one function per framework: trains from step `start`, saves after HALF steps, returns weights and optimizer -----
 
 
-def in_trainer(method: Any, folder: Path, start: int = 0) -> tuple[Tensor, Any]:
+def trainer_arguments(folder: Path) -> Any:
     import transformers
 
-    model = Model()
-    arguments = transformers.TrainingArguments(
+    return transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
@@ -83,6 +82,13 @@ def in_trainer(method: Any, folder: Path, start: int = 0) -> tuple[Tensor, Any]:
         ddp_backend="gloo",
         remove_unused_columns=False,
     )
+
+
+def in_trainer(method: Any, folder: Path, start: int = 0) -> tuple[Tensor, Any]:
+    import transformers
+
+    model = Model()
+    arguments = trainer_arguments(folder)
     trainer = transformers.Trainer(
         model=model,
         args=arguments,
@@ -210,21 +216,7 @@ def further_in_trainer(folder: Path) -> dict[str, bool]:
 
     def made(method: Any, where: Path) -> tuple[transformers.Trainer, Model]:
         model = Model()
-        arguments = transformers.TrainingArguments(
-            output_dir=str(where),
-            max_steps=STEPS,
-            per_device_train_batch_size=BATCH,
-            learning_rate=0.1,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            save_strategy="steps",
-            save_steps=HALF,
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            ddp_backend="gloo",
-            remove_unused_columns=False,
-        )
+        arguments = trainer_arguments(where)
         optimizer = sgd(model)
         trainer = transformers.Trainer(model, arguments, train_dataset=samples(), optimizers=(optimizer, None))
         if method is not None:

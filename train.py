@@ -14,17 +14,14 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import inspect
 import json
 import logging
-import math
 import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, cast
 
 try:
     import torch
@@ -43,6 +40,7 @@ try:
     from dgcopt.collectives import AllReduce, Broadcast
     from dgcopt.comm import DEADLINE, Comm
     from dgcopt.flat.optimizer_state import STATE_KEY
+    from dgcopt.tasks.checks import check_optimizer, check_settings, fitting, summary
     from dgcopt.tasks.config import Parser
     from dgcopt.tasks.shard import Shard
 except ModuleNotFoundError as error:
@@ -111,16 +109,6 @@ class Settings:
 
 OF_GRADIENTS = ("op", "bucket_mb", "first_bucket_mb", "clip_norm", "check_replicas_every", "trace_steps")
 """Settings that have no meaning where weights are averaged."""
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise ConfigError for null where a value is needed, which parsers take from files, and for an endless warm-up."""
-    hints = get_type_hints(Settings)
-    for field in dataclasses.fields(settings):
-        if getattr(settings, field.name) is None and type(None) not in get_args(hints[field.name]):
-            raise dgcopt.ConfigError(f"{field.name} is null, and needs a value: give one, or leave the line out")
-    if settings.warmup_epochs == math.inf:
-        raise dgcopt.ConfigError("warmup_epochs is inf, and must be finite: lr would stay that of one worker")
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -193,43 +181,6 @@ class Scaler(torch.amp.GradScaler):
         """Load a state, unless it is empty."""
         if state:
             super().load_state_dict(state)
-
-
-def summary(error: Exception) -> str:
-    """Return the kind of an error, its first line and its place outside of installed packages and this script."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    frames = [frame for frame in frames if "site-packages" not in frame.filename]
-    place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]]) + place
-
-
-@contextlib.contextmanager
-def fitting(inputs: Any, targets: Any) -> Iterator[None]:
-    """Context of a forward pass and its loss. Raises ConfigError if model, data and loss do not fit each other."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__ != "builtins":  # of a wire, of Horovod Elastic, or out of memory
-            raise
-        shapes = " with targets of ".join(str(tuple(getattr(one, "shape", "?"))) for one in (inputs, targets))
-        raise dgcopt.ConfigError(
-            f"model and loss do not take a batch of inputs of {shapes}: {summary(error)}. Correct model or data: "
-            f"sizes, classes, vocabulary"
-        ) from error
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer that cannot train: a setting that is not finite, or a closure for its step."""
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, float) and not math.isfinite(one):
-                    raise dgcopt.ConfigError(f"optimizer: {name} is {value}, and must be finite. Correct it")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise dgcopt.ConfigError(
-            f"optimizer: {type(optimizer).__name__} needs a closure, and has none here. Choose another"
-        )
 
 
 def cross_entropy(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:

@@ -184,7 +184,7 @@ class TorchComm(ProcessGroupComm):
             atexit.unregister(_release_gil)  # once is enough for all groups
             atexit.register(_release_gil)
         self._world = process_group
-        self._made: list[dist.ProcessGroup | None] = []  # beside the default one, which a script may use
+        self._made: list[dist.ProcessGroup | None] = []  # made here or by `among`: `close` ends them
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
         self._lanes: list[dist.ProcessGroup | None] = [self._world]

@@ -9,7 +9,8 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -202,6 +203,24 @@ def _made(shapes: tuple[tuple[str, tuple[int, ...]], ...], device: torch.device)
     return gradients
 
 
+@contextmanager
+def _without_remains() -> Iterator[None]:
+    """Collect reference cycles made inside: an optimizer is in one, with the memory of a model.
+
+    Objects made before are not searched, which takes longer than to record a small model.
+    """
+    frozen_by_user = gc.get_freeze_count() > 0
+    if not frozen_by_user:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        if not frozen_by_user:
+            gc.unfreeze()
+
+
+@_without_remains()
 def record(
     shapes: Mapping[str, tuple[int, ...]],
     compressor: Compressor,
@@ -232,7 +251,6 @@ def record(
         steps: recorded steps, of which the fastest counts.
         settings: others of `DistributedOptimizer`.
     """
-    gc.collect()  # optimizers recorded before are in reference cycles, with the memory of a model each
     device = torch.device("cpu") if device is None else device
     gradients = heavy_tailed(shapes, device)
     params = {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}

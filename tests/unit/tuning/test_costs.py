@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,34 @@ def test_an_unknown_candidate_is_refused_before_anything_is_recorded() -> None:
     with pytest.raises(ConfigError, match=r"unknown candidate 'DGC': choose from"):
         recipes_of({"weight": (4, 4)}, ["BF16()", "DGC"], before=recorded.append)
     assert not recorded
+
+
+def test_recording_leaves_no_memory_behind_and_searches_no_older_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def noted(*args: Any, **settings: Any) -> Any:
+        optimizer = DistributedOptimizer(*args, **settings)
+        made.append(weakref.ref(optimizer))
+        return optimizer
+
+    monkeypatch.setattr(costs, "DistributedOptimizer", noted)
+    frozen = gc.get_freeze_count() > 0  # by the start of the tests, see tests/support/startup
+    gc.unfreeze()
+    gc.disable()
+    try:
+        older = weakref.ref(Cycle())
+        record(SHAPES, NoCompression(), 2, steps=1)
+        assert made[0]() is None
+        assert older() is not None and gc.get_freeze_count() == 0
+        gc.freeze()
+        record(SHAPES, NoCompression(), 2, steps=1)
+        assert made[1]() is None
+        assert gc.get_freeze_count() > 0, "the user's objects stay frozen"
+    finally:
+        gc.enable()
+        if not frozen:
+            gc.unfreeze()

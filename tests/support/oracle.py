@@ -60,7 +60,7 @@ def assert_same_bits(ours: Tensor | None, theirs: Tensor | None) -> None:
     assert (ours is None) == (theirs is None)
     if ours is not None and theirs is not None:
         assert ours.dtype == theirs.dtype
-        width = {2: torch.int16, 4: torch.int32}[ours.element_size()]
+        width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
         differ = (ours.view(width) != theirs.view(width)) & ~(ours.isnan() & theirs.isnan())
         assert not differ.any(), (ours[differ][:4], theirs[differ][:4])
 

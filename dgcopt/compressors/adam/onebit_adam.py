@@ -146,7 +146,7 @@ def filled_up(signs: Tensor, nbytes: int) -> Tensor:
 def mean_magnitudes(sums: Tensor, place: Tensor, numels: Tensor) -> Tensor:
     """Return the mean magnitude of each tensor, as sent."""
     above, below, _ = tensor_sums(sums, place, len(numels))
-    return ((above + below) / numels).clamp_(max=LARGEST)
+    return ((above + below) / numels).float().clamp_(max=LARGEST)
 
 
 def decode(message: Tensor, ctx: Context, rank: int, checks: Checks) -> tuple[Tensor, Tensor]:

@@ -72,23 +72,23 @@ INLINE TARGET int64_t FN(next_tensor)(const int64_t *place, int64_t b) {
 
 /* Of each row of numbers; of four side by side, as every sum waits for the one before it. */
 TARGET void FN(tensor_sums)(const float *numbers, int64_t rows, const int64_t *place, int64_t blocks, int64_t tensors,
-                            float *sums) {
+                            double *sums) {
     for (int64_t row = 0; row < rows; row += 4) {
         const float *of[4];
-        float *to[4];
+        double *to[4];
         for (int i = 0; i < 4; i++) {
             int64_t there = row + i < rows ? row + i : row; /* twice the same, if there are no four */
             of[i] = numbers + there * blocks, to[i] = sums + there * tensors;
         }
         for (int64_t b = 0; b < blocks;) {
             int64_t here = place[b];
-            four sum = {0};
+            double sum[4] = {0};
             while (b < blocks && place[b] == here) {
                 int64_t stop = b + STRETCH < blocks ? b + STRETCH : blocks;
                 four stretch = {0};
                 if (place[stop - 1] != here) stop = FN(next_tensor)(place, b); /* so that no addition asks */
                 for (; b < stop; b++) stretch += (four){of[0][b], of[1][b], of[2][b], of[3][b]};
-                sum += stretch;
+                for (int i = 0; i < 4; i++) sum[i] += (double)stretch[i];
             }
             for (int i = 0; i < 4; i++) to[i][here] = sum[i];
         }

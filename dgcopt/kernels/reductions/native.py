@@ -42,7 +42,7 @@ HOW: dict[Put, int] = {"set": 0, "add": 1, "subtract": 2}
 def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """See `tensor_sums` in torch.py."""
     check_place(place, numbers.shape[1] * BLOCK, count)
-    sums = torch.zeros(len(numbers), count)
+    sums = torch.zeros(len(numbers), count, dtype=torch.float64)
     check_flat(len(numbers) * len(place), numbers.view(-1), dtype=torch.float32)
     loop = function("tensor_sums", Pointer, Length, Pointer, *[Length] * 2, Pointer)
     loop(numbers.data_ptr(), len(numbers), place.data_ptr(), len(place), count, sums.data_ptr())

@@ -44,10 +44,11 @@ def sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
-    """Sums of blocks' numbers `[kinds, blocks]`, each of one of `count` tensors: `[kinds, count]`.
+    """Sums of blocks' numbers `[kinds, blocks]`, each of one of `count` tensors: float64 `[kinds, count]`.
 
     Block b is of the tensor `place[b]`, and places ascend. Each tensor's blocks are divided into stretches of `STRETCH`
-    from its first block on. Numbers are added in order within stretches, and then the sums of stretches in order.
+    from its first block on. Numbers are added in order within stretches, in their own dtype, and then the sums of
+    stretches in order, in float64: a float32 counts to 2^24.
     """
     blocks = torch.arange(len(place), device=place.device)
     first = torch.searchsorted(place, torch.arange(count, device=place.device))[place]
@@ -55,7 +56,7 @@ def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     stretches = len(place) // STRETCH + count
     sums = numbers.new_zeros(len(numbers), stretches).index_add_(1, stretch, numbers)
     of = place.new_zeros(stretches).scatter_(0, stretch, place)  # stretches without blocks have a sum of zero
-    return numbers.new_zeros(len(numbers), count).index_add_(1, of, sums)
+    return sums.new_zeros(len(numbers), count, dtype=torch.float64).index_add_(1, of, sums.double())
 
 
 def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,11 @@ def tensor_sums(numbers: Tensor, place: Tensor, count: int) -> Tensor:
     """See `tensor_sums` in torch.py."""
     kinds, blocks = numbers.shape
     check_length(blocks, place)
-    return _sums(numbers, _starts(place, blocks, count), count) if kinds * count else numbers.new_empty(kinds, count)
+    return (
+        _sums(numbers, _starts(place, blocks, count), count)
+        if kinds * count
+        else numbers.new_empty(kinds, count, dtype=torch.float64)
+    )
 
 
 def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +143,7 @@ def _starts(place: Tensor, blocks: int, count: int) -> tuple[Tensor, Tensor]:
 def _sums(numbers: Tensor, starts: tuple[Tensor, Tensor], count: int) -> Tensor:
     (kinds, blocks), modes = numbers.shape, {"STRETCH": STRETCH, "AHEAD": _AHEAD, "num_warps": 1, **UNFUSED}
     stretches = blocks // STRETCH + count
-    of_stretches, sums = numbers.new_empty(kinds, stretches), numbers.new_empty(kinds, count)
+    of_stretches, sums = (numbers.new_empty(kinds, n, dtype=torch.float64) for n in (stretches, count))
     _add_stretches[(stretches, kinds)](numbers, blocks, *starts, count, of_stretches, **modes)
     _add_tensors[(count, kinds)](of_stretches, stretches, *starts, count, sums, **modes)
     return sums

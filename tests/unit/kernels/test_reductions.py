@@ -33,7 +33,7 @@ def in_order(x: Tensor) -> float:
     return total.item()
 
 
-@pytest.mark.parametrize(
+each_implementation = pytest.mark.parametrize(
     "of",
     [
         pytest.param(specification, id="torch"),
@@ -41,6 +41,9 @@ def in_order(x: Tensor) -> float:
         pytest.param(InTriton(), id="triton", marks=in_triton),
     ],
 )
+
+
+@each_implementation
 def test_sums_are_of_stretches_in_order(of):
     place = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))
     rows = numbers(2 * len(place), torch.float32, "normal", 1).exp2().view(2, -1)
@@ -51,9 +54,18 @@ def test_sums_are_of_stretches_in_order(of):
     for all_numbers, sums in ((rows[0], found[0]), (rows[1], found[1]), (squares, norms)):
         for mine, total in zip(all_numbers.split(COUNTS), sums.tolist(), strict=True):
             parts = [in_order(stretch) for stretch in mine.split(STRETCH)]
-            assert total == in_order(torch.tensor(parts, dtype=mine.dtype))
+            assert total == in_order(torch.tensor(parts, dtype=torch.float64))
     expected = [mine.abs().amax().item() if len(mine) else 0.0 for mine in values.split([64 * n for n in COUNTS])]
     assert largest.tolist() == expected
+
+
+@each_implementation
+def test_more_elements_than_a_float32_counts(of):
+    """Of stretches with 2^24, 1 and 2^24 of them."""
+    counts = torch.zeros(1, 2 * STRETCH + 1)
+    counts[0, [3, STRETCH, -1]] = torch.tensor([2.0**24, 1, 2.0**24])
+    (total,) = of.tensor_sums(counts, torch.zeros(counts.shape[1], dtype=torch.int64), 1)
+    assert total.dtype == torch.float64 and total.tolist() == [2**25 + 1]
 
 
 def test_the_order_is_seen_by_this_test():

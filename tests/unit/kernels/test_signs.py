@@ -63,6 +63,7 @@ def test_split_and_put_signs(of, blocks, tensors, kind, how, mixed, shift, seed)
     above, below, minuses = of.tensor_sums(sums, place, tensors)
     for mine, other in zip((above, below, minuses), specification.tensor_sums(sums, place, tensors), strict=True):
         assert_same_bits(mine, other)
+    above, below = above.float(), below.float()
     five = torch.cat((sums, sums[:2].flip(1)))
     assert_same_bits(of.tensor_sums(five, place, tensors), specification.tensor_sums(five, place, tensors))
     ours, theirs = values.clone(), values.clone()
@@ -115,7 +116,7 @@ def test_signs_by_hand():
     packed, sums = kernels.split_signs(values)
     assert packed.tolist() == [2, *[0] * 7, 1, *[0] * 7]
     assert sums.tolist() == [[7, 0], [3, 1], [1, 1]]
-    above, below, minuses = kernels.tensor_sums(sums, torch.tensor([1, 1]), 2)
+    above, below, minuses = kernels.tensor_sums(sums, torch.tensor([1, 1]), 2).float()
     assert (above.tolist(), below.tolist(), minuses.tolist()) == ([0, 7], [0, 4], [0, 2])
     total = torch.empty(128)
     packed_of_sum, _ = kernels.split_sum(values, -2 * values, total)

@@ -44,7 +44,7 @@ class SparseCode:
         indices: "rice", at 0.1% density 11.5 bits each, or "int32" (below 2^31).
         values: one of VALUE_CODES, from "fp64" to "sign".
 
-    Raises ConfigError for any other.
+    Raises ConfigError for any other, and for a message of int32 indices among more than 2^31 elements.
     """
 
     indices: Literal["rice", "int32"] = "rice"
@@ -60,7 +60,14 @@ class SparseCode:
         return VALUE_CODES[self.values]
 
     def _index_bytes(self, count: int, numel: int) -> int:
-        return rice_bytes(count, numel) if self.indices == "rice" else count * torch.int32.itemsize
+        if self.indices == "rice":
+            return rice_bytes(count, numel)
+        if numel > 2**31:
+            raise ConfigError(
+                f"positions among {numel} elements of a bucket do not fit into int32: set indices='rice', or group "
+                f"fewer parameters into one bucket"
+            )
+        return count * torch.int32.itemsize
 
     def nbytes(self, count: int, numel: int) -> int:
         """Return the bytes of a message of `count` of `numel` coordinates."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ..kernels import BLOCK, sent
 __all__ = ["Bucket", "PerTensor", "Segment", "build_buckets"]
 
 IN_ROWS = torch.contiguous_format
+
+LONGEST = 2**31 - BLOCK
+"""Largest length of a bucket with several parameters, unless the user has grouped them: positions fit into an int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class Segment:
 class PerTensor:
     """Statistics per parameter of a flat tensor, of all parameters at once.
 
-    Attributes: `numels`, elements of each parameter, float32 `[parameters]`; `of_block`, the parameter that each block
+    Attributes: `numels`, elements of each parameter, int64 `[parameters]`; `of_block`, the parameter that each block
     belongs to, int64 `[blocks]`.
     """
 
@@ -85,7 +88,7 @@ class PerTensor:
         device = segments[0].param.device
         numels = torch.tensor([s.numel for s in segments])
         blocks = (numels + BLOCK - 1) // BLOCK
-        self.numels = sent(numels.float(), device)
+        self.numels = sent(numels, device)
         self.of_block = sent(torch.arange(len(segments)).repeat_interleave(blocks), device)
         stops, lengths = torch.tensor([s.stop for s in segments]), blocks * BLOCK - numels
         behind = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
@@ -94,8 +97,9 @@ class PerTensor:
 
     def sum(self, flat: Tensor) -> Tensor:
         """Return the sum of each parameter's elements, in float32 at least; gaps must be zero. Shape `[parameters]`."""
-        by_block = flat.view(-1, BLOCK).sum(1, dtype=torch.promote_types(flat.dtype, torch.float32))
-        return by_block.new_zeros(len(self.numels)).index_add_(0, self.of_block, by_block)
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        by_block = flat.view(-1, BLOCK).sum(1, dtype=wide).double()  # added up one after the other
+        return by_block.new_zeros(len(self.numels)).index_add_(0, self.of_block, by_block).to(wide)
 
     def amax(self, flat: Tensor) -> Tensor:
         """Return the largest magnitude of each parameter. Shape `[parameters]`."""
@@ -180,6 +184,9 @@ class Bucket:
 
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
+Key: TypeAlias = tuple[torch.device, torch.dtype, Hashable, int | None]
+"""Properties that parameters of a bucket share: device, dtype, kind, and the user's group."""
+
 
 def build_buckets(
     named: Sequence[tuple[str, Tensor]],
@@ -194,7 +201,7 @@ def build_buckets(
     Args:
         named: parameters in gradient-ready order.
         kind_of: returns a parameter's kind; a bucket has one kind, dtype and device.
-        bucket_bytes: size at which a bucket is full.
+        bucket_bytes: size at which a bucket is full; it is too if the next parameter would make it longer than LONGEST.
         first_bucket_bytes: the same for the first one, small so that the exchange starts early.
         group_of: the user's group by parameter name; a group has one bucket of any size.
         make: the class of the buckets.
@@ -202,19 +209,29 @@ def build_buckets(
     Returns the buckets in the order in which their last gradients become ready: the launch order.
     """
     closed: list[tuple[int, Hashable, list[tuple[str, Tensor]]]] = []
-    filling: dict[Hashable, list[tuple[str, Tensor]]] = {}
-    filled: dict[Hashable, int] = {}
-    last: dict[Hashable, int] = {}
+    filling: dict[Key, list[tuple[str, Tensor]]] = {}
+    filled: dict[Key, int] = {}
+    lengths: dict[Key, int] = {}
+    last: dict[Key, int] = {}
+
+    def close(key: Key) -> None:
+        closed.append((last.pop(key), key[2], filling.pop(key)))
+        del filled[key], lengths[key]
+
     for place, (name, param) in enumerate(named):
         group = None if group_of is None else group_of.get(name)
         key = (param.device, param.dtype, kind_of(name, param), group)
+        length = -(-param.numel() // BLOCK) * BLOCK
+        if group is None and key in filling and lengths[key] + length > LONGEST:
+            close(key)
         filling.setdefault(key, []).append((name, param))
         filled[key] = filled.get(key, 0) + param.numel() * param.element_size()
+        lengths[key] = lengths.get(key, 0) + length
         last[key] = place
         if group is None and filled[key] >= (bucket_bytes if closed else first_bucket_bytes):
-            closed.append((place, key[2], filling.pop(key)))
-            del filled[key], last[key]
-    closed += [(last[key], key[2], members) for key, members in filling.items()]  # type: ignore[index]
+            close(key)
+    for key in list(filling):
+        close(key)
     buckets = []
     for index, (_, kind, members) in enumerate(sorted(closed, key=lambda entry: entry[0])):
         segments, start = [], 0

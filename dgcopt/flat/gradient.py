@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import BLOCK, Parts, add_at, copy_scaled, peaks
+from ..kernels import BLOCK, CHUNK, Parts, add_at, copy_scaled, peaks
 from .buckets import Bucket, Segment
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "LocalGradient",
     "SparseSum",
     "is_finite",
+    "norm_of",
     "rounded",
     "values_of",
 ]
@@ -39,6 +40,18 @@ def values_of(grad: Tensor) -> Tensor:
 def is_finite(grad: Tensor) -> bool:
     """Return True if no element is NaN or Inf. Waits for the device."""
     return bool(peaks([values_of(grad)]).isfinite())
+
+
+def norm_of(x: Tensor) -> Tensor:
+    """Return the Euclidean norm, in float32 at least.
+
+    On a CPU of parts: torch adds all squares up in float32, and finds 4% too little for 2^28 elements, 65% for 2^30.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if not x.is_cpu or x.numel() <= CHUNK:
+        return torch.linalg.vector_norm(x, dtype=wide)
+    parts = [torch.linalg.vector_norm(part, dtype=wide) for part in x.reshape(-1).split(CHUNK)]
+    return torch.linalg.vector_norm(torch.stack(parts), dtype=torch.float64).to(wide)
 
 
 class HiddenGradients:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..version import FORMAT, __version__
 from .buckets import Bucket
+from .gradient import norm_of
 from .memory import Memory, is_unsent
 
 __all__ = ["NamedTensors", "Store", "check_format"]
@@ -143,7 +144,7 @@ class Store:
         for memory in self._adopted.values():
             held += [*memory.items(), *((kind, shard.held) for kind, shard in memory.shards.items())]
         parts = [tensor for kind, tensor in held if is_unsent(kind)]
-        norms = [torch.linalg.vector_norm(part.float()).cpu() for part in parts]
+        norms = [norm_of(part).cpu().double() for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from ...errors import ConfigError
 from ...errors.checks import check_positive
 from ...flat.buckets import Segment
-from ...flat.gradient import LocalGradient
+from ...flat.gradient import LocalGradient, norm_of
 from ...flat.local_shard import as_dtensor, as_stepped, local
 from ...flat.memory import at_least_float32
 from ...kernels import (
@@ -340,7 +340,7 @@ class LocalClip:
         `norm` is that norm where `grads` are only shards; None to compute it.
         """
         if norm is None:
-            norms = [torch.linalg.vector_norm(grad, dtype=at_least_float32(grad.dtype)) for grad in grads]
+            norms = [norm_of(grad) for grad in grads]
             norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))
         for grad in grads:
             _clip(grad, norm.to(grad.device), self.local_threshold(size, op))
@@ -349,8 +349,7 @@ class LocalClip:
         """Clip each parameter's gradient in place."""
         for grad in grads:
             if self.max_norm is not None:
-                norm = torch.linalg.vector_norm(grad, dtype=at_least_float32(grad.dtype))
-                _clip(grad, norm, self.max_norm)
+                _clip(grad, norm_of(grad), self.max_norm)
             elif self.value is not None:
                 most = min(self.value, torch.finfo(grad.dtype).max)
                 grad.clamp_(-most, most)

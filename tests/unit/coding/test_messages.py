@@ -53,6 +53,14 @@ def test_size_is_what_the_docstring_says():
     assert SparseCode("int32", "fp16").nbytes(1000, 10**6) == 6000
 
 
+def test_positions_that_an_int32_does_not_hold_are_refused():
+    assert SparseCode("int32").nbytes(2, 2**31) == 16 and SparseCode("rice").nbytes(2, 2**33)
+    with pytest.raises(
+        ConfigError, match=f"among {2**31 + 64} elements of a bucket do not fit into int32: set indices"
+    ):
+        SparseCode("int32").send(torch.tensor([5, 2**31]), torch.ones(2), 2**31 + 64, Checks())
+
+
 def test_coordinates_lie_where_they_always_did():
     message, _, _ = SparseCode("int32", "fp16").encode(torch.tensor([2, 5, 9]), torch.tensor([1.0, -2.0, 0.5]), 300)
     assert message[:12].view(torch.int32).tolist() == [2, 5, 9]

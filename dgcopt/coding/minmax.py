@@ -21,7 +21,7 @@ _HEADER = 2 * torch.float32.itemsize
 class MinMaxUInt8:
     """Codes chunks of `length` values in a byte each, after their smallest and largest value.
 
-        scale = 255 / (max - min + 1e-7);  upper = rint(max * scale);  lower = upper - 255
+        scale = 255 / (max - min + 1e-7), at most 2^127 / |x|;  upper = rint(max * scale);  lower = upper - 255
         code = min(rint(x * scale), upper) - lower;  x' = (code + lower) / scale
 
     in float32, rounding half to even. Zero stays zero. |x - x'| is at most (max - min + 1e-7) / 510 and two units in

@@ -187,6 +187,12 @@ def test_dependent_columns_do_not_spoil_the_projection() -> None:
     torch.testing.assert_close(basis.T @ basis, torch.eye(3), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 1e-320])
+def test_columns_with_squares_that_underflow_stay_finite(epsilon: float) -> None:
+    tiny = torch.full((1, 5, 1), 1e-300, dtype=torch.float64)
+    assert orthogonal(tiny, epsilon).isfinite().all()
+
+
 def test_first_factors_come_from_the_numbers_that_numpy_draws() -> None:
     for seed in (0, 1, 12345):
         state = np.random.RandomState(seed)

@@ -16,7 +16,7 @@ from dgcopt.compressors import Compressor, Context, Encoded, Memory, Place
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
-from dgcopt.kernels import BLOCK, draws
+from dgcopt.kernels import BLOCK, LARGEST, draws
 from dgcopt.kernels.rounding.torch import pack_trits
 from tests.conformance import naive_quantizers as naive
 
@@ -193,6 +193,25 @@ class TestEveryRule:
             applied += ranks * np.concatenate(world.step(grads))
         left = sum(np.concatenate(world.residual(rank)) for rank in range(ranks))
         np.testing.assert_allclose(applied + left, given, atol=2e-4)
+
+
+def test_onebit_of_more_values_than_a_float32_counts() -> None:
+    """Of 2^24 and more below zero, and three above it."""
+    values = -np.random.default_rng(0).random(2**24 + 2**18 + 1, F)
+    values[-3:] = 1, 2, 3
+    (applied,) = World(dgcopt.OneBit(error_feedback=False), 1, (len(values),)).step([[values]])
+    assert_close([applied], [naive.two_means(values)])
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("value", [1e30, -1e30, 3e38])
+def test_bytegrad_of_equal_values_as_large_as_they_come(feedback: bool, value: float) -> None:
+    """Levels are 4e-10 apart at most where the range is zero, so that there are 1e39 below a value."""
+    world = World(dgcopt.ByteGrad(feedback), 2, (100,))
+    applied = world.step([[np.full(100, value, F)]] * 2)
+    assert_close(applied, [np.full(100, min(value, LARGEST), F)])
+    for rank in range(2 if feedback else 0):
+        assert np.isfinite(world.residual(rank)).all()
 
 
 class TestRandomRounding:

@@ -276,7 +276,7 @@ def orthogonal(matrices: Tensor, epsilon: float) -> Tensor:
     for place in range(rank):
         column, others = matrices[..., place : place + 1], matrices[..., place + 1 :]
         length = torch.linalg.vector_norm(column, dim=-2, keepdim=True, dtype=torch.float64)  # squares may underflow
-        column /= (length + epsilon).to(column.dtype)
+        column /= (length + max(epsilon, torch.finfo(length.dtype).tiny)).to(column.dtype)
         others -= (column * others).sum(-2, keepdim=True) * column
     return matrices
 

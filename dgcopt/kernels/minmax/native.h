@@ -45,7 +45,12 @@ TARGET void FN(minmax_ends)(float *v, int64_t rows, int64_t stride, int64_t star
     }
 }
 
-INLINE TARGET float FN(minmax_scale)(const float *ends) { return 255.0f / (ends[1] - ends[0] + 1e-7f); }
+/* The largest value times it is finite. */
+INLINE TARGET float FN(minmax_scale)(const float *ends) {
+    float scale = 255.0f / (ends[1] - ends[0] + 1e-7f), low = __builtin_fabsf(ends[0]), high = __builtin_fabsf(ends[1]);
+    float most = 0x1p127f / (low > high ? low : high);
+    return scale < most ? scale : most;
+}
 
 /* The codes of values whose levels are whole numbers that an int32 holds, by operations that take 16 of them at once;
    returns the largest magnitude there is, as an integer, which tells whether they are. */

@@ -13,6 +13,7 @@ __all__ = ["minmax_codes", "minmax_ends", "minmax_of_mean", "put_minmax"]
 
 _TOP = 255
 _EPSILON = 1e-7
+_MOST = 2.0**127
 
 
 def minmax_ends(rows: Tensor, mixture: Mixture | None = None) -> Tensor:
@@ -56,7 +57,8 @@ def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Te
 
 
 def _levels(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor of each row's values, and its highest level."""
+    """Return the factor of each row's values, and its highest level. The largest value times the factor is finite."""
     low, high = ends.split(1, dim=1)
     scale = torch.full_like(high, _TOP) / (high - low + _EPSILON)  # a number over a tensor is rounded twice
+    scale = scale.minimum(torch.full_like(high, _MOST) / low.abs().maximum(high.abs()))
     return scale, (high * scale).round()

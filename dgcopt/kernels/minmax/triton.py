@@ -25,6 +25,8 @@ def _levels(ends):
     """Return the factor of a row's values, and its highest level."""
     low, high = tl.load(ends), tl.load(ends + 1)
     scale = tl.div_rn(tl.zeros(high.shape, tl.float32) + 255.0, (high - low) + 1e-7)
+    most = tl.div_rn(tl.zeros(high.shape, tl.float32) + 1.7014118346046923e38, tl.maximum(tl.abs(low), tl.abs(high)))
+    scale = tl.minimum(scale, most)
     return scale, nearest(high * scale)
 
 

@@ -1,0 +1,101 @@
+"""Gradients that are changed outside of dgcopt, on all ranks or on some."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dgcopt
+from dgcopt import MismatchError
+from tests.support.worlds import Ranks, momentum_sgd
+
+
+def clip(ranks: Ranks, on: list[int]) -> None:
+    for rank in on:
+        nn.utils.clip_grad_norm_(ranks.models[rank].parameters(), 0.01)
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.5)])
+def test_averaged_gradients_that_one_rank_clips(compression: Any) -> None:
+    """Weights have come apart by then: told at the next step, on all ranks, with the rank."""
+    for on, by_hand in (([0, 1, 2], [0, 1, 2]), ([1], [0, 1, 2]), ([1], [1])):
+        ranks = Ranks(3, momentum_sgd, compression=compression)
+        for seed in range(3):
+            for optimizer in ranks.optimizers:
+                optimizer.zero_grad()
+            ranks.backward(seed)
+            if seed == 2 and len(on) == 1:
+                for optimizer in ranks.optimizers:
+                    with pytest.raises(
+                        MismatchError, match=r"rank\(s\) \[1\] changed the averaged gradients of step 1"
+                    ):
+                        optimizer.step()
+                break
+            for rank in by_hand:
+                ranks.optimizers[rank].synchronize()
+            if seed:
+                clip(ranks, on)
+            for rank, optimizer in enumerate(ranks.optimizers):
+                with optimizer.skip_synchronize() if rank in by_hand else contextlib.nullcontext():
+                    optimizer.step()
+
+
+def test_a_rank_that_clips_by_its_optimizer_alone() -> None:
+    ranks = Ranks(2, momentum_sgd)
+    ranks.backward()
+    ranks.optimizers[0].clip_grad_norm_(0.01)
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    ranks.backward()
+    with pytest.raises(MismatchError, match=r"rank\(s\) \[0\] changed the averaged gradients of step 0"):
+        ranks.optimizers[0].step()
+
+
+def test_averaged_gradients_that_one_rank_clips_are_mended() -> None:
+    ranks = Ranks(2, momentum_sgd, on_divergence="resync")
+    for seed in range(3):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward(seed)
+        for optimizer in ranks.optimizers:
+            optimizer.synchronize()
+        clip(ranks, [1] if seed == 0 else [])
+        for optimizer in ranks.optimizers:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        assert all(map(torch.equal, ranks.weights(0), ranks.weights(1))) == (seed > 0)
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.TopK(0.5), dgcopt.DGC(0.5)])
+def test_own_gradients_that_one_rank_changes(compression: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """May be meant, as of a clip that depends on the norm: said once, and only if others with gradients have not."""
+    ranks = Ranks(3, momentum_sgd, compression=compression)
+    for on in ([], [0, 1, 2], [], [1], [1, 2]):
+        for optimizer in ranks.optimizers:
+            optimizer.zero_grad()
+        ranks.backward()
+        clip(ranks, on)
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        told = [record.getMessage() for record in caplog.records if "changed their gradients" in record.getMessage()]
+        assert len(told) == (3 if on in ([1], [1, 2]) else 0)
+        ranks.assert_replicas_equal()
+    assert "step 3: rank(s) [1] changed their gradients between backward() and the exchange" in told[0]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_inf_makes_a_step_void_though_a_clip_by_value_would_make_it_finite(ratio: float) -> None:
+    """Whenever its bucket leaves."""
+    ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(ratio, clip=dgcopt.LocalClip(value=0.5), overlap=True))
+    for seed in range(2):
+        ranks.step(seed)
+    before = ranks.weights()
+    hook = ranks.models[0][2].weight.register_hook(lambda grad: grad.fill_(torch.inf))
+    ranks.step()
+    hook.remove()
+    assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
+    assert all(map(torch.equal, ranks.weights(), before))

@@ -1,0 +1,118 @@
+"""Frozen layers: with a gradient of earlier steps, frozen except during backward, and on ranks without data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dgcopt
+from tests.support.worlds import Ranks, momentum_sgd, same, small_batch, small_model
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
+
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "TopK": {"compression": dgcopt.TopK(0.1)},
+    "DGC": {"compression": dgcopt.DGC(0.1)},
+    "TopK without the first moment": {"compression": dgcopt.TopK(0.1, first_moment="residual")},
+    "by name": {"compression": dgcopt.PerParameter({"0.*": dgcopt.TopK(0.1), "*": dgcopt.DGC(0.2)})},
+    "Adasum": {"op": "adasum"},
+}
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "DGC of gradients": {"compression": dgcopt.DGC(0.1, source="gradient")},
+}
+
+
+def bits_of(models: list[nn.Module]) -> list[list[torch.Tensor]]:
+    return [[param.detach().clone() for param in model[0].parameters()] for model in models]
+
+
+@pytest.mark.parametrize("keeps", ["zeros", "the last one"])
+@pytest.mark.parametrize("settings", [*UPDATES.values(), *GRADIENTS.values()], ids=[*UPDATES, *GRADIENTS])
+def test_a_frozen_layer_that_keeps_its_gradient_stays_equal_on_all_ranks(settings: dict[str, Any], keeps: str) -> None:
+    """The optimizer steps it, and where updates travel, each rank by an update of its own."""
+    ranks = Ranks(2, adamw, **settings)
+    for seed in range(12):
+        is_frozen = 4 <= seed < 8
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            model[0].requires_grad_(not is_frozen)
+            if keeps == "zeros":
+                optimizer.zero_grad(set_to_none=False)
+        ranks.backward(seed)
+        before = bits_of(ranks.models)
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        ranks.assert_replicas_equal()
+        stays = same(before, bits_of(ranks.models))
+        assert stays == (is_frozen and settings in UPDATES.values()), "updates move what they travel for"
+
+
+def test_a_dense_frozen_layer_that_keeps_its_gradient_is_stepped_as_in_one_process() -> None:
+    ranks, whole = Ranks(2, adamw), small_model()
+    bare = adamw(whole.parameters())
+    for seed in range(6):
+        for model, optimizer in zip([*ranks.models, whole], [*ranks.optimizers, bare], strict=True):
+            model[0].requires_grad_(seed < 3)
+            optimizer.zero_grad(set_to_none=False)
+        inputs, targets = small_batch(seed=seed)
+        nn.functional.cross_entropy(whole(inputs), targets).backward()
+        ranks.backward(seed)
+        for optimizer in (*ranks.optimizers, bare):
+            optimizer.step()
+    ranks.assert_replicas_equal()
+    for ours, theirs in zip(ranks.weights(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("settings", [*UPDATES.values(), *GRADIENTS.values()], ids=[*UPDATES, *GRADIENTS])
+def test_a_layer_that_is_frozen_but_during_backward_is_exchanged(settings: dict[str, Any]) -> None:
+    """Also one that was frozen when the optimizer was wrapped."""
+
+    def frozen() -> nn.Module:
+        model = small_model()
+        model[0].requires_grad_(False)
+        return model
+
+    ranks = Ranks(2, adamw, frozen, **settings)
+    assert not any(param.requires_grad for model in ranks.models for param in model[0].parameters())
+    for seed in range(6):
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            optimizer.zero_grad()
+            model[0].requires_grad_(seed >= 2)
+        ranks.backward(seed)
+        before = bits_of(ranks.models)
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            model[0].requires_grad_(False)
+            optimizer.step()
+        ranks.assert_replicas_equal()
+        assert same(before, bits_of(ranks.models)) == (seed < 2)
+
+
+@pytest.mark.parametrize("make", [momentum_sgd, adamw])
+@pytest.mark.parametrize("compression", [None, dgcopt.TopK(0.1)], ids=repr)
+def test_a_rank_without_data_steps_frozen_layers_that_keep_their_gradient(make: Any, compression: Any) -> None:
+    ranks = Ranks(2, make, compression=compression)
+
+    def backward(rank: int, seed: int) -> None:
+        ranks.optimizers[rank].zero_grad(set_to_none=False)
+        inputs, targets = small_batch(seed=seed)
+        nn.functional.cross_entropy(ranks.models[rank](inputs[rank::2]), targets[rank::2]).backward()
+
+    with dgcopt.join(ranks.optimizers[0]):
+        with dgcopt.join(ranks.optimizers[1]):
+            for seed in range(4):
+                for rank in range(2):
+                    ranks.models[rank][0].requires_grad_(seed < 2)
+                    backward(rank, seed)
+                for optimizer in ranks.optimizers:
+                    optimizer.step()
+        for seed in range(4, 8):
+            backward(0, seed)
+            ranks.optimizers[0].step()
+    ranks.assert_replicas_equal()

@@ -86,11 +86,14 @@ def replicas(
         f"numbers or code that differ over ranks, or a broken machine"
     )
     if on_divergence == "raise":
-        raise DivergenceError(f'{words}; on_divergence="resync" takes over what rank {ranks[0]} has.')
+        raise DivergenceError(
+            f"{words}. To give all ranks the values of rank {ranks[0]}, call "
+            f'dgcopt.check_replicas(model.state_dict(), on_divergence="resync") on each.'
+        )
     if on_divergence == "warn":
         log.warning('dgcopt: %s. Training goes on with them apart, as on_divergence="warn" asks', words)
         return
-    log.warning("dgcopt: %s; they take over what rank %s has", words, ranks[0])
+    log.warning("dgcopt: %s; they take over the values of rank %s", words, ranks[0])
     for place in differs.any(0).nonzero().flatten().tolist():
         for tensor in tensors[names[place]]:
             mine = _whole(tensor.detach()).clone()

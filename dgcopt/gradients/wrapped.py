@@ -20,7 +20,7 @@ from ..exchange.divergence import digests
 from ..exchange.parameters import describe
 from ..flat.gradient import HiddenGradients, Touched
 from ..flat.local_shard import as_stepped, local
-from ..kernels import step_at
+from ..kernels import is_dense, step_at
 from .introspection import all_ddp_modules
 from .settings import Settings
 from .subclass import bare_class
@@ -178,7 +178,7 @@ class Wrapped:
             self.own_step()
             for param, before in held:
                 grad = param.grad
-                if grad is None or grad.layout != torch.strided or grad.dtype != param.dtype:
+                if grad is None or grad.dtype != param.dtype or not is_dense(grad):
                     grad = torch.empty_like(param)
                 param.grad = torch.sub(param, before, out=grad)
         finally:

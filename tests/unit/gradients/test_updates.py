@@ -151,6 +151,26 @@ def test_updates_of_torchs_elementwise_optimizers(kind) -> None:
         ranks.assert_replicas_equal()
 
 
+def test_a_gradient_of_which_all_elements_are_one() -> None:
+    """Set by hand, as autograd makes none: the update cannot be written over it."""
+
+    def trained(expanded: bool) -> Ranks:
+        ranks = Ranks(2, lambda p: torch.optim.AdamW(p, lr=0.01), compression=dgcopt.TopK(0.1))
+        for step in range(3):
+            ranks.backward(step)
+            for rank, model in enumerate(ranks.models):
+                for param in model.parameters():
+                    grad = torch.tensor(0.5 - rank + step, dtype=param.dtype).expand(param.shape)
+                    param.grad = grad if expanded else grad.clone(memory_format=torch.contiguous_format)
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+        ranks.assert_replicas_equal()
+        return ranks
+
+    for mine, other in zip(trained(True).weights(), trained(False).weights(), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_updates_of_sparse_adam() -> None:
     def rows() -> nn.Module:
         torch.manual_seed(1)

@@ -262,5 +262,5 @@ class Compressor:
     def after_step(self, optimizer: Optimizer) -> None:
         """Clean up after the optimizer's own update."""
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Return momentum by parameter to the optimizer it was taken over from, after the final exchange."""

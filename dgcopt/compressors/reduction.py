@@ -62,14 +62,14 @@ class Choice:
     Attributes:
         indices: positions, int64, ascending. values: their values.
         at: returns the values at any positions.
-        forget: called with the sent positions, their decoded values, to subtract from the residual, and a mask of those
-            that fit into the message, None if all do. The value of one that does not fit is 0.
+        subtract: subtracts sent values from the residual. Called with their positions, the decoded values, and a mask of
+            those that fit into the message, None if all do. The value of one that does not fit is 0.
     """
 
     indices: Tensor
     values: Tensor
     at: Callable[[Tensor], Tensor]
-    forget: Callable[[Tensor, Tensor, Tensor | None], None]
+    subtract: Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 class Reduction(Protocol):
@@ -150,7 +150,7 @@ class AllGatherReduction:
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
         sent = self.code.send(choice.indices, choice.values, ctx.numel, ctx.checks)
         ctx.count_sent(sent)
-        choice.forget(sent.indices, sent.values, sent.travels)
+        choice.subtract(sent.indices, sent.values, sent.travels)
         return sum_of_messages((yield AllGather(sent.message)), self.code, self.count, ctx)
 
     def nbytes(self, ctx: Context) -> int:
@@ -195,7 +195,7 @@ class OwnerReduction:
         messages, kept, arriving = self._code.encode_rows(places, values, counts, length, self._capacity(ctx.size))
         sent = order if kept is None else order[kept]
         ctx.count(selected=len(order), left_out=len(order) - len(sent))
-        choice.forget(choice.indices[sent], arriving, None)
+        choice.subtract(choice.indices[sent], arriving, None)
         return messages
 
     def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
@@ -341,7 +341,7 @@ class PartitionReduction:
                 f"{ctx.numel}: its message was damaged on the way, or that rank runs another model or version"
             )
         summing, sent = ctx.all_reduce(choice.at(positions))
-        choice.forget(positions, sent.to(choice.values.dtype, copy=True), None)  # a copy, as it may be called later
+        choice.subtract(positions, sent.to(choice.values.dtype, copy=True), None)  # a copy, as it may be called later
         total = SparseSum()
         if len(positions):
             total.add(positions, (yield summing))

@@ -39,16 +39,16 @@ class Runner:
         user: its name in labels.
         offer: asked for the next job when there is none and another rank waits for this one; None if there is nothing
             to do yet. Also asked for the jobs of a rank that has run out of data, until there are none (`serve`).
-        abandon: rolls back a job that failed; returns the words to append to an error of the wire.
+        rollback: rolls back a job that failed; returns the words to append to an error of the wire.
 
     Attributes: `scheduler`, through which its collectives leave.
     """
 
-    def __init__(self, comm: Comm, user: str, offer: Callable[[], Job | None], abandon: Callable[[], str]) -> None:
+    def __init__(self, comm: Comm, user: str, offer: Callable[[], Job | None], rollback: Callable[[], str]) -> None:
         self.comm = comm
         self.scheduler = CollectiveScheduler(comm, Telemetry(), user, self.progress)
         self._offer = offer
-        self._abandon = abandon
+        self._rollback = rollback
         self._jobs: deque[Generator[Handle, Tensor, object]] = deque()
         self._awaited: Handle | None = None
         self._failure: Exception | None = None
@@ -83,7 +83,7 @@ class Runner:
         return self.scheduler.drive(question) if self.can_ask else None
 
     def finish(self, job: Callable[[], Generator[Handle, Tensor, object]] | None = None) -> None:
-        """Run all jobs to their end, or make one if there are none. Raises their errors, after `abandon`."""
+        """Run all jobs to their end, or make one if there are none. Raises their errors, after `rollback`."""
         self._raise_failure()
         if job is not None and not self._jobs:
             self.add(job())
@@ -157,7 +157,7 @@ class Runner:
         try:
             yield
         except BaseException as error:  # KeyboardInterrupt too: a notebook continues after it
-            more = self._abandon()
+            more = self._rollback()
             self.clear()
             if more and isinstance(error, CommError):
                 raise type(error)(f"{error}{more}") from error

@@ -21,6 +21,7 @@ __all__ = [
     "is_finite",
     "norm_of",
     "rounded",
+    "separate",
     "values_of",
 ]
 
@@ -52,6 +53,18 @@ def norm_of(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x, dtype=wide)
     parts = [torch.linalg.vector_norm(part, dtype=wide) for part in x.reshape(-1).split(CHUNK)]
     return torch.linalg.vector_norm(torch.stack(parts), dtype=torch.float64).to(wide)
+
+
+def separate(params: Iterable[Tensor]) -> None:
+    """Copy gradients that are one tensor for several parameters, as users may set it: each is written to."""
+    seen: dict[int, Tensor] = {}
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if id(grad) in seen:
+            param.grad = grad = grad.clone()
+        seen[id(grad)] = grad
 
 
 class HiddenGradients:

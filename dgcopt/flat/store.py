@@ -46,8 +46,8 @@ class Store:
                 for segment, tensor in held:
                     segment.view(flat).copy_(tensor)
                 memory.put(kind, flat)
-        self._adopted[bucket] = memory  # in both until `forget`; `release` would write the same again
-        self.forget([segment.name for segment in bucket.segments])
+        self._adopted[bucket] = memory  # in both until `remove`; `release` would write the same again
+        self.remove([segment.name for segment in bucket.segments])
         return memory
 
     def release(self, buckets: Iterable[Bucket] | None = None) -> None:
@@ -78,11 +78,11 @@ class Store:
         others = [name for name in names if self.made_of.get(name, made_of) != made_of]
         unsent = [by_name for kind, by_name in self._waiting.items() if is_unsent(kind)]
         lost = [name for name in others if any(name in by_name and by_name[name].any() for by_name in unsent)]
-        self.forget(others)
+        self.remove(others)
         self.made_of |= dict.fromkeys(names, made_of)
         return lost
 
-    def forget(self, names: Iterable[str]) -> None:
+    def remove(self, names: Iterable[str]) -> None:
         """Delete the waiting memory of these parameters."""
         for by_name in self._waiting.values():
             for name in names:

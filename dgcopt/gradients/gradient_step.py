@@ -135,7 +135,7 @@ class GradientStep(Step):
         if self.outgoing.launched:
             self.outgoing.mark_stale()
             self.early.was_mistaken(self.outgoing.step)
-        self.tracker.forget()
+        self.tracker.clear_passes()
         self.outgoing.layout.release_gradients()
 
     def hold(self) -> None:
@@ -148,7 +148,7 @@ class GradientStep(Step):
         """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
         self.replace_layout(self.outgoing.layout.order)
         momenta = self.store.memory().get("momentum", {})
-        self.compressor.give_back({p: momenta[name] for p, name in self.names.items() if name in momenta})
+        self.compressor.return_momentum({p: momenta[name] for p, name in self.names.items() if name in momenta})
         self.store.drop("momentum")
 
     @property
@@ -189,7 +189,7 @@ class GradientStep(Step):
             if mine is None:
                 mine = torch.zeros_like(param, dtype=at_least_float32(param.dtype))
             total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
-            self.compressor.give_back({param: total / count})
+            self.compressor.return_momentum({param: total / count})
 
     def skip(self) -> None:
         """Skip a step with an overflow found by the ranks' scalers."""

@@ -252,7 +252,7 @@ class Distributed(Stateful):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to zero as torch does; in-flight exchanges are cancelled on all ranks."""
-        steps_of(self).discard()
+        steps_of(self).cancel()
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any], names: Sequence[str] | None = None) -> None:

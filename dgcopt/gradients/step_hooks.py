@@ -57,7 +57,7 @@ class StepHooks:
         """Let the compressor take over its part of the step; return the parameters that it has stepped."""
         return self.compressor.before_step(self.optimizer) or ()
 
-    def give_back(self) -> None:
+    def undo_changes(self) -> None:
         """Undo all temporary changes after a step."""
         self._hidden.show()
         self.compressor.after_step(self.optimizer)

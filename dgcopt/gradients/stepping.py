@@ -193,7 +193,7 @@ class Stepping(StepHooks):
         if self._grads is Grads.AVERAGED:
             self._grads = Grads.FINAL
 
-    def discard(self) -> None:
+    def cancel(self) -> None:
         """Cancel in-flight gradients, on all ranks, because gradients are set to zero."""
         if self.engine is not None:
             self.engine.gradients_cleared()
@@ -440,7 +440,7 @@ class Stepping(StepHooks):
         """Restore hidden gradients after a step, and release their memory."""
         self._own_step = OwnStep.AHEAD
         self._saw_backward = False
-        self.give_back()
+        self.undo_changes()
         if self.engine is not None:
             self.engine.layout.release_gradients()
         if not failed and self._uses_gradients:

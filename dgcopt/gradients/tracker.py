@@ -279,10 +279,10 @@ class GradientTracker:
     def clear(self) -> None:
         """Begin the next step."""
         self.release()
-        self.forget()
+        self.clear_passes()
         self.moves, self._weights = 0, None
 
-    def forget(self) -> None:
+    def clear_passes(self) -> None:
         """Clear the record of all backward passes since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()
         self._graph_task = self._call = self._watched = None

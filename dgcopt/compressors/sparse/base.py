@@ -69,11 +69,11 @@ class Sparse(Compressor):
         def at(positions: Tensor) -> Tensor:
             return gather(v, positions)
 
-        def forget(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
+        def subtract(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
             if self.error_feedback:
                 subtract_at(v, sent, arriving)
 
-        choice = Choice(indices, values, at, forget)
+        choice = Choice(indices, values, at, subtract)
         return (yield from self.reduction(len(indices), ctx).exchange(choice, ctx))
 
 

@@ -116,5 +116,5 @@ class CSC(ScheduledRatio):
     def after_step(self, optimizer: Optimizer) -> None:
         self._memory.after_step()
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        self._memory.give_back(momenta)
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self._memory.return_momentum(momenta)

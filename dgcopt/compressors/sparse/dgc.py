@@ -209,12 +209,12 @@ class DGC(ScheduledRatio):
             rows = memory.preview_blocks(local, v, u, runs, blocks)
             return rows.view(-1)[row * BLOCK + positions % BLOCK].to(at_least_float32(v.dtype))
 
-        def forget(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
+        def subtract(sent: Tensor, arriving: Tensor, travels: Tensor | None) -> None:
             ctx.memory.on_commit(lambda: subtract_at(v if new is None else new, sent, arriving))
             if u is not None and self.momentum_masking:
                 ctx.memory.on_commit(lambda: _mask(u, sent, travels))
 
-        choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, forget)
+        choice = Choice(indices, values.to(at_least_float32(v.dtype)), at, subtract)
         return (yield from self.reduction(selection.count, ctx).exchange(choice, ctx))
 
     @property
@@ -244,8 +244,8 @@ class DGC(ScheduledRatio):
     def after_step(self, optimizer: Optimizer) -> None:
         self._memory.after_step()
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        self._memory.give_back(momenta)
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self._memory.return_momentum(momenta)
 
 
 def _mask(u: Tensor, sent: Tensor, travels: Tensor | None) -> None:

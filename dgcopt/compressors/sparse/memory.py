@@ -162,7 +162,7 @@ class ErrorFeedback:
     def after_step(self) -> None:
         """Do nothing: no settings were changed."""
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Do nothing: no momentum was taken over."""
 
 
@@ -264,7 +264,7 @@ class MomentumCorrection(ErrorFeedback):
             param.grad = grad.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer.clone()
 
     @torch.no_grad()
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Return u and the momentum of weight decay to SGD's buffer, for steps without an exchange."""
         for param, u in momenta.items():
             state = self.optimizer.state[as_stepped(param)]

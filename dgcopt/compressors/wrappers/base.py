@@ -112,5 +112,5 @@ class Wrapper(Compressor):
     def after_step(self, optimizer: Optimizer) -> None:
         self.inner.after_step(optimizer)
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        self.inner.give_back(momenta)
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self.inner.return_momentum(momenta)

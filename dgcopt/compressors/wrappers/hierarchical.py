@@ -70,7 +70,7 @@ class Hierarchical(Wrapper):
     def as_gradient(self, unsent: Tensor, ctx: Context) -> Tensor:
         return self.inner.as_gradient(unsent, ctx).mul_(ctx.size / ctx.place.nodes)
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Name the content of the residual: means of machines."""
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:

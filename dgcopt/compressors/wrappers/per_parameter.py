@@ -294,9 +294,11 @@ class PerParameter(Compressor):
             rule.after_step(optimizer)
         self._put_together(optimizer)
 
-    def give_back(self, momenta: Mapping[Tensor, Tensor]) -> None:
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
         for pattern, rule in self.rules.items():
-            rule.give_back({param: u for param, u in momenta.items() if self._pattern_of[as_stepped(param)] == pattern})
+            rule.return_momentum(
+                {param: u for param, u in momenta.items() if self._pattern_of[as_stepped(param)] == pattern}
+            )
 
     def _put_together(self, optimizer: Optimizer) -> None:
         """Restore the optimizer's groups after the step."""

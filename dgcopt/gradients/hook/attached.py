@@ -127,7 +127,7 @@ class AttachedOptimizer(StepHooks):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_due = False
         if not self.is_alone():
-            self.give_back()
+            self.undo_changes()
 
 
 _OF: WeakKeyDictionary[Optimizer, WeakSet[AttachedOptimizer]] = WeakKeyDictionary()

@@ -196,7 +196,7 @@ class HookMemory:
                 self._store.release([part.bucket])
                 del self.contexts[part]
         if bucket.buffer().is_sparse:
-            self._store.forget(names)
+            self._store.remove(names)
             return []
 
         def stays(kind: Any) -> bool:
@@ -210,7 +210,7 @@ class HookMemory:
                 self.contexts[part] = context_of(part.bucket, comm, "sum", self._store, 1 / comm.size)
             else:
                 self.contexts[part] = context_of(part.bucket, comm, "average", self._store)
-        self._store.forget(names)
+        self._store.remove(names)
         return parts
 
     def _check(self, names: dict[Tensor, str]) -> None:

@@ -28,7 +28,7 @@ class EveryK:
         self.together = False
         self.buckets = build_buckets(named, compressor.kind, 2**20, 2**20, None, GradientBucket)
         self.store = Store()
-        self.runner = Runner(comm, "every k", lambda: None, self.forget)
+        self.runner = Runner(comm, "every k", lambda: None, self.roll_back)
         self.restore(Store().state())
 
     def restore(self, state: dict) -> None:
@@ -54,7 +54,7 @@ class EveryK:
             self.contexts[pending.of].commit()
             pending.of.write(self.contexts[pending.of].dense(pending.result))
 
-    def forget(self) -> str:
+    def roll_back(self) -> str:
         for context in self.contexts.values():
             context.rollback()
         return on_their_way(self.exchanges)

@@ -11,7 +11,7 @@ from torch import nn
 
 import dgcopt
 from dgcopt import MismatchError
-from tests.support.worlds import Ranks, momentum_sgd
+from tests.support.worlds import MakeOptimizer, Ranks, momentum_sgd
 
 
 def clip(ranks: Ranks, on: list[int]) -> None:
@@ -99,3 +99,30 @@ def test_inf_makes_a_step_void_though_a_clip_by_value_would_make_it_finite(ratio
     hook.remove()
     assert [optimizer.telemetry.skipped for optimizer in ranks.optimizers] == [1, 1]
     assert all(map(torch.equal, ranks.weights(), before))
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.DGC(0.5), dgcopt.PowerSGD(start_step=0)])
+@pytest.mark.parametrize("make", [momentum_sgd, torch.optim.Adam])
+def test_one_tensor_as_the_gradient_of_two_layers(make: MakeOptimizer, compression: Any) -> None:
+    """Set by hand on one rank, such as zeros for layers without data: each layer gets its own mean over ranks."""
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleList(nn.Linear(64, 128, bias=False) for _ in range(2))
+
+    def trained(shared: bool) -> Ranks:
+        ranks = Ranks(2, make, layers, compression=compression)
+        for step in range(3):
+            for rank, model in enumerate(ranks.models):
+                first, second = (layer.weight for layer in model)
+                (first.cos().sum() + (rank + step + 1) * second.square().sum()).backward()
+                if rank == 0:
+                    first.grad = second.grad if shared else second.grad.clone()
+            for optimizer in ranks.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        ranks.assert_replicas_equal()
+        return ranks
+
+    for mine, other in zip(trained(True).weights(), trained(False).weights(), strict=True):
+        assert torch.equal(mine, other)

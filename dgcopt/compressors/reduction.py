@@ -62,8 +62,8 @@ class Choice:
     Attributes:
         indices: positions, int64, ascending. values: their values.
         at: returns the values at any positions.
-        subtract: subtracts sent values from the residual. Called with their positions, the decoded values, and a mask of
-            those that fit into the message, None if all do. The value of one that does not fit is 0.
+        subtract: subtracts sent values from the residual. Called with their positions, the decoded values, and a mask
+            of those that fit into the message, None if all do. The value of one that does not fit is 0.
     """
 
     indices: Tensor

@@ -55,16 +55,17 @@ def norm_of(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(parts), dtype=torch.float64).to(wide)
 
 
-def separate(params: Iterable[Tensor]) -> None:
+def separate(params: Sequence[Tensor]) -> None:
     """Copy gradients that are one tensor for several parameters, as users may set it: each is written to."""
-    seen: dict[int, Tensor] = {}
+    given = [param.grad for param in params]
+    given = [grad for grad in given if grad is not None]
+    if len(set(map(id, given))) == len(given):  # without a call for each
+        return
+    seen: set[int] = set()
     for param in params:
-        grad = param.grad
-        if grad is None:
-            continue
-        if id(grad) in seen:
-            param.grad = grad = grad.clone()
-        seen[id(grad)] = grad
+        if param.grad is not None and id(param.grad) in seen:
+            param.grad = param.grad.clone()
+        seen.add(id(param.grad))
 
 
 class HiddenGradients:

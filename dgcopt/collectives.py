@@ -59,8 +59,11 @@ for an answer.
 class Rank(int):
     """A rank's number within a group, shown in messages as its number among all ranks.
 
-    For a group of some ranks, whose own numbers a user does not know. Attributes: `name`, for messages, "3 (replica
-    1)"; `everyone`, all ranks of the group.
+    For a group of some ranks, since users know only numbers among all.
+
+    Attributes:
+        name: its name in messages, such as "3 (replica 1)".
+        everyone: all ranks of the group.
     """
 
     name: str
@@ -99,7 +102,9 @@ GROUPS: tuple[str, ...] = get_args(Group)
 class Link:
     """The speed of a wire; by default 1 Gbit/s and 0.1 ms.
 
-    Attributes: `latency`, seconds of the smallest collective; `bandwidth`, bytes per second that a rank receives.
+    Attributes:
+        latency: seconds of the smallest collective.
+        bandwidth: bytes per second that a rank receives.
     """
 
     latency: float = 1e-4

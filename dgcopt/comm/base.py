@@ -83,11 +83,16 @@ class Finished(Handle):
 class Comm(ABC):
     """One rank's end of a wire.
 
-    Attributes: `rank` of `size` in all; `local_rank` of `local_size` on this machine; `node`, the index of this
-    machine among `nodes`; `cross_rank` of `cross_size` among the ranks of its local rank, one on each machine.
     Collectives of one group must be started in the same order on all its ranks; those of the groups "control" and
-    "agreement" are matched apart from all others. `checksums`, alike on all ranks, says whether messages are verified,
-    `streams` over how many connections to each other rank they are spread.
+    "agreement" are matched apart from all others.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        local_rank, local_size: the same among the ranks of this machine.
+        node, nodes: index of this machine, and the number of machines.
+        cross_rank, cross_size: the same as rank and size among the ranks of equal local rank, one on each machine.
+        checksums: True if messages are verified; equal on all ranks.
+        streams: number of connections to each other rank over which messages are spread.
     """
 
     wire: ClassVar[str]

@@ -36,7 +36,8 @@ class EpochGroups:
         store: where the ranks meet.
         member: the name of this process.
 
-    Attributes: `where`, the machine of this process and its address there, to be told to the others by `Epoch.where`.
+    Attributes:
+        where: machine of this process and its address there, for `Epoch.where`.
     """
 
     def __init__(self, store: TCPKeyValueStore, member: str) -> None:

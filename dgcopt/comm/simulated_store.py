@@ -29,8 +29,11 @@ Life: TypeAlias = Generator[Operation | Pause, str | None, Any]
 class Process:
     """One simulated process.
 
-    Attributes: `result` and `error`, its outcome; `time`, when it ended; `operations`, store operations by kind;
-    `nbytes`, bytes of keys and values.
+    Attributes:
+        result, error: its outcome.
+        time: end of it on the simulated clock, in seconds.
+        operations: number of store operations by kind.
+        nbytes: bytes of keys and values.
     """
 
     name: str

@@ -65,9 +65,11 @@ class SurvivingComm(GlooComm):
         size: ranks of the first epoch.
         rules: limits of negotiations.
 
-    Attributes: `epoch`, the membership, None before this process has come back; `commits`, steps committed by all
-    optimizers of this wire; `give`, the transfer of state to newcomers, without which none is admitted; `lost_seconds`,
-    time spent in recoveries.
+    Attributes:
+        epoch: membership; None before this process has come back.
+        commits: number of steps committed by all optimizers of this wire.
+        give: transfer of state to newcomers, without which none is admitted.
+        lost_seconds: seconds spent in recoveries.
     """
 
     survives = True

@@ -60,7 +60,8 @@ class Choice:
     """One rank's selected coordinates of a bucket.
 
     Attributes:
-        indices: positions, int64, ascending. values: their values.
+        indices: positions, int64, ascending.
+        values: their values.
         at: returns the values at any positions.
         subtract: subtracts sent values from the residual. Called with their positions, the decoded values, and a mask
             of those that fit into the message, None if all do. The value of one that does not fit is 0.
@@ -75,7 +76,8 @@ class Choice:
 class Reduction(Protocol):
     """A sum of the ranks' selected coordinates.
 
-    Attributes: `count`, the number of coordinates that a rank may select.
+    Attributes:
+        count: largest number of coordinates that a rank may select.
     """
 
     @property

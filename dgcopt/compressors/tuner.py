@@ -30,7 +30,8 @@ class Change:
 class Tuner(Protocol):
     """Changes a compressor between steps, alike on all ranks.
 
-    Attributes: `watching`, True if it wants to be told of each gradient.
+    Attributes:
+        watching: True if `arrived` must be called for each gradient.
     """
 
     watching: bool

@@ -25,7 +25,8 @@ __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSamp
 class Resumable:
     """A sampler with a resumable position in the epoch. Subclasses return the settings that determine the order.
 
-    Attributes: `epoch`, which determines the order too.
+    Attributes:
+        epoch: number of the epoch, which determines the order too.
     """
 
     epoch: int = 0

@@ -26,7 +26,8 @@ class CacheLoader:
         pickle: pickle values that are not plain data, and unpickle them when read. Anyone with write access to the
             store can then run code in this process; without it nothing is unpickled.
 
-    Attributes: `hits` and `misses`, of this process.
+    Attributes:
+        hits, misses: numbers of lookups in this process that found a value, or none.
     """
 
     def __init__(

@@ -28,9 +28,10 @@ GIGABYTE = 2**30
 
 
 class Store:
-    """Keys and values are bytes. `put` may keep nothing, and says why in the log, once.
+    """A store of bytes by keys of bytes. `put` may keep nothing, and says why in the log, once.
 
-    Attributes: `outlives`, whether it is there when this process has ended.
+    Attributes:
+        outlives: True if its content outlives this process.
     """
 
     outlives: bool = True

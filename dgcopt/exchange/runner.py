@@ -41,7 +41,8 @@ class Runner:
             to do yet. Also asked for the jobs of a rank that has run out of data, until there are none (`serve`).
         rollback: rolls back a job that failed; returns the words to append to an error of the wire.
 
-    Attributes: `scheduler`, through which its collectives leave.
+    Attributes:
+        scheduler: starts its collectives.
     """
 
     def __init__(self, comm: Comm, user: str, offer: Callable[[], Job | None], rollback: Callable[[], str]) -> None:

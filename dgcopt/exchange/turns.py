@@ -21,9 +21,10 @@ class Turns(Generic[Stepper]):
     collectives by their order. So of several optimizers only one sends before its step: the one that came next the
     last time. If another one comes, the exchanges of the expected one are cancelled first, on all ranks alike.
 
-    Attributes: `lock`, held while a gradient is taken in. Autograd runs a thread for each device, and threads may call
-    backward at once. The thread that holds it may take it again: simulated ranks move each other on. `are_shared`, True
-    once there is a second optimizer: one alone needs no turns.
+    Attributes:
+        lock: held while a gradient is taken in. Autograd runs a thread for each device, and threads may call backward
+            at once. The thread that holds it may take it again: simulated ranks advance each other.
+        are_shared: True once there is a second optimizer.
     """
 
     def __init__(self) -> None:

@@ -80,8 +80,9 @@ class Segment:
 class PerTensor:
     """Statistics per parameter of a flat tensor, of all parameters at once.
 
-    Attributes: `numels`, elements of each parameter, int64 `[parameters]`; `of_block`, the parameter that each block
-    belongs to, int64 `[blocks]`.
+    Attributes:
+        numels: number of elements of each parameter, int64 `[parameters]`.
+        of_block: index of each block's parameter, int64 `[blocks]`.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -138,7 +139,9 @@ class PerTensor:
 class Bucket:
     """Parameters of one dtype, device and kind that lie in flat tensors together.
 
-    Attributes: `numel`, the length of its flat tensors; `kind`, the algorithm's kind for its parameters.
+    Attributes:
+        numel: length of its flat tensors.
+        kind: the algorithm's kind for its parameters.
     """
 
     index: int

@@ -94,7 +94,9 @@ class SparseSum:
     of `add`. For a gradient of half precision the sum is made in float32 and rounded once, to a finite number if it is
     finite. The rounding error is lost, as in a dense sum of half precision.
 
-    Attributes: `messages`, positions and values of each; `whole`, the same in the fewer tensors that arrived.
+    Attributes:
+        messages: positions and values of each message.
+        whole: the same in fewer tensors, as they arrived.
     """
 
     def __init__(self) -> None:
@@ -169,7 +171,8 @@ class LocalGradient:
         whole: each parameter's gradient as `Segment.flatten` returns it, or one flat gradient; None is zero.
         scale: its factor.
 
-    Attributes: `is_clear`, True once its reader has set it to zero.
+    Attributes:
+        is_clear: True once its reader has set it to zero.
     """
 
     def __init__(self, whole: Tensor | Parts, scale: float = 1.0) -> None:
@@ -199,7 +202,10 @@ class LocalGradient:
 class Flat:
     """Flat memory for the gradient of a bucket.
 
-    Attributes: `parts`, each parameter's view; `gaps`, the gaps behind them; `spans`, each part flat, with its gap.
+    Attributes:
+        parts: view of each parameter.
+        gaps: flat views of the gaps behind them.
+        spans: flat view of each part with its gap.
     """
 
     def __init__(self, tensor: Tensor, segments: Sequence[Segment]) -> None:
@@ -243,9 +249,12 @@ class GradientBucket(Bucket):
     to zero and not to None there are two flat gradients: one holds the average, to which backward adds, while the other
     is sent.
 
-    Attributes: `in_place`, True if gradients are not copied into flat memory; `leaves_early`, True if it may be sent
-    during backward; `elements`, number of elements without gaps; `has_small_parts`, True if gradients are small on
-    average; `touched`, the coordinates of a sparse sum, until the end of the step.
+    Attributes:
+        in_place: True if gradients are not copied into flat memory.
+        leaves_early: True if it may be sent during backward.
+        elements: number of elements without gaps.
+        has_small_parts: True if gradients are small on average.
+        touched: coordinates of a sparse sum, until the end of the step.
     """
 
     in_place: bool = False

@@ -68,7 +68,10 @@ class Chunks(Sharding):
 class Shard:
     """One rank's coordinates of a flat tensor; all others are zero. Read and written by slices of the flat tensor.
 
-    Attributes: `sharding`; `owner`, the rank; `held`, its coordinates by place, `[sharding.length]`.
+    Attributes:
+        sharding: division of the flat tensor.
+        owner: rank.
+        held: coordinates of the owner, `[sharding.length]`.
     """
 
     def __init__(self, sharding: Sharding, owner: int, held: Tensor) -> None:

@@ -26,8 +26,9 @@ class Store:
     The memory of parameters in buckets is in flat tensors of their layout. After a change of buckets, or when state was
     loaded, it waits by parameter name for new buckets.
 
-    Attributes: `shared`, small tensors that are the same on all ranks; `made_of`, the content of unsent memory by
-    parameter name, see `claim`.
+    Attributes:
+        shared: small tensors that are the same on all ranks.
+        made_of: content of unsent memory by parameter name; see `claim`.
     """
 
     def __init__(self) -> None:

@@ -31,12 +31,17 @@ _DTYPE = operator.attrgetter("dtype")
 
 @dataclass(eq=False)
 class Layout:
-    """How the gradients of the `trained` parameters travel; by default there are none yet.
+    """Assignment of gradients to buckets; empty before the first step.
 
-    Attributes: `names` of these; `order`, all names as their gradients become ready; `buckets` in the order of their
-    launch; `sparse`, parameters whose gradient is sparse, with their names; `contexts`, memory and read-only facts of
-    each bucket; `place`, a dense parameter's bucket and its place in it; `leaves_early`, whether a bucket may be
-    sent while backward runs.
+    Attributes:
+        trained: parameters whose gradients are exchanged.
+        names: their names.
+        order: names of all parameters, in the order in which their gradients become ready.
+        buckets: buckets of dense gradients, in the order of their launch.
+        sparse: name and parameter of each sparse gradient.
+        contexts: context of each bucket, which its compressor gets.
+        place: bucket of each dense parameter, and its index in it.
+        leaves_early: True if some bucket may launch during backward.
     """
 
     trained: Sequence[Tensor] = ()

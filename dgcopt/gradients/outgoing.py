@@ -39,9 +39,13 @@ class OutgoingBuckets:
         tracker: the gradients that have arrived.
         scheduler: starts collectives.
 
-    Attributes: `layout`, which gradients travel together; `step`, how many were made; `exchanges`, exchanges that were
-    launched; `launched`, of how many buckets; `outdated`, whether buckets were laid out for other parameters or other
-    settings; `stale`, whether gradients have changed since they left.
+    Attributes:
+        layout: assignment of gradients to buckets.
+        step: number of committed steps.
+        exchanges: launched exchanges.
+        launched: number of launched buckets.
+        outdated: True if the layout is for other parameters or settings.
+        stale: True if gradients have changed since their launch.
     """
 
     def __init__(

@@ -77,8 +77,13 @@ class OwnStep(Enum):
 class Stepping(StepHooks):
     """The steps of one wrapped optimizer; see `dgcopt.DistributedOptimizer`.
 
-    Attributes: `optimizer`, the user's; `comm`, the wire; `compressor`, how gradients travel; `engine`, their
-    exchanges, None in a single process; `mode`, the treatment of gradients; `names`, all parameters and their names.
+    Attributes:
+        optimizer: the user's optimizer.
+        comm: the wire.
+        compressor: the compressor of gradients.
+        engine: the exchanges of gradients; None in a single process.
+        mode: the treatment of gradients.
+        names: every parameter and its name.
     """
 
     comm: Comm

@@ -27,9 +27,8 @@ __all__ = ["EarlyLaunch", "GradientTracker"]
 ENOUGH = 2**18
 """Elements of gradients to collect before a copy on a CPU: few enough for its cache, enough to amortise a call.
 
-Other devices copy a whole bucket at once, as each call is a launch.
-
-One by one, ResNet-50's gradients take 3% more of a step's CPU time.
+Other devices copy a whole bucket at once, as each call is a launch. Copying ResNet-50's gradients one by one takes 3%
+more of a step's CPU time.
 """
 
 MOVES = 3
@@ -45,12 +44,18 @@ _VERSION = operator.attrgetter("_version")
 
 
 class _Filling:
-    """A bucket to which gradients are being added.
+    """A bucket that is filled with gradients while backward runs.
 
-    Attributes: `count`, how many there are to come; `copies_each`, False if they are copied when all are there, or not
-    at all; `complete`, the places of those that are; `waiting`, of those that wait to be copied, and `numel`, how many
-    elements they have; `taken`, by place, the gradient copied or read in place, with its version, and `NOTHING` at
-    the `missing` places; `peaks`, the largest magnitudes of all that was.
+    Attributes:
+        count: number of gradients of a full bucket.
+        copies_each: True to copy gradients as they become complete; False to copy all at once or to read them in place.
+        complete: places of complete gradients.
+        waiting: places of complete gradients that are not copied yet.
+        numel: number of elements of the waiting gradients.
+        taken: by place, the gradient that was copied or read in place; `NOTHING` if it is missing.
+        missing: number of gradients that are neither copied nor read.
+        versions: by place, torch's version count of the gradient when it was taken.
+        peaks: largest magnitudes of the taken gradients, one tensor per copy.
     """
 
     def __init__(self, bucket: GradientBucket) -> None:
@@ -92,9 +97,11 @@ class _Filling:
 class GradientTracker:
     """The gradients that have arrived since the last step.
 
-    Attributes: `additions`, how often a parameter's gradient was added to, in the order of the first additions;
-    `passes`, in how many backward passes, if their number is announced; `uncounted`, those whose gradient was added to
-    by passes that do not count; `moves`, how often weights have changed between backward passes since the last step.
+    Attributes:
+        additions: number of additions to the gradient of each parameter, in the order of the first additions.
+        passes: number of backward passes that added to it, if `backward_passes_per_step` is more than 1.
+        uncounted: parameters whose gradients got additions from passes that do not count (`no_sync`).
+        moves: number of changes of weights between backward passes.
     """
 
     def __init__(self) -> None:
@@ -147,7 +154,7 @@ class GradientTracker:
 
     @property
     def touch(self) -> Touch:
-        """Return True if the first gradient has changed since it arrived; clipping would change all gradients alike."""
+        """Changes of the first gradient since it arrived, for all gradients, as clipping changes them alike."""
         if self._watched is None:
             return Touch.UNKNOWN
         param, grad, version = self._watched
@@ -170,10 +177,7 @@ class GradientTracker:
         return param in self.additions or param in self.uncounted
 
     def completed(self, bucket: GradientBucket, place: int) -> bool:
-        """Record a complete gradient; return True if the bucket is complete, or enough wait for `fill_waiting`.
-
-        True if now all of its bucket are, or so many wait to be copied that they should be (`fill_waiting`).
-        """
+        """Record a complete gradient; return True if its bucket is complete, or `ENOUGH` elements wait to be copied."""
         filling = self._filling.get(bucket) or self._of(bucket)
         filling.complete.add(place)
         if filling.copies_each:
@@ -291,7 +295,8 @@ class GradientTracker:
 class EarlyLaunch:
     """The decision to launch buckets before `step()`, while their gradients may still change.
 
-    Attributes: `possible`, False as long as gradients are scaled until then.
+    Attributes:
+        possible: False while a GradScaler scales gradients until the step.
     """
 
     def __init__(self) -> None:

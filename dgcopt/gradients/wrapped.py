@@ -43,8 +43,9 @@ class Wrapped:
         failed: told that an exchange has failed.
         follow_groups: adds parameters to `names` that were put into the optimizer's groups by hand.
 
-    Attributes: `commit`, whether memory, gradients and weights belong to one step; `not_taken`, how many steps were
-    exchanged since the optimizer has taken one.
+    Attributes:
+        commit: marker of a commit in progress, which an exception may interrupt.
+        not_taken: number of exchanged steps since the optimizer has taken one.
     """
 
     def __init__(

@@ -26,7 +26,8 @@ class DGCStrategy(DDPStrategy):
     together, on a path that all machines share. `fabric.clip_gradients` clips each rank's gradient before it is
     exchanged, and not the mean.
 
-    Attributes: `exchanges`, one for each optimizer that was set up, with `exchanges[0].optimizers[0].telemetry`.
+    Attributes:
+        exchanges: one for each optimizer that was set up, with `exchanges[0].optimizers[0].telemetry`.
     """
 
     def __init__(self, method: Compressor | Averaging | None = None, **settings: Any) -> None:

@@ -33,7 +33,8 @@ class DGCStrategy(DDPStrategy):
     machines share. `gradient_clip_val` clips each rank's gradient before it is exchanged, and not the mean. If several
     optimizers step the model, each has the method for its own parameters.
 
-    Attributes: `exchange`, with `exchange.optimizers[0].telemetry`; None before `fit`.
+    Attributes:
+        exchange: has `exchange.optimizers[0].telemetry`; None before `fit`.
     """
 
     strategy_name = "dgcopt"

@@ -23,7 +23,8 @@ FOLDER = "dgcopt"
 class Callback(transformers.TrainerCallback):
     """Attaches a method when training begins, and saves and restores each rank's part with Trainer's checkpoints.
 
-    Attributes: `exchange`, with `exchange.optimizers[0].telemetry`; None before training begins.
+    Attributes:
+        exchange: has `exchange.optimizers[0].telemetry`; None before training begins.
     """
 
     def __init__(

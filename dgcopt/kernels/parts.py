@@ -15,8 +15,9 @@ __all__ = ["Mixture", "Parts", "tensors_in"]
 class Parts:
     """A flat tensor in parts that lie apart; None for a missing part.
 
-    Attributes: `tensors`, all flat and of one dtype; `starts` and `stops`, int64 on the CPU, ascending: their places in
-    the whole.
+    Attributes:
+        tensors: flat tensors of one dtype; None for a missing part.
+        starts, stops: their places in the whole, int64 on the CPU, ascending.
     """
 
     tensors: Sequence[Tensor | None]
@@ -35,7 +36,10 @@ class Mixture:
 
     Kernels apply it while they read x or write their result, which saves a pass.
 
-    Attributes: `starts`, ascending, the positions in x of the flat `parts` of y. Elsewhere x is unchanged.
+    Attributes:
+        keep, add: factors of x and y.
+        parts: flat parts of y; elsewhere x is unchanged.
+        starts: their positions in x, ascending.
     """
 
     keep: float

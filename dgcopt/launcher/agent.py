@@ -86,8 +86,10 @@ class Plan:
 class _Slot:
     """One rank's place.
 
-    Attributes: `due`, time of its next start; `tries`, consecutive starts without training; `code`, its exit status
-    once it is not restarted any more.
+    Attributes:
+        due: time of its next start.
+        tries: number of consecutive starts without training.
+        code: its exit status once it is not restarted any more.
     """
 
     number: int

@@ -158,8 +158,10 @@ class Run:
         segments: the parameters' positions.
         states: their present or future entries in the optimizer's state.
 
-    Attributes: `flat`, their memory; `state`, the optimizer state of it; `flat_grad`, memory for copies of their
-    gradients, None if the gradients are adjacent.
+    Attributes:
+        flat: their memory.
+        state: the optimizer state of `flat`.
+        flat_grad: memory for copies of their gradients; None if the gradients are adjacent.
     """
 
     def __init__(self, segments: Sequence[Segment], states: list[dict[str, Any]]) -> None:
@@ -267,7 +269,8 @@ class Run:
 class Plan:
     """The plan of a group's step: its runs, and parameters that are stepped one by one.
 
-    Attributes: `takes_fused_kernel`, True if torch's fused kernel is used although the group does not ask for it.
+    Attributes:
+        takes_fused_kernel: True if torch's fused kernel is used although the group does not ask for it.
     """
 
     takes_fused_kernel: bool = False

@@ -33,7 +33,8 @@ class AttachedOptimizer(StepHooks):
     Until it has stepped, another optimizer that steps the same parameters is a ConfigError. So is a parameter that no
     hook has averaged, if the compressor takes momentum over from it, or the step.
 
-    Attributes: `is_due`, True if gradients have been exchanged since its last step.
+    Attributes:
+        is_due: True if gradients have been exchanged since its last step.
     """
 
     def __init__(

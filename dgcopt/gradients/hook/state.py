@@ -37,7 +37,8 @@ class HookState:
     `ddp_hook` with the optimizer, and register the result. Until DDP has rebuilt its buckets, sums that depend on their
     layout (an allreduce among more than two ranks) may differ in their last bits.
 
-    Attributes: `telemetry`, bytes and seconds of this process.
+    Attributes:
+        telemetry: bytes and seconds of this process.
     """
 
     def __init__(self, compressor: Compressor | Any = None) -> None:

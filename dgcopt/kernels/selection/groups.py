@@ -22,9 +22,14 @@ _TILE = 2048  # elements per program on a GPU
 class Search:
     """A search for the largest elements of each group by kernels on a GPU, in tiles.
 
-    Attributes: `count`, number of elements to select in all groups; `wanted`, in each; `firsts`, `[2, groups]`, each
-    group's first tile, and the number of elements selected in groups before it; `tiles`, `[3, tiles]`: group, start and
-    stop; `tile`, largest number of elements in a tile. int64, on the device.
+    Tensors are int64, on the device.
+
+    Attributes:
+        count: number of elements to select in all groups.
+        wanted: number of elements to select in each group.
+        firsts: first tile of each group, and number of elements selected in the groups before it, `[2, groups]`.
+        tiles: group, start and stop of each tile, `[3, tiles]`.
+        tile: largest number of elements in a tile.
     """
 
     count: int
@@ -49,7 +54,8 @@ class Search:
 class Searches:
     """A search for blocks with selected elements, and one for the elements in them.
 
-    Attributes: `lengths`, uint8, on the device: the number of elements in each block.
+    Attributes:
+        lengths: number of elements in each block, uint8, on the device.
     """
 
     lengths: Tensor

@@ -54,8 +54,10 @@ def tile_of(firsts, count, SIZE: tl.constexpr):
 class Pieces:
     """Dense tensors of one dtype, divided into tiles of as many elements each: one program works on a tile.
 
-    Attributes: `table`, int64, on the device: addresses and numbers of elements, and the first tile of each; `tiles`,
-    their number; `modes`, the constants that kernels are compiled for.
+    Attributes:
+        table: address, number of elements and first tile of each piece, int64, on the device.
+        tiles: number of tiles.
+        modes: constants that kernels are compiled for.
     """
 
     table: Tensor

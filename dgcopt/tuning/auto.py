@@ -46,8 +46,9 @@ class Auto(Wrapper):
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), "auto")
         dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), dgcopt.Auto(allow=("exact", "sparse")))
 
-    The first steps are dense. Then a second goes into a probe of the link and some into recording costs; up to three
-    candidates take turns with the dense exchange, six steps at a time. One that takes 95% of its time or less is kept.
+    The first steps are dense. Then the time of 16 steps, a second at most, goes into a probe of the link, and some into
+    recording costs; up to three candidates, none of them predicted to take more than 1.5 times as long as the best,
+    take turns with the dense exchange, six steps at a time. One that takes 95% of its time or less is kept.
     Every 64 steps the seconds of a step are compared: after a change by a quarter, twice in a row, all of this is done
     anew, at most after 4, 8, 16, ... times 64 steps. A log line says the choice and its reason; `reason` keeps it.
 

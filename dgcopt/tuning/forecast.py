@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,10 +20,10 @@ from . import clock
 from .advise import LANES, Setting, rate
 from .candidate import Candidate, Candidates
 from .costs import Recipe, record_recipe
-from .probe import measurements
+from .probe import LEAST, measurements
 from .profile import Profile
-from .timeline import fill_buckets
-from .wire import Fitted
+from .timeline import VOTE, Round, fill_buckets
+from .wire import Fitted, wire_bytes
 
 __all__ = ["Forecast", "grow", "in_words", "largest", "shrink"]
 
@@ -31,7 +33,10 @@ TRIED = 3
 """Candidates tried beside the fallback and the one in use."""
 HOPELESS = 1.1
 """Candidates predicted to take more than this many times the fallback's step are not tried."""
-PROBE_SECONDS = 1.0
+LOSING = 1.5
+"""Candidates predicted to take more than this many times the best one's step are not tried."""
+PROBE_STEPS, PROBE_SECONDS = 16, 1.0
+"""Seconds of the probe: those of so many steps, and the most."""
 RECORDED = 2**22
 """Elements of the shapes on which costs are recorded; larger models are recorded at a fraction of their sizes."""
 
@@ -59,11 +64,12 @@ class Forecast:
         self._recorded: tuple[Mapping[str, tuple[int, ...]], dict[tuple[str, bool], Recipe]] = ({}, {})
 
     def predict(
-        self, profiles: Sequence[tuple[float, Mapping[str, float]]]
+        self, profiles: Sequence[tuple[float, Mapping[str, float]]], watched: float
     ) -> Generator[Collective, Tensor, list[str]]:
         """Measure the link, predict all candidates, and return the names of the best.
 
-        `profiles` are watched steps of this rank: seconds, and the times when gradients were ready.
+        `profiles` are watched steps of this rank: seconds, and the times when gradients were ready. `watched` are the
+        seconds of a whole step with the exchange in use, the same on all ranks.
         """
         auto, comm = self.auto, self.comm
         shapes = {name: tuple(p.shape) for p, name in self._names.items() if p.requires_grad and p.numel()}
@@ -72,12 +78,12 @@ class Forecast:
             self._recorded = shapes, self._record(shapes, list(by_name.values()))
             yield from self._agree_on_costs(self._recorded[1])
         recipes = self._recorded[1]
-        kinds = {one.kind for recipe in recipes.values() for place in recipe.low.rounds for one in place}
-        largest = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
-        kinds |= {"AllGather"}  # of votes
-        self._wire = yield from measurements(
-            comm, sorted(kinds), PROBE_SECONDS, next(iter(self._names)).device, largest
-        )
+        dense = auto.fallback
+        # a choice restored from a checkpoint of other machines is none of the candidates
+        used = recipes.get((auto.choice.base, auto.choice.hierarchical), recipes[dense.base, dense.hierarchical])
+        probed = probe_sizes(recipes.values(), used, comm.size, watched)
+        seconds = min(PROBE_SECONDS, PROBE_STEPS * watched)
+        self._wire = yield from measurements(comm, probed, seconds, next(iter(self._names)).device)
         model = (yield from self._agree_on_profile(shapes, profiles)).model("auto")
         local = comm.local_size if self._has_machines() else 1
         setting = Setting(model, comm.size, self._wire, local, lanes=LANES)
@@ -93,14 +99,9 @@ class Forecast:
                 found[name] = setting.step(as_set).seconds
         self.candidates = by_name
         self.seconds = found
-        limit = HOPELESS * found[auto.fallback.name]
-        best: dict[Any, str] = {}  # of each compressor, or of each way to send it if there is one only
-        for name in sorted(found, key=lambda name: found[name]):
-            one = by_name[name]
-            key = name if auto.compressor is not None else (one.base, one.hierarchical)
-            if found[name] <= limit and name != auto.fallback.name:
-                best.setdefault(key, name)
-        return [*best.values()][:TRIED]
+        alone = auto.compressor is not None
+        groups = {name: name if alone else (by_name[name].base, by_name[name].hierarchical) for name in found}
+        return shortlist(found, groups, dense.name, watched if auto.choice == dense else 0.0)
 
     def _has_machines(self) -> bool:
         """True if there are several machines with several ranks each, as many on all."""
@@ -158,6 +159,44 @@ def largest(numbers: Sequence[float], label: str) -> Generator[Collective, Tenso
     mine = torch.tensor(numbers, dtype=torch.float64)
     most = yield AllReduce(mine, op="max", group="control", label=label)
     return list(map(float, most.tolist()))
+
+
+def shortlist(predicted: Mapping[str, float], groups: Mapping[str, Any], fallback: str, watched: float) -> list[str]:
+    """Return the candidates to try beside the fallback, fastest first: the best one of each group.
+
+    `watched` are measured seconds of the fallback, 0.0 if there are none: a machine with other work, of which the model
+    knows nothing, is a reason to try more.
+    """
+    limit = min(HOPELESS * max(predicted[fallback], watched), LOSING * min(predicted.values()))
+    best: dict[Any, str] = {}
+    for name in sorted(predicted, key=lambda name: predicted[name]):
+        if predicted[name] <= limit and name != fallback:
+            best.setdefault(groups[name], name)
+    return [*best.values()][:TRIED]
+
+
+def probe_sizes(recipes: Collection[Recipe], used: Recipe, size: int, watched: float) -> dict[str, list[int]]:
+    """Return the bytes of the messages to probe, by kind: the smallest, the largest that any recipe sends, one between.
+
+    Between two sizes nothing is extrapolated, which noise of small messages would make meaningless. A step with the
+    recipe in use has taken `watched` seconds: from its bytes follows the largest message that the probe has time for.
+    """
+    most: dict[str, float] = {"AllGather": VOTE}
+    for sent in _rounds(recipes):
+        most[sent.kind] = max(most.get(sent.kind, 0.0), sent.nbytes)
+    rate = sum(wire_bytes(sent.kind, sent.nbytes, size) for sent in _rounds([used])) / watched
+    affordable = rate * min(PROBE_SECONDS, PROBE_STEPS * watched) / len(most) / 4
+    found = {}
+    for kind, nbytes in most.items():
+        largest = max(int(min(nbytes, affordable / wire_bytes(kind, 1, size))), 4 * LEAST)
+        found[kind] = [LEAST, largest, int(math.sqrt(LEAST * largest))]
+    return found
+
+
+def _rounds(recipes: Collection[Recipe]) -> Iterator[Round]:
+    """Yield the messages of recipes at the fewest ranks recorded."""
+    for recipe in recipes:
+        yield from itertools.chain(*recipe.low.rounds)
 
 
 def shrink(shapes: Mapping[str, tuple[int, ...]], most: int) -> tuple[dict[str, tuple[int, ...]], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,10 +28,10 @@ from ..errors.checks import check_positive
 from . import clock
 from .wire import HALF, KINDS, Fit, Fitted, fit
 
-__all__ = ["load_probe", "measurements", "probe", "save_probe"]
+__all__ = ["LEAST", "load_probe", "measurements", "probe", "save_probe"]
 
-LEAST, MOST = 1024, 2**26  # bytes of a rank's message
-STEP = 4  # of one size to the next
+LEAST = 1024
+SIZES = [LEAST * 4**power for power in range(9)]  # bytes of a rank's message
 REPEATS = 8  # of a small message, of which the fastest counts; large ones are repeated once, as their noise is smaller
 WORD = 4
 
@@ -60,22 +60,22 @@ def probe(comm: Comm, *, seconds: float = 8.0, deadline: float = 20.0, device: t
         )
     device = torch.device("cpu") if device is None else device
     comm.run(Barrier(label="start of dgcopt probe"), deadline)
-    return comm.drive(measurements(comm, KINDS, seconds, device))
+    return comm.drive(measurements(comm, dict.fromkeys(KINDS, SIZES), seconds, device))
 
 
 def measurements(
-    comm: Comm, kinds: Collection[str], seconds: float, device: torch.device, most: int = MOST
+    comm: Comm, sizes: Mapping[str, Sequence[int]], seconds: float, device: torch.device
 ) -> Generator[Collective, Tensor, Fitted]:
     """Measure some kinds of collectives as `probe` does, on all ranks at the same place, with none in flight.
 
-    No message has more than `most` bytes, but two sizes are measured in any case.
+    `sizes` has the kinds, and bytes of the messages of each: the first two are measured in any case.
     """
     measured = yield from _groups(comm)
-    budget = seconds / (len(kinds) * len(measured))
+    budget = seconds / (len(sizes) * len(measured))
     fits: dict[tuple[str, str], Fit] = {}
     for group in measured:
-        for kind in kinds:
-            found = yield from _measure(comm, kind, group, budget, device, most)
+        for kind, wanted in sizes.items():
+            found = yield from _measure(comm, kind, group, budget, device, wanted)
             fits[kind, group] = fit(list(found), list(found.values()), comm.size_of(group))
     return Fitted(fits)
 
@@ -93,23 +93,24 @@ def _groups(comm: Comm) -> Generator[Collective, Tensor, list[Group]]:
 
 
 def _measure(
-    comm: Comm, kind: str, group: Group, budget: float, device: torch.device, most: int
+    comm: Comm, kind: str, group: Group, budget: float, device: torch.device, sizes: Sequence[int]
 ) -> Generator[Collective, Tensor, dict[float, float]]:
     """Return seconds by bytes of a rank's message; all ranks decide alike how far to go."""
     found: dict[float, float] = {}
-    nbytes, spent = LEAST, 0.0
-    yield from _once(comm, kind, group, nbytes, device)  # makes connections
-    while True:
+    spent = 0.0
+    yield from _once(comm, kind, group, sizes[0], device)  # makes connections
+    for nbytes in sizes:
+        if len(found) > 1:
+            following = fit([*found], [*found.values()], comm.size_of(group)).cost(nbytes).seconds
+            if spent + 2 * following > budget:
+                break
         times: list[float] = []
         # the same number on all ranks, as the times are those of the slowest
         while len(times) < REPEATS and (len(times) < 2 or sum(times) < budget / 10):
             times.append((yield from _once(comm, kind, group, nbytes, device)))
         found[nbytes] = min(times)
         spent += sum(times)
-        following = 2 * STEP * found[nbytes]
-        if len(found) > 1 and (spent + following > budget or nbytes * STEP > most):
-            return found
-        nbytes *= STEP
+    return found
 
 
 def _once(

@@ -56,7 +56,7 @@ class Trials:
         order: candidates in the order of their turns.
         turns: seconds of the steps of each turn so far; the last one is under way.
         settling: steps that do not count before the next one that does.
-        level: seconds of a step when the choice was made; 0.0 before.
+        level: seconds of a step with the chosen one, when it was watched or when the choice was made; 0.0 before.
         drifted: windows in a row that were off this level.
         windows: since the choice.
         pause: windows after which trials may start again.
@@ -95,7 +95,7 @@ class Trials:
         if len(turn) < MEASURED and not too_slow:
             return after
         if self.phase is Phase.WATCH:
-            return replace(after, phase=Phase.PREDICT, turns=((),), settling=SETTLING)
+            return replace(after, phase=Phase.PREDICT, turns=((),), settling=SETTLING, level=statistics.median(turn))
         if len(self.turns) < len(self.order):
             return replace(after, turns=(*after.turns, ()), settling=SETTLING)
         return after._decided()

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import dgcopt
-from dgcopt.collectives import Collective
+from dgcopt.collectives import AllReduce, Collective
 from dgcopt.comm import simulated
 from dgcopt.compressors.tuner import Change
 from dgcopt.errors import ConfigError, MismatchError
 from dgcopt.tuning import auto, clock, tuner
 from dgcopt.tuning.candidate import Candidate
 from dgcopt.tuning.costs import record_recipe
-from dgcopt.tuning.forecast import grow, shrink
+from dgcopt.tuning.forecast import grow, shortlist, shrink
 from dgcopt.tuning.trials import Trials
 from dgcopt.tuning.tuner import AutoTuner
 from dgcopt.tuning.wire import wire_bytes
@@ -111,6 +111,48 @@ def test_a_fast_link_stays_with_the_exchange_of_ddp(wire: Wire) -> None:
     steps(ranks, wire, 70, lambda: "uses" in ranks.optimizers[0].compressor.reason)
     assert "uses NoCompression()" in ranks.optimizers[0].compressor.reason
     assert choices(ranks)[0] == Candidate("NoCompression()", sizes=(25.0, 1.0))
+
+
+def test_a_link_is_measured_with_messages_as_large_as_those_sent(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links hold small messages in a buffer, so that their seconds say nothing about the rate."""
+    carry = wire.carry
+    monkeypatch.setattr(
+        *(wire, "carry"),
+        lambda sent, size: carry(sent if sent.nbytes > 2**15 else AllReduce(torch.zeros(1)), size),
+    )
+    wire.speed, wire.latency = 2e6, 0.04
+    ranks = Ranks(2, sgd(), model=layers, compression="auto")
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    seconds = tuner_of(ranks)._forecast.seconds
+    assert seconds["QSGD(), during backward"] < seconds["NoCompression(), after backward"] - 0.3
+
+
+def test_an_exchange_is_tried_if_dense_steps_are_slower_than_predicted(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Votes of a step take longer than the probe has found, as on a machine with other work."""
+    names, carry = ("NoCompression()", "ByteGrad()"), wire.carry
+    monkeypatch.setattr(auto, "CANDIDATES", {name: auto.CANDIDATES[name] for name in names})
+
+    def contended(collective: Collective, size: int) -> None:
+        wire.time += 0.1 if "vote" in collective.label else 0.0
+        carry(collective, size)
+
+    monkeypatch.setattr(wire, "carry", contended)
+    wire.latency, wire.speed = 1e-3, 2e7
+    ranks = Ranks(2, sgd(), compression="auto")
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert "ByteGrad()" in ranks.optimizers[0].compressor.reason
+
+
+def test_few_are_tried_and_none_that_loses_by_the_model() -> None:
+    predicted = {"plain": 1.0, "a": 0.5, "a, late": 0.55, "b": 0.7, "c": 0.76, "d": 1.2, "e": 1.05}
+    groups = {name: name[0] for name in predicted}
+    assert shortlist(predicted, groups, "plain", 0.0) == ["a", "b"]
+    fast = {name: seconds for name, seconds in predicted.items() if name in ("plain", "d", "e")}
+    assert shortlist(fast, groups, "plain", 0.0) == ["e"]
+    assert shortlist(fast, groups, "plain", 1.15) == ["e", "d"]
+    assert len(shortlist({**dict.fromkeys("abcde", 0.9), "plain": 1.0}, groups, "plain", 0.0)) == 3
 
 
 def test_a_link_that_changes_while_exchanges_are_tried(wire: Wire) -> None:

@@ -1,118 +1,108 @@
 """scripts/bench_frontier.py: stacked replicas train as single ones do, sweeps end, processes share the plan."""
 
-import importlib
 import itertools
 import json
 import math
 import os
 import tempfile
 from pathlib import Path
-from types import ModuleType
 
+import frontier_plan as plan
+import frontier_training as training
 import pytest
+import stacked_gpt
 import torch
 import torch.nn.functional as F
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+TASK = "random text"
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    module = importlib.import_module("bench_frontier")
+def text(monkeypatch: pytest.MonkeyPatch) -> None:
     text = torch.randint(256, (2000,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    monkeypatch.setattr(module, "texts", lambda: {"train": text, "validation": text})
-    monkeypatch.setattr(module, "task_id", lambda: "random text")
-    return module
+    monkeypatch.setattr(training, "texts", lambda: {"train": text, "validation": text})
 
 
-def test_stacked_replicas_get_the_clipped_gradients_of_single_ones(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "CLIP", 0.8)
-    models = [bench.model_of(seed) for seed in range(3)]
-    windows = torch.randint(256, (3, 2, bench.TASK["context"] + 1), generator=torch.Generator().manual_seed(1))
-    found = bench.backward([dict(model.named_parameters()) for model in models], windows)
+def test_stacked_replicas_get_the_clipped_gradients_of_single_ones() -> None:
+    models = [training.model_of(seed) for seed in range(3)]
+    windows = torch.randint(256, (3, 2, training.TASK["context"] + 1), generator=torch.Generator().manual_seed(1))
+    found = stacked_gpt.backward([dict(model.named_parameters()) for model in models], windows, heads=2, clip=0.8)
     losses, norms = [], []
     for model, own in zip(models, windows, strict=True):
         stacked = [param.grad for param in model.parameters()]
         model.zero_grad()
         loss = F.cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bench.CLIP)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8)))
         for param, grad in zip(model.parameters(), stacked, strict=True):
             torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-6)
         losses.append(float(loss.detach()))
     assert found == pytest.approx(sum(losses) / 3, rel=1e-6)
-    assert min(norms) < bench.CLIP < max(norms)  # one is clipped, another is not
+    assert min(norms) < 0.8 < max(norms)  # one is clipped, another is not
 
 
-def test_a_line_that_was_cut_off_is_repeated_and_whole_ones_are_not(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_line_that_was_cut_off_is_repeated_and_whole_ones_are_not(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    results = bench.Results(path)
-    first = next(bench.ready(results))
+    results = plan.Results(path, TASK)
+    first = next(plan.ready(results))
     results.add(first, {"loss": 2.0}, "commit")
-    second = next(bench.ready(results))
+    second = next(plan.ready(results))
     results.add(second, {"loss": 1.9}, "commit")
     path.write_bytes(path.read_bytes()[:-20])
-    reopened = bench.Results(path)
-    assert reopened.loss(first) == 2.0 and next(bench.ready(reopened)) == second
+    reopened = plan.Results(path, TASK)
+    assert reopened.loss(first) == 2.0 and next(plan.ready(reopened)) == second
     reopened.add(second, {"loss": 1.9}, "commit")
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [2.0, 1.9]
 
 
 @pytest.mark.parametrize("optimum", [8e-3, 2e-3, 64e-3])
-def test_a_sweep_ends_at_a_value_between_two_worse_ones(bench: ModuleType, tmp_path: Path, optimum: float) -> None:
-    results = bench.Results(tmp_path / "runs.jsonl")
-    method, rates = bench.METHODS["dense"], []
-    while (run := bench.swept(method, results)[1]) is not None:
+def test_a_sweep_ends_at_a_value_between_two_worse_ones(tmp_path: Path, optimum: float) -> None:
+    results = plan.Results(tmp_path / "runs.jsonl", TASK)
+    method, rates = plan.METHODS["dense"], []
+    while (run := plan.swept(method, results)[1]) is not None:
         rates.append(run.lr)
         diverges = run.lr > 2 * optimum
         loss = None if diverges else max(run.lr / optimum, optimum / run.lr)
         results.add(run, {"loss": loss}, "commit")
-    assert bench.best_settings(method, results) == {"lr": optimum}
+    assert plan.best_settings(method, results) == {"lr": optimum}
     assert {optimum / 2, optimum, optimum * 2} <= set(rates) and len(rates) <= 6
 
 
 @pytest.mark.parametrize("optimum", [(8e-3, 0.5, 0.8), (2e-3, 2.0, 0.0), (16e-3, 1.0, 0.95)])
-def test_a_sweep_tunes_the_outer_optimizer_too(
-    bench: ModuleType, tmp_path: Path, optimum: tuple[float, float, float]
-) -> None:
-    results = bench.Results(tmp_path / "runs.jsonl")
-    method, runs = bench.METHODS["DiLoCo, H = 8"], 0
+def test_a_sweep_tunes_the_outer_optimizer_too(tmp_path: Path, optimum: tuple[float, float, float]) -> None:
+    results = plan.Results(tmp_path / "runs.jsonl", TASK)
+    method, runs = plan.METHODS["DiLoCo, H = 8"], 0
     found = {
-        bench.run_of(method, dict(zip(method.grid, point, strict=True)), 4, bench.STEPS // 2, 0, results.task): point
+        plan.run_of(method, dict(zip(method.grid, point, strict=True)), 4, plan.STEPS // 2, 0, results.task): point
         for point in itertools.product(*(grid.values() for grid in method.grid.values()))
     }
-    while (run := bench.swept(method, results)[1]) is not None:
+    while (run := plan.swept(method, results)[1]) is not None:
         runs += 1
         loss = sum(abs(math.log((0.1 + a) / (0.1 + b))) for a, b in zip(found[run], optimum, strict=True))
         results.add(run, {"loss": loss}, "commit")
-    assert tuple(bench.best_settings(method, results).values()) == optimum
+    assert tuple(plan.best_settings(method, results).values()) == optimum
     assert runs < 25  # of hundreds
 
 
-def test_sweeps_take_turns(bench: ModuleType, tmp_path: Path) -> None:
-    results = bench.Results(tmp_path / "runs.jsonl")
-    for _ in bench.METHODS:
-        results.add(next(bench.ready(results)), {"loss": 2.0}, "commit")
-    assert all(len(bench.swept(method, results)[0]) == 1 for method in bench.METHODS.values())
+def test_sweeps_take_turns(tmp_path: Path) -> None:
+    results = plan.Results(tmp_path / "runs.jsonl", TASK)
+    for _ in plan.METHODS:
+        results.add(next(plan.ready(results)), {"loss": 2.0}, "commit")
+    assert all(len(plan.swept(method, results)[0]) == 1 for method in plan.METHODS.values())
 
 
-def test_every_method_can_be_built(bench: ModuleType) -> None:
-    for method in bench.METHODS.values():
+def test_every_method_can_be_built() -> None:
+    for method in plan.METHODS.values():
         settings = {setting: grid[0] for setting, grid in method.grid.items()}
-        run = bench.run_of(method, settings, method.ranks[0], 10, 0, bench.task_id())
-        replicas = [dict(bench.model_of(0).named_parameters()) for _ in range(run.ranks)]
-        assert len(bench.wrapped(run, replicas)) == run.ranks
+        run = plan.run_of(method, settings, method.ranks[0], 10, 0, TASK)
+        replicas = [dict(training.model_of(0).named_parameters()) for _ in range(run.ranks)]
+        assert len(training.wrapped(run, replicas)) == run.ranks
 
 
-def test_a_run_that_another_process_makes_is_left_to_it(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_another_process_makes_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    results = bench.Results(tmp_path / "runs.jsonl")
-    first, second = itertools.islice(bench.ready(results), 2)
+    results = plan.Results(tmp_path / "runs.jsonl", TASK)
+    first, second = itertools.islice(plan.ready(results), 2)
 
     def claims_of_another_process() -> list[bool]:
         if (child := os.fork()) == 0:
@@ -128,32 +118,30 @@ def test_a_run_that_another_process_makes_is_left_to_it(
         assert ours
         assert claims_of_another_process() == [False, True]
     assert claims_of_another_process() == [True, True]
-    bench.Results(results.path).add(first, {"loss": 2.0}, "commit")  # by another process
+    plan.Results(results.path, TASK).add(first, {"loss": 2.0}, "commit")  # by another process
     with results.claimed(first) as ours:
         assert not ours
 
 
-def test_only_methods_on_the_frontier_get_more_seeds(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = bench.Results(tmp_path / "runs.jsonl")
+def test_only_methods_on_the_frontier_get_more_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = plan.Results(tmp_path / "runs.jsonl", TASK)
     names = ("dense", "one rank", "TopK of the update, 1%", "LocalSGD, H = 8", "DiLoCo, H = 8")
-    monkeypatch.setattr(bench, "METHODS", {name: bench.METHODS[name] for name in names})
+    monkeypatch.setattr(plan, "METHODS", {name: plan.METHODS[name] for name in names})
     found = dict(zip(names, [(1.65, 800), (2.1, 0), (1.70, 8), (1.71, 80), (1.72, 80)], strict=True))
-    while (run := next(bench.ready(results))).steps < bench.STEPS:
-        (name,) = (name for name, method in bench.METHODS.items() if run == bench.swept(method, results)[1])
+    while (run := next(plan.ready(results))).steps < plan.STEPS:
+        (name,) = (name for name, method in plan.METHODS.items() if run == plan.swept(method, results)[1])
         loss, sent = found[name]
         results.add(run, {"loss": loss + abs(math.log(run.lr / 8e-3)), "bytes_per_sample": sent}, "commit")
     # LocalSGD's loss is within the margin of TopK's, DiLoCo's is not
-    assert bench.survivors(results) == ["dense", "one rank", "TopK of the update, 1%", "LocalSGD, H = 8"]
-    of_a_stage = [run for run in bench.ready(results) if run.ranks == 4]
+    assert plan.survivors(results) == ["dense", "one rank", "TopK of the update, 1%", "LocalSGD, H = 8"]
+    of_a_stage = [run for run in plan.ready(results) if run.ranks == 4]
     assert len(of_a_stage) == 3 * 3  # three seeds of each that exchanges
 
 
-def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(bench: ModuleType) -> None:
-    method = bench.METHODS["DiLoCo, TopK 1%, unsent local, H = 8"]
+def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(text: None) -> None:
+    method = plan.METHODS["DiLoCo, TopK 1%, unsent local, H = 8"]
     settings = {"lr": 8e-3, "outer_lr": 1.0, "momentum": 0.5}
-    result = bench.train(bench.run_of(method, settings, 2, 20, 0, bench.task_id()))
+    result = training.train(plan.run_of(method, settings, 2, 20, 0, TASK))
     assert [step for step, _, _ in result["curve"]] == [*range(2, 21, 2)]
     assert 0 < result["bytes_per_sample"] < result["dense_bytes_per_sample"] / 100
     assert 0 < result["distance"] < 1  # steps are large beside the first weights

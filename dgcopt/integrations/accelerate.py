@@ -6,7 +6,7 @@ dgcopt.integrations.accelerate.attach(accelerator, model, optimizer, dgcopt.DGC(
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -37,35 +37,38 @@ def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, method: C
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     exchange = Exchange(keep_gradients_local(model), optimizers, method)
     if accelerator not in _attached:
+        _attached[accelerator] = []
         _follow_checkpoints(accelerator)
-    # `free_memory`, as before a retry with smaller batches, leaves earlier models out
-    prepared = {module for model in vars(accelerator)["_models"] for module in model.modules()}
-    attached = {name: each for name, each in _exchanges(accelerator).items() if each.model in prepared}
-    names = ("dgcopt" if number == 1 else f"dgcopt_{number}" for number in count(1))
-    attached[next(name for name in names if name not in attached)] = exchange
-    _attached[accelerator] = {name: ref(each) for name, each in attached.items()}
+    _attached[accelerator].append(ref(exchange))
     return exchange
 
 
-_attached: WeakKeyDictionary[Accelerator, dict[str, ref[Exchange]]] = WeakKeyDictionary()
-"""Exchanges of an accelerator's models by folder; their optimizers hold them."""
+_attached: WeakKeyDictionary[Accelerator, list[ref[Exchange]]] = WeakKeyDictionary()
+"""Exchanges of an accelerator's models in the order of `attach`; their optimizers hold them."""
 
 
-def _exchanges(accelerator: Accelerator) -> dict[str, Exchange]:
-    exchanges = {name: each() for name, each in _attached.get(accelerator, {}).items()}
-    return {name: each for name, each in exchanges.items() if each is not None}
+def _exchanges(accelerator: Accelerator, models: list[nn.Module], folder: str) -> Iterator[tuple[Path, Exchange]]:
+    """Yield the exchange of each prepared model with its folder in a checkpoint.
+
+    `free_memory`, as before a retry with smaller batches, leaves earlier models out.
+    """
+    prepared = {module for model in models for module in model.modules()}
+    living = (each() for each in _attached[accelerator])
+    kept = [each for each in living if each is not None and each.model in prepared]
+    for number, exchange in enumerate(kept, start=1):
+        yield Path(folder) / ("dgcopt" if number == 1 else f"dgcopt_{number}"), exchange
 
 
 def _follow_checkpoints(accelerator: Accelerator) -> None:
     """Save and load the ranks' parts with an accelerator's checkpoints."""
 
     def save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        for name, exchange in _exchanges(accelerator).items():
-            exchange.save(Path(folder) / name, 0)
+        for path, exchange in _exchanges(accelerator, models, folder):
+            exchange.save(path, 0)
 
     def find(models: list[nn.Module], folder: str) -> None:
-        for name, exchange in _exchanges(accelerator).items():
-            exchange.use(read(Path(folder) / name))
+        for path, exchange in _exchanges(accelerator, models, folder):
+            exchange.use(read(path))
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(find)

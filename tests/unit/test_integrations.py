@@ -39,3 +39,17 @@ def test_a_missing_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "dgcopt"):
         assert read(tmp_path / "nothing") == {}
     assert "starts from zero" in caplog.text
+
+
+def test_each_model_that_accelerate_has_prepared_has_a_folder_in_its_checkpoints(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    exchanges = []
+    for folders in (["dgcopt", "dgcopt_2"], ["dgcopt"]):
+        for _ in folders:
+            model = nn.Linear(3, 2)
+            prepared, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+            exchanges.append(dgcopt.integrations.accelerate.attach(accelerator, prepared, optimizer, dgcopt.DGC(0.1)))
+        accelerator.save_state(str(tmp_path / str(len(folders))))
+        assert sorted(path.name for path in (tmp_path / str(len(folders))).glob("dgcopt*")) == folders
+        accelerator.free_memory()  # earlier exchanges live on

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
 
 import torch
 
@@ -18,7 +19,6 @@ __all__ = [
     "ProcessSet",
     "add_process_set",
     "ccl_built",
-    "comm_of",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -209,24 +209,30 @@ def cross_size() -> int:
 
 
 # -- which libraries there are ---------------------------------------------------------------------------------------
-# Horovod's own answers if it is the wire; else those of torch and mpi4py.
+
+Answer = TypeVar("Answer", bool, int)
 
 
-def _of_horovod(question: str) -> Any:
-    """Return Horovod's answer; None if it is not the wire."""
-    return getattr(horovod_torch(), question)() if wire_in_use() == "horovod" else None
+def _by_horovod(answer: Callable[[], Answer]) -> Callable[[], Answer]:
+    """Return a function that gives Horovod's own answer if it is the wire, else that of `answer`."""
+
+    @functools.wraps(answer)
+    def ask() -> Answer:
+        return getattr(horovod_torch(), answer.__name__)() if wire_in_use() == "horovod" else answer()
+
+    return ask
 
 
+@_by_horovod
 def mpi_built() -> bool:
     """Return True if messages could travel by MPI: Horovod was built with it, or mpi4py is installed."""
-    answer = _of_horovod("mpi_built")
-    return importlib.util.find_spec("mpi4py") is not None if answer is None else answer
+    return importlib.util.find_spec("mpi4py") is not None
 
 
+@_by_horovod
 def mpi_enabled() -> bool:
     """Return True if messages travel by MPI."""
-    answer = _of_horovod("mpi_enabled")
-    return wire_in_use() == "mpi" if answer is None else answer
+    return wire_in_use() == "mpi"
 
 
 def mpi_threads_supported() -> bool:
@@ -234,51 +240,49 @@ def mpi_threads_supported() -> bool:
     comm = _joined()
     if not mpi_enabled():
         raise ConfigError(f"messages do not travel by MPI here, but over {comm.wire}")
-    answer = _of_horovod("mpi_threads_supported")
-    return not comm.no_threads if answer is None else answer
+    return horovod_torch().mpi_threads_supported() if comm.wire == "horovod" else not comm.no_threads
 
 
+@_by_horovod
 def gloo_built() -> bool:
     """Return True if messages could travel by Gloo: Horovod, or torch, was built with it."""
-    answer = _of_horovod("gloo_built")
-    dist = torch.distributed
-    return dist.is_available() and dist.is_gloo_available() if answer is None else answer
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
 
 
+@_by_horovod
 def gloo_enabled() -> bool:
     """Return True if messages travel by Gloo."""
-    answer = _of_horovod("gloo_enabled")
-    return wire_in_use() == "torch" if answer is None else answer
+    return wire_in_use() == "torch"
 
 
+@_by_horovod
 def nccl_built() -> int:
     """Return NCCL's version (21903 is 2.19.3) if Horovod, or torch, was built with it, else 0."""
-    answer = _of_horovod("nccl_built")
-    if answer is not None:
-        return answer
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return 0
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return 10000 * major + 100 * minor + patch
 
 
+@_by_horovod
 def ddl_built() -> bool:
     """Return True if Horovod is the wire and was built with IBM's DDL."""
-    return bool(_of_horovod("ddl_built"))
+    return False
 
 
+@_by_horovod
 def ccl_built() -> bool:
     """Return True if Horovod is the wire and was built with Intel's oneCCL."""
-    return bool(_of_horovod("ccl_built"))
+    return False
 
 
+@_by_horovod
 def cuda_built() -> bool:
     """Return True if Horovod, or torch, was built with CUDA."""
-    answer = _of_horovod("cuda_built")
-    return torch.version.cuda is not None if answer is None else answer
+    return torch.version.cuda is not None
 
 
+@_by_horovod
 def rocm_built() -> bool:
     """Return True if Horovod, or torch, was built with ROCm."""
-    answer = _of_horovod("rocm_built")
-    return torch.version.hip is not None if answer is None else answer
+    return torch.version.hip is not None

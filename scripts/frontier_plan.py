@@ -74,6 +74,22 @@ METHODS: dict[str, Method] = {
     "dense": Method("NoCompression()"),
     "one rank": Method("NoCompression()", ranks=(1,)),
     "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0", lr=16e-3),
+    "one rank, Muon": Method("NoCompression()", "muon", ranks=(1,)),
+    "MuLoCo, TopK 1%, unsent local, H = 8": Method(
+        f"DiLoCo(8, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')", "muon"
+    ),
+    "MuLoCo, TopK 1%, unsent local, H = 32": Method(
+        f"DiLoCo(32, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')", "muon"
+    ),
+    "MuLoCo, TopK 5%, unsent local, H = 32": Method(
+        f"DiLoCo(32, {OUTER}, compression=TopK(0.05, {CODED}), unsent='local')", "muon"
+    ),
+    "TopK of the gradient, 1%, Muon": Method(f"TopK(0.01, {CODED}, source='gradient')", "muon"),
+    "DiLoCo without first moment, TopK 1%, unsent local, H = 8": Method(
+        f"DiLoCo(8, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')", "adamw0", lr=4e-3
+    ),
+    "MuLoCo, H = 8": Method(f"DiLoCo(8, {OUTER})", "muon"),
+    "MuLoCo, H = 128": Method(f"DiLoCo(128, {OUTER})", "muon"),
     "DiLoCo as in its paper, H = 8": Method("DiLoCo(every=8)"),
     "DiLoCo as in its paper, without first moment, H = 8": Method("DiLoCo(every=8)", "adamw0", lr=2e-3),
     "LocalSGD, H = 8": Method("LocalSGD(every=8)"),

@@ -1,12 +1,12 @@
 /* The largest magnitudes of groups, and of chunks, for each dtype: on the bits of floats. */
 
-/* The numbers of all blocks of pieces [starts[i], stops[i]), which begin on block boundaries, that hold the
-   `count` largest magnitudes: those whose maximum reaches `bound`, the count-th largest one, or 0. `numbers`: how
-   many blocks of each piece. Returns how many of all, -1 if there is no memory left. */
+/* The numbers of the blocks of pieces [starts[i], stops[i]), which begin on block boundaries, that hold the `count`
+   largest magnitudes: those with the `count` largest maxima, of equal ones the first. `bound`: the least of these, or 0.
+   `numbers`: how many blocks of each piece. Returns how many of all, -1 if there is no memory left. */
 static TARGET int64_t OF(candidate_blocks_from)(const BITS *maxima, const int64_t *starts, const int64_t *stops,
                                                 int64_t pieces, int64_t count, int64_t *blocks, int64_t *numbers,
                                                 int32_t *bound) {
-    int64_t all = 0, found = 0;
+    int64_t all = 0, found = 0, ties = count;
     int32_t least = 0;
     for (int64_t i = 0; i < pieces; i++) all += (stops[i] - starts[i] + BLOCK - 1) / BLOCK;
     if (0 < count && count < all) {
@@ -18,12 +18,16 @@ static TARGET int64_t OF(candidate_blocks_from)(const BITS *maxima, const int64_
                 tops[number++] = CODE(maxima[block]);
         least = FN(kth_largest)(tops, all, count);
         free(tops);
+        for (int64_t i = 0; i < pieces; i++)
+            for (int64_t block = starts[i] / BLOCK; block * BLOCK < stops[i]; block++) ties -= CODE(maxima[block]) > least;
     }
     for (int64_t i = 0; i < pieces; i++) {
         int64_t before = found;
         for (int64_t block = starts[i] / BLOCK; count && block * BLOCK < stops[i]; block++) {
+            int32_t code = CODE(maxima[block]);
             blocks[found] = block;
-            found += CODE(maxima[block]) >= least;
+            found += (code > least) | (count >= all) | ((code == least) & (ties > 0));
+            ties -= code == least;
         }
         numbers[i] = found - before;
     }

@@ -56,8 +56,8 @@ def select(flat: Tensor, maxima: Tensor, groups: Groups) -> Tensor:
 def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Return the blocks that can hold selected elements, by their `block_maxima`, so that others need not be computed.
 
-    A group's blocks with a maximum of at least its k-th largest; all if it has at most k blocks. Returns numbers of
-    blocks, int64, ascending, and their count in each piece, int64, on the CPU.
+    A group's blocks with the k largest maxima, of equal ones the first; all if it has at most k blocks. Returns numbers
+    of blocks, int64, ascending, and their count in each piece, int64, on the CPU.
     """
     starts, stops, pieces, counts = groups.table
     number = -(-(stops - starts) // BLOCK)  # blocks of each piece
@@ -67,13 +67,11 @@ def candidate_blocks(maxima: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     sizes = torch.bincount(of_group, minlength=len(counts))
     own, of_group, of_piece = (tensor.to(maxima.device) for tensor in (own, of_group, of_piece))
     codes = bits_of(maxima).index_select(0, own)
-    down = codes.argsort(descending=True)
-    down = codes[down[of_group[down].argsort(stable=True)]]  # of each group, from its largest
-    some = ((counts > 0) & (counts < sizes)).nonzero().squeeze(1)
-    least = torch.zeros(len(counts), dtype=codes.dtype, device=maxima.device)
-    kth = (sizes.cumsum(0) - sizes + counts - 1)[some]
-    least[some.to(maxima.device)] = down[kth.to(maxima.device)]
-    chosen = (codes >= least[of_group]) & (counts > 0).to(maxima.device)[of_group]
+    down = codes.argsort(descending=True, stable=True)
+    down = down[of_group[down].argsort(stable=True)]  # of each group, from its largest
+    ends = (sizes.cumsum(0) - sizes + counts).to(maxima.device)
+    chosen = torch.zeros_like(codes, dtype=torch.bool)
+    chosen[down[torch.arange(len(down), device=maxima.device) < ends[of_group[down]]]] = True
     return own[chosen], torch.bincount(of_piece[chosen], minlength=len(starts)).cpu()
 
 

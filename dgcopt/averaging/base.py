@@ -21,7 +21,7 @@ from ..flat.local_shard import is_sharded
 from ..gradients.replicas import check_on_mesh, comm_of_replicas
 from .rounds import Rounds
 from .rule import Rule
-from .sync import Round, Sync, WeightSync
+from .sync import Round, Sync
 
 __all__ = ["Averaging"]
 
@@ -98,4 +98,4 @@ class Averaging(Rule):
 
     def sync(self, round: Round) -> Sync:
         """Return one rank's part in a round: by default the exchange of each bucket."""
-        return WeightSync(round)
+        return Sync(round)

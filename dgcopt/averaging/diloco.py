@@ -336,11 +336,7 @@ class OuterSync(Sync):
             steps_of(outer).gradient_arrived(anchor)
 
     def run(self) -> Job:
-        step = OuterStep(self, self.round)
-        if step.votes:
-            yield from step.run()
-        else:
-            yield from step.complete()
+        return OuterStep(self, self.round).take()
 
     def send_due(self) -> Optimizer:
         """Launch the outer gradient whose turn it is, unless it is in flight; return its outer optimizer."""

@@ -292,7 +292,8 @@ class Schedule:
             self.runner.finish()
         else:
             self.comm.complete(self._begin_together)
-        self.sync.apply()
+        if self.overlaps:
+            self.sync.apply()
 
     def _begin_together(self) -> None:
         self._follow()

@@ -27,7 +27,7 @@ from .replica import Replica
 from .rule import Rule
 from .weights import Weights
 
-__all__ = ["Round", "RoundStep", "Sync", "WeightSync"]
+__all__ = ["Round", "RoundStep", "Sync"]
 
 log = logging.getLogger("dgcopt")
 
@@ -70,6 +70,9 @@ class Round(Protocol):
 class Sync:
     """One rank's part in each round; created before anything is sent or changed.
 
+    A round exchanges all weights, bucket by bucket (`WeightStep`); an algorithm whose rounds do something else, as
+    DiLoCo's outer steps, returns a subclass from `Averaging.sync`.
+
     Attributes: `round`, its surroundings; `outers`, optimizers that step in a round, whose bytes and residuals count.
     """
 
@@ -79,6 +82,8 @@ class Sync:
 
     def join(self) -> None:
         """Adapt to the wire that `round` has joined, its first or another one."""
+        self._step = WeightStep(self.round)
+        self._exchanged: list[str] = []  # in the last round
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Set the number of local steps per epoch, for schedules that count epochs."""
@@ -93,32 +98,44 @@ class Sync:
     def stepped(self) -> None:
         """Note a local step, which may have made a round due."""
 
+    @torch.no_grad()
     def launch(self) -> None:
         """Launch a round that overlaps with training (`Averaging.overlap`)."""
-        raise NotImplementedError
+        before, self._exchanged = self._exchanged, self.round.replica.exchanged()
+        if self._exchanged == before or not before or not self._step.votes:
+            self._step.launch()  # else `run` votes first: messages of other sizes would end processes of other ranks
 
     def run(self) -> Job:
         """Run a round, or the rest of it."""
-        raise NotImplementedError
+        return self._step.take()
 
+    @torch.no_grad()
     def apply(self) -> None:
         """Apply the result of an overlapping round, before a local step."""
+        self._step.apply()
 
     @property
     def in_flight(self) -> bool:
         """True if a round was launched and has not ended."""
-        raise NotImplementedError
+        return bool(self._step.exchanges) or (self.round.overlaps and self.round.runner.busy)
 
+    @torch.no_grad()
     def relaunch(self) -> None:
         """Launch the round again that was in flight when state was saved."""
-        raise NotImplementedError
+        self._step.launch()
+        self.round.runner.add(self.run())
 
     def cancel(self) -> None:
         """Wait for in-flight collectives and ignore their results, on all ranks, before state is loaded."""
 
     def abort(self) -> str:
         """Roll back a failed round; return the words to append to an error of the wire."""
-        return ""
+        told = on_their_way(self._step.exchanges)
+        if self._step.exchanges and not self.round.rule.meets:  # peers may have used the messages of this rank
+            self.round.commit.begin("the weights of its peers")
+        self._step.rollback()
+        self._step.ended()
+        return told
 
     def progress(self) -> dict[Tensor, Tensor]:
         """Return the local progress since the last round, by parameter."""
@@ -151,6 +168,13 @@ class RoundStep(Step):
     def votes(self) -> bool:
         """True if all ranks meet in the round, so that they can vote on it."""
         return self.round.rule.meets or self.round.joining
+
+    def take(self) -> Job:
+        """Run the round, with a vote if all ranks meet in it."""
+        if self.votes:
+            yield from self.run()
+        else:
+            yield from self.complete()
 
     def is_finite(self) -> bool:
         """Return True if all weights of this rank are finite."""
@@ -296,47 +320,6 @@ class WeightStep(RoundStep):
 
     def ended(self) -> None:
         self._exchanges, self._copies, self._unapplied = [], {}, ()
-
-
-class WeightSync(Sync):
-    """A rank's part in rounds that exchange all weights: see `WeightStep`."""
-
-    def join(self) -> None:
-        self._step = WeightStep(self.round)
-        self._exchanged: list[str] = []  # in the last round
-
-    @torch.no_grad()
-    def launch(self) -> None:
-        before, self._exchanged = self._exchanged, self.round.replica.exchanged()
-        if self._exchanged == before or not before or not self._step.votes:
-            self._step.launch()  # else `run` votes first: messages of other sizes would end processes of other ranks
-
-    def run(self) -> Job:
-        if self._step.votes:
-            yield from self._step.run()
-        else:
-            yield from self._step.complete()
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        self._step.apply()
-
-    @property
-    def in_flight(self) -> bool:
-        return bool(self._step.exchanges) or (self.round.overlaps and self.round.runner.busy)
-
-    @torch.no_grad()
-    def relaunch(self) -> None:
-        self._step.launch()
-        self.round.runner.add(self.run())
-
-    def abort(self) -> str:
-        told = on_their_way(self._step.exchanges)
-        if self._step.exchanges and not self.round.rule.meets:  # peers may have used the messages of this rank
-            self.round.commit.begin("the weights of its peers")
-        self._step.rollback()
-        self._step.ended()
-        return told
 
 
 def _write_to(bucket: Bucket, result: Tensor | SparseSum) -> Write:

@@ -23,45 +23,41 @@ Prints a table of all cells, the median error, and the share of cells whose choi
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
-import logging
 import math
 import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_step import bf16_hook
 from links import Loopback, Namespaces, bits_per_second, lacking
-from torch import Tensor, nn
+from shaped_ranks import PATIENCE, Ranks, note, serve
+from sleeping import Sleeping, waited_for_core
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
 
 from dgcopt.tuning.advise import BASELINES, CANDIDATES, Setting
-from dgcopt.tuning.costs import Recipe, Recording, heavy_tailed
+from dgcopt.tuning.costs import Recipe, Recording
 from dgcopt.tuning.models import Model, known_models
 from dgcopt.tuning.timeline import Round
 from dgcopt.tuning.wire import Fitted, fit
 
-ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("100mbit", "300mbit", "1gbit", "none")
 SYSTEMS = (
     *BASELINES,
     *("NoCompression()", "BF16()", "PowerSGD(rank=4, start_step=0)", "DGC(ratio=0.01, warmup=None)"),
     "DGC.compact(warmup=None)",
 )
-PATIENCE = timedelta(seconds=300)
 AUTO = "auto"
 LONGEST_CHOICE = 300
 """Steps within which `auto` has chosen, though the link seems to change while it tries."""
@@ -75,86 +71,12 @@ NEVER_SLOWER = 1.02
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-class Sleeper:
-    """The clock of a device that computes while the processor does something else.
-
-    Sleeps overshoot, more so on a busy machine; the excess is taken off the next one. `queued` is the part of it for
-    which this process could have run.
-    """
-
-    def __init__(self) -> None:
-        self.credit, self.queued = 0.0, 0.0
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep `seconds`, less the credit of earlier sleeps."""
-        self.credit -= seconds
-        if self.credit < 0:
-            start, queued = time.perf_counter(), waited_for_core()
-            time.sleep(-self.credit)
-            self.credit += time.perf_counter() - start
-            self.queued += waited_for_core() - queued
-
-
-class Layer(torch.autograd.Function):
-    """One parameter: forward does nothing, backward sleeps and returns a gradient that was there before."""
-
-    @staticmethod
-    def forward(ctx: Any, signal: Tensor, param: Tensor, give: Any) -> Tensor:
-        ctx.give = give
-        return signal.clone()
-
-    @staticmethod
-    def backward(ctx: Any, signal: Tensor) -> tuple[Tensor, Tensor, None]:
-        return signal, ctx.give(), None
-
-
-class Sleeping(nn.Module):
-    """A model's parameters, whose gradients become ready at the times of the real model."""
-
-    def __init__(self, model: Model, rank: int, seconds: float) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(torch.zeros(shape) for shape in model.shapes.values())
-        gradients = heavy_tailed(model.shapes, torch.device("cpu"))
-        self.gradients = [gradient * (1 + rank / 16) for gradient in gradients.values()]
-        self.before = seconds * model.forward
-        total = sum(model.shares)
-        self.shares = [seconds * (1 - model.forward) * share / total for share in model.shares]
-        self.sleeper = Sleeper()
-
-    def forward(self) -> Tensor:
-        self.sleeper.sleep(self.before)
-        signal = torch.zeros(())
-        for param, gradient, share in zip(self.params, self.gradients, self.shares, strict=True):
-            signal = Layer.apply(signal, param, functools.partial(self.give, gradient, share))
-        return signal
-
-    def give(self, gradient: Tensor, share: float) -> Tensor:
-        """Sleep for the time of a layer's backward; returns its gradient."""
-        self.sleeper.sleep(share)
-        return gradient
-
-
-# torch compares the annotations of a hook with the types, by name
-def bf16_hook(group: Any, bucket: Any) -> Any:
-    """As torch's own hook, which torch refuses to run without NCCL."""
-    work = dist.all_reduce(bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
-
-
-bf16_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-
-
 def in_ddp(system: str, module: nn.Module) -> DDP:
     """Return the module in DistributedDataParallel, with the gradients of a baseline."""
     ddp = DDP(module, gradient_as_bucket_view=True)
     if system == "DDP bf16":
         ddp.register_comm_hook(None, bf16_hook)
     return ddp
-
-
-def waited_for_core() -> float:
-    """Return the seconds for which this process could have run, and others did."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 class Rank:
@@ -251,72 +173,6 @@ class Rank:
             go.fill_(len(taken) < 2 or (len(taken) < most and time.monotonic() + taken[-1][0] < end))
             dist.broadcast(go, 0)
         return taken
-
-
-def serve(make: Callable[[], Rank]) -> None:
-    """Carry out the commands of standard input, one line each."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print, too
-    logging.basicConfig(level=logging.WARNING)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    rank = make()
-    print(json.dumps("ready"), file=replies)
-    for line in sys.stdin:
-        name, *values = json.loads(line)
-        print(json.dumps(getattr(rank, name)(*values)), file=replies)
-
-
-class Ranks:
-    """The processes of all ranks, in their places: each runs a script with these arguments."""
-
-    def __init__(self, words: Sequence[str], network: Loopback) -> None:
-        self.words, self.network = words, network
-        self.processes: list[subprocess.Popen[str]] = []
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the block ends
-
-    def __enter__(self) -> Ranks:
-        try:
-            port = self.network.port()
-            for rank in range(self.network.size):
-                place = self.network.environment(rank, port) | {"PYTHONPATH": str(ROOT)}
-                place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                process = subprocess.Popen(
-                    [*self.network.enter(rank), sys.executable, *self.words],
-                    env={**os.environ, **place},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.errors,
-                    text=True,
-                    start_new_session=True,  # as torchrun does
-                )
-                self.processes.append(process)
-            self.replies()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-        self.errors.close()
-
-    def replies(self) -> list[Any]:
-        """Return the next reply of each rank. Raises RuntimeError with the last errors if one has ended instead."""
-        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
-        if not all(lines):
-            self.errors.seek(0)
-            raise RuntimeError(f"rank {lines.index('')} ended:\n{self.errors.read()[-3000:].strip()}")
-        return [json.loads(line) for line in lines]
-
-    def call(self, *words: Any) -> list[Any]:
-        """Have all ranks carry out one command; return their results."""
-        for process in self.processes:
-            print(json.dumps(words), file=process.stdin, flush=True)
-        return self.replies()
 
 
 def ranks_of(model: str, arguments: argparse.Namespace, network: Loopback) -> Ranks:
@@ -488,10 +344,6 @@ def report(found: Sequence[Any], wall: bool) -> str:
         f"choice is measured within {NEAR - 1:.0%} of the best in {good} cells ({good / number:.0%})"
     )
     return "\n".join(lines)
-
-
-def note(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def main() -> None:

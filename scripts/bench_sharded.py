@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import Ranks, note, serve
+from bench_step import Ranks, serve
 from links import Machines, bits_per_second, lacking
+from shaped_ranks import note
 from synthetic import Given, Synthetic
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,7 +112,6 @@ def measure(system: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a system's ranks on two machines, and measure its steps."""
     ranks_each = 1 if system.startswith(ALONE) else SHARDS
     with Machines(2, ranks_each, arguments.delay / 2) as network, ShardedRanks(system, network) as ranks:
-        ranks.replies()
         network.shape(arguments.link)
         ranks.measure(1)
         return ranks.measure(arguments.steps)

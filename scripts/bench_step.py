@@ -13,7 +13,6 @@ Prints a table per number of ranks and link; --json and --plot write files. Exit
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import logging
@@ -21,32 +20,29 @@ import os
 import resource
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import shaped_ranks
 import torch
 import torch.distributed as dist
 from links import Loopback, Namespaces, bits_per_second, lacking
 from naive_dgc import NaiveDGC
+from shaped_ranks import PATIENCE, note
 from synthetic import Synthetic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD, Optimizer
 
-ROOT = Path(__file__).resolve().parent.parent
 DENSE = ("ddp", "ddp-hook", "ddp-fp16", "ddp-bf16", "horovod", "horovod-fp16")
 PEERS = ("local", *DENSE, "powersgd-1", "powersgd-2", "naive-dgc")
 PRESETS = (
     *("NoCompression()", "FP16()", "BF16()", "DGC.faithful(warmup=None)", "DGC.compact(warmup=None)"),
     "DGC.compact(warmup=None, overlap=True)",
 )
-PATIENCE = timedelta(seconds=300)
 HEADERS = 66  # bytes of Ethernet, IP and TCP with time stamps before the payload of a packet
 WARMUP = 4  # DDP and dgcopt learn their buckets, PowerSGD begins with its third step
 
@@ -129,92 +125,54 @@ def start_horovod() -> Any:
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def serve(system: str, build: Callable[[str, Synthetic], tuple[nn.Module, Optimizer]] = build) -> None:
-    """One rank: build, warm up, then measure as many steps as each line of standard input says."""
-    replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not come between the replies
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    model = Synthetic(dist.get_rank())
-    module, optimizer = build(system, model)
-    counters = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics")
+class Rank:
+    """One rank: builds a system and warms it up, then measures its steps."""
 
-    def step() -> float:
+    def __init__(self, system: str, build: Callable[[str, Synthetic], tuple[nn.Module, Optimizer]]) -> None:
+        self.module, self.optimizer = build(system, Synthetic(dist.get_rank()))
+        self.counters = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics")
+        for _ in range(WARMUP):
+            self.step()
+
+    def step(self) -> float:
         start = time.perf_counter()
-        optimizer.zero_grad()
-        module().backward()
-        optimizer.step()
+        self.optimizer.zero_grad()
+        self.module().backward()
+        self.optimizer.step()
         return time.perf_counter() - start
 
-    def used() -> dict[str, float]:
+    def used(self) -> dict[str, float]:
         cpu = resource.getrusage(resource.RUSAGE_SELF)  # of all threads
-        sent, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+        sent, packets = (int((self.counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
         values = {"cpu": cpu.ru_utime + cpu.ru_stime, "sent": sent, "payload": sent - HEADERS * packets}
-        return values | ({"ledger": optimizer.telemetry.sent_bytes} if hasattr(optimizer, "telemetry") else {})
+        return values | (
+            {"ledger": self.optimizer.telemetry.sent_bytes} if hasattr(self.optimizer, "telemetry") else {}
+        )
 
-    for _ in range(WARMUP):
-        step()
-    print(json.dumps("ready"), file=replies)
-    for line in sys.stdin:
+    def measure(self, steps: int) -> dict[str, Any]:
+        """Run steps; return the seconds of each, and what a mean step has used."""
         dist.barrier()
-        before = used()
-        seconds = [step() for _ in range(int(line))]
-        cpu = used()["cpu"]
+        before = self.used()
+        seconds = [self.step() for _ in range(steps)]
+        cpu = self.used()["cpu"]
         dist.barrier()  # what this rank sent is out when all have received it
-        after = used() | {"cpu": cpu}
-        reply = {name: (after[name] - before[name]) / len(seconds) for name in before}
-        print(json.dumps({"seconds": seconds, **reply}), file=replies)
+        after = self.used() | {"cpu": cpu}
+        return {"seconds": seconds, **{name: (after[name] - before[name]) / steps for name in before}}
 
 
-class Ranks:
-    """The processes of one system, started in their places and warmed up; all gone when the block ends."""
+def serve(system: str, build: Callable[[str, Synthetic], tuple[nn.Module, Optimizer]] = build) -> None:
+    """Measure one rank's steps on command."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # for `choices`
+    shaped_ranks.serve(lambda: Rank(system, build))
+
+
+class Ranks(shaped_ranks.Ranks):
+    """The ranks of one system, warmed up."""
 
     script = __file__
 
     def __init__(self, system: str, network: Loopback) -> None:
-        self.system = system
-        self.network = network
-        self.processes: list[subprocess.Popen[str]] = []
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed when the block ends
-
-    def __enter__(self) -> "Ranks":
-        try:
-            network, port = self.network, self.network.port()
-            for rank in range(network.size):
-                place = network.environment(rank, port) | {"PYTHONPATH": str(ROOT)}
-                place |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                process = subprocess.Popen(
-                    [*network.enter(rank), sys.executable, self.script, "--serve", self.system],
-                    env={**os.environ, **place},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self.errors,
-                    text=True,
-                )
-                self.processes.append(process)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):  # a line that the rank did not live to read
-                    pipe.close()
-        self.errors.close()
-
-    def replies(self) -> list[Any]:
-        """What each rank says next; RuntimeError with the last of its errors if one has ended instead."""
-        lines = [process.stdout.readline() for process in self.processes if process.stdout is not None]
-        if not all(lines):
-            self.errors.seek(0)
-            raise RuntimeError(f"rank {lines.index('')} ended:\n{self.errors.read()[-3000:].strip()}")
-        return [json.loads(line) for line in lines]
+        super().__init__([self.script, "--serve", system], network)
 
     def choices(self) -> list[str]:
         """What `reduce="auto"` has chosen, as the log has it."""
@@ -223,9 +181,7 @@ class Ranks:
 
     def measure(self, steps: int) -> dict[str, Any]:
         """Run `steps` steps; the mean over ranks of what they took."""
-        for process in self.processes:
-            print(steps, file=process.stdin, flush=True)
-        replies = self.replies()
+        replies = self.call("measure", steps)
         seconds = [statistics.mean(each) for each in zip(*(reply.pop("seconds") for reply in replies), strict=True)]
         return {"seconds": seconds, **{name: statistics.mean(reply[name] for reply in replies) for name in replies[0]}}
 
@@ -249,7 +205,6 @@ def run(network: Loopback, arguments: argparse.Namespace) -> Iterator[list[dict[
                 for at_start, links in starts:
                     network.shape(at_start)
                     with Ranks(system, network) as ranks:
-                        ranks.replies()
                         for link in links:
                             network.shape(link)
                             once = ranks.measure(1)["seconds"][0]
@@ -278,10 +233,6 @@ def summary(rounds: list[dict[str, Any]], has_counters: bool) -> dict[str, Any]:
     if not has_counters:
         del values["sent"], values["payload"]
     return {**values, "rounds": rounds}
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def table(records: list[dict[str, Any]]) -> str:

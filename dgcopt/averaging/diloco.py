@@ -17,7 +17,7 @@ from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
 from ..compressors.adam.base import FrozenAdam
 from ..compressors.sparse.schedule import Warmup
 from ..errors import ConfigError
-from ..errors.checks import check_positive, check_whole
+from ..errors.checks import check_group_settings, check_positive, check_whole, is_number
 from ..exchange.commit import NotFinite
 from ..exchange.runner import Job
 from ..exchange.step import Aborted
@@ -119,7 +119,6 @@ class DiLoCo(Averaging):
         self.compression = None if compression is None else accept(compression)
         self.fragments = check_whole(fragments, "fragments", 1)
         self.delay = check_whole(delay, "delay", 0)
-        self.alpha = alpha
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
         self.unsent = unsent
         self.quorum = None if quorum is None else check_whole(quorum, "quorum", 1)
@@ -138,8 +137,9 @@ class DiLoCo(Averaging):
                 "residual of %r: compare the loss with delay=0, or send more",
                 *(delay, sparse[0]),
             )
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+        if not is_number(alpha) or not 0 <= alpha <= 1:
             raise ConfigError(f"alpha must be a number from 0 to 1, not {alpha!r}")
+        self.alpha = float(alpha)
         if unsent not in ("apart", "local"):
             raise ConfigError(f'unsent must be "apart" or "local", not {unsent!r}')
         if unsent == "local" and (alpha or self.compression is None or self.compression.sends == "update"):
@@ -252,9 +252,13 @@ class OuterSync(Sync):
         self.last_local_step = 0
         for params in self._fragments:
             anchors = {param: _anchor(param) for param in params}
-            outer = rule.outer(list(anchors.values()))
+            try:
+                outer = rule.outer(list(anchors.values()))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"outer: {error}") from error
             if not isinstance(outer, Optimizer) or isinstance(outer, LBFGS):
                 raise ConfigError(f"outer must return an optimizer that steps without a closure, not {outer!r}")
+            check_group_settings(outer.param_groups, "outer")
             self.anchors |= anchors
             self.outers.append(outer)
 

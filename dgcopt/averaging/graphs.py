@@ -10,13 +10,14 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from ..collectives import Exchange, SendRecv
 from ..errors import ConfigError
-from ..errors.checks import check_flag, check_whole
+from ..errors.checks import check_flag, check_settings, check_whole, is_number
 from .weights import Weights
 
 __all__ = [
@@ -76,6 +77,7 @@ class Exponential(Graph):
 
     def __post_init__(self) -> None:
         check_whole(self.peers, "peers", 1)
+        check_settings(self)
 
     def shares(self, rank: int, size: int, round: int) -> dict[int, float]:
         unit = (self.peers + 1) ** round
@@ -275,11 +277,11 @@ def _is_balanced(graph: Graph, size: int) -> bool:
 def _check_shares(graph: Graph, rank: int, size: int, round: int, shares: dict[int, float]) -> None:
     where = f"{graph!r}: in round {round} rank {rank} of {size}"
     for peer, share in shares.items():
-        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < size:
+        if not is_number(peer, Integral) or not 0 <= peer < size:
             raise ConfigError(f"{where} sends to {peer!r}, which is not a rank from 0 to {size - 1}")
         if peer == rank:
             raise ConfigError(f"{where} sends to itself. Remove that share: a rank keeps the rest by itself.")
-        if not isinstance(share, int | float) or not share >= 0:
+        if not is_number(share) or share < 0:
             raise ConfigError(f"{where} sends a share of {share!r} to rank {peer}: shares must be numbers from 0 to 1")
     if math.fsum(shares.values()) > 1 - 1e-9:
         raise ConfigError(

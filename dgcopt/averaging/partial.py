@@ -13,7 +13,7 @@ from ..collectives import Exchange
 from ..comm import Comm
 from ..compressors.sparse.selection import count_of
 from ..errors import ConfigError
-from ..errors.checks import check_flag, check_fraction, check_whole
+from ..errors.checks import check_flag, check_fraction, check_whole, is_number
 from ..exchange.parameters import number
 from ..kernels import BLOCK, chunks, sent
 from .base import Averaging
@@ -156,6 +156,6 @@ def _check_budgets(budgets: Any) -> dict[str, float]:
     if not isinstance(budgets, dict) or not all(isinstance(pattern, str) for pattern in budgets):
         raise ConfigError(f'budgets must be fractions by pattern, such as {{"*.bias": 1.0}}, not {budgets!r}')
     for pattern, fraction in budgets.items():
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        if not is_number(fraction) or not 0 <= fraction <= 1:
             raise ConfigError(f"budgets[{pattern!r}] must be a number from 0 to 1, not {fraction!r}")
     return {pattern: float(fraction) for pattern, fraction in budgets.items()}

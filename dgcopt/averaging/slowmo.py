@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from ..collectives import AllGather, AllReduce, Collective, Exchange, ReduceScatter
 from ..comm import Comm
 from ..errors import ConfigError
-from ..errors.checks import check_flag, check_positive, check_whole
+from ..errors.checks import check_flag, check_positive, check_whole, is_number
 from ..flat.memory import at_least_float32
 from .base import Averaging
 from .local_sgd import LocalSGD
@@ -89,9 +89,9 @@ class SlowMo(Averaging):
         warmup_steps: int = 0,
     ) -> None:
         self.every = check_whole(every, "every", 1)
-        self.momentum = momentum
-        if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        if not is_number(momentum) or not 0 <= momentum < 1:
             raise ConfigError(f"momentum must be at least 0 and below 1, not {momentum!r}")
+        self.momentum = float(momentum)
         self.slow_lr = check_positive(slow_lr, "slow_lr")
         self.base = LocalSGD(every=3) if base is None else base
         self.sharded, self.exact = check_flag(sharded, "sharded"), check_flag(exact, "exact")

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..coding import SparseCode, decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ..collectives import AllGather, AllReduce, AllToAll, everyone
 from ..errors import ConfigError, PayloadError
+from ..errors.checks import is_number
 from ..flat.gradient import SparseSum
 from ..flat.memory import at_least_float32
 from ..flat.shard import Sharding
@@ -133,7 +134,7 @@ def check_reduce(way: Reduce, keep: float) -> None:
     """Raise ConfigError for invalid settings."""
     if way not in ("gather", "owner", "partition", "auto"):
         raise ConfigError(f'reduce must be "gather", "owner", "partition" or "auto", not {way!r}')
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not keep > 0:
+    if not is_number(keep) or keep <= 0:
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
     if keep != 1 and way in ("gather", "partition"):
         raise ConfigError(

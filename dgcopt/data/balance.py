@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from ..comm import Comm, current_comm
 from ..errors import CheckpointError, ConfigError
-from ..errors.checks import check_flag, check_whole
+from ..errors.checks import check_flag, check_whole, is_number
 
 __all__ = ["LoadBalancingDistributedBatchSampler", "LoadBalancingDistributedSampler"]
 
@@ -140,7 +140,7 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
             raise ConfigError(
                 "drop_last drops samples to give all ranks the same number, uneven does not: set one of them"
             )
-        if isinstance(random_level, bool) or not isinstance(random_level, int | float) or not 0 <= random_level <= 1:
+        if not is_number(random_level) or not 0 <= random_level <= 1:
             raise ConfigError(f"random_level must be from 0 to 1, not {random_level!r}")
         self.random_level = float(random_level)
         self.dataset = dataset

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,17 +15,24 @@ from . import ConfigError
 __all__ = [
     "check_flag",
     "check_fraction",
+    "check_group_settings",
     "check_positive",
     "check_settings",
     "check_whole",
+    "is_number",
 ]
+
+
+def is_number(value: Any, kind: Any = Real) -> bool:
+    """True for a finite number, also one of numpy; False for flags, NaN and Inf."""
+    return isinstance(value, kind) and not isinstance(value, bool) and bool(-math.inf < value < math.inf)
 
 
 def check_whole(value: Any, name: str, least: int) -> int:
     """Return a whole number of at least `least`. Raises ConfigError for others."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_number(value, Integral) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return value
+    return int(value)
 
 
 def check_flag(value: Any, name: str) -> bool:
@@ -36,27 +44,38 @@ def check_flag(value: Any, name: str) -> bool:
 
 def check_positive(value: Any, name: str) -> float:
     """Return a positive, finite number. Raises ConfigError for others."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if not is_number(value) or value <= 0:
         raise ConfigError(f"{name} must be a positive number, not {value!r}")
     return float(value)
 
 
 def check_fraction(value: Any, name: str) -> float:
     """Return a number above 0 and at most 1. Raises ConfigError for others."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+    if not is_number(value) or not 0 < value <= 1:
         raise ConfigError(f"{name} must be above 0 and at most 1, not {value!r}")
     return float(value)
+
+
+def check_group_settings(groups: Iterable[Mapping[str, Any]], place: str) -> None:
+    """Raise ConfigError for a setting of an optimizer's groups that is NaN or Inf, and for a flag as learning rate."""
+    for group in groups:
+        for name, value in group.items():
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, bool if name == "lr" else float) and not is_number(one):
+                    raise ConfigError(f"{place}: {name} is {value}, and must be finite. Correct it")
 
 
 def check_settings(of: Any) -> None:
     """Check the fields of a dataclass against annotations of numbers, strings, flags and classes.
 
-    Raises ConfigError for others.
+    Numbers of numpy become Python's, as ranks compare settings by their words. Raises ConfigError for others.
     """
     for name, kinds in _kinds_of_fields(of.__class__).items():
         value = getattr(of, name)
         if not any(_is(value, kind) for kind in kinds):
             raise ConfigError(f"{name} must be {' or '.join(map(_in_words, kinds))}, not {value!r}")
+        if is_number(value) and type(value) not in (int, float):
+            object.__setattr__(of, name, int(value) if isinstance(value, Integral) else float(value))
 
 
 @functools.cache
@@ -75,7 +94,7 @@ def _is(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return any(type(value) is type(word) and value == word for word in get_args(kind))
     if kind in (int, float):
-        return isinstance(value, (int, kind)) and not isinstance(value, bool) and value == value  # not NaN
+        return is_number(value, Integral if kind is int else Real)
     if get_origin(kind) is Callable:
         return callable(value)
     return not isinstance(kind, type) or isinstance(value, kind)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..errors.checks import check_positive, check_whole
+from ..errors.checks import check_positive, check_whole, is_number
 from ..exchange.divergence import OnDivergence
 from ..exchange.parameters import split
 
@@ -45,7 +46,7 @@ def check_op(op: Any) -> Op:
     if op in ("average", "sum", "adasum"):
         return op
     # horovod.common.basics: Average = 0, Sum = 1, Adasum = 2 in all versions that have process sets
-    if isinstance(op, int) and not isinstance(op, bool) and op in (0, 1, 2):
+    if is_number(op, Integral) and op in (0, 1, 2):
         return ("average", "sum", "adasum")[op]
     raise ConfigError(f'op must be "average", "sum" or "adasum", or Horovod\'s Average, Sum or Adasum, not {op!r}')
 
@@ -76,11 +77,12 @@ def check_groups(
             raise ConfigError("give groups or num_groups, not both")
         warnings.warn(f"num_groups is deprecated: say groups={num_groups}", DeprecationWarning, stacklevel=3)
         groups = num_groups
-    if groups is None or isinstance(groups, int):
-        if not check_whole(groups or 0, "groups", 0):
+    if groups is None or isinstance(groups, Integral):
+        count = check_whole(groups or 0, "groups", 0)
+        if not count:
             return None
         trained = [name for param, name in names.items() if param.requires_grad]
-        return {name: group for group, members in enumerate(split(trained, groups or 0)) for name in members}
+        return {name: group for group, members in enumerate(split(trained, count)) for name in members}
     if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
         raise ConfigError(
             f"groups should be a number or a list of lists of parameters, which share one bucket, not {groups!r:.80}"

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
+from ..errors.checks import check_group_settings
 
 __all__ = ["check_optimizer", "check_settings", "fitting", "summary"]
 
@@ -53,11 +54,7 @@ def fitting(inputs: Any, targets: Any) -> Iterator[None]:
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer that cannot train: a setting that is not finite, or a closure for its step."""
-    for group in optimizer.param_groups:
-        for name, value in group.items():
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, float) and not math.isfinite(one):
-                    raise ConfigError(f"optimizer: {name} is {value}, and must be finite. Correct it")
+    check_group_settings(optimizer.param_groups, "optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(f"optimizer: {type(optimizer).__name__} needs a closure, and has none here. Choose another")

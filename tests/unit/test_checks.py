@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,9 +26,19 @@ SETTINGS += [(dgcopt.LocalClip, name) for name in ("max_norm", "value", "fn")]
 
 @pytest.mark.parametrize(("kind", "setting"), SETTINGS, ids=lambda value: getattr(value, "__name__", value))
 def test_of_no_setting_anything_goes(kind: Any, setting: str) -> None:
-    for wrong in ("1%", [object()], {1: 1}, math.nan, -0.5, torch.zeros(2)):
+    for wrong in ("1%", [object()], {1: 1}, math.nan, math.inf, -0.5, torch.zeros(2)):
         with pytest.raises(ConfigError):
             kind(**{setting: wrong})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_numpy_are_numbers_and_flags_are_not(kind: Any) -> None:
+    defaults = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    numbers = {name: value for name, value in defaults.items() if type(value) in (int, float)}
+    for name, value in numbers.items():
+        assert repr(kind(**{name: (np.int64 if type(value) is int else np.float64)(value)})) == repr(kind()), name
+        with pytest.raises(ConfigError):
+            kind(**{name: True})
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from ...collectives import AllReduce
 from ...errors import ConfigError
+from ...errors.checks import is_number
 from ...flat.local_shard import as_stepped, local
 from ...kernels import Mixture, chunks, is_dense, mix
 from ..base import Compressor, GradientExchange
@@ -48,11 +50,11 @@ class FrozenAdam(Wrapper):
     """
 
     def __init__(self, warmup_steps: int, inner: Compressor) -> None:
-        if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
+        if not is_number(warmup_steps, Integral) or warmup_steps < 1:
             raise ConfigError(
                 f"warmup_steps must be a whole number of at least 1, since v is learned in it, not {warmup_steps!r}"
             )
-        self.warmup_steps = warmup_steps
+        self.warmup_steps = int(warmup_steps)
         self._optimizer: Optimizer | None = None
         super().__init__(inner)
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...coding import SparseCode
 from ...errors import ConfigError
+from ...errors.checks import is_number
 from ...kernels import gather, subtract_at
 from ..base import Compressor, GradientExchange
 from ..context import Context
@@ -79,6 +80,6 @@ class Sparse(Compressor):
 
 def check_decay(decay: float) -> float:
     """Return `decay` if it is in (0, 1]. Raises ConfigError otherwise."""
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
+    if not is_number(decay) or not 0 < decay <= 1:
         raise ConfigError(f"decay must be above 0 and at most 1, not {decay!r}")
     return float(decay)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
-from ...errors.checks import check_positive, check_whole
+from ...errors.checks import check_positive, check_settings, check_whole, is_number
 from ..base import Compressor
 from ..context import Context
 
@@ -19,7 +19,7 @@ Chosen = TypeVar("Chosen")
 
 def check_ratio(ratio: float, name: str = "ratio") -> float:
     """Return `ratio` if it is in (0, 1]. Raises ConfigError otherwise."""
-    if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+    if not is_number(ratio) or not 0 < ratio <= 1:
         raise ConfigError(
             f"{name} is the fraction of coordinates that is sent and must lie in (0, 1], like 0.001; it is {ratio!r}"
         )
@@ -57,6 +57,7 @@ class Warmup:
             check_whole(self.steps, "a warm-up's steps", 1)
         if self.steps_per_epoch is not None:
             check_whole(self.steps_per_epoch, "steps_per_epoch", 1)
+        check_settings(self)
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """Set the number of optimizer steps per epoch."""

@@ -61,7 +61,7 @@ def check_group_settings(groups: Iterable[Mapping[str, Any]], place: str) -> Non
     for group in groups:
         for name, value in group.items():
             for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, bool if name == "lr" else float) and not is_number(one):
+                if isinstance(one, bool | float if name == "lr" else float) and not is_number(one):
                     raise ConfigError(f"{place}: {name} is {value}, and must be finite. Correct it")
 
 

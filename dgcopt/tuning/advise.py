@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from ..collectives import Link
 from ..compressors import BF16, DGC, QSGD, ByteGrad, Compressor, Hierarchical, NoCompression, OneBit, PowerSGD
 from ..errors import ConfigError
-from .costs import STEPS, Recipe, ddp_recipes, record_recipe
+from .costs import Recipe, ddp_recipes, record_recipe
 from .models import Model
 from .timeline import Timeline, break_even, fill_buckets, timeline
 from .wire import Network, Wire
@@ -23,7 +20,9 @@ __all__ = [
     "CANDIDATES",
     "Prediction",
     "Setting",
+    "check_allowed",
     "check_candidates",
+    "in_words",
     "predict",
     "rate",
     "recipes_of",
@@ -71,17 +70,22 @@ def check_candidates(names: Collection[str] | None) -> None:
             raise ConfigError(f"unknown candidate {name!r}: choose from {', '.join(known)}")
 
 
+def check_allowed(allow: Collection[str]) -> None:
+    """Raise ConfigError for unknown accuracy classes, and for classes without a dense exchange."""
+    for one in allow:
+        if one not in ACCURACY:
+            raise ConfigError(f"unknown accuracy class {one!r}: choose from {', '.join(ACCURACY)}")
+    if not {*allow} & {"exact", "rounded"}:
+        raise ConfigError("no dense exchange is allowed to compare with: allow 'exact' or 'rounded' too")
+
+
 def recipes_of(
     shapes: Mapping[str, tuple[int, ...]],
     names: Collection[str] | None = None,
     sizes: Sequence[int] = (2, 4),
     local_size: int = 1,
-    link: Link | None = None,
-    device: torch.device | None = None,
     before: Callable[[str], None] = lambda name: None,
-    before_step: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
-    steps: int = STEPS,
+    **settings: Any,
 ) -> list[Recipe]:
     """Record the costs of all candidates on a model, or of those named; dense ones come first.
 
@@ -89,8 +93,9 @@ def recipes_of(
         shapes: parameters by name.
         names: of CANDIDATES; None is all.
         sizes: numbers of ranks at which to record.
-        local_size, link, device, before_step, clock, steps: see `record`.
+        local_size: ranks of a machine.
         before: called with each name before it is recorded.
+        settings: others of `record`.
     """
     check_candidates(names)
     candidates = dict(CANDIDATES)
@@ -105,30 +110,12 @@ def recipes_of(
     for name, (accuracy, make) in candidates.items():
         if names is None or name in names:
             before(name)
-            recorded.append(
-                record_recipe(
-                    name,
-                    accuracy,
-                    shapes,
-                    make(),
-                    sizes,
-                    local_size=local_size,
-                    link=link,
-                    device=device,
-                    before_step=before_step,
-                    clock=clock,
-                    steps=steps,
-                )
-            )
+            recorded.append(record_recipe(name, accuracy, shapes, make(), sizes, local_size=local_size, **settings))
     before(DENSE)
-    if not recorded:
-        only = record_recipe(
-            "", "", shapes, NoCompression(), sizes[:1], device=device, before_step=before_step, clock=clock
-        )
-        step = only.low.step
-    else:
-        step = min(min(recipe.low.step, recipe.high.step) for recipe in recorded)
-    return [*ddp_recipes(shapes, step, device, before_step, clock), *recorded]
+    bare = recorded or [record_recipe("", "", shapes, NoCompression(), sizes[:1], **settings)]
+    step = min(min(recipe.low.step, recipe.high.step) for recipe in bare)
+    own = {name: settings[name] for name in ("device", "before_step", "clock") if name in settings}
+    return [*ddp_recipes(shapes, step, **own), *recorded]
 
 
 @dataclass(frozen=True)
@@ -223,30 +210,25 @@ def recommend(predictions: Sequence[Prediction], allow: Collection[str] = ACCURA
     """Return the exchange to use, and one line that says why.
 
     The fastest of the allowed accuracy classes, if its step takes at most MARGIN of the best dense one of them; else
-    the dense one. Raises ConfigError if none is allowed.
+    the dense one. Raises ConfigError as `check_allowed`.
     """
-    for one in allow:
-        if one not in ACCURACY:
-            raise ConfigError(f"unknown accuracy class {one!r}: choose from {', '.join(ACCURACY)}")
+    check_allowed(allow)
     allowed = [one for one in predictions if one.accuracy in allow]
     dense = [one for one in allowed if one.name in BASELINES]
-    if not dense:
-        raise ConfigError("no dense exchange is allowed to compare with: allow 'exact' or 'rounded' too")
     best = min(allowed, key=lambda one: one.seconds)
     plain = min(dense, key=lambda one: one.seconds)
     if best.name in BASELINES or best.seconds > MARGIN * plain.seconds:
         others = [one for one in allowed if one.name not in BASELINES]
         limit = max((one.pays_below for one in others if one.pays_below is not None), default=0.0)
         enough = f"{rate(limit)} is enough for this model; " if 0 < limit < math.inf else ""
-        line = f"does not pay: {enough}{plain.name} takes {_time(plain.seconds)} a step, {_time(plain.exposed)} exposed"
+        line = f"does not pay: {enough}{plain.name} takes {in_words(plain.seconds)} a step, "
+        line += f"{in_words(plain.exposed)} exposed"
         if others:
             runner = min(others, key=lambda one: one.seconds)
-            line += f", {runner.name} {_time(runner.seconds)}"
+            line += f", {runner.name} {in_words(runner.seconds)}"
         return plain, line + "."
-    line = (
-        f"use {best.name} ({best.accuracy}): {_time(best.seconds)} a step, {plain.seconds / best.seconds:.2f} times as "
-    )
-    line += f"fast as {plain.name}"
+    line = f"use {best.name} ({best.accuracy}): {in_words(best.seconds)} a step, "
+    line += f"{plain.seconds / best.seconds:.2f} times as fast as {plain.name}"
     if best.pays_below is not None and best.pays_below < math.inf:
         line += f"; pays below {rate(best.pays_below)}"
     return best, line + "."
@@ -275,5 +257,6 @@ def rate(bandwidth: float) -> str:
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def _time(seconds: float) -> str:
+def in_words(seconds: float) -> str:
+    """Return seconds as a user reads them."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,7 +37,7 @@ __all__ = ["Auto", "Candidate"]
 
 Allowed: TypeAlias = Literal["exact", "rounded", "sparse", "delayed"]
 """Classes of exchanges by accuracy; "sparse" are those of "delayed" that send selected coordinates."""
-ALLOWED = ("exact", "rounded", "sparse", "delayed")
+ALLOWED = get_args(Allowed)
 
 
 class Auto(Wrapper):
@@ -82,7 +82,7 @@ class Auto(Wrapper):
         self.trials = trials
         self.reason = ""
         """The last choice and its reason, as logged."""
-        self.choice = Candidate(DENSE, sizes=DDP_SIZES) if compressor is None else Candidate(repr(compressor))
+        self.choice = self.fallback
         """The exchange in use."""
         self.sizes = self.choice.sizes
         self._optimizer: Optimizer | None = None
@@ -136,8 +136,7 @@ class Auto(Wrapper):
                 if one.sends == "update":
                     continue
                 for overlap in (None,) if one.whole_model else (True, False):
-                    found += [Candidate(name, within, overlap, sizes) for sizes in (None,) if fixed_sizes]
-                    found += [Candidate(name, within, overlap, sizes) for sizes in SIZES if not fixed_sizes]
+                    found += [Candidate(name, within, overlap, one) for one in ((None,) if fixed_sizes else SIZES)]
         return found
 
     def make(self, candidate: Candidate) -> Compressor:

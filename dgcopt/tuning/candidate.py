@@ -52,7 +52,7 @@ class Candidate:
 
 
 class Candidates(Protocol):
-    """The candidates of an `Auto`, and the one in use.
+    """The candidates of an `Auto`, and the one in use; see there.
 
     Attributes:
         compressor: the only compressor, or None.
@@ -67,22 +67,8 @@ class Candidates(Protocol):
     inner: Compressor
 
     @property
-    def fallback(self) -> Candidate:
-        """The exchange that others must be faster than."""
-        ...
-
-    def candidates(self, hierarchical: bool, fixed_sizes: bool) -> list[Candidate]:
-        """Return all candidates; `hierarchical` ones too if machines have several ranks each."""
-        ...
-
-    def make(self, candidate: Candidate) -> Compressor:
-        """Return the compressor of a candidate, attached to the optimizer if there is one."""
-        ...
-
-    def use(self, candidate: Candidate) -> None:
-        """Exchange by a candidate from now on."""
-        ...
-
-    def explain(self, reason: str) -> None:
-        """Set the reason of the last choice."""
-        ...
+    def fallback(self) -> Candidate: ...
+    def candidates(self, hierarchical: bool, fixed_sizes: bool) -> list[Candidate]: ...
+    def make(self, candidate: Candidate) -> Compressor: ...
+    def use(self, candidate: Candidate) -> None: ...
+    def explain(self, reason: str) -> None: ...

@@ -26,6 +26,7 @@ from .advise import (
     CANDIDATES,
     Prediction,
     Setting,
+    check_allowed,
     check_candidates,
     predict,
     recipes_of,
@@ -183,12 +184,6 @@ def probe_table(found: Fitted) -> str:
     return "\n".join(lines)
 
 
-def _check_allowed(allow: Sequence[str]) -> None:
-    """Raise ConfigError, before anything is measured, for accuracy classes without a dense exchange."""
-    if not {*allow} & {"exact", "rounded"}:
-        raise ConfigError("no dense exchange is allowed to compare with: allow 'exact' or 'rounded' too")
-
-
 def _advise(arguments: argparse.Namespace) -> int:
     """Predict, and print."""
     if arguments.ranks < 2:
@@ -205,7 +200,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     if arguments.costs is not None and arguments.save_costs is not None:
         raise ConfigError("--costs takes costs that --save-costs has written before: give one of them")
     check_candidates(arguments.candidates)
-    _check_allowed(arguments.allow)
+    check_allowed(arguments.allow)
     model = model_on_paper(arguments.model, arguments.step)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speed, why = _speed(arguments.speed, model, device)
@@ -231,7 +226,7 @@ def _advise(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Measure, and print on rank 0."""
-    _check_allowed(arguments.allow)
+    check_allowed(arguments.allow)
     for name in ("seconds", "deadline"):
         check_positive(getattr(arguments, name), f"--{name}")
     check_candidates(arguments.candidates)

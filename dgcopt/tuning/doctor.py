@@ -6,7 +6,6 @@ import json
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,11 +62,6 @@ def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS
     seconds, ready = min(found[1:], key=lambda one: one[0])
     shapes_of = {name: tuple(param.shape) for name, param in named.items()}
     return Profile(shapes_of, {name: min(ready.get(name, seconds), seconds) for name in named}, seconds)
-
-
-def _meet(comm: Comm) -> None:
-    """Wait for all ranks."""
-    comm.run(Barrier(label="before a recorded step"))
 
 
 def _mean(values: Sequence[float], comm: Comm, label: str) -> list[float]:
@@ -156,10 +150,10 @@ def diagnose(
         [one for one in wanted if one not in BASELINES],
         (comm.size,),
         local_size,
-        link,
-        device,
         before,
-        before_step=partial(_meet, comm),
+        link=link,
+        device=device,
+        before_step=lambda: comm.run(Barrier(label="before a recorded step")),
     )
     recipes = [_mean_recipe(recipe, comm) for recipe in recorded]
     setting = Setting(model, comm.size, wire, local_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives import AllReduce, Collective, Link
 from ..comm import Comm
 from . import clock
-from .advise import LANES, Setting, rate
+from .advise import Setting, in_words, rate
 from .candidate import Candidate, Candidates
 from .costs import Recipe, record_recipe
 from .probe import LEAST, measurements
@@ -25,7 +25,7 @@ from .profile import Profile
 from .timeline import VOTE, Round, fill_buckets
 from .wire import Fitted, wire_bytes
 
-__all__ = ["Forecast", "grow", "in_words", "largest", "shrink"]
+__all__ = ["Forecast", "grow", "largest", "shortlist", "shrink"]
 
 log = logging.getLogger("dgcopt")
 
@@ -73,7 +73,7 @@ class Forecast:
         """
         auto, comm = self.auto, self.comm
         shapes = {name: tuple(p.shape) for p, name in self._names.items() if p.requires_grad and p.numel()}
-        by_name = {one.name: one for one in auto.candidates(self._has_machines(), self._fixed_sizes)}
+        by_name = {one.name: one for one in auto.candidates(self._local_size > 1, self._fixed_sizes)}
         if self._recorded[0] != shapes:
             self._recorded = shapes, self._record(shapes, list(by_name.values()))
             yield from self._agree_on_costs(self._recorded[1])
@@ -85,8 +85,7 @@ class Forecast:
         seconds = min(PROBE_SECONDS, PROBE_STEPS * watched)
         self._wire = yield from measurements(comm, probed, seconds, next(iter(self._names)).device)
         model = (yield from self._agree_on_profile(shapes, profiles)).model("auto")
-        local = comm.local_size if self._has_machines() else 1
-        setting = Setting(model, comm.size, self._wire, local, lanes=LANES)
+        setting = Setting(model, comm.size, self._wire, self._local_size)
         found: dict[str, float] = {}
         seen: dict[Any, str] = {}  # the first candidate of those that send the same buckets at the same time
         for name, one in by_name.items():
@@ -103,10 +102,11 @@ class Forecast:
         groups = {name: name if alone else (by_name[name].base, by_name[name].hierarchical) for name in found}
         return shortlist(found, groups, dense.name, watched if auto.choice == dense else 0.0)
 
-    def _has_machines(self) -> bool:
-        """True if there are several machines with several ranks each, as many on all."""
+    @property
+    def _local_size(self) -> int:
+        """Ranks of a machine, 1 unless there are several machines with as many ranks each."""
         comm = self.comm
-        return comm.nodes > 1 and comm.local_size > 1 and comm.size == comm.nodes * comm.local_size
+        return comm.local_size if comm.nodes > 1 and comm.size == comm.nodes * comm.local_size else 1
 
     def _record(
         self, shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Candidate]
@@ -114,13 +114,12 @@ class Forecast:
         """Record the costs of each compressor on this rank, without a network."""
         comm, found = self.comm, {}
         shrunk, factor = shrink(shapes, RECORDED)
-        local = comm.local_size if self._has_machines() else 1
         for key in dict.fromkeys((one.base, one.hierarchical) for one in candidates):
             with quiet(), torch.enable_grad():
                 made = copy.deepcopy(self.auto.make(Candidate(*key)))
                 recipe = record_recipe(
                     *(key[0], "", shrunk, made, (comm.size,)),
-                    local_size=local,
+                    local_size=self._local_size,
                     link=comm.link or Link(),
                     device=next(iter(self._names)).device,
                     clock=clock.now,
@@ -229,8 +228,3 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-def in_words(seconds: float) -> str:
-    """Return seconds as a user reads them."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

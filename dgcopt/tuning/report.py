@@ -64,9 +64,8 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{path} is damaged: {error}. Delete it to see the history alone") from error
     result = _checked(result, path, ())
     notes = [str(one["note"]) for one in entries if "note" in one]
-    name = os.fsencode(folder.name or folder.resolve().name).decode(
-        "utf-8", "backslashreplace"
-    )  # any bytes; of "." too
+    # any bytes; of "." too
+    name = os.fsencode(folder.name or folder.resolve().name).decode("utf-8", "backslashreplace")
     run = Run(name, [one for one in entries if "loss" in one], result, notes)
     for file in sorted(folder.glob("trace-*.json")):
         run = _with_trace(run, file)
@@ -171,40 +170,24 @@ def _rows(runs: Sequence[Run]) -> list[list[str]]:
     for run in runs:
         last: Entry = run.entries[-1] if run.entries else {}
         found = {**last, **run.result}
-        rows.append(
-            [
-                *(run.name, _number(found.get("workers")), _number(found.get("steps", found.get("step")))),
-                *(_number(found.get("accuracy")), _number(last.get("loss")), _number(found.get("seconds"))),
-                *(
-                    _number(found.get("sent_bytes"), 1e6),
-                    _number(found.get("ratio_fp32")),
-                    _number(last.get("skipped")),
-                ),
-            ]
-        )
+        sent = found.get("sent_bytes")
+        values = [found.get("workers"), found.get("steps", found.get("step")), found.get("accuracy"), last.get("loss")]
+        values += [found.get("seconds"), sent and sent / 1e6, found.get("ratio_fp32"), last.get("skipped")]
+        rows.append([run.name, *("" if value is None else f"{value:.4g}" for value in values)])
     return rows
-
-
-def _number(value: Any, unit: float = 1.0) -> str:
-    return "" if value is None else f"{value / unit:.4g}"
 
 
 def _sections(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the sections of the page: those for which the runs hold numbers."""
     return [
-        *_curves(
-            runs,
-            "loss",
-            "Loss",
-            (("step", "step", 1.0), ("seconds", "seconds", 1.0), ("sent_total", "MB sent by a rank", 1e6)),
-        ),
+        *_curves(runs, "loss", "Loss", [STEP, ("seconds", "seconds", 1.0), ("sent_total", "MB sent by a rank", 1e6)]),
         _phases(runs),
         _buckets(runs),
-        *_curves(runs, "ratio_fp32", "Ratio to dense fp32", (("step", "step", 1.0),)),
-        *_curves(runs, "residual_norm", "Norm of the residual", (("step", "step", 1.0),)),
-        *_curves(runs, "skipped", "Skipped steps", (("step", "step", 1.0),)),
+        *_curves(runs, "ratio_fp32", "Ratio to dense fp32"),
+        *_curves(runs, "residual_norm", "Norm of the residual"),
+        *_curves(runs, "skipped", "Skipped steps"),
         *[
-            {"title": f"Choices of {run.name}", "id": "notes", "lines": run.notes, "note": 'by compression="auto"'}
+            {"title": f"Choices of {run.name}", "lines": run.notes, "note": 'by compression="auto"'}
             for run in runs
             if run.notes
         ],
@@ -224,10 +207,13 @@ def _figure(columns: int, draw: Callable[[Any], None], height: float = 3.2) -> s
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
+STEP = ("step", "step", 1.0)
+
+
 def _curves(
-    runs: Sequence[Run], value: str, title: str, over: Sequence[tuple[str, str, float]]
+    runs: Sequence[Run], value: str, title: str, over: Sequence[tuple[str, str, float]] = (STEP,)
 ) -> Iterable[dict[str, Any]]:
-    """Yield a section of curves, if any run holds the value."""
+    """Yield a section of curves, if any run holds the value; `over` has names, labels and units of horizontal axes."""
     panels = [panel for panel in over if any(value in e and panel[0] in e for run in runs for e in _totalled(run))]
     if not panels:
         return
@@ -236,14 +222,14 @@ def _curves(
         for axis, (name, label, unit) in zip(axes, panels, strict=True):
             for run in runs:
                 points = [(e[name] / unit, e[value]) for e in _totalled(run) if name in e and value in e]
-                axis.plot(
-                    *zip(*points, strict=True), label=_label(run.name), marker="." if len(points) < 3 else ""
-                ) if points else None
+                if points:
+                    marker = "." if len(points) < 3 else ""
+                    axis.plot(*zip(*points, strict=True), label=_label(run.name), marker=marker)
             axis.set(xlabel=label, ylabel=title.lower())
             axis.grid(alpha=0.3)
         axes[0].legend(fontsize=8)
 
-    yield {"title": title, "id": value, "svg": _figure(len(panels), draw), "lines": [], "note": ""}
+    yield {"title": title, "id": value, "svg": _figure(len(panels), draw)}
 
 
 def _label(name: str) -> str:
@@ -294,7 +280,6 @@ def _phases(runs: Sequence[Run]) -> dict[str, Any]:
         "id": "phases",
         "svg": _figure(2, draw, 1.2 + 0.5 * len(bars)) if bars else "",
         "table": [["ms a step", *ROWS], *rows],
-        "lines": [],
         "note": "Queued and wire run beside backward, and beside each other; compress, waiting and apply are this "
         "rank's own time. Wire ends when the result was waited for. Without a trace: medians of telemetry.",
     }
@@ -309,9 +294,6 @@ def _buckets(runs: Sequence[Run]) -> dict[str, Any]:
     ]
     return {
         "title": "Bytes of messages by bucket",
-        "id": "buckets",
-        "svg": "",
         "table": [["bucket", "bytes a step"], *rows] if rows else [],
-        "lines": [],
         "note": "" if rows else "No run has a trace: train.py --trace_steps writes some.",
     }

@@ -20,11 +20,10 @@ MEGABYTE = 2**20
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its elements, bytes of each, and seconds from the start of the step until its gradient is ready."""
+    """A parameter of float32: its elements, and seconds from the start of the step until its gradient is ready."""
 
     numel: int
     ready: float
-    itemsize: int = 4
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def fill_buckets(
     buckets: list[Bucket] = []
     numel, nbytes, ready = 0, 0, 0.0
     for parameter in sorted(parameters, key=lambda each: each.ready):
-        numel, nbytes = numel + parameter.numel, nbytes + parameter.numel * parameter.itemsize
+        numel, nbytes = numel + parameter.numel, nbytes + 4 * parameter.numel
         ready = parameter.ready
         limit = bucket_mb if buckets or first_bucket_mb is None else first_bucket_mb
         if nbytes >= limit * MEGABYTE:
@@ -143,8 +142,11 @@ class _Pending:
 class _Step:
     """The two rows of a step while they are filled: `clock` of the compute row, and the wire's own."""
 
-    def __init__(self, method: Method, buckets: Sequence[Bucket], wire: Wire, size: int, lanes: int) -> None:
+    def __init__(
+        self, method: Method, buckets: Sequence[Bucket], wire: Wire, size: int, local_size: int, lanes: int
+    ) -> None:
         self.method, self.buckets, self.wire, self.size, self.lanes = method, buckets, wire, size, lanes
+        self._sizes = {"node": local_size, "across": max(1, size // local_size)}
         self.clock = 0.0
         self.sent = 0.0
         self.spans: list[Span] = []
@@ -163,11 +165,7 @@ class _Step:
             self.spans.append(Span("compute", name, self.clock, self.clock + seconds))
             self.clock += seconds
 
-    def group_size(self, group: str, local_size: int) -> int:
-        """Return the ranks of a group."""
-        return {"node": local_size, "across": max(1, self.size // local_size)}.get(group, self.size)
-
-    def start(self, indices: list[int], number: int, local_size: int) -> None:
+    def start(self, indices: list[int], number: int) -> None:
         """Start one collective of each kind for the messages of some buckets.
 
         One begins when a lane is free. Its latency runs beside other collectives, its transfer after theirs.
@@ -175,7 +173,7 @@ class _Step:
         done = self.clock
         for wanted in self.method.rounds[number]:
             nbytes = wanted.nbytes * sum(map(self.share, indices))
-            size = self.group_size(wanted.group, local_size)
+            size = self._sizes.get(wanted.group, self.size)
             if size == 1:
                 continue
             cost = self.wire.cost(wanted.kind, nbytes, size, wanted.group)
@@ -198,19 +196,19 @@ class _Step:
         """Return the bytes of a rank's messages in one round."""
         return sum(one.nbytes for one in self.method.rounds[number]) * sum(map(self.share, indices))
 
-    def launch(self, indices: Iterable[int], local_size: int) -> None:
+    def launch(self, indices: Iterable[int]) -> None:
         """Encode buckets, and start their first collectives, small ones joined."""
         ready: list[int] = []
         for index in indices:
             self.compute(f"encode bucket {index}", self.method.encode * self.share(index))
             ready.append(index)
             if not self.joinable(0) or self.nbytes(ready, 0) >= JOINED:
-                self.start(ready, 0, local_size)
+                self.start(ready, 0)
                 ready = []
         if ready:
-            self.start(ready, 0, local_size)
+            self.start(ready, 0)
 
-    def finish(self, local_size: int) -> None:
+    def finish(self) -> None:
         """Take all exchanges to their end, round by round."""
         while self.pending:
             arrived = self.pending.popleft()
@@ -221,7 +219,7 @@ class _Step:
             if following < len(self.method.rounds):
                 together = self.joinable(following)
                 for indices in [arrived.buckets] if together else [[index] for index in arrived.buckets]:
-                    self.start(indices, following, local_size)
+                    self.start(indices, following)
 
 
 def timeline(
@@ -251,13 +249,13 @@ def timeline(
     """
     if buckets and buckets[-1].ready > compute * (1 + 1e-9):
         raise ConfigError(f"a gradient is ready after {buckets[-1].ready} s, but backward ends after {compute} s")
-    step = _Step(method, buckets, wire, size, lanes)
+    step = _Step(method, buckets, wire, size, local_size, lanes)
     if method.overlap and method.rounds:
         ready = 0.0
         for index, bucket in enumerate(buckets):
             step.compute("backward", bucket.ready - ready)
             ready = bucket.ready
-            step.launch([index], local_size)
+            step.launch([index])
         step.compute("backward", compute - ready)
     else:
         step.compute("backward", compute)
@@ -268,8 +266,8 @@ def timeline(
     if not method.rounds:
         step.compute("encode", method.encode)
     elif not method.overlap:
-        step.launch(range(len(buckets)), local_size)
-    step.finish(local_size)
+        step.launch(range(len(buckets)))
+    step.finish()
     step.compute("optimizer", after)
     return Timeline(step.clock, compute, step.sent, tuple(step.spans))
 

@@ -11,8 +11,6 @@ from ..errors import ConfigError
 from ..errors.checks import check_positive, check_whole
 
 __all__ = [
-    "DIRECT_ANYTHING",
-    "DIRECT_INTEGERS",
     "HALF",
     "KINDS",
     "Cost",
@@ -33,8 +31,8 @@ KINDS = ("AllReduce", HALF, "AllGather", "ReduceScatter", "AllToAll", "Broadcast
 
 Algorithm: TypeAlias = Literal["ring", "tree"]
 
-DIRECT_ANYTHING, DIRECT_INTEGERS = 2**20, 1400
-"""Bytes up to which a rank sends an allgather, or a sum of integers, to all others at once; see `comm/torch.py`."""
+DIRECT = 2**20
+"""Bytes up to which a rank sends an allgather to all others at once; see `comm/torch.py`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def hops(kind: str, nbytes: float, size: int, algorithm: Algorithm = "ring") -> 
     if kind in ("AllReduce", HALF):
         return 2 * (size - 1) if algorithm == "ring" else 2 * depth
     if kind == "AllGather":
-        if nbytes * (size - 1) <= DIRECT_ANYTHING:
+        if nbytes * (size - 1) <= DIRECT:
             return 1
         return size - 1 if algorithm == "ring" else depth
     if kind == "Broadcast":

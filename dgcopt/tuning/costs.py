@@ -76,6 +76,17 @@ class Recording:
         """Seconds of work of the whole step, backward apart."""
         return self.encode + sum(self.decode)
 
+    def count_vote(self) -> None:
+        """Count a wait for a control message."""
+        self.votes += 1
+
+    def count_seconds(self, spent: float, place: int) -> None:
+        """Count seconds of work after the results of a round; before the first one if `place` is negative."""
+        if place < 0 or not self.decode:
+            self.encode += spent
+        else:
+            self.decode[place] += spent
+
     def add(self, place: int, collective: Collective) -> None:
         """Count a collective in its round."""
         while place >= len(self.rounds):
@@ -125,7 +136,7 @@ class Recorder(Comm):
     def wait(self, handle: Handle, deadline: float | None = None) -> Tensor:
         self._count()
         if handle.collective.group in ("control", "agreement"):
-            self.recording.votes += 1
+            self.recording.count_vote()
         elif isinstance(handle, _Echoed) and handle.place is not None:
             self._current = handle.place
         output = handle.result()
@@ -149,11 +160,7 @@ class Recorder(Comm):
 
     def _count(self) -> None:
         """Add the time since the last collective to the phase in which it was spent."""
-        spent = self.now() - self._since
-        if self._current < 0 or not self.recording.decode:
-            self.recording.encode += spent
-        else:
-            self.recording.decode[self._current] += spent
+        self.recording.count_seconds(self.now() - self._since, self._current)
 
     def now(self) -> float:
         """Return the time at which the device has finished its work."""

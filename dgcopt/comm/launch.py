@@ -268,18 +268,22 @@ def _detect(env: Mapping[str, str]) -> tuple[str, str]:
             return "horovod", "started by horovodrun with MPI; DGCOPT_WIRE=mpi to use plain MPI"
         return "mpi", "started by mpirun; DGCOPT_WIRE=horovod to use Horovod"
     if "RANK" in env or "WORLD_SIZE" in env:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if missing:
-            raise ConfigError(
-                f"the environment looks like torchrun's but {', '.join(missing)} is missing; start with torchrun, "
-                f"set the missing variables, or choose the wire with dgcopt.init(wire=...) or DGCOPT_WIRE"
-            )
+        _check_torchrun(env)
         return "torch", "started by torchrun"
     if "SLURM_STEP_NUM_TASKS" in env and "SLURM_PROCID" in env:
         return "torch", "started by srun"
     if "PMI_SIZE" in env or "PMIX_RANK" in env:
         return "mpi", "started by an MPI launcher"
     return "local", "no launcher"
+
+
+def _check_torchrun(env: Mapping[str, str]) -> None:
+    """Raise ConfigError unless all variables of torchrun are set."""
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
+        raise ConfigError(
+            f"the wire 'torch' meets by torchrun's variables, of which {', '.join(missing)} is missing: start with "
+            f"torchrun, choose another wire (dgcopt.init(wire=...), DGCOPT_WIRE), or none to train in a single process"
+        )
 
 
 def _torch(deadline: float) -> Comm:
@@ -295,10 +299,9 @@ def _torch(deadline: float) -> Comm:
         size = _number(env, "SLURM_STEP_NUM_TASKS", 1)
         rank = _number(env, "SLURM_PROCID", most=size - 1)
         return TorchComm(init_method=slurm_meeting_place(env), rank=rank, size=size, deadline=deadline)
-    if "RANK" in env and "WORLD_SIZE" in env:
-        _number(env, "RANK", most=_number(env, "WORLD_SIZE", 1) - 1)
-    if "MASTER_PORT" in env:
-        _number(env, "MASTER_PORT", most=65535)
+    _check_torchrun(env)
+    _number(env, "RANK", most=_number(env, "WORLD_SIZE", 1) - 1)
+    _number(env, "MASTER_PORT", most=65535)
     return TorchComm(deadline=deadline)
 
 

@@ -40,6 +40,13 @@ def test_half_an_environment_is_refused():
         _detect({"RANK": "0"})
 
 
+def test_a_wire_without_a_launcher_is_refused(monkeypatch):
+    for name in (*LAUNCHERS, "RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT is missing: start with torchrun"):
+        dgcopt.init("torch")
+
+
 def test_srun_meeting_place():
     assert (
         slurm_meeting_place({"SLURM_STEP_NODELIST": "node[003-007,9]", "SLURM_JOB_ID": "12"}) == "tcp://node003:20372"

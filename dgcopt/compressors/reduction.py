@@ -134,7 +134,7 @@ def check_reduce(way: Reduce, keep: float) -> None:
     """Raise ConfigError for invalid settings."""
     if way not in ("gather", "owner", "partition", "auto"):
         raise ConfigError(f'reduce must be "gather", "owner", "partition" or "auto", not {way!r}')
-    if not is_number(keep) or keep <= 0:
+    if keep != math.inf and (not is_number(keep) or keep <= 0):
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
     if keep != 1 and way in ("gather", "partition"):
         raise ConfigError(

@@ -23,6 +23,10 @@ __all__ = [
 ]
 
 
+UNBOUNDED = {"keep"}
+"""Settings that may be infinite."""
+
+
 def is_number(value: Any, kind: Any = Real) -> bool:
     """True for a finite number, also one of numpy; False for flags, NaN and Inf."""
     return isinstance(value, kind) and not isinstance(value, bool) and bool(-math.inf < value < math.inf)
@@ -72,7 +76,8 @@ def check_settings(of: Any) -> None:
     """
     for name, kinds in _kinds_of_fields(of.__class__).items():
         value = getattr(of, name)
-        if not any(_is(value, kind) for kind in kinds):
+        infinite = name in UNBOUNDED and isinstance(value, float) and value == math.inf
+        if not infinite and not any(_is(value, kind) for kind in kinds):
             raise ConfigError(f"{name} must be {' or '.join(map(_in_words, kinds))}, not {value!r}")
         if is_number(value) and type(value) not in (int, float):
             object.__setattr__(of, name, int(value) if isinstance(value, Integral) else float(value))

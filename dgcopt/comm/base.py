@@ -33,6 +33,7 @@ from ..collectives import (
     reduce_rows,
 )
 from ..errors import CommError, ConfigError, DGCError, MismatchError, TimeoutExceeded
+from ..errors.checks import is_rank
 from .checksum import checked
 
 __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "RankSet", "lowered"]
@@ -562,12 +563,12 @@ class Comm(ABC):
             problem = f"its first dimension must be divisible by {size}"
         elif isinstance(collective, AllToAll) and (tensor.dim() == 0 or tensor.shape[0] != size):
             problem = f"its first dimension must be {size}, a row for each rank"
-        elif isinstance(collective, Broadcast) and collective.root not in range(size):
+        elif isinstance(collective, Broadcast) and not is_rank(collective.root, size):
             problem = f"root {collective.root!r} is not among the {size} ranks of group {collective.group}"
         elif isinstance(collective, SendRecv):
             for peer in (collective.to, collective.source):
-                if peer is not None and not 0 <= peer < size:
-                    problem = f"peer {peer} is not among the {size} ranks of group {collective.group}"
+                if peer is not None and not is_rank(peer, size):
+                    problem = f"peer {peer!r} is not among the {size} ranks of group {collective.group}"
         elif isinstance(collective, AllReduce | ReduceScatter) and collective.op not in OPS:
             problem = f"op must be one of {', '.join(OPS)}, not {collective.op!r}"
         if problem:

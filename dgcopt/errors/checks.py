@@ -20,6 +20,7 @@ __all__ = [
     "check_settings",
     "check_whole",
     "is_number",
+    "is_rank",
 ]
 
 
@@ -30,6 +31,11 @@ UNBOUNDED = {"keep"}
 def is_number(value: Any, kind: Any = Real) -> bool:
     """True for a finite number, also one of numpy; False for flags, NaN and Inf."""
     return isinstance(value, kind) and not isinstance(value, bool) and bool(-math.inf < value < math.inf)
+
+
+def is_rank(value: Any, size: int) -> bool:
+    """True for a whole number from 0 to below `size`."""
+    return is_number(value, Integral) and 0 <= value < size
 
 
 def check_whole(value: Any, name: str, least: int) -> int:

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Literal, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from ..comm import Comm, current_comm, has_joined, horovod_torch, wire_in_use
 from ..comm import init as join_wire
 from ..comm import shutdown as leave_wire
 from ..errors import ConfigError
+from ..errors.checks import is_number
 
 __all__ = [
     "ProcessSet",
@@ -72,8 +74,8 @@ class ProcessSet:
 
     def place_of(self, root_rank: int) -> int:
         """Return a rank's place in the set. Raises ConfigError if it is not a member."""
-        if root_rank not in self.ranks:
-            raise ConfigError(f"root_rank {root_rank} is not in {self}")
+        if not is_number(root_rank, Integral) or root_rank not in self.ranks:
+            raise ConfigError(f"root_rank {root_rank!r} is not in {self}")
         return self.ranks.index(root_rank)
 
 

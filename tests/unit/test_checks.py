@@ -113,6 +113,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "broadcast a model's state as an optimizer's": (lambda: dgcopt.broadcast_optimizer_state(NET), "no torch.optim"),
     "hvd: reduce a number": (lambda: hvd.allreduce(0.5), "hvd.allreduce takes a tensor, not 0.5"),
     "hvd: gather a number": (lambda: hvd.allgather(0.5), "hvd.allgather takes a tensor, not 0.5"),
+    "hvd: a root that is no whole number": (lambda: hvd.broadcast_object(1, 0.0), "root_rank 0.0 is not in ProcessSet"),
+    "hvd: a flag for a root": (lambda: hvd.broadcast_object(1, False), "root_rank False is not in ProcessSet"),
     "save, step": (lambda: dgcopt.checkpoint.save("x", {}, "1"), "step must be a whole number"),
     "save, keep": (lambda: dgcopt.checkpoint.save("x", {}, 1, keep=0), "keep must be a whole number"),
     "save, state first": (lambda: dgcopt.checkpoint.save({}, "x", 1), "directory must be a path"),
@@ -201,7 +203,7 @@ def test_a_state_that_was_refused_leaves_the_optimizer_as_it_was() -> None:
         assert ours.param_groups[0]["lr"] == 0.5 and ours.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-@pytest.mark.parametrize("root", ["0", None, 5, -1])
+@pytest.mark.parametrize("root", ["0", None, 5, -1, 0.0, True])
 def test_a_root_that_does_not_exist(root: Any) -> None:
     comm = dgcopt.simulated_world(2)[0]
     with pytest.raises(dgcopt.CommError, match="is not among the 2 ranks"):

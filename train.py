@@ -32,16 +32,25 @@ try:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
     from torch.utils.data import DataLoader, Dataset, Subset
-    from torch.utils.tensorboard import SummaryWriter
-    from tqdm import tqdm
 
     import dgcopt
     from dgcopt import elastic
     from dgcopt.collectives import AllReduce, Broadcast
     from dgcopt.comm import DEADLINE, Comm
     from dgcopt.flat.optimizer_state import STATE_KEY
-    from dgcopt.tasks.checks import check_optimizer, check_settings, fitting, summary
+    from dgcopt.tasks.checkpointed import RandomNumbers, Scaler
+    from dgcopt.tasks.checks import (
+        GivenSettings,
+        building,
+        check_optimizer,
+        check_run,
+        check_settings,
+        fitting,
+        scheduling,
+        writing,
+    )
     from dgcopt.tasks.config import Parser
+    from dgcopt.tasks.record import Record, per_step
     from dgcopt.tasks.shard import Shard
 except ModuleNotFoundError as error:
     sys.exit(f'train.py: {error.name} is not installed: pip install ".[train]"')
@@ -107,94 +116,9 @@ class Settings:
     """steps between checkpoints within an epoch; 0 saves at the end of each epoch only"""
 
 
-OF_GRADIENTS = ("op", "bucket_mb", "first_bucket_mb", "clip_norm", "check_replicas_every", "trace_steps")
-"""Settings that have no meaning where weights are averaged."""
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an optimizer's group, with a scheduler's first lr, without others that it moves."""
-    moved = ("momentum", "betas") if "base_momentum" in group else ()
-    plain = {name: group[name] for name in group if isinstance(group[name], int | float | tuple) and name not in moved}
-    return plain | ({"lr": plain["initial_lr"]} if "initial_lr" in plain else {})
-
-
-class Record:
-    """Rank 0's account of the run: a progress bar, TensorBoard scalars and a line of JSON per entry."""
-
-    def __init__(self, output: Path, step: int, steps: int) -> None:
-        output.mkdir(parents=True, exist_ok=True)
-        self.path = output / "history.jsonl"
-        # A run that died after its last checkpoint has recorded steps that are now taken again.
-        lines = self.path.read_text(errors="replace").split("\n") if step and self.path.exists() else [""]
-        kept = []
-        for number, line in enumerate(lines[:-1], start=1):  # the last is empty, or the run died while it wrote it
-            try:
-                kept += [line + "\n"] if json.loads(line)["step"] <= step else []
-            except (ValueError, TypeError, KeyError) as error:
-                print(f"{self.path}, line {number}, is damaged and left out ({error})")
-        self.path.write_text("".join(kept))
-        self.tensorboard = SummaryWriter(str(output / "tensorboard"), purge_step=step + 1)
-        self.bar = tqdm(total=steps, initial=step, unit="step", disable=None)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Add an entry, and show it beside the progress bar."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self.tensorboard.add_scalar(name, value, step)
-        self.bar.set_postfix({name: values[name] for name in ("loss", "ratio_fp32", "accuracy") if name in values})
-        self.bar.update(step - self.bar.n)
-
-    def note(self, step: int, words: str) -> None:
-        """Add a line of words to the history."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "note": words}) + "\n")
-
-    def close(self) -> None:
-        """Write what is still to be written; another rank, or this one, may go on."""
-        self.tensorboard.close()
-        self.bar.close()
-
-
-class RandomNumbers:
-    """Torch's generators, each rank's own, with a state like a module's."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.has_cuda = device.type == "cuda"
-
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Where they are."""
-        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if self.has_cuda else None}
-
-    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Go back to where they were."""
-        if (cpu := state["cpu"]) is not None:
-            torch.set_rng_state(cpu)
-        if (cuda := state["cuda"]) is not None and self.has_cuda:
-            torch.cuda.set_rng_state(cuda)
-
-
-class Scaler(torch.amp.GradScaler):
-    """Scales the loss; begins anew after a checkpoint of a run without scaling, whose state is empty."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state, unless it is empty."""
-        if state:
-            super().load_state_dict(state)
-
-
 def cross_entropy(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """Of logits (N, C) with targets (N,), or logits (N, T, C) with targets (N, T)."""
     return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction=reduction)
-
-
-def per_step(now: Any, before: Any) -> dict[str, float]:
-    """Traffic and time of a mean step between two readings of the optimizer's telemetry."""
-    steps = max(1, now.steps - before.steps)
-    sent, dense = now.sent_bytes - before.sent_bytes, now.dense_bytes - before.dense_bytes
-    counted = ("sent_bytes", "payload_bytes", "compress_seconds", "wait_seconds", "apply_seconds")
-    ratios = {"ratio_fp32": dense / sent, "ratio_bf16": dense / sent / 2} if sent else {}
-    return {name: (getattr(now, name) - getattr(before, name)) / steps for name in counted} | ratios
 
 
 class Trainer:
@@ -212,10 +136,9 @@ class Trainer:
         optimizer = settings.optimizer(self.model.parameters())
         check_optimizer(optimizer)
         self.scheduler = settings.scheduler(optimizer) if settings.scheduler else None
-        self.given = [settings_of(group) for group in optimizer.param_groups]
+        self.given = GivenSettings(optimizer, self.scheduler)
         if isinstance(self.scheduler, ReduceLROnPlateau) and settings.scheduler_interval == "step":
             raise dgcopt.ConfigError("ReduceLROnPlateau follows the test loss, so scheduler_interval must be epoch")
-        self.scheduler_keys = {*self.scheduler.state_dict()} if self.scheduler else set()
         self.optimizer = self.distribute(optimizer, comm)
         self.scaler = Scaler(self.device.type, enabled=settings.amp == "fp16")
         self.state = elastic.State(
@@ -238,13 +161,6 @@ class Trainer:
         """Wrap the optimizer: gradients are averaged, or weights are."""
         settings, named = self.settings, self.model.named_parameters()
         if settings.averaging is not None:
-            if not isinstance(settings.compressor, dgcopt.NoCompression):
-                raise dgcopt.ConfigError(
-                    "compressor is for gradients; what averaging sends is for its init_args to say"
-                )
-            defaults = {field.name: field.default for field in dataclasses.fields(settings)}
-            if given := [name for name in OF_GRADIENTS if getattr(settings, name) != defaults[name]]:
-                raise dgcopt.ConfigError(f"for averaged gradients only: {', '.join(given)}. Leave out with averaging")
             return settings.averaging.attach(optimizer, named, comm)
         return dgcopt.DistributedOptimizer(
             optimizer,
@@ -284,19 +200,6 @@ class Trainer:
     def position(self) -> float:
         """Epochs so far. Warm-ups go by it, as the steps of an epoch depend on the number of workers."""
         return self.state.epoch + min(1.0, self.state.seen / (self.steps_per_epoch * self.samples_per_step))
-
-    def compare_settings(self) -> None:
-        """Say which settings of a checkpoint hold in place of those given, and which are of another scheduler."""
-        more = sorted({*(self.scheduler.state_dict() if self.scheduler else ())} - self.scheduler_keys)
-        if more and self.comm.rank == 0:
-            print(
-                f"the checkpoint is of another scheduler than {type(self.scheduler).__name__}, with {', '.join(more)}"
-            )
-        for given, group in zip(self.given, self.optimizer.param_groups, strict=True):
-            kept = settings_of(group)
-            for name in sorted(given.keys() & kept.keys()):
-                if kept[name] != given[name] and self.comm.rank == 0:
-                    print(f"the optimizer's {name} is {kept[name]}, as in the checkpoint, not {given[name]}")
 
     def fit_workers(self) -> None:
         """Fit all that depends on the number of workers to those there are, however many have trained so far."""
@@ -354,14 +257,9 @@ class Trainer:
         return lr
 
     def move_schedule(self, *metrics: float) -> None:
-        """Move the schedule on. Raises ConfigError for one that has ended, or cannot be."""
-        try:
+        """Move the schedule on."""
+        with scheduling(self.scheduler, self.state.step):
             self.scheduler.step(*metrics)  # type: ignore[union-attr, arg-type]
-        except (ArithmeticError, TypeError, ValueError) as error:
-            raise dgcopt.ConfigError(
-                f"scheduler: {type(self.scheduler).__name__} cannot go on after step {self.state.step}: "
-                f"{summary(error)}. Correct its init_args or scheduler_interval"
-            ) from error
 
     def count_step(self) -> None:
         """After a step: clear gradients, and move the schedule and the position on."""
@@ -447,8 +345,8 @@ class Trainer:
 
     def train_on(self, state: Any) -> dict[str, Any]:
         """Train to the last epoch with the workers that there are; rank 0 keeps the record."""
-        if state.step:
-            self.compare_settings()
+        if state.step and self.comm.rank == 0:
+            self.given.print_overruled()
         self.fit_workers()
         steps = state.step + (self.settings.epochs - state.epoch - 1) * self.steps_per_epoch
         steps += (self.samples - state.seen) // self.samples_per_step
@@ -530,37 +428,17 @@ def main() -> None:
     comm: Comm | None = None
     try:
         comm = dgcopt.init(config.wire, deadline=config.deadline)
-        if not config.output:
-            raise dgcopt.ConfigError("output is empty, and must name a folder")
         named = any(argument.split("=")[0] == "--output" for argument in sys.argv[1:])
-        if comm.elastic and not (named and (config.resume or config.evaluate)):
-            raise dgcopt.ConfigError(
-                "under Horovod Elastic, workers that come later find the run by its checkpoints: say --output and "
-                "--resume, for a run that begins too"
-            )
+        check_run(config, named, comm.elastic)
         if not named:
             config.output = str(choose_output(Path(config.output), not (config.resume or config.evaluate), comm))
-        if not abs(config.seed) < 2**62:  # ranks and epochs are added to it
-            raise dgcopt.ConfigError(f"seed is {config.seed:.6g}, and must lie within 62 bits")
         torch.manual_seed(config.seed)
-        try:
+        with building():
             objects = parser.instantiate(config)
             settings = Settings(**{field.name: objects[field.name] for field in dataclasses.fields(Settings)})
             trainer = Trainer(settings, comm)
-        except (ImportError, OSError, ValueError) as error:
-            raise dgcopt.ConfigError(str(error)) from error
-        except Exception as error:  # of a class that was chosen, by its settings
-            if isinstance(error, dgcopt.DGCError):
-                raise
-            raise dgcopt.ConfigError(f"settings do not fit: {summary(error)}") from error
-        try:
+        with writing():
             run(trainer, config.resume, config.evaluate)
-        except OSError as error:
-            if error.filename is None:
-                raise
-            raise dgcopt.ConfigError(
-                f"{error.filename}: {error.strerror}. Correct it, or choose another --output"
-            ) from error
     except dgcopt.DGCError as error:
         rank = comm.rank if comm else 0
         reason = " ".join(str(error).removeprefix(f"rank {rank}:").split())

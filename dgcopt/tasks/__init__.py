@@ -1,4 +1,4 @@
-"""The parts of train.py: one module per task, with its dataset and models, and the parser of its settings.
+"""The parts of train.py: a module per task, with its dataset and models, and a run's settings, checks and record.
 
 Nothing else in dgcopt imports them.
 """

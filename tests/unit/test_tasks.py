@@ -4,6 +4,7 @@ import importlib
 import io
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from dgcopt.tasks import cifar10, imagenet, stdlib_gpt
+from dgcopt import ConfigError
+from dgcopt.tasks import checks, cifar10, imagenet, stdlib_gpt
 
 TRAIN_FILES = [f"data_batch_{number}.bin" for number in range(1, 6)]
 
@@ -249,3 +251,11 @@ class TestImageNet:
         message = str(error.value)
         assert "\n" not in message
         assert str(tmp_path / "train") in message and "--train_data.init_args.root" in message
+
+
+@pytest.mark.parametrize("context", [checks.building, lambda: checks.fitting(torch.ones(2, 3), torch.ones(2))])
+def test_an_error_in_torch_has_no_place_in_the_checks_of_train_py(context: Callable[[], object]) -> None:
+    training = compile("with context(): layer(batch)", "train.py", "exec")
+    with pytest.raises(ConfigError, match="mat1 and mat2") as told:
+        exec(training, {"context": context, "layer": nn.Linear(4, 5), "batch": torch.ones(2, 3)})
+    assert "(at" not in str(told.value)

@@ -20,8 +20,8 @@ __all__ = [
     "all_ddp_modules",
     "backward_pass",
     "broadcasting_root",
-    "ddp_module_of_hook",
     "ddp_module_without_data",
+    "ddp_modules_of_hook",
     "is_sharded_elsewhere",
     "scaler_flags",
     "uncounted_parameters",
@@ -63,10 +63,9 @@ def all_ddp_modules() -> list[DistributedDataParallel]:
     return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
-def ddp_module_of_hook(hook_state: Any) -> DistributedDataParallel | None:
-    """Return the module that has this hook state; None if there is none, or if it is wrapped in a user's state."""
-    having = (m for m in all_ddp_modules() if any(state is hook_state for _, state in m._comm_hooks))
-    return next(having, None)
+def ddp_modules_of_hook(hook_state: Any) -> list[DistributedDataParallel]:
+    """Return the modules that have this hook state; none if it is wrapped in a user's state."""
+    return [module for module in all_ddp_modules() if any(state is hook_state for _, state in module._comm_hooks)]
 
 
 def uncounted_parameters(hook_state: Any, params: Iterable[Tensor]) -> set[Tensor]:

@@ -16,7 +16,7 @@ from ...compressors.own_step import updates_add_up
 from ...errors import ConfigError
 from ...exchange.group_settings import GroupSettings, check_may_differ
 from ...exchange.parameters import check_trainable, inner_optimizer, unique_names
-from ..introspection import ddp_module_of_hook
+from ..introspection import ddp_modules_of_hook
 from ..stepping import stepping_of
 from .attached import AttachedOptimizer, parameters_of
 
@@ -64,11 +64,17 @@ class HookSettings:
     def join(self, hook_state: Any) -> Comm:
         """Return the wire: the given one, or that of `dgcopt.init()`.
 
-        Raises ConfigError if the DistributedDataParallel that has `hook_state` averages among other ranks, or skips
-        buckets.
+        Raises ConfigError if the DistributedDataParallel that has `hook_state` averages among other ranks or skips
+        buckets, or if several models have it.
         """
         self._comm = self._comm or current_comm()
-        module = ddp_module_of_hook(hook_state)
+        modules = ddp_modules_of_hook(hook_state)
+        if len({frozenset(module.parameters()) for module in modules}) > 1:
+            raise ConfigError(
+                "one state of ddp_hook is registered with several DistributedDataParallel modules, and would count a "
+                "step for each: call ddp_hook once per module"
+            )
+        module = modules[0] if modules else None
         if module is not None and module.process_group.size() != self._comm.size:
             raise ConfigError(
                 f"this DistributedDataParallel averages among {module.process_group.size()} rank(s), and its ddp_hook "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,18 @@ def test_a_single_process_trains_as_without_a_hook(alone: None) -> None:
     (ours, state), (bare, _) = train(dgcopt.DGC(0.01)), train(None)
     assert all(torch.equal(a, b) for a, b in zip(ours, bare, strict=True))
     assert state is not None and state.telemetry.sent_bytes == 0
+
+
+def test_one_state_for_two_models_is_refused(alone: None) -> None:
+    """It would take each backward pass of either for a step. A model that is put into DDP again is none."""
+    model = nn.Linear(4, 1)
+    for second in (model, nn.Linear(4, 1)):
+        hook, modules = dgcopt.ddp_hook(dgcopt.DGC()), [DDP(model), DDP(second)]
+        for module in modules:
+            module.register_comm_hook(*hook)
+        is_refused = pytest.raises(dgcopt.ConfigError, match="call ddp_hook once per module")
+        with nullcontext() if second is model else is_refused:
+            modules[1](torch.ones(1, 4)).sum().backward()
 
 
 def test_state_of_more_ranks_is_refused_by_a_single_one(alone: None) -> None:

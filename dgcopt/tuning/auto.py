@@ -1,10 +1,7 @@
 """Auto: compressor, buckets, overlap and hierarchy, chosen from the first steps and kept while they are fastest.
 
-The first steps are those of DistributedDataParallel: dense, in its buckets. They are timed. Then the link is probed,
-the candidates' costs are recorded on a copy of the parameters' shapes, and the cost model predicts their steps
-(`dgcopt.tuning.forecast`). The best take turns with the dense exchange (`dgcopt.tuning.tuner`). Every rank takes the
-same numbers, the maxima over ranks, through the same pure functions (`dgcopt.tuning.trials`), so all change at the same
-step. What one exchange has not sent the next one sends, or it is sent whole in one more step.
+Every rank takes the same numbers, the maxima over ranks, through the same pure functions (`dgcopt.tuning.trials`), so
+all change at the same step. What one exchange has not sent the next one sends, or it is sent whole in one more step.
 """
 
 from __future__ import annotations

@@ -108,12 +108,7 @@ class Recorder(Comm):
     wire = "recorder"
 
     def __init__(
-        self,
-        size: int,
-        local_size: int,
-        link: Link,
-        device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
+        self, size: int, local_size: int, link: Link, device: torch.device, clock: Callable[[], float]
     ) -> None:
         super().__init__(0, size)
         self._set_nodes([rank // local_size for rank in range(size)])

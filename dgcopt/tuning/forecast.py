@@ -25,7 +25,7 @@ from .profile import Profile
 from .timeline import VOTE, Round, fill_buckets
 from .wire import Fitted, wire_bytes
 
-__all__ = ["Forecast", "grow", "largest", "shortlist", "shrink"]
+__all__ = ["Forecast", "grow", "largest", "probe_sizes", "shortlist", "shrink"]
 
 log = logging.getLogger("dgcopt")
 

@@ -12,7 +12,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,7 @@ def _with_trace(run: Run, path: Path) -> Run:
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is no trace of dgcopt.trace: {error!r}") from error
     steps = sum(event.get("ph") == "i" for event in everything)
-    return Run(
-        *(run.name, run.entries, run.result, run.notes, {**run.phases, rank: seconds}, sent, max(run.steps, steps))
-    )
+    return replace(run, phases={**run.phases, rank: seconds}, sent=sent, steps=max(run.steps, steps))
 
 
 def write_report(folders: Sequence[Path], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import statistics
 from collections.abc import Generator, Mapping
@@ -19,11 +20,16 @@ from . import clock
 from .candidate import Candidate, Candidates
 from .forecast import Forecast, in_words, largest
 from .trials import WINDOW, Phase, Trials
-from .trials_file import append_trials
 
 __all__ = ["AutoTuner"]
 
 log = logging.getLogger("dgcopt")
+
+COLUMNS = (
+    *("step", "compressor", "hierarchical", "overlap", "bucket_mb", "first_bucket_mb"),
+    *("predicted_seconds", "measured_seconds", "chosen"),
+)
+"""Columns of the file of trials."""
 
 
 class AutoTuner:
@@ -137,7 +143,7 @@ class AutoTuner:
             why = f"{tried[plain] / tried[chosen]:.2f} times as fast as {plain}: {others} a step"
         self._tell(f"step {step}: uses {chosen}, as {why}; {self._forecast.link()}")
         if self.comm.rank == 0 and self.auto.trials is not None:
-            append_trials(Path(self.auto.trials), step, self._candidates, predicted, tried, chosen)
+            _append_trials(Path(self.auto.trials), step, self._candidates, predicted, tried, chosen)
 
     def _tell(self, words: str) -> None:
         self.auto.explain(words)
@@ -169,3 +175,26 @@ class AutoTuner:
         if state["level"] and state["size"] == self.comm.size:
             self._trials = self._trials.kept(state["level"], state["pause"])
             self.watching = False
+
+
+def _append_trials(
+    path: Path,
+    step: int,
+    candidates: Mapping[str, Candidate],
+    predicted: Mapping[str, float],
+    tried: Mapping[str, float],
+    chosen: str,
+) -> None:
+    """Append a row for each candidate. A file that cannot be written is a warning: training goes on."""
+    try:
+        is_new = not path.exists() or not path.stat().st_size
+        with path.open("a", newline="") as file:
+            rows = csv.writer(file)
+            if is_new:
+                rows.writerow([*COLUMNS])
+            for name, seconds in predicted.items():
+                one = asdict(candidates[name])
+                sizes = one.pop("sizes") or ("", "")
+                rows.writerow([step, *one.values(), *sizes, seconds, tried.get(name, ""), name == chosen])
+    except OSError as error:
+        log.warning("dgcopt: auto: cannot write trials to %s: %s", path, error.strerror)

@@ -20,7 +20,7 @@ from dgcopt.errors import ConfigError, MismatchError
 from dgcopt.tuning import auto, clock, tuner
 from dgcopt.tuning.candidate import Candidate
 from dgcopt.tuning.costs import record_recipe
-from dgcopt.tuning.forecast import grow, shortlist, shrink
+from dgcopt.tuning.forecast import grow, probe_sizes, shortlist, shrink
 from dgcopt.tuning.trials import Trials
 from dgcopt.tuning.tuner import AutoTuner
 from dgcopt.tuning.wire import wire_bytes
@@ -143,6 +143,14 @@ def test_an_exchange_is_tried_if_dense_steps_are_slower_than_predicted(
     ranks = Ranks(2, sgd(), compression="auto")
     steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
     assert "ByteGrad()" in ranks.optimizers[0].compressor.reason
+
+
+def test_no_probed_message_takes_much_of_a_step() -> None:
+    recipe = record_recipe("", "", {"weight": (1000, 1000)}, dgcopt.NoCompression(), (2,), clock=lambda: 0.0)
+    fast, slow = (probe_sizes([recipe], recipe, 2, watched) for watched in (0.1, 10.0))
+    assert fast["AllReduce"] == [1024, 4_000_000, 64_000], "as large as those sent"
+    assert slow["AllReduce"][:2] == [1024, 50_000], "an eighth of a second at 0.4 MB/s"
+    assert fast["AllGather"][:2] == slow["AllGather"][:2] == [1024, 4096]
 
 
 def test_few_are_tried_and_none_that_loses_by_the_model() -> None:

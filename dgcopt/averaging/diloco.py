@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -130,7 +131,8 @@ class DiLoCo(Averaging):
                 f"delay must be less than every / fragments = {self.interval}, or two fragments would be in flight; it "
                 f"is {delay}"
             )
-        sparse = [p for p in (self.compression.parts() if self.compression else ()) if getattr(p, "ratio", 1.0) < 1]
+        parts = [*self.compression.parts()] if self.compression is not None else []
+        sparse = [part for part in parts if getattr(part, "ratio", 1.0) < 1]
         if delay and sparse:
             log.warning(
                 "dgcopt: DiLoCo(delay=%d) applies outer gradients late, and most of them later still, from the "
@@ -149,13 +151,12 @@ class DiLoCo(Averaging):
             )
         if not callable(self.outer):
             raise ConfigError(f"outer must be a factory of optimizers, such as partial(SGD, lr=0.7), not {outer!r}")
-        for part in self.compression.parts() if self.compression is not None else ():
-            if not isinstance(part, FrozenAdam):
-                continue
-            raise ConfigError(
-                f"{type(part).__name__} learns Adam's second moments from every step's gradient, but outer gradients "
-                f"come every {every} steps. Choose another compressor, such as DGC or PowerSGD."
-            )
+        for part in parts:
+            if isinstance(part, FrozenAdam):
+                raise ConfigError(
+                    f"{type(part).__name__} learns Adam's second moments from every step's gradient, but outer "
+                    f"gradients come every {every} steps. Choose another compressor, such as DGC or PowerSGD."
+                )
 
     by_bucket = False
 
@@ -235,8 +236,7 @@ class OuterSync(Sync):
 
     Each fragment has a DistributedOptimizer of its anchors, whose own engine exchanges and votes.
 
-    Attributes: `anchors`, of all parameters; `sending`, the fragment in flight, if any; `last_local_step`, the last one
-    that this rank has made itself.
+    Attributes: `anchors`, of all parameters; `sending`, the fragment in flight, if any.
     """
 
     def __init__(self, rule: DiLoCo, round: Round) -> None:
@@ -244,12 +244,11 @@ class OuterSync(Sync):
         self.rule = rule
         self.anchors: dict[Tensor, nn.Parameter] = {}
         self.sending: int | None = None
-        self._compression = NoCompression() if rule.compression is None else copy.deepcopy(accept(rule.compression))
+        self._compression = NoCompression() if rule.compression is None else copy.deepcopy(rule.compression)
         self._compression.see_parameters(round.names)  # all of them; a fragment has only some
         self._fragments: list[list[Tensor]] = _split(list(round.names), rule.fragments)
         self._anchored: set[Tensor] = set()  # parameters whose anchor is the start of the local steps
         self._outgoing: dict[str, Tensor] = {}  # the outer gradient in flight, for a checkpoint during `delay`
-        self.last_local_step = 0
         for params in self._fragments:
             anchors = {param: _anchor(param) for param in params}
             try:
@@ -295,11 +294,8 @@ class OuterSync(Sync):
 
     # -- an outer step -----------------------------------------------------------------------------------------------
 
-    def stepped(self) -> None:
-        self.last_local_step = self.round.local_step
-        arrival = self.round.local_step + self.rule.delay
-        if self.rule.delay and self.rule.due(arrival) and not self.round.joining:
-            self._send(self.turn(arrival))
+    def launch(self) -> None:
+        self._send(self.turn(self.round.local_step + self.rule.delay))
 
     def turn(self, step: int) -> int:
         """Return the fragment whose turn it is at a local step."""
@@ -428,9 +424,6 @@ class OuterSync(Sync):
 
     def _in_own_groups(self, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield each outer optimizer's state in its own groups; those saved depend on when parameters were added."""
-        if "fragments" not in entry:  # saved in own groups
-            yield from entry["outers"]
-            return
         fragments = self._names_of_fragments()
         if fragments != entry["fragments"]:
             log.warning(
@@ -438,30 +431,29 @@ class OuterSync(Sync):
                 "are in other fragments: they take their next outer step in the turn of those",
                 self.round.comm.rank,
             )
-        group_of, state_of, parts = dict[str, Any](), dict[str, Any](), list[dict[str, Any]]()
+        group_of, state_of = dict[str, Any](), dict[str, Any]()
+        parts = [kept[STATE_KEY] for kept in entry["outers"] if STATE_KEY in kept]
         for kept, names in zip(entry["outers"], entry["fragments"], strict=True):
             numbered = [(number, group) for group in kept["param_groups"] for number in group["params"]]
             for name, (number, group) in zip(names, numbered, strict=True):
                 group_of[name], state_of[name] = group, kept["state"].get(number)
-            parts += [kept[STATE_KEY]] if STATE_KEY in kept else []
         for outer, names, kept in zip(self.outers, fragments, entry["outers"], strict=True):
-            groups = list[dict[str, Any]]()
+            groups, numbers = list[dict[str, Any]](), itertools.count()
             for group in outer.param_groups:
-                start = sum(len(before["params"]) for before in groups)
-                numbers = [*range(start, start + len(group["params"]))]
-                saved = [group_of[names[number]] for number in numbers if names[number] in group_of]
-                groups.append({**(saved[0] if saved else group), "params": numbers})
+                own = [next(numbers) for _ in group["params"]]
+                saved = [group_of[names[number]] for number in own if names[number] in group_of]
+                groups.append({**(saved[0] if saved else group), "params": own})
             state = {number: state_of[name] for number, name in enumerate(names) if state_of.get(name)}
-            own = {**kept, "state": state, "param_groups": groups}
+            regrouped = {**kept, "state": state, "param_groups": groups}
             if STATE_KEY in kept:
-                own[STATE_KEY] = {
+                regrouped[STATE_KEY] = {
                     **kept[STATE_KEY],
                     "order": [name for part in parts for name in part["order"] if name in names],
                     "memory": _of(names, [part["memory"] for part in parts]),
                     "shared": _of(names, [part["shared"] for part in parts]),
                     "made_of": {n: made for part in parts for n, made in part["made_of"].items() if n in names},
                 }
-            yield own
+            yield regrouped
 
 
 class OuterStep(RoundStep):
@@ -481,7 +473,7 @@ class OuterStep(RoundStep):
         return self.round.joining
 
     def has_moved(self) -> bool:
-        return self.sync.last_local_step > self.round.local_step - self.sync.rule.every
+        return self.round.last_own_step > self.round.local_step - self.sync.rule.every
 
     def complete(self, verdict: Verdict | None = None) -> Job:
         outer = self.sync.send_due()

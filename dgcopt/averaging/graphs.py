@@ -256,22 +256,19 @@ def _is_balanced(graph: Graph, size: int) -> bool:
         return True
     graph.check(size)
     period = check_whole(graph.period(size), f"the period of {graph!r}", 1)
-    ones, balanced = torch.ones(size, dtype=torch.float64), True
-    neighbours: list[set[int]] = [set() for _ in range(size)]
-    reverse: list[set[int]] = [set() for _ in range(size)]
-    for round in range(period):
-        edges = edges_of(graph, size, round)
-        balanced = balanced and bool((edges.push(ones) - 1).abs().max() < 1e-9)
-        for source, target in zip(edges.source.tolist(), edges.target.tolist(), strict=True):
-            neighbours[source].add(target)
-            reverse[target].add(source)
-    for edges_from, fault in ((neighbours, "never hear of rank 0"), (reverse, "are never heard of by rank 0")):
-        if missed := sorted(set(range(size)) - _reached(edges_from)):
+    rounds = [edges_of(graph, size, round) for round in range(period)]
+    source, target = torch.cat([edges.source for edges in rounds]), torch.cat([edges.target for edges in rounds])
+    for start, end, fault in (
+        (source, target, "never hear of rank 0"),
+        (target, source, "are never heard of by rank 0"),
+    ):
+        if missed := (~_reached(start, end, size)).nonzero().flatten().tolist():
             raise ConfigError(
                 f"{graph!r}: rank(s) {', '.join(map(str, missed[:16]))} {fault}, not even indirectly, in all "
                 f"{period} round(s) of its period, so ranks would never agree. Connect them."
             )
-    return balanced
+    ones = torch.ones(size, dtype=torch.float64)
+    return all(bool((edges.push(ones) - 1).abs().max() < 1e-9) for edges in rounds)
 
 
 def _check_shares(graph: Graph, rank: int, size: int, round: int, shares: dict[int, float]) -> None:
@@ -290,11 +287,10 @@ def _check_shares(graph: Graph, rank: int, size: int, round: int, shares: dict[i
         )
 
 
-def _reached(neighbours: list[set[int]]) -> set[int]:
-    """Return the ranks that rank 0 reaches."""
-    reached, ahead = {0}, [0]
-    while ahead:
-        new = neighbours[ahead.pop()] - reached
-        reached |= new
-        ahead += new
+def _reached(start: Tensor, end: Tensor, size: int) -> Tensor:
+    """Return True for each rank that rank 0 reaches along edges from `start` to `end`: bool `[size]`."""
+    reached, count = torch.arange(size) == 0, 0
+    while count < int(reached.sum()):
+        count = int(reached.sum())
+        reached[end[reached[start]]] = True
     return reached

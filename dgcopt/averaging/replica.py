@@ -188,13 +188,9 @@ class Replica:
             if param.requires_grad or param in self.unsynced
         ]
 
-    def resume(self) -> None:
-        """Note that all ranks resume from the state that each has loaded, if any."""
-        self.saved_by = 0
-
     def start(self) -> None:
-        """Note that the rule has seen the weights from which training starts."""
-        self.started = True
+        """Note that the rule has seen the weights from which training starts, or resumes from a loaded state."""
+        self.started, self.saved_by = True, 0
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this rank in a mean."""

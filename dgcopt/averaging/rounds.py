@@ -109,8 +109,7 @@ class Rounds(Schedule):
         self.runner.go()
 
     def _average(self) -> Job:
-        if self.buffers is not None:
-            yield from self._share_buffers(self.buffers, 0)
+        yield from self._share_buffers(0)
         for bucket in self.buckets():
             bucket.write((yield self.runner.scheduler.start(AllReduce(bucket.read()), f"mean of {bucket.label}")))
         self.replica.mark_synced(self.names)
@@ -162,20 +161,14 @@ class Rounds(Schedule):
 
     def state(self) -> dict[str, Any]:
         """Return a checkpointable copy, for `restore`."""
-        state = self.replica.state()
-        replica = self.replica
+        replica, state = self.replica, self.replica.state()
         if not replica.needs_merge and (replica.steps_since_sync or not self.rule.identical(self.local_step)):
             # another number of ranks resumes from the mean of all weights
-            state["memory"]["weights"] = self.replica.weights()
-        shard: dict[str, Any] = {SHARD: self.shard()} if self.comm.joins_replicas else {}
-        return kept_by(
-            self.comm.rank,
-            self.comm.size,
-            step=self.step,
-            under_way=self._missed or self.sync.in_flight,
-            **state,
-            **shard,
-        )
+            state["memory"]["weights"] = replica.weights()
+        if (shard := self.shard()) is not None:
+            state[SHARD] = shard
+        under_way = self._missed or self.sync.in_flight
+        return kept_by(self.comm.rank, self.comm.size, step=self.step, under_way=under_way, **state)
 
     def shard(self) -> dict[str, Any] | None:
         """Return this rank's shard in a checkpoint's form; None for whole parameters."""

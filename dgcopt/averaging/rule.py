@@ -26,6 +26,9 @@ class Rule:
     overlap: bool = False
     """True if a round runs during the next forward and backward pass and ends before the next update."""
 
+    delay: int = 0
+    """Number of local steps by which a round is launched before it is due (`DiLoCo`)."""
+
     quorum: int | None = None
     """Number of ranks that a round waits for, if it does not wait for all (`DiLoCo`)."""
 

@@ -59,18 +59,11 @@ LOADED_BY_ALL = (
 class Schedule:
     """Local steps of one optimizer on one rank, and its rounds of averaging between them.
 
-    Attributes:
-        rule: the algorithm.
-        comm: the wire.
+    Attributes: those of `Round`, and
+
         step: local steps made so far, warm-up included.
-        names: all parameters and their names.
-        replica: their weights and memory.
         sync: this rank's part in a round.
-        participation: whether this rank has data, and how many ranks have; used while `joining`.
-        joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
         buffers: the model's buffers that rounds synchronise; see `dgcopt.sync_buffers`.
-        runner: the jobs that wait for other ranks.
-        commit: the marker of a round that is being written back.
     """
 
     runner: Runner
@@ -91,7 +84,7 @@ class Schedule:
         check_steps_alone(optimizer, f"{type(rule).__name__} averages the weights that it steps")
         _check_keeps_no_weights(optimizer)
         self.sync = sync(self)
-        self.step = 0
+        self.step = self.last_own_step = 0
         self._samples = 0.0
         self.buffers: Buffers | None = None
         self.commit = CommitMarker()
@@ -151,9 +144,11 @@ class Schedule:
         own = self.runner.scheduler.telemetry
         return own.with_those_of(outer.telemetry for outer in self.outers) if self.outers else own
 
-    def _share_buffers(self, buffers: Buffers, step: int) -> Job:
-        has_moved = self.replica.steps_since_sync > 0 or not self.joining
-        yield from self.runner.scheduler.through(buffers.exchange(self.comm, step, has_moved))
+    def _share_buffers(self, step: int) -> Job:
+        """Synchronise the model's buffers, if rounds do."""
+        if self.buffers is not None:
+            has_moved = self.replica.steps_since_sync > 0 or not self.joining
+            yield from self.runner.scheduler.through(self.buffers.exchange(self.comm, step, has_moved))
 
     # -- the optimizer's step ----------------------------------------------------------------------------------------
 
@@ -213,7 +208,9 @@ class Schedule:
                 self._start(bucket, ctx)
         if self.local_step > 0:
             self.runner.scheduler.count_step(sum(param.numel() for param in self.replica.trained))
-            self.sync.stepped()
+            self.last_own_step = self.local_step
+            if self.rule.delay and self.rule.due(self.local_step + self.rule.delay) and not self.joining:
+                self.sync.launch()
             if self.rule.due(self.local_step) or (self.rule.quorum is not None and self.comm.is_called):
                 self.comm.close_admission()
                 count_lost = self.runner.scheduler.telemetry.count_lost
@@ -248,7 +245,7 @@ class Schedule:
             self.runner.add(self._weigh())
             self.runner.go()
         if self.buffers is not None:
-            self.runner.add(self._share_buffers(self.buffers, self.local_step))
+            self.runner.add(self._share_buffers(self.local_step))
             self.runner.go()
         if self.overlaps:
             self.runner.add(self._overlapping())
@@ -319,8 +316,7 @@ class Schedule:
             )
         self.step += due - self.local_step
         self.replica.mark_stepped()  # the parameters that ranks with data step
-        if self.buffers is not None:
-            yield from self._share_buffers(self.buffers, self.local_step)
+        yield from self._share_buffers(self.local_step)
         skipped = self.telemetry.skipped
         yield from self.sync.run()
         was_spoiled = self.participation.ended and self.telemetry.skipped > skipped  # the next round would be too
@@ -357,9 +353,7 @@ class Schedule:
 
     def _start_all(self) -> None:
         """Give the rule the weights from which training starts or resumes."""
-        buckets = self.buckets()
-        self.replica.resume()
-        for bucket, ctx in buckets.items():
+        for bucket, ctx in self.buckets().items():
             self._start(bucket, ctx)
         self.replica.start()
 

@@ -43,7 +43,8 @@ class Round(Protocol):
         runner: the jobs that wait for other ranks.
         joining: True while ranks may run out of data, so that all of them vote on each round and none overlaps.
         commit: the marker of a round that is being written back.
-        participation: which ranks have data.
+        participation: whether this rank has data, and how many ranks have; used while `joining`.
+        last_own_step: the last local step that this rank has made itself, not skipped for want of data.
     """
 
     rule: Rule
@@ -54,6 +55,7 @@ class Round(Protocol):
     joining: bool
     commit: CommitMarker
     participation: Participation
+    last_own_step: int
 
     @property
     def local_step(self) -> int:
@@ -95,12 +97,9 @@ class Sync:
     def add_parameters(self, params: Iterable[Tensor]) -> None:
         """Take in parameters that were added to the optimizer."""
 
-    def stepped(self) -> None:
-        """Note a local step, which may have made a round due."""
-
     @torch.no_grad()
     def launch(self) -> None:
-        """Launch a round that overlaps with training (`Averaging.overlap`)."""
+        """Launch a round that runs during local steps (`Averaging.overlap`, or `delay`)."""
         before, self._exchanged = self._exchanged, self.round.replica.exchanged()
         if self._exchanged == before or not before or not self._step.votes:
             self._step.launch()  # else `run` votes first: messages of other sizes would end processes of other ranks

@@ -115,10 +115,12 @@ def files_in(run: Callable[[], object]) -> set[str]:
         (lambda: dgcopt.NoCompression(), 30),
         (lambda: dgcopt.DGC(0.05), 37),
         (lambda: dgcopt.DGC.compact(0.05, warmup=None), 40),
-        (lambda: dgcopt.LocalSGD(every=100), 11),
-        (lambda: dgcopt.LocalSGD(every=1), 23),
+        (lambda: dgcopt.LocalSGD(every=100), 10),
+        (lambda: dgcopt.LocalSGD(every=1), 22),
+        (lambda: dgcopt.DiLoCo(every=100), 10),
+        (lambda: dgcopt.DiLoCo(every=1), 35),
     ],
-    ids=["dense", "DGC", "compact", "a local step", "a round"],
+    ids=["dense", "DGC", "compact", "a local step", "a round", "a local step of DiLoCo", "an outer step"],
 )
 def test_files_of_a_normal_step_are_few(make: Callable[[], Any], most: int) -> None:
     comms, method = dgcopt.simulated_world(2), make()

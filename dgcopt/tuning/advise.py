@@ -127,7 +127,6 @@ class Setting:
         size, local_size: ranks, and those of one machine.
         wire: the cost of collectives.
         speed: the processor's, relative to the one on which costs were recorded.
-        lanes: collectives that the library runs at once.
     """
 
     model: Model
@@ -135,7 +134,6 @@ class Setting:
     wire: Wire
     local_size: int = 1
     speed: float = 1.0
-    lanes: int = LANES
 
     def step(self, recipe: Recipe, wire: Wire | None = None) -> Timeline:
         """Return the predicted step with an exchange."""
@@ -144,7 +142,7 @@ class Setting:
         return timeline(
             *(buckets, method, wire or self.wire, self.size, self.model.seconds),
             local_size=self.local_size,
-            lanes=self.lanes,
+            lanes=LANES,
         )
 
 
@@ -153,7 +151,7 @@ class Prediction:
     """One exchange in a setting.
 
     Attributes:
-        name, accuracy: see `Method`.
+        name, accuracy: see `Recipe`.
         seconds: of a step; `exposed`, of them beyond forward, backward and the bare optimizer's step.
         sent: bytes of a rank.
         pays_below: bytes per second of the links below which it pays against overlapped bfloat16; None if it never

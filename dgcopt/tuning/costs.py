@@ -222,7 +222,6 @@ def record(
     local_size: int = 1,
     link: Link | None = None,
     device: torch.device | None = None,
-    optimizer: Callable[[Iterable[Tensor]], Optimizer] | None = None,
     before_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
     steps: int = STEPS,
@@ -230,7 +229,7 @@ def record(
 ) -> Recording:
     """Run a few steps of `DistributedOptimizer` on rank 0 of `size`, without any other rank, and record the fastest.
 
-    Gradients are synthetic. Give the compressor without warm-up: the first steps are recorded.
+    Gradients are synthetic, of SGD with momentum. Give the compressor without warm-up: the first steps are recorded.
 
     Args:
         shapes: parameters by name, in the order of the model.
@@ -238,7 +237,6 @@ def record(
         size, local_size: number of ranks, and of those on one machine.
         link: the link that `reduce="auto"` chooses by.
         device: where gradients are; the CPU by default.
-        optimizer: makes the optimizer; SGD with momentum by default.
         before_step: called before each step, so that ranks on shared cores record at the same time.
         clock: `time.process_time` on a machine with other work, whose seconds it leaves out.
         steps: recorded steps, of which the fastest counts.
@@ -247,10 +245,10 @@ def record(
     device = torch.device("cpu") if device is None else device
     gradients = heavy_tailed(shapes, device)
     params = {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}
-    made = SGD(params.values(), lr=1e-6, momentum=0.9) if optimizer is None else optimizer(params.values())
+    sgd = SGD(params.values(), lr=1e-6, momentum=0.9)
     comm = Recorder(size, local_size, link or Link(), device, clock)
-    backward, step = _bare(made, params, gradients, comm, before_step, steps)
-    wrapped = DistributedOptimizer(made, list(params.items()), copy.deepcopy(compressor), comm=comm, **settings)
+    backward, step = _bare(sgd, params, gradients, comm, before_step, steps)
+    wrapped = DistributedOptimizer(sgd, list(params.items()), copy.deepcopy(compressor), comm=comm, **settings)
     found = []
     for _ in range(2 + steps):
         wrapped.zero_grad()
@@ -301,7 +299,8 @@ class Recipe:
     Bytes of a message that owners share fall with N; seconds of decoding all ranks' messages grow with it.
 
     Attributes:
-        name, accuracy, overlap, in_turn: see `Method`.
+        name, overlap, in_turn: see `Method`.
+        accuracy: "exact", "rounded", "delayed" (error feedback), or "lossy".
         bucket_mb, first_bucket_mb: megabytes of a bucket, and of the first one.
         low, high: recordings among the fewest ranks and among the most.
     """
@@ -337,7 +336,7 @@ class Recipe:
         )
         decode = tuple(map(of_seconds, low.decode, high.decode))
         encode = min(low.encode, high.encode) / speed
-        return Method(self.name, rounds, encode, decode, self.overlap, high.votes, True, self.in_turn, self.accuracy)
+        return Method(self.name, rounds, encode, decode, self.overlap, high.votes, True, self.in_turn)
 
 
 def record_recipe(

@@ -56,7 +56,6 @@ class Method:
         votes: rounds of small control messages before results are used; 0 for DistributedDataParallel.
         joins: messages that are ready together travel together while they are small.
         in_turn: one bucket's exchange ends before the second round of the next one starts.
-        accuracy: "exact", "rounded", "delayed" (error feedback), or "lossy".
     """
 
     name: str
@@ -67,7 +66,6 @@ class Method:
     votes: int = 1
     joins: bool = True
     in_turn: bool = False
-    accuracy: str = "exact"
 
     def __post_init__(self) -> None:
         if len(self.decode) != len(self.rounds):

@@ -25,6 +25,7 @@ from .setup import (
     Wide,
     assert_close,
     gathered,
+    joined,
     local_of,
     loss_of,
     mesh_of,
@@ -65,12 +66,8 @@ def as_whole_parameters(name: str, replicas: int, comm: Comm) -> None:
     with optimizer.averaging.averaged():
         means = whole(model)
 
-    def joined(n: str, tensor: Tensor) -> list[Tensor]:
-        parts = gathered(comm, tensor, range(comm.size), flat=True)
-        return [torch.cat(parts[r : r + shards]).view(own[n].shape) for r in range(0, comm.size, shards)]
-
-    steps = [{n: joined(n, grad) for n, grad in of_step.items()} for of_step in recorder.steps]
-    start = {n: joined(n, tensor)[0] for n, tensor in recorder.start.items()}
+    first, *steps = joined(comm, [recorder.start, *recorder.steps], recorder.named, shards)
+    start = {n: tensors[0] for n, tensors in first.items()}
     comms = dgcopt.simulated_world(replicas)
     params = [{n: nn.Parameter(tensor.clone()) for n, tensor in start.items()} for _ in comms]
     others = [
@@ -112,7 +109,7 @@ def as_plain_tensors(comm: Comm) -> None:
             optimizer.step()
         assert optimizer.averaging.residual_norm() > 0
         pair = (comm.rank % 2, comm.rank % 2 + 2)
-        steps = [{n: gathered(comm, grad, pair) for n, grad in of_step.items()} for of_step in recorder.steps]
+        steps = gathered(comm, recorder.steps, pair)
         mine = {n: start for n, start in recorder.start.items() if start.numel()}
         params = [{n: nn.Parameter(tensor.clone()) for n, tensor in mine.items()} for _ in pair]
         others = [
@@ -122,7 +119,7 @@ def as_plain_tensors(comm: Comm) -> None:
         for of_step in steps:
             for place in range(2):
                 for n in mine:
-                    params[place][n].grad = of_step[n][place].clone()
+                    params[place][n].grad = of_step[n][place].view_as(mine[n]).clone()
             for other in others:
                 other.step()
         ours = {n: local_of(recorder.named[n]) for n in mine}

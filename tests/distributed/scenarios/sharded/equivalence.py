@@ -26,6 +26,7 @@ from .setup import (
     Wide,
     assert_close,
     gathered,
+    joined,
     local_of,
     loss_of,
     mesh_of,
@@ -111,7 +112,7 @@ def simulated(
             optimizer.zero_grad()
             for name, grads in of_step.items():
                 param = params[replica][name]
-                param.grad = grads[replica].clone()
+                param.grad = grads[replica].view_as(param).clone()
                 synchronised(optimizer).gradient_arrived(param)  # type: ignore[union-attr]
         for optimizer in optimizers:
             optimizer.step()
@@ -126,7 +127,7 @@ def as_plain_tensors(place: int, replicas: int, comm: Comm) -> None:
     recorder, _ = recorded(comm, replicas, compressor, make, 4)
     shards = comm.size // replicas
     group = range(comm.rank % shards, comm.size, shards)
-    steps = [{n: gathered(comm, of_step[n], group) for n in of_step} for of_step in recorder.steps]
+    steps = gathered(comm, recorder.steps, group)
     mine = {name: start for name, start in recorder.start.items() if start.numel()}
     theirs = simulated(mine, [{n: g for n, g in s.items() if n in mine} for s in steps], compressor, make)
     ours = {name: local_of(recorder.named[name]) for name in mine}
@@ -156,14 +157,8 @@ def as_whole_parameters(replicas: int, comm: Comm) -> None:
     for name, compressor in ELEMENTWISE.items():
         of = functools.partial(SGD, lr=0.05) if name == "Signum" else make
         recorder, _ = recorded(comm, replicas, compressor, of, 5)
-
-        def joined(n: str, tensor: Tensor) -> list[Tensor]:
-            parts = gathered(comm, tensor, range(comm.size), flat=True)
-            shape = recorder.named[n].shape  # noqa: B023
-            return [torch.cat(parts[r : r + shards]).view(shape) for r in range(0, comm.size, shards)]
-
-        steps = [{n: joined(n, g) for n, g in of_step.items()} for of_step in recorder.steps]
-        start = {n: joined(n, tensor)[0] for n, tensor in recorder.start.items()}
+        first, *steps = joined(comm, [recorder.start, *recorder.steps], recorder.named, shards)
+        start = {n: tensors[0] for n, tensors in first.items()}
         ours = {n: param.detach().full_tensor() for n, param in recorder.named.items()}  # type: ignore[attr-defined]
         theirs = simulated(start, steps, compressor, of)
         half = {"FP16": torch.float16, "BF16": torch.bfloat16}.get(name)

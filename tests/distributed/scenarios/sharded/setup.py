@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,14 +127,29 @@ def same_memory(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Te
     return bool(pairs) and all(new is not None and torch.equal(old, new) for old, new in pairs)
 
 
-def gathered(comm: Comm, tensor: Tensor, ranks: Iterable[int], flat: bool = False) -> list[Tensor]:
-    """Return the tensors of some ranks, flat or in this rank's shape; a collective call of all ranks."""
-    lengths = comm.run(AllGather(torch.tensor([tensor.numel()]), label="lengths")).flatten().tolist()
-    padded = torch.zeros(max(lengths))
-    padded[: tensor.numel()] = tensor.flatten()
+def gathered(comm: Comm, steps: Sequence[Mapping[str, Tensor]], ranks: Iterable[int]) -> list[dict[str, list[Tensor]]]:
+    """Return the flat tensors of some ranks, by step and name; a collective call. Names are alike on all ranks."""
+    tensors = [of_step[name].flatten() for of_step in steps for name in sorted(of_step)]
+    lengths = comm.run(AllGather(torch.tensor([len(tensor) for tensor in tensors]), label="lengths"))
+    padded = torch.zeros(int(lengths.sum(1).max()))
+    padded[: sum(map(len, tensors))] = torch.cat(tensors)
     rows = comm.run(AllGather(padded, label="gradients"))
-    parts = [rows[rank][: lengths[rank]] for rank in ranks]
-    return parts if flat else [part.view(tensor.shape) for part in parts]
+    parts = zip(*(rows[r][: int(lengths[r].sum())].split(lengths[r].tolist()) for r in ranks), strict=True)
+    found = [{name: [*next(parts)] for name in sorted(of_step)} for of_step in steps]
+    return [{name: by_name[name] for name in of_step} for of_step, by_name in zip(steps, found, strict=True)]
+
+
+def joined(
+    comm: Comm, steps: Sequence[Mapping[str, Tensor]], wholes: Mapping[str, Tensor], shards: int
+) -> list[dict[str, list[Tensor]]]:
+    """Return each replica's whole tensors in the shapes of `wholes`, by step and name; a collective call."""
+    return [
+        {
+            name: [torch.cat(parts[r : r + shards]).view(wholes[name].shape) for r in range(0, comm.size, shards)]
+            for name, parts in of_step.items()
+        }
+        for of_step in gathered(comm, steps, range(comm.size))
+    ]
 
 
 class Recorder:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..collectives import AllGather, Collective, Exchange
 from ..comm import Comm, Handle
@@ -27,6 +26,7 @@ from ..exchange.telemetry import Telemetry
 from ..flat.buckets import Bucket
 from ..flat.gradient import is_finite
 from .base import Averaging
+from .replica import Replica
 from .rounds import Rounds
 from .weights import Weights, mean
 
@@ -71,10 +71,8 @@ class AsyncAverage(Averaging):
         self.interval = check_positive(interval, "interval")
         self.warmup_steps = check_whole(warmup_steps, "warmup_steps", 0)
 
-    def rounds(
-        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
-    ) -> Rounds:
-        return AsyncRounds(self, self.sync, optimizer, named_parameters, comm)
+    def rounds(self, replica: Replica, comm: Comm | None) -> Rounds:
+        return AsyncRounds(self.sync, replica, comm)
 
     def check(self, comm: Comm, names: Sequence[str]) -> None:
         if comm.no_threads:

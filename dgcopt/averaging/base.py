@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from ..exchange.parameters import check_optimizer, given_names, unique_names
 from ..flat.local_shard import is_sharded
 from ..gradients.replicas import check_on_mesh, comm_of_replicas
+from .replica import Replica
 from .rounds import Rounds
 from .rule import Rule
 from .sync import Round, Sync
@@ -71,7 +72,8 @@ class Averaging(Rule):
         names = unique_names(optimizer, given)
         if mesh is not None or any(map(is_sharded, names)):
             comm = self._among_replicas(current_comm(comm), names, mesh)
-        copy.deepcopy(self).rounds(optimizer, [(name, param) for param, name in given.items()], comm)
+        rule = copy.deepcopy(self)
+        rule.rounds(Replica(rule, optimizer, given), comm)
         return optimizer
 
     def _among_replicas(self, comm: Comm, names: dict[Tensor, str], mesh: Any) -> Comm:
@@ -90,11 +92,9 @@ class Averaging(Rule):
             )
         return comm_of_replicas(comm, names, compression, mesh, across=False)
 
-    def rounds(
-        self, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None, comm: Comm | None
-    ) -> Rounds:
-        """Return the object that runs this algorithm for one optimizer on one rank."""
-        return Rounds(self, self.sync, optimizer, named_parameters, comm)
+    def rounds(self, replica: Replica, comm: Comm | None) -> Rounds:
+        """Return the object that runs this algorithm for the weights of one optimizer on one rank."""
+        return Rounds(self.sync, replica, comm)
 
     def sync(self, round: Round) -> Sync:
         """Return one rank's part in a round: by default the exchange of each bucket."""

@@ -32,6 +32,11 @@ BUCKET_BYTES = 25 * 2**20
 class Replica:
     """The weights that one optimizer trains on one rank.
 
+    Args:
+        rule: the algorithm.
+        optimizer: trains the weights.
+        given: the names that the user has given to parameters.
+
     Attributes:
         names: all parameters and their names; new ones are added at the next step.
         store: the algorithm's memory by parameter name.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..collectives import AllReduce
@@ -34,7 +33,7 @@ from ..flat.store import check_format
 from ..gradients.introspection import broadcasting_root
 from ..gradients.replicas import shard_of
 from ..gradients.synchronised import synchronised
-from .rule import Rule
+from .replica import Replica
 from .schedule import Schedule
 from .sync import Round, Sync
 from .weights import distance
@@ -50,20 +49,14 @@ KEY = "averaging"
 class Rounds(Schedule):
     """Averaging of one optimizer's weights on one rank, its attribute `averaging`; see also `Schedule`."""
 
-    def __init__(
-        self,
-        rule: Rule,
-        sync: Callable[[Round], Sync],
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        comm: Comm | None,
-    ) -> None:
+    def __init__(self, sync: Callable[[Round], Sync], replica: Replica, comm: Comm | None) -> None:
+        optimizer = replica.optimizer
         if held(optimizer).averaging is not None:
             raise ConfigError(
                 f"this optimizer is already averaged by {held(optimizer).averaging.rule!r}. Wrap it once."
             )
         check_names(optimizer, [KEY])
-        super().__init__(rule, sync, optimizer, named_parameters, comm)
+        super().__init__(sync, replica, comm)
         self._late_warning = LateWarning(optimizer, THROUGH_TORCH)
         self.resume_at(take_mark(optimizer.param_groups, KEY, self.comm.rank))
         hold(optimizer, averaging=self)

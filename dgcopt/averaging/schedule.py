@@ -10,11 +10,10 @@ round for all of them (`dgcopt.exchange.runner`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..collectives import AllReduce
@@ -27,7 +26,6 @@ from ..exchange.commit import CommitMarker
 from ..exchange.divergence import replicas
 from ..exchange.held import held
 from ..exchange.losses import repeat_after_losses
-from ..exchange.parameters import given_names
 from ..exchange.participation import Participation
 from ..exchange.runner import Job, Runner
 from ..exchange.telemetry import Telemetry
@@ -40,7 +38,6 @@ from ..gradients.stepping import Mode
 from ..gradients.synchronised import synchronised
 from .amp import ScaledSteps
 from .replica import Replica
-from .rule import Rule
 from .sync import Round, Sync
 from .weights import Weights
 
@@ -69,18 +66,9 @@ class Schedule:
     runner: Runner
     participation: Participation
 
-    def __init__(
-        self,
-        rule: Rule,
-        sync: Callable[[Round], Sync],
-        optimizer: Optimizer,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        comm: Comm | None,
-    ) -> None:
-        self.rule = rule
-        self.optimizer = optimizer
-        self.replica = Replica(rule, optimizer, given_names(named_parameters) or {})
-        self.names = self.replica.names
+    def __init__(self, sync: Callable[[Round], Sync], replica: Replica, comm: Comm | None) -> None:
+        self.replica, self.names = replica, replica.names
+        self.rule, self.optimizer = rule, optimizer = replica.rule, replica.optimizer
         check_steps_alone(optimizer, f"{type(rule).__name__} averages the weights that it steps")
         _check_keeps_no_weights(optimizer)
         self.sync = sync(self)

@@ -6,7 +6,7 @@ import functools
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeVar
@@ -115,6 +115,7 @@ class Stepping(StepHooks):
         """Reset: no step is in progress."""
         self._grads, self._own_step, self._hidden = Grads.OWN, OwnStep.AHEAD, HiddenGradients()
         self._averages: Snapshot | None = None
+        self._skipped: dict[Tensor, weakref.ref[Tensor]] = {}
 
     def keep_up(self) -> None:
         """Rejoin if the membership of this optimizer's wire has changed."""
@@ -170,8 +171,21 @@ class Stepping(StepHooks):
     def _averaged(self, is_void: bool) -> None:
         """Note a commit or an abort, at its very moment, so that no exception comes between."""
         self._grads = Grads.VOID if is_void else Grads.AVERAGED
-        if not is_void:
+        if is_void:
+            self._keep_skipped()
+        else:
             self.wrapped.count_exchanged()
+
+    def _keep_skipped(self) -> None:
+        """Remember the gradients of a skipped step: this rank's own, which no step may use unaveraged."""
+        graded = [(param, param.grad) for param in self.names if param.grad is not None]
+        self._skipped = {param: weakref.ref(grad) for param, grad in graded}
+
+    def _pop_skipped(self, exchanged: Iterable[Tensor]) -> list[Tensor]:
+        """Return parameters, frozen since a skipped step, that still have its gradient; release those `exchanged`."""
+        for param in exchanged:
+            self._skipped.pop(param, None)
+        return [param for param, grad in self._skipped.items() if param.grad is not None and param.grad is grad()]
 
     def _failed(self) -> None:
         """Note a failed exchange."""
@@ -202,7 +216,7 @@ class Stepping(StepHooks):
         """Cancel in-flight gradients, on all ranks, because gradients are set to zero."""
         if self.engine is not None:
             self.engine.gradients_cleared()
-            self._grads = Grads.OWN
+            self._grads, self._skipped = Grads.OWN, {}
 
     # -- gradients that come in --------------------------------------------------------------------------------------
 
@@ -298,6 +312,7 @@ class Stepping(StepHooks):
             self._grads = Grads.VOID
         if self._grads is Grads.VOID:
             self._spoil_a_gradient()
+            self._keep_skipped()
             for flag in flags:
                 flag.fill_(1)
         return is_averaged
@@ -413,6 +428,8 @@ class Stepping(StepHooks):
                     param.grad = param.grad.to_sparse(1)
         self._hidden.hide(self.take_over())
         if self.engine is not None:
+            if self._skipped:
+                self._hidden.hide(self._pop_skipped(self.engine.layout.trained))
             self._hidden.hide(self.wrapped.step_touched(self.engine.layout.touched()))
         return False
 

@@ -70,6 +70,37 @@ def test_a_dense_frozen_layer_that_keeps_its_gradient_is_stepped_as_in_one_proce
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("settings", [*UPDATES.values(), *GRADIENTS.values()], ids=[*UPDATES, *GRADIENTS])
+def test_the_gradient_of_a_skipped_step_is_not_used_once_its_layer_is_frozen(
+    settings: dict[str, Any], scaled: bool
+) -> None:
+    """It is each rank's own; another layer's gradient is set to None without zero_grad()."""
+    ranks = Ranks(2, adamw, **settings)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1.0, enabled=scaled) for _ in range(2)]
+    ranks.step()
+    weights = ranks.weights()
+    for seed in range(1, 4):
+        for model in ranks.models:
+            model[2].requires_grad_(seed == 1)
+            for layer in (model[0], model[4]):
+                layer.zero_grad()
+        ranks.backward(seed)
+        if seed == 1:
+            ranks.models[1][0].weight.grad[0, 0] = torch.nan
+        before = ranks.weights()[2:4]
+        for scaler, optimizer in zip(scalers, ranks.optimizers, strict=True):
+            scaler.scale(torch.ones(1))
+            scaler.unscale_(optimizer)
+        for scaler, optimizer in zip(scalers, ranks.optimizers, strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+        ranks.assert_replicas_equal()
+        assert same(before, ranks.weights()[2:4])
+    assert not same(weights, ranks.weights())
+    assert ranks.optimizers[0].telemetry.skipped == 1
+
+
 @pytest.mark.parametrize("settings", [*UPDATES.values(), *GRADIENTS.values()], ids=[*UPDATES, *GRADIENTS])
 def test_a_layer_that_is_frozen_but_during_backward_is_exchanged(settings: dict[str, Any]) -> None:
     """Also one that was frozen when the optimizer was wrapped."""

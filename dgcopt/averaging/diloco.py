@@ -391,7 +391,7 @@ class OuterSync(Sync):
     def save(self, entry: dict[str, Any], state: dict[str, Any]) -> None:
         names = self.round.names
         if self._anchored:
-            anchors = {names[param]: self.anchors[param].detach().clone() for param in self._anchored}
+            anchors = {names[p]: a.detach().clone() for p, a in self.anchors.items() if p in self._anchored}
             state["shared"]["anchor"] = state["shared"].get("anchor", {}) | anchors
         if self._outgoing:
             state["memory"]["outgoing"] = {name: grad.clone() for name, grad in self._outgoing.items()}

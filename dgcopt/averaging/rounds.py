@@ -1,4 +1,4 @@
-"""Averaging of one optimizer's weights on one rank: its schedule, with means on request, rejoining, and saved state."""
+"""The attribute `optimizer.averaging`: the schedule of rounds, with means on request, rejoining, and saved state."""
 
 from __future__ import annotations
 

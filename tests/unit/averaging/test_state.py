@@ -327,6 +327,14 @@ def test_parameters_in_other_fragments_keep_anchor_momentum_and_residual(caplog:
     assert all(map(torch.equal, anchors[0], anchors[1])) and all(map(torch.equal, anchors[0], anchors[2]))
 
 
+def test_anchors_are_saved_in_the_order_of_parameters():
+    """So that equal runs write equal files."""
+    world = World(2, dgcopt.DiLoCo(2)).train(range(3))
+    for _, model, optimizer in world:
+        anchors = optimizer.state_dict()["averaging"]["dgcopt"]["shared"]["anchor"]
+        assert [*anchors] == [name for name, _ in model.named_parameters()]
+
+
 def held_for_anchors(optimizer: Any) -> dict[tuple[str, str], torch.Tensor]:
     """Outer momenta and residuals by parameter name."""
     held: dict[tuple[str, str], torch.Tensor] = {}

@@ -32,9 +32,10 @@ from ..collectives import (
     carried,
     reduce_rows,
 )
-from ..errors import CommError, ConfigError, DGCError, MismatchError, TimeoutExceeded
+from ..errors import CommError, ConfigError, DGCError, MismatchError
 from ..errors.checks import is_rank
 from .checksum import checked
+from .failures import Failures
 
 __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "RankSet", "lowered"]
 
@@ -81,7 +82,7 @@ class Finished(Handle):
         return self._result
 
 
-class Comm(ABC):
+class Comm(Failures):
     """One rank's end of a wire.
 
     Collectives of one group must be started in the same order on all its ranks; those of the groups "control" and
@@ -96,7 +97,6 @@ class Comm(ABC):
         streams: number of connections to each other rank over which messages are spread.
     """
 
-    wire: ClassVar[str]
     checksums: bool = False
     streams: int = 1
     takes_turns: ClassVar[bool] = False
@@ -361,7 +361,7 @@ class Comm(ABC):
         except (RuntimeError, ValueError) as error:
             raise self._failed(handle.collective, error) from error
 
-    def finish_on_device(self, deadline: float | None = None) -> None:  # noqa: B027  # most wires have nothing to do
+    def finish_on_device(self, deadline: float | None = None) -> None:  # most wires have nothing to do
         """Wait for collectives that a device still runs after `wait`; call it before the host reads from the device.
 
         `deadline` in seconds from now, this comm's own by default. Raises TimeoutExceeded past it, CommError if a
@@ -431,7 +431,7 @@ class Comm(ABC):
         """True if ranks may wait for each other at start-up, before any has taken a step."""
         return not (self.takes_turns or self.elastic or self.survives)
 
-    def nudge(self, user: int | None = None) -> None:  # noqa: B027  # no need if ranks run by themselves
+    def nudge(self, user: int | None = None) -> None:  # no need if ranks run by themselves
         """Run the pending jobs of all ranks as far as possible, for one user or for all, if ranks take turns."""
 
     def attend(self, progress: Callable[[], None]) -> int:
@@ -445,7 +445,7 @@ class Comm(ABC):
 
     # -- where ranks survive -----------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
+    def begin_step(self) -> None:  # elsewhere the ranks stay the same
         """Admit processes that have asked to join; every rank calls it at the beginning of a step."""
 
     @property
@@ -464,7 +464,7 @@ class Comm(ABC):
         """Join the ranks that have gone on without this one, in the same process. Raises the error where it cannot."""
         raise error
 
-    def close_admission(self) -> None:  # noqa: B027  # elsewhere the ranks stay the same
+    def close_admission(self) -> None:  # elsewhere the ranks stay the same
         """Take in no process until the next `begin_step`, as this rank is past the state that it would give."""
 
     def confirm(self, start: Callable[[Collective, str], Handle]) -> bool:
@@ -497,65 +497,6 @@ class Comm(ABC):
         while self._leaving:
             self._leaving.pop()()
         self._users.clear()
-
-    def _late(self, collective: Collective, limit: float) -> CommError:
-        me = self._rank_in(collective.group)
-        others = [r for r in self._ranks[collective.group] if r != me]
-        words = collective.describe()
-        # ranks of a replica have other numbers than the ranks of this comm, and only the latter can be asked
-        waiting = None if collective.group == "replica" else self._waiting(words)
-        here = [rank for rank in others if waiting is not None and waiting.get(rank) == words]
-        missing = [rank for rank in others if rank not in here]
-        if waiting is None:
-            more = f" {self.wire} does not tell which of them is missing." if len(others) > 1 else ""
-        else:
-            more = f" Rank(s) {_listed(here)} wait for it too." if here else ""
-            elsewhere = [rank for rank in missing if rank in waiting]
-            more += "".join(f" Rank {rank} waits for {waiting[rank]}." for rank in elsewhere[:4])
-        needed = f"rank(s) {_listed(missing)}" if missing else "a network that brings it: no rank is missing"
-        return self._error(
-            TimeoutExceeded,
-            f"rank {me} waited {limit:g} s for {words} over {self.wire}, which also needs {needed}.{more} Look "
-            f"for a rank that died, is slower, or took another path, as by `if rank == 0:`; dgcopt.init(deadline=...) "
-            f"gives it longer.",
-        )
-
-    def _rank_in(self, group: Group) -> int:
-        """Return this rank's number within a group."""
-        return self.rank
-
-    def _waiting(self, words: str) -> dict[int, str] | None:
-        """Tell the other ranks that this deadline for `words` has passed; return the collectives that they wait for.
-
-        By rank; None if the wire cannot exchange it.
-        """
-        return None
-
-    def _refused(self, collective: Collective, error: Exception) -> DGCError:
-        return self._error(
-            CommError,
-            f"rank {self.rank}: {self.wire} could not start {collective.describe()}: {error}{self._who_is_gone()}",
-        )
-
-    def _failed(self, collective: Collective, error: Exception) -> CommError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return self._error(
-            CommError,
-            f"rank {self.rank}: {collective.describe()} failed over {self.wire}: {reason}{self._who_is_gone()}",
-        )
-
-    def _who_is_gone(self) -> str:
-        """Return the ranks that can no longer be reached, for errors of libraries that do not name them."""
-        ranks = ", ".join(map(str, self._gone()))
-        return f" Rank(s) {ranks} closed the connection: look there first." if ranks else ""
-
-    def _gone(self) -> list[int]:
-        """Return the ranks that can no longer be reached, as far as the wire knows after a failure."""
-        return []
-
-    def _error(self, kind: type[CommError], message: str) -> CommError:
-        """Convert a failure of the library to an exception."""
-        return kind(message)
 
     def _check(self, collective: Collective, size: int) -> None:
         tensor, problem = collective.tensor, ""
@@ -591,10 +532,6 @@ class LocalComm(Comm):
 
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm:
         raise AssertionError("a single rank has no two members")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"{', '.join(map(str, ranks[:16]))}{' ...' if len(ranks) > 16 else ''}"
 
 
 def alone(collective: Collective) -> Tensor:

@@ -116,9 +116,11 @@ def _measure(
 def _once(
     comm: Comm, kind: str, group: Group, nbytes: int, device: torch.device
 ) -> Generator[Collective, Tensor, float]:
-    """Return the seconds of one collective on the slowest rank."""
+    """Return the seconds of one collective on the slowest rank.
+
+    All ranks end together, as the last collective needs all of them: the next measurement starts together.
+    """
     collective = _collective(comm, kind, group, nbytes, device)
-    yield Barrier(label="before a measurement")
     start = clock.now()
     yield collective
     comm.finish_on_device()

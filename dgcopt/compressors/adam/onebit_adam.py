@@ -32,6 +32,9 @@ class OneBitAdam(FrozenAdam):
         inner: compressor of the momentum; None is OneBitReduce(). `Hierarchical(OneBitReduce())` for several ranks per
             machine.
 
+    In float32, gradients above 5.8e20 (at b2 = 0.999) overflow v, as Adam's, and a sum over ranks above 3.4e38 in the
+    warm-up makes weights NaN: clip gradients that may come near.
+
     Costs 2 bits per parameter and a few bytes per tensor at any world size, after T steps at 4 bytes. Raises the errors
     of `FrozenAdam`, and PayloadError for a damaged message. Source: Tang et al., "1-bit Adam: Communication Efficient
     Large-Scale Training with Adam's Convergence Speed", ICML 2021, arXiv:2102.02888, algorithm 1.

@@ -31,6 +31,9 @@ class QAdam(FrozenAdam):
         inner: compressor of the momentum; None is ByteGrad(). `Hierarchical(ByteGrad())` is Bagua's hierarchical=True.
         faithful: True follows Bagua's rule exactly, for comparison.
 
+    In float32, gradients above 5.8e20 (at b2 = 0.999) overflow v, as Adam's, and a sum over ranks above 3.4e38 in the
+    warm-up makes weights NaN: clip gradients that may come near.
+
     Costs as much as ByteGrad, 2 bytes per parameter, after T steps at 4. Raises the errors of `FrozenAdam`, and
     ConfigError for faithful=True with a warm-up of one step, after which v would be zero. Source: `QAdamOptimizer` of
     BaguaSys/bagua, which goes back to Tang et al., "1-bit Adam", ICML 2021, arXiv:2102.02888.

@@ -60,6 +60,9 @@ class FP16(_Half):
     are lost unless the inner compressor's error feedback accounts for the arrived values. Like `fp16_compress_hook` and
     `fp16_compress_wrapper` of torch's DDP communication hooks, except that the inner compressor computes in float32.
 
+    Without `inner`, gradients to be averaged are divided before the sum, so their mean may reach 65504. With op="sum",
+    or around PowerSGD, the sum over ranks may. Beyond that it is Inf.
+
     Costs as much as `inner`, at 2 bytes per number. Prefer BF16 if gradients may exceed 65504.
 
     Args:

@@ -105,7 +105,8 @@ class AutoTuner:
         (seconds,) = yield from largest([seconds], "seconds of a step")
         self._trials = before.timed(seconds)
         if self._trials.phase is Phase.PREDICT:
-            names = yield from self._forecast.predict(self._profiles, self._trials.level)
+            profiles, self._profiles = self._profiles, []
+            names = yield from self._forecast.predict(profiles, self._trials.level)
             self._candidates |= self._forecast.candidates
             self._trials = self._trials.shortlisted(names, self._forecast.seconds)
         elif self._trials.phase is Phase.WATCH and before.phase is Phase.TRY:

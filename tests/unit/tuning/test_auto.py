@@ -190,6 +190,23 @@ def test_a_link_that_drifts_is_measured_again(wire: Wire, monkeypatch: pytest.Mo
     assert choices(ranks) == [Candidate("NoCompression()", sizes=(25.0, 1.0))] * 2
 
 
+def test_after_a_drift_only_the_steps_since_then_are_predicted_from(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward take longer from some step on, as for longer sequences."""
+    monkeypatch.setattr(tuner, "WINDOW", 4)
+    ranks = Ranks(2, sgd(), compression="auto")
+    steps(ranks, wire, 60, lambda: "uses" in ranks.optimizers[0].compressor.reason)
+    assert tuner_of(ranks)._forecast.seconds[tuner_of(ranks)._trials.fallback] < 0.5
+    for phase in ("measured again", "uses"):
+        for step in range(60):
+            wire.time += 0.5
+            ranks.step(step)
+            if phase in ranks.optimizers[0].compressor.reason:
+                break
+    assert tuner_of(ranks)._forecast.seconds[tuner_of(ranks)._trials.fallback] > 0.5
+
+
 class Linear(nn.Module):
     """Parameters whose gradients are the inputs, whatever the weights."""
 

@@ -212,9 +212,9 @@ class AsyncRounds(Rounds):
             self.background.start(self.buckets())
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See `Rounds`. Drops results for the replaced weights, on all ranks."""
+        """See `Rounds`. Deletes results for the replaced weights, on all ranks."""
         self.background.stop()
-        self.background.forget()
+        self.background.clear()
         super().restore(state)
 
 
@@ -293,8 +293,8 @@ class Background:
                 torch._foreach_add_(params, [s.view(change) for s in bucket.segments])
             self._pending = {}
 
-    def forget(self) -> None:
-        """Drop results of exchanges, and the error that has ended them."""
+    def clear(self) -> None:
+        """Delete results of exchanges, and the error that has ended them."""
         self._pending, self._failure = {}, None
 
     def stop(self) -> None:

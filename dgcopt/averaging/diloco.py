@@ -86,7 +86,6 @@ class DiLoCo(Averaging):
             this rank's weights too, which then differ from other ranks' by the residuals: `averaging.residual_norm()`
             is the distance from the anchor, and `averaging.averaged()` evaluates the mean. For rules whose residual is
             all that they do not send, such as TopK; needs alpha = 0.
-
         quorum: number of ranks that an outer step waits for; of half of the ranks it waits in any case, and of all if
             fewer are left. None waits for all. Lower waits less and uses less of stragglers' progress.
         grace: seconds that `quorum` ranks wait for the others. Longer than the slowest rank's local step plus 0.2 s, it
@@ -286,11 +285,11 @@ class OuterSync(Sync):
 
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
-        held = self.round.replica.saved_anchors()
+        loaded = self.round.replica.store.shared.get("anchor", {})
         for segment in bucket.segments:
             if segment.param not in self._anchored:
                 self._anchored.add(segment.param)
-                self.anchors[segment.param].copy_(held.pop(segment.name, segment.param))
+                self.anchors[segment.param].copy_(loaded.pop(segment.name, segment.param))
 
     # -- an outer step -----------------------------------------------------------------------------------------------
 
@@ -420,7 +419,8 @@ class OuterSync(Sync):
         scale = self.round.comm.size / abs(state["saved_by"])
         for outer, kept in zip(self.outers, self._in_own_groups(entry), strict=True):
             held = kept.get(STATE_KEY, nothing)
-            outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": _scaled(held["memory"], scale)}})
+            memory = {kind: {n: flat * scale for n, flat in of.items()} for kind, of in held["memory"].items()}
+            outer.load_state_dict({**kept, STATE_KEY: {**held, "memory": memory}})
 
     def _in_own_groups(self, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield each outer optimizer's state in its own groups; those saved depend on when parameters were added."""
@@ -506,10 +506,6 @@ def _of(names: Sequence[str], parts: Iterable[NamedTensors]) -> NamedTensors:
         for kind, by_name in part.items():
             found.setdefault(kind, {}).update({name: by_name[name] for name in names if name in by_name})
     return found
-
-
-def _scaled(memory: NamedTensors, scale: float) -> NamedTensors:
-    return {kind: {name: tensor * scale for name, tensor in by_name.items()} for kind, by_name in memory.items()}
 
 
 def _anchor(param: Tensor) -> nn.Parameter:

@@ -239,10 +239,6 @@ class Replica:
         """Return a copy of all weights by name."""
         return {name: param.detach().clone() for param, name in self.names.items()}
 
-    def saved_anchors(self) -> dict[str, Tensor]:
-        """Return the loaded anchors by parameter name; the caller removes those that it takes."""
-        return self.store.shared.get("anchor", {})
-
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Raises ConfigError if it does not fit the parameters."""
         self.store.restore(state, {name: param.shape for param, name in self.names.items()})

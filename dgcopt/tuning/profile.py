@@ -66,7 +66,7 @@ class GradientMarks:
         return {name: clock.between(start, mark) for name, mark in self._marks.items()}
 
     def clear(self) -> None:
-        """Forget all moments, before the next step."""
+        """Clear all moments, before the next step."""
         self._marks.clear()
 
     def remove(self) -> None:

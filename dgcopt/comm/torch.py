@@ -304,6 +304,8 @@ class TorchComm(ProcessGroupComm):
         return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in REDUCED
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
+        if not self._groups:
+            raise CommError(f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init()")
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         if not tensor.is_cpu and self._is_gloo(lanes[0]):
             tensor = tensor.cpu()  # Gloo has few collectives of CUDA tensors, and copies them too
@@ -462,6 +464,9 @@ class TorchComm(ProcessGroupComm):
             if group is not None and dist.is_initialized():  # each has threads and connections of its own
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)
+        self._groups.clear()  # or its connections last until the last reference to this comm is gone
+        self._lanes.clear()
+        self._world = None
 
 
 def _join(place: str, init_method: str, rank: int, size: int, timeout: timedelta) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,6 +196,21 @@ def test_variables_that_are_no_numbers(monkeypatch, env, words):
     with pytest.raises(ConfigError, match=words):
         dgcopt.init()
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the files of this process")
+def test_a_closed_wire_keeps_no_files_open(tmp_path):
+    dgcopt.shutdown()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        counts = []
+        for _ in range(2):
+            counts.append(len([*Path("/proc/self/fd").iterdir()]))
+            comm = dgcopt.init()
+            dgcopt.shutdown()
+        assert counts[0] == counts[1] == len([*Path("/proc/self/fd").iterdir()]), f"while {comm} is referenced"
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])

@@ -63,14 +63,14 @@ class DGCStrategy(DDPStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Write Fabric's checkpoint, and every rank's part beside it for the optimizers in `state`."""
         super().save_checkpoint(path, state, *args, **kwargs)
-        for number, exchange in self._of(state):
-            exchange.save(_beside(path, number), 0)
+        for key, exchange in self._of(state):
+            exchange.save(_beside(path, key), 0)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load Fabric's checkpoint, and this rank's part of the optimizers in `state`."""
         held = self._of(state)
-        for number, exchange in held:
-            exchange.use(read(_beside(path, number)))
+        for key, exchange in held:
+            exchange.use(read(_beside(path, key)))
         try:
             rest = super().load_checkpoint(path, state, *args, **kwargs)
             for _, exchange in held:  # the model may have come after the optimizer
@@ -80,15 +80,12 @@ class DGCStrategy(DDPStrategy):
                 exchange.use({})
         return rest
 
-    def _of(self, state: Any) -> list[tuple[int, Exchange]]:
-        """Return the exchanges of the optimizers in a state, and their numbers."""
-        held = [state] if isinstance(state, Optimizer) else list(state.values()) if isinstance(state, dict) else []
-        return [
-            (number, exchange)
-            for number, exchange in enumerate(self.exchanges)
-            if any(value is exchange.optimizers[0] for value in held)
-        ]
+    def _of(self, state: Any) -> list[tuple[str, Exchange]]:
+        """Return the exchanges of the optimizers in a state, and their keys in it, by which Fabric finds them too."""
+        held = {"optimizer": state} if isinstance(state, Optimizer) else state if isinstance(state, dict) else {}
+        of = {exchange.optimizers[0]: exchange for exchange in self.exchanges}
+        return [(key, of[value]) for key, value in held.items() if isinstance(value, Optimizer) and value in of]
 
 
-def _beside(path: Any, number: int) -> str:
-    return f"{path}.dgcopt/{number}"
+def _beside(path: Any, key: str) -> str:
+    return f"{path}.dgcopt/{key}"

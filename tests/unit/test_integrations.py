@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import SGD
 
@@ -39,6 +40,22 @@ def test_a_missing_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "dgcopt"):
         assert read(tmp_path / "nothing") == {}
     assert "starts from zero" in caplog.text
+
+
+def test_an_optimizer_is_found_in_fabrics_checkpoints_however_many_were_set_up_before(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    strategy = dgcopt.integrations.fabric.DGCStrategy(dgcopt.DGC(0.1), process_group_backend="gloo")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    fabric.launch()
+    states = []
+    for _ in range(2):
+        model = nn.Linear(3, 2)
+        model, optimizer = fabric.setup(model, SGD(model.parameters(), lr=0.1))
+        states.append({"model": model, "optimizer": optimizer})
+    fabric.save(tmp_path / "last.ckpt", states[1])
+    first = read(f"{tmp_path / 'last.ckpt'}.dgcopt/optimizer")
+    assert len(first["optimizers"]) == 1, "as in a process that sets up the second model only"
+    torch.distributed.destroy_process_group()
 
 
 def test_each_model_that_accelerate_has_prepared_has_a_folder_in_its_checkpoints(tmp_path: Path) -> None:

@@ -19,6 +19,6 @@ ruff format --check .
 mypy
 lint-imports --no-cache
 python scripts/check_rooms.py
-# tests of one process run while others wait for real processes; those of one launch stay together; properties draw the
-# same examples every time (others by `pytest --hypothesis-seed=N`)
+# tests of one process run while others wait for real processes; those of a launch or file stay together; properties draw
+# the same examples every time (others by `pytest --hypothesis-seed=N`)
 exec python -m pytest --numprocesses logical --maxprocesses 4 --hypothesis-seed=0 "$@"

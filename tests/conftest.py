@@ -61,8 +61,11 @@ def parser(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one launch run in one process; the others wherever there is room."""
+    """Tests of one launch, or file, run in one process. Launches are collected before tests of the package, which are
+    short: no process waits for another one's launch in the end."""
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # by the number of tests
 
     class ByLaunch(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

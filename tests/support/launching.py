@@ -245,17 +245,14 @@ def _end_survivors(token: str) -> list[int]:
     return left
 
 
-SHARED = (
-    *("test_cuda.py", "test_ddp.py", "test_examples.py", "test_hsdp.py", "test_integrations.py", "test_partition.py"),
-    *("test_survive.py", "test_train.py", "test_train_settings.py"),
-)
-"""Files whose tests share what they have started."""
+APART = ("test_async_average.py", "test_compatibility.py", "test_elastic.py", "test_failures.py", "test_faults.py")
+"""Files whose tests start processes of their own, each for seconds."""
 
 
 def launch_of(nodeid: str) -> str:
-    """A name for the launch that the test shares with others; its own name, if it shares none."""
+    """A name for the tests that run in one process, as they share a launch, or what a fixture or cache of a file holds;
+    the test's own name, if it shares nothing."""
     file = nodeid.partition("::")[0]
     if file.endswith("test_wires.py"):
         return re.sub(r"::.*\[(\D+-\d).*", r" \1", nodeid, flags=re.DOTALL)
-    shared = file.endswith(SHARED) or (file.endswith("test_compatibility.py") and "real ranks" in nodeid)
-    return file if shared else nodeid
+    return nodeid if file.endswith(APART) and "real ranks" not in nodeid else file

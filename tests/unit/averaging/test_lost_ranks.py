@@ -39,6 +39,13 @@ class Trained:
         self.model(torch.randn(8, 24, generator=draw)).square().mean().backward()
         self.optimizer.step()
 
+    def add_layer(self) -> None:
+        """Add a layer of fixed weights to the model, and its parameters to the optimizer as a group of their own."""
+        torch.manual_seed(4)
+        layer = nn.Linear(5, 5)
+        self.model.append(layer)
+        self.optimizer.add_param_group({"params": [*layer.parameters()], "lr": 0.02})
+
     def state(self) -> list[Any]:
         return copy.deepcopy([[*self.model.parameters()], self.optimizer.state_dict()["averaging"]])
 
@@ -76,6 +83,32 @@ def test_a_rank_that_comes_back_goes_on_like_its_giver(averaging: dgcopt.Averagi
         giver.step(step)
         taker.step(step)
         assert_same(taker.state(), giver.state())
+
+
+@pytest.mark.parametrize("averaging", [*SUPPORTED, dgcopt.DiLoCo(EVERY, fragments=3)], ids=repr)
+def test_layers_that_are_added_are_lost_and_come_back_like_all_others(averaging: dgcopt.Averaging) -> None:
+    """Rounds that fail after `add_param_group` leave no trace; a newcomer that has added the same layer goes on."""
+    told: list[list[Any]] = []
+    for losses in ((), (0, 3, 4, 7)):
+        rank = Trained(averaging, Losing(losses, False))
+        told.append([])
+        for step in range(2 * ROUNDS * EVERY):
+            if step == 2 * EVERY + 1:
+                rank.add_layer()
+            rank.step(step)
+            told[-1].append(rank.state())
+        assert not rank.optimizer.averaging.comm.losses
+    assert_same(*told)
+    newcomer = Trained(averaging, Losing(()))
+    newcomer.add_layer()
+    states = [dgcopt.survive.State(model=one.model, optimizer=one.optimizer) for one in (rank, newcomer)]
+    states[1]._load(copy.deepcopy(states[0]._own()))
+    assert_same(newcomer.state()[0], rank.state()[0])
+    if rank.optimizer.averaging.residual_norm() == 0:
+        for step in range(2 * EVERY):
+            rank.step(step)
+            newcomer.step(step)
+            assert_same(newcomer.state(), rank.state())
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,13 @@ class Stepping(StepHooks):
         is_due = is_due or engine.in_flight
         flags = scaler_flags()
         if not engine.runner.can_ask:  # gradients of all are final if they are unscaled
-            if flags and is_due and (self._grads in NOT_YET or engine.pending):
+            if is_due and (self._grads in NOT_YET or engine.pending):
+                if not flags:
+                    raise ConfigError(
+                        f"rank {self.comm.rank}: the gradients are still scaled, and the first simulated rank that "
+                        f"steps sends those of all. Call scaler.unscale_(optimizer) on every rank before the first "
+                        f"scaler.step(optimizer)"
+                    )
                 self.fix()
         elif is_due and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
             self._grads = Grads.VOID

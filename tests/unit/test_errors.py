@@ -270,10 +270,28 @@ def test_nan_is_a_warning_once_and_a_scalers_overflow_is_none(caplog: pytest.Log
         assert not optimizer._step_supports_amp_scaling
     caplog.clear()
     overflow(ranks)
+    scaler.scale(torch.ones(1))
     for optimizer in ranks.optimizers:
-        scaler.scale(torch.ones(1))
+        scaler.unscale_(optimizer)
+    for optimizer in ranks.optimizers:
         scaler.step(optimizer)
     assert {record.levelno for record in caplog.records} == {logging.INFO} and len(caplog.records) == 2
+
+
+def test_scaled_gradients_of_simulated_ranks_are_refused() -> None:
+    """The first rank to step sends the gradients of all, before the scalers of others have scaled theirs back."""
+    ranks, scaler = Ranks(2, sgd), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = ranks.weights()
+    ranks.backward()
+    scaler.scale(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"rank 0: .*scaled.*scaler\.unscale_\(optimizer\) on every rank"):
+        scaler.step(ranks.optimizers[0])
+    for optimizer in ranks.optimizers:
+        scaler.unscale_(optimizer)
+    for optimizer in ranks.optimizers:
+        scaler.step(optimizer)
+    ranks.assert_replicas_equal()
+    assert not any(torch.equal(old, new) for old, new in zip(before, ranks.weights(), strict=True))
 
 
 def test_overflow_in_the_hook_is_a_warning_unless_there_is_a_scaler(caplog: pytest.LogCaptureFixture) -> None:

@@ -260,6 +260,8 @@ def test_scaled_losses(make: Make) -> None:
                 loss = sum((p * noise(step, rank, n, shape=SHAPES[n])).sum() for n, p in params.items())
                 scalers[rank].scale(loss * (torch.inf if (step, rank) == (2, 1) else 1.0)).backward()
             for scaler, optimizer in zip(scalers, world.optimizers, strict=True):
+                scaler.unscale_(optimizer)
+            for scaler, optimizer in zip(scalers, world.optimizers, strict=True):
                 scaler.step(optimizer)
                 scaler.update()
         assert [optimizer.telemetry.skipped for optimizer in world.optimizers] == [1, 1]

@@ -19,11 +19,13 @@ from ..compressors import (
     Context,
     GradientExchange,
     NoCompression,
+    OneBit,
     ScheduledRatio,
     Sparse,
     Wrapper,
 )
 from ..compressors.base import NAMED
+from ..compressors.own_step import updates_add_up
 from ..errors import ConfigError
 from ..flat.local_shard import is_sharded
 from .advise import CANDIDATES
@@ -57,7 +59,9 @@ class Auto(Wrapper):
         trials: a CSV file to which rank 0 appends a row for each candidate of each choice.
 
     Candidates that send updates in place of gradients, as sparse ones do in front of Adam, are left out: after a change
-    the optimizer's state would differ between ranks.
+    the optimizer's state would differ between ranks. So is `OneBit` in front of Adam and other optimizers that scale
+    each coordinate, as their second moment is then one of rounded gradients (Tang et al., "1-bit Adam",
+    arXiv:2102.02888).
 
     Costs, beside the chosen exchange's, 8 bytes by allreduce per step while candidates are tried, and every 64 steps
     afterwards. Raises ConfigError for an unknown class, for sharded parameters, for ranks that may be lost
@@ -127,7 +131,10 @@ class Auto(Wrapper):
     def candidates(self, hierarchical: bool, fixed_sizes: bool) -> list[Candidate]:
         """Return all candidates; `hierarchical` ones too if machines have several ranks each."""
         found = [self.fallback]
-        for name in self.bases():
+        is_adaptive = self._optimizer is not None and updates_add_up(self._optimizer)
+        for name, base in self.bases().items():
+            if self.compressor is None and is_adaptive and isinstance(base, OneBit):
+                continue
             for within in (False, True) if hierarchical else (False,):
                 one = self.make(Candidate(name, within))
                 if one.sends == "update":

@@ -23,7 +23,8 @@ class OneBit(Encoded):
         v = e + g;  send mean{v : v >= 0} where v >= 0, else mean{v : v < 0};  e = v - sent
 
     The two means minimise the squared error of a split at zero and preserve the sum of v. The paper has a pair of means
-    per matrix column; here there is one pair per tensor. Like EFSignSGD, but for one-sided gradients.
+    per matrix column; here there is one pair per tensor. Like EFSignSGD, but for one-sided gradients. For SGD: in front
+    of Adam the second moment is one of rounded gradients, and `OneBitAdam` has the better loss (docs/frontier.md).
 
     Args:
         error_feedback: False drops the error; then training does not converge, as the paper found.

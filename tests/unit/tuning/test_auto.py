@@ -281,6 +281,16 @@ def test_adam_is_not_given_exchanges_that_send_its_updates(wire: Wire) -> None:
     ranks.assert_replicas_equal()
 
 
+@pytest.mark.parametrize("make, expected", [(torch.optim.SGD, True), (torch.optim.AdamW, False)])
+def test_one_bit_is_for_optimizers_that_do_not_scale_each_coordinate(make: Any, expected: bool) -> None:
+    for chosen, offered in (
+        (dgcopt.Auto(("exact", "delayed")), expected),
+        (dgcopt.Auto(compressor=dgcopt.OneBit()), True),
+    ):
+        chosen.attach(make([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
+        assert any(one.base.startswith("OneBit") for one in chosen.candidates(False, False)) == offered
+
+
 @pytest.mark.parametrize("nodes, allowed", [(1, False), (2, True)])
 def test_hierarchy_is_chosen_where_machines_have_several_ranks(wire: Wire, nodes: int, allowed: bool) -> None:
     wire.speed = 1e5

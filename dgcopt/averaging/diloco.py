@@ -424,6 +424,9 @@ class OuterSync(Sync):
 
     def _in_own_groups(self, entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield each outer optimizer's state in its own groups; those saved depend on when parameters were added."""
+        if "fragments" not in entry:  # `dgcopt.sharded.load` has read the state into these groups
+            yield from entry["outers"]
+            return
         fragments = self._names_of_fragments()
         if fragments != entry["fragments"]:
             log.warning(

@@ -1,7 +1,9 @@
 """The exchange inside frameworks, in a single process; tests/distributed/test_integrations.py has the frameworks."""
 
 import logging
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ def test_a_missing_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "starts from zero" in caplog.text
 
 
+@patch.dict(os.environ)  # Fabric sets torchrun's variables
 def test_an_optimizer_is_found_in_fabrics_checkpoints_however_many_were_set_up_before(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     strategy = dgcopt.integrations.fabric.DGCStrategy(dgcopt.DGC(0.1), process_group_backend="gloo")

@@ -281,8 +281,8 @@ def _check_torchrun(env: Mapping[str, str]) -> None:
     """Raise ConfigError unless all variables of torchrun are set."""
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
         raise ConfigError(
-            f"the wire 'torch' meets by torchrun's variables, of which {', '.join(missing)} is missing: start with "
-            f"torchrun, choose another wire (dgcopt.init(wire=...), DGCOPT_WIRE), or none to train in a single process"
+            f"the wire 'torch' needs torchrun's variables, and {', '.join(missing)} is missing: start with torchrun, "
+            f"or choose another wire by dgcopt.init(wire=...) or DGCOPT_WIRE: 'local' for a single process"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from . import ConfigError
 
 __all__ = [
+    "MAY_BE_INFINITE",
     "check_flag",
     "check_fraction",
     "check_group_settings",
@@ -23,9 +24,8 @@ __all__ = [
     "is_rank",
 ]
 
-
-UNBOUNDED = {"keep"}
-"""Settings that may be infinite."""
+MAY_BE_INFINITE = {"infinite": True}
+"""Metadata of a dataclass field for `check_settings`: infinity is a value of this number."""
 
 
 def is_number(value: Any, kind: Any = Real) -> bool:
@@ -70,9 +70,10 @@ def check_group_settings(groups: Iterable[Mapping[str, Any]], place: str) -> Non
     """Raise ConfigError for a setting of an optimizer's groups that is NaN or Inf, and for a flag as learning rate."""
     for group in groups:
         for name, value in group.items():
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, bool | float if name == "lr" else float) and not is_number(one):
-                    raise ConfigError(f"{place}: {name} is {value}, and must be finite. Correct it")
+            numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, float)]
+            is_flag = name == "lr" and isinstance(value, bool)
+            if is_flag or not all(map(math.isfinite, numbers)):
+                raise ConfigError(f"{place}: {name} is {value}, and must be finite. Correct it")
 
 
 def check_settings(of: Any) -> None:
@@ -82,8 +83,7 @@ def check_settings(of: Any) -> None:
     """
     for name, kinds in _kinds_of_fields(of.__class__).items():
         value = getattr(of, name)
-        infinite = name in UNBOUNDED and isinstance(value, float) and value == math.inf
-        if not infinite and not any(_is(value, kind) for kind in kinds):
+        if not any(_is(value, kind) for kind in kinds):
             raise ConfigError(f"{name} must be {' or '.join(map(_in_words, kinds))}, not {value!r}")
         if is_number(value) and type(value) not in (int, float):
             object.__setattr__(of, name, int(value) if isinstance(value, Integral) else float(value))
@@ -96,12 +96,17 @@ def _kinds_of_fields(kind: Any) -> dict[str, tuple[Any, ...]]:
         hints = get_type_hints(kind)
     except NameError:
         return {}
-    named = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    unions = (Union, UnionType)
-    return {name: get_args(hint) if get_origin(hint) in unions else (hint,) for name, hint in named.items()}
+    found: dict[str, tuple[Any, ...]] = {}
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        found[field.name] = (*kinds, math.inf) if field.metadata.get("infinite") else kinds
+    return found
 
 
 def _is(value: Any, kind: Any) -> bool:
+    if kind == math.inf:
+        return isinstance(value, float) and value == kind
     if get_origin(kind) is Literal:
         return any(type(value) is type(word) and value == word for word in get_args(kind))
     if kind in (int, float):
@@ -112,6 +117,8 @@ def _is(value: Any, kind: Any) -> bool:
 
 
 def _in_words(kind: Any) -> str:
+    if kind == math.inf:
+        return "inf"
     if get_origin(kind) is Literal:
         *first, last = (f'"{word}"' for word in get_args(kind))
         return f"{', '.join(first)} or {last}" if first else last

@@ -18,10 +18,10 @@ __all__ = [
     "HiddenGradients",
     "LocalGradient",
     "SparseSum",
+    "copy_shared_gradients",
     "is_finite",
     "norm_of",
     "rounded",
-    "separate",
     "values_of",
 ]
 
@@ -55,7 +55,7 @@ def norm_of(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(parts), dtype=torch.float64).to(wide)
 
 
-def separate(params: Sequence[Tensor]) -> None:
+def copy_shared_gradients(params: Sequence[Tensor]) -> None:
     """Copy gradients that are one tensor for several parameters, as users may set it: each is written to."""
     given = [param.grad for param in params]
     given = [grad for grad in given if grad is not None]

@@ -18,7 +18,7 @@ from ..exchange.flush import flush_residuals
 from ..exchange.participation import Participation
 from ..exchange.runner import Job
 from ..exchange.scheduler import CollectiveScheduler, PendingExchange, exchange_of
-from ..flat.gradient import GradientBucket, SparseSum, separate
+from ..flat.gradient import GradientBucket, SparseSum, copy_shared_gradients
 from ..flat.local_shard import LocalShard
 from ..flat.memory import Absorbed
 from .layout import Layout
@@ -151,7 +151,7 @@ class OutgoingBuckets:
 
     def launch_rest(self, used: Sequence[bool] | None, together: bool) -> None:
         """Launch all other buckets, after all ranks have agreed to take the step; see `Step.launch`."""
-        separate(self.layout.trained)
+        copy_shared_gradients(self.layout.trained)
         if self.compressor.sends == "update" and self.participation.here:
             self._make_update()
         rest = self.layout.buckets[self.launched :]

@@ -140,7 +140,7 @@ class Auto(Wrapper):
                 if one.sends == "update":
                     continue
                 for overlap in (None,) if one.whole_model else (True, False):
-                    found += [Candidate(name, within, overlap, one) for one in ((None,) if fixed_sizes else SIZES)]
+                    found += [Candidate(name, within, overlap, sizes) for sizes in ((None,) if fixed_sizes else SIZES)]
         return found
 
     def make(self, candidate: Candidate) -> Compressor:

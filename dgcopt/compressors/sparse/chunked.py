@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...errors.checks import MAY_BE_INFINITE
 from ...kernels import BLOCK, Chunks, add_and_select_chunks, select_chunks
 from ..base import Source
 from ..context import Context
@@ -59,7 +60,7 @@ class ChunkedTopK(ScheduledRatio, Sparse):
     source: Source = "auto"
     warmup: Warmup | None = None
     reduce: Reduce = "gather"
-    keep: float = 1.0
+    keep: float = field(default=1.0, metadata=MAY_BE_INFINITE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...coding import SparseCode
+from ...errors.checks import MAY_BE_INFINITE
 from ...flat.gradient import LocalGradient
 from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, clear_at, gather, subtract_at
@@ -88,7 +89,7 @@ class DGC(ScheduledRatio):
     overlap: bool | Literal["auto"] = "auto"
     source: Source = "auto"
     reduce: Reduce = "gather"
-    keep: float = 1.0
+    keep: float = field(default=1.0, metadata=MAY_BE_INFINITE)
     first_moment: FirstMoment = "optimizer"
 
     @classmethod

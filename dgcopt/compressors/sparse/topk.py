@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
+from ...errors.checks import MAY_BE_INFINITE
 from ...kernels import add_and_maxima, block_maxima, gather
 from ..base import FirstMoment, Source
 from ..context import Context
@@ -55,7 +56,7 @@ class TopK(ScheduledRatio, Sparse):
     source: Source = "auto"
     warmup: Warmup | None = None
     reduce: Reduce = "gather"
-    keep: float = 1.0
+    keep: float = field(default=1.0, metadata=MAY_BE_INFINITE)
     first_moment: FirstMoment = "optimizer"
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ import torch
 from bench_step import Ranks, serve
 from links import Machines, bits_per_second, lacking
 from shaped_ranks import note
-from synthetic import Given, Synthetic
+from synthetic import Layer, Synthetic
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -51,7 +51,7 @@ class Part(nn.Module):
 
     def forward(self, signal: Tensor) -> Tensor:
         for param, gradient in zip(self.params, self.gradients, strict=True):
-            signal = Given.apply(signal, param, gradient)
+            signal = Layer.apply(signal, param, lambda gradient=gradient: gradient)
         return signal
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
+from synthetic import Layer
 from torch import Tensor, nn
 
 from dgcopt.tuning.costs import heavy_tailed
@@ -42,19 +42,6 @@ class Sleeper:
             time.sleep(-self.credit)
             self.credit += time.perf_counter() - start
             self.queued += waited_for_core() - queued
-
-
-class Layer(torch.autograd.Function):
-    """One parameter: forward does nothing, backward sleeps and returns a gradient that was there before."""
-
-    @staticmethod
-    def forward(ctx: Any, signal: Tensor, param: Tensor, give: Any) -> Tensor:
-        ctx.give = give
-        return signal.clone()
-
-    @staticmethod
-    def backward(ctx: Any, signal: Tensor) -> tuple[Tensor, Tensor, None]:
-        return signal, ctx.give(), None
 
 
 class Sleeping(nn.Module):

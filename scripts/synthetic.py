@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Synthetic", "resnet50_shapes"]
+__all__ = ["Layer", "Synthetic", "resnet50_shapes"]
 
 
 def resnet50_shapes() -> Iterator[tuple[int, ...]]:
@@ -30,17 +30,17 @@ def resnet50_shapes() -> Iterator[tuple[int, ...]]:
     yield from ((1000, into), (1000,))
 
 
-class Given(torch.autograd.Function):
-    """One layer: forward does nothing, backward hands out a gradient that was there before."""
+class Layer(torch.autograd.Function):
+    """One parameter: forward does nothing, backward returns the gradient that `give` does."""
 
     @staticmethod
-    def forward(ctx: Any, signal: Tensor, param: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, signal: Tensor, param: Tensor, give: Callable[[], Tensor]) -> Tensor:
+        ctx.give = give
         return signal.clone()
 
     @staticmethod
     def backward(ctx: Any, signal: Tensor) -> tuple[Tensor, Tensor, None]:
-        return signal, ctx.gradient, None
+        return signal, ctx.give(), None
 
 
 class Synthetic(nn.Module):
@@ -61,5 +61,5 @@ class Synthetic(nn.Module):
     def forward(self) -> Tensor:
         signal = torch.zeros(())
         for param, gradient in zip(self.params, self.gradients, strict=True):
-            signal = Given.apply(signal, param, gradient)
+            signal = Layer.apply(signal, param, lambda gradient=gradient: gradient)
         return signal

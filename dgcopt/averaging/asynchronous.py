@@ -224,7 +224,9 @@ class Background:
     The thread never writes weights. It copies them between two steps and leaves the difference between the mean of all
     copies and its own copy, which the training thread adds before the next step.
 
-    Attributes: `buckets`, the exchanged buckets; `scheduler`, the thread's collectives.
+    Attributes:
+        buckets: the exchanged buckets.
+        scheduler: starts the thread's collectives.
     """
 
     def __init__(self, rounds: AsyncRounds, comm: Comm) -> None:

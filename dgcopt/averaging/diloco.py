@@ -235,7 +235,9 @@ class OuterSync(Sync):
 
     Each fragment has a DistributedOptimizer of its anchors, whose own engine exchanges and votes.
 
-    Attributes: `anchors`, of all parameters; `sending`, the fragment in flight, if any.
+    Attributes:
+        anchors: anchor of each parameter.
+        sending: index of the fragment in flight; None if there is none.
     """
 
     def __init__(self, rule: DiLoCo, round: Round) -> None:

@@ -75,7 +75,9 @@ class Sync:
     A round exchanges all weights, bucket by bucket (`WeightStep`); an algorithm whose rounds do something else, as
     DiLoCo's outer steps, returns a subclass from `Averaging.sync`.
 
-    Attributes: `round`, its surroundings; `outers`, optimizers that step in a round, whose bytes and residuals count.
+    Attributes:
+        round: its surroundings.
+        outers: optimizers that step in a round, whose bytes and residuals count.
     """
 
     def __init__(self, round: Round) -> None:

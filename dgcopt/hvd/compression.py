@@ -16,7 +16,8 @@ __all__ = ["Compression", "cast_for_wire"]
 class ByHand:
     """A compressor that can also be applied to one tensor, as Horovod's can.
 
-    Attributes: `compressor`, which DistributedOptimizer takes.
+    Attributes:
+        compressor: the compressor that DistributedOptimizer takes.
     """
 
     def __init__(self, compressor: Compressor, dtype: torch.dtype | None = None) -> None:

@@ -56,8 +56,11 @@ def synchronize(handle: Handle) -> Any:
 class Plan:
     """A collective that is ready to be announced and started.
 
-    Attributes: `label`, its name on the wire; `line`, its description, which must be the same on all ranks; `start`,
-    which is given every rank's `numbers`, a row each; `backward`, the collective on the gradient of the result.
+    Attributes:
+        label: its name on the wire.
+        line: its description, which must be equal on all ranks.
+        start: starts it, given every rank's `numbers`, a row each.
+        backward: the collective on the gradient of the result.
     """
 
     comm: Comm

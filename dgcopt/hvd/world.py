@@ -47,7 +47,9 @@ __all__ = [
 class ProcessSet:
     """Some of the ranks, for collectives and DistributedOptimizer, once `init` or `add_process_set` has added it.
 
-    Attributes: `ranks`; `unnamed` numbers the collectives that were given no name.
+    Attributes:
+        ranks: its members, ascending.
+        unnamed: counter of the collectives that were given no name.
     """
 
     process_set_id: int | None = None

@@ -132,7 +132,9 @@ class Network:
 class Fit:
     """Alpha-beta model of one collective in one group: `alpha + beta * nbytes` seconds.
 
-    Attributes: `sizes` and `seconds`, the measurements; `size`, ranks of the group.
+    Attributes:
+        sizes, seconds: the measurements.
+        size: ranks of the group.
     """
 
     alpha: float

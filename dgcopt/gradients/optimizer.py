@@ -27,7 +27,7 @@ from ..flat.optimizer_state import STATE_KEY, kept_by, take_mark
 from .replicas import check_on_mesh, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .state_dict import Stateful, load_state, save_state
-from .stepping import Mode, between_hooks
+from .stepping import Mode, step_of, stepping_of
 from .subclass import bare_class, become
 from .synchronised import Synchronised, steps_of
 
@@ -167,7 +167,7 @@ def _wrap(
     compressor.attach(optimizer)
     if compressor.sends == "update":
         check_steps_alone(optimizer, f"{type(compressor).__name__} sends the update that it makes")
-    become(optimizer, Distributed, between_hooks)
+    become(optimizer, Distributed, step_of)
     steps = Synchronised(optimizer, names, given, compressor, settings)
     hold(optimizer, gradients=steps)
     optimizer.register_state_dict_post_hook(save_state)
@@ -252,7 +252,7 @@ class Distributed(Stateful):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to zero as torch does; in-flight exchanges are cancelled on all ranks."""
-        steps_of(self).cancel()
+        stepping_of(self).cancel()
         super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any], names: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,13 +29,13 @@ from ..flat.gradient import HiddenGradients, values_of
 from ..flat.local_shard import LocalShard
 from .engine import Engine
 from .introspection import scaler_flags
-from .step_hooks import Call, Closure, StepHooks
-from .subclass import bare_step
+from .step_hooks import Call, Closure, with_closure
+from .subclass import Step, bare_step
 from .wrapped import Wrapped
 
 Of = TypeVar("Of")
 
-__all__ = ["Mode", "Stepping", "after_step", "before_step", "between_hooks", "stepping_of"]
+__all__ = ["Mode", "Stepping", "after_step", "before_step", "step_of", "stepping_of"]
 
 log = logging.getLogger("dgcopt")
 
@@ -74,7 +75,7 @@ class OwnStep(Enum):
     RUNNING = "running, and has seen gradients"
 
 
-class Stepping(StepHooks):
+class Stepping:
     """The steps of one wrapped optimizer; see `dgcopt.DistributedOptimizer`.
 
     Attributes:
@@ -89,13 +90,16 @@ class Stepping(StepHooks):
     comm: Comm
 
     def __init__(self, optimizer: Optimizer, names: dict[Tensor, str], compressor: Compressor) -> None:
-        super().__init__(optimizer, compressor)
+        self.optimizer = optimizer
+        self.compressor = compressor
         self.names = names
+        self._bare_step = bare_step(optimizer)
         told = (self._averaged, self._failed, self.follow_groups)
         self.wrapped = Wrapped(optimizer, names, compressor, self.own_step, self._step_without_data, *told)
         self.engine: Engine | None = None
         self.mode = Mode.EXCHANGE
         self._watched: set[Tensor] = set()
+        self._stepped: list[Tensor] = []
         self._warned = False
         self._uses_gradients = False  # True if the step in progress uses exchanged gradients
         self._saw_backward = False  # True if autograd has told of gradients since the last step
@@ -117,27 +121,53 @@ class Stepping(StepHooks):
         self._averages: Snapshot | None = None
         self._skipped: dict[Tensor, weakref.ref[Tensor]] = {}
 
-    def keep_up(self) -> None:
-        """Rejoin if the membership of this optimizer's wire has changed."""
-
     def follow_groups(self) -> None:
-        """Take in parameters that were put into the optimizer's groups without a call."""
+        """Take in parameters that were put into `param_groups` by hand.
+
+        Raises ConfigError for parameters that were removed, and for new ones that would have the names of others.
+        """
+        stepped = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if len(stepped) != len(self._stepped) or not all(map(operator.is_, stepped, self._stepped)):
+            self.take_in_new()
+            self._stepped = stepped
 
     def begin_step(self) -> None:
         """Prepare for the first gradient of a step."""
-        self.keep_up()
+        if self.comm.survives or self.comm.is_void():
+            self.follow_ranks()
 
     def exchange(self, act: Callable[[Engine], Of]) -> Of | None:
-        """Run an exchange of the engine; roll the step back if a rank is lost."""
+        """Let the engine exchange something; after a loss, again with the ranks that are left.
+
+        Returns None if the step has been committed by the time of the loss, and so is over.
+        """
         assert self.engine is not None
-        return act(self.engine)
+        return self.exchange_again(act) if self.comm.survives else act(self.engine)
+
+    # -- parameters and ranks that change, by the subclass -----------------------------------------------------------
+
+    def take_in_new(self) -> None:
+        """Exchange the parameters that are new in the optimizer's groups."""
+        raise NotImplementedError
+
+    def follow_ranks(self) -> None:
+        """Continue among the current ranks."""
+        raise NotImplementedError
+
+    def exchange_again(self, act: Callable[[Engine], Of]) -> Of | None:
+        """Exchange as `exchange` does, where ranks may be lost."""
+        raise NotImplementedError
+
+    def copy_residual(self) -> None:
+        """Copy this rank's residual to another rank if that is due."""
+        raise NotImplementedError
 
     def own_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped optimizer's own step, without exchange or hooks: `optimizer.step()` is the subclass's."""
         before = self._own_step
         try:
             self._own_step = OwnStep.BEGUN
-            return bare_step(self.optimizer)(self.optimizer, *args, **kwargs)
+            return self._bare_step(self.optimizer, *args, **kwargs)
         finally:
             self._own_step = before
 
@@ -337,10 +367,14 @@ class Stepping(StepHooks):
         """Average gradients, or return arguments whose closure does it."""
         self.check_whole()
         self._own_step = OwnStep.AHEAD
-        return super().before_step(args, kwargs)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            return with_closure(args, kwargs, functools.partial(self.run_closure, closure))
+        self.prepare_step()
+        return None
 
     def prepare_step(self) -> None:
-        """Average the gradients and use them in the step."""
+        """Average the gradients and use them in a step without a closure."""
         try:
             self._average_before_step()
             self._own_step = OwnStep.DONE if self._use_gradients() else OwnStep.AHEAD
@@ -357,7 +391,7 @@ class Stepping(StepHooks):
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=8,  # of the line that called `step`, past the hooks of torch and the compiler's wrapper
+                    stacklevel=7,  # of the line that called `step`, past the hooks of torch and the compiler's wrapper
                 )
             self._average()
 
@@ -432,7 +466,7 @@ class Stepping(StepHooks):
             for param in self.names:
                 if param.grad is not None and not param.grad.is_sparse:
                     param.grad = param.grad.to_sparse(1)
-        self._hidden.hide(self.take_over())
+        self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
         if self.engine is not None:
             if self._skipped:
                 self._hidden.hide(self._pop_skipped(self.engine.layout.trained))
@@ -468,13 +502,16 @@ class Stepping(StepHooks):
         """Restore hidden gradients after a step, and release their memory."""
         self._own_step = OwnStep.AHEAD
         self._saw_backward = False
-        self.undo_changes()
+        self._hidden.show()
+        self.compressor.after_step(self.optimizer)
         if self.engine is not None:
             self.engine.layout.release_gradients()
         if not failed and self._uses_gradients:
             self.wrapped.count_taken()
             self.wrapped.commit.end()
         self._uses_gradients = False
+        if self.comm.copy_every and not failed:
+            self.copy_residual()
 
 
 class _Done(Exception):
@@ -485,32 +522,30 @@ class _Done(Exception):
         self.loss = loss
 
 
-def stepping_of(optimizer: Optimizer) -> Stepping | None:
-    """Return the stepping of an optimizer that DistributedOptimizer has wrapped; None for any other."""
-    steps = held(optimizer).gradients
-    assert steps is None or isinstance(steps, Stepping)
-    return steps
+def step_of(bare: Step) -> Step:
+    """Return the step of an optimizer whose `bare` one is run by `Stepping`; see `become`."""
 
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return stepping_of(optimizer).step_unless_done(*args, **kwargs)
 
-def between_hooks(optimizer: Optimizer, bare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """See `become`."""
-    return _steps_of(optimizer).step_unless_done(*args, **kwargs)
+    return step
 
 
 def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Average gradients, or have the closure do it; runs even if a scheduler kept the unwrapped `step`."""
-    steps = _steps_of(optimizer)
+    steps = stepping_of(optimizer)
     return None if steps.in_own_step else steps.before_step(args, kwargs)
 
 
 def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Finish every step but the optimizer's own."""
-    steps = _steps_of(optimizer)
+    steps = stepping_of(optimizer)
     if not steps.in_own_step:
         steps.end_step()
 
 
-def _steps_of(optimizer: Optimizer) -> Stepping:
-    steps = stepping_of(optimizer)
-    assert steps is not None
+def stepping_of(optimizer: Optimizer) -> Stepping:
+    """Return the steps of an optimizer that DistributedOptimizer has wrapped."""
+    steps = held(optimizer).gradients
+    assert isinstance(steps, Stepping)
     return steps

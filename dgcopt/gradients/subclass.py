@@ -5,25 +5,28 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
 
 from ..compressors.own_step import passes_over_missing_gradients
 from ..errors import ConfigError
 
-__all__ = ["bare_class", "bare_step", "become"]
+__all__ = ["Step", "bare_class", "bare_step", "become"]
+
+Step: TypeAlias = Callable[..., Any]
+"""The `step` of an optimizer's class: a function of the optimizer, a closure if any, and other arguments."""
 
 
-def become(optimizer: Optimizer, ours: type[Optimizer], between_hooks: Callable[..., Any]) -> None:
+def become(optimizer: Optimizer, ours: type[Optimizer], step_of: Callable[[Step], Step]) -> None:
     """Change the class of `optimizer` to one that has the methods of `ours` ahead of its own.
 
-    `between_hooks(optimizer, bare, *args, **kwargs)` runs between the hooks of a step; `bare` is the class's own
-    step, without any, and so is `bare_step(optimizer)` until the class changes again. Raises ConfigError if something
-    else was bound in place of `step` that may move weights in a step that no rank is to take.
+    `step_of(bare)` returns the method that runs between the hooks of a step; `bare` is the class's own step, without
+    any, and so is `bare_step(optimizer)` until the class changes again. Raises ConfigError if something else was bound
+    in place of `step` that may move weights in a step that no rank is to take.
     """
     base: Any = type(optimizer)
-    kind = _subclass(base, ours, between_hooks)  # type: ignore[arg-type]
+    kind = _subclass(base, ours, step_of)  # type: ignore[arg-type]
     _bind_anew(optimizer, kind)
     optimizer.__class__ = kind
 
@@ -34,25 +37,21 @@ def bare_class(optimizer: Optimizer) -> type[Optimizer]:
     return _BARE[generated[-1]][0] if generated else type(optimizer)
 
 
-def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
+def bare_step(optimizer: Optimizer) -> Step:
     """Return the step of the optimizer's class before the last `become`, without hooks: a function of the optimizer."""
     return next(_BARE[kind][1] for kind in type(optimizer).__mro__ if kind in _BARE)
 
 
-_BARE: dict[type[Optimizer], tuple[type[Optimizer], Callable[..., Any]]] = {}
+_BARE: dict[type[Optimizer], tuple[type[Optimizer], Step]] = {}
 """For each generated class, the original class and its step without hooks."""
 
 
 @functools.cache
-def _subclass(base: Any, ours: Any, between_hooks: Callable[..., Any]) -> type[Optimizer]:
+def _subclass(base: Any, ours: Any, step_of: Callable[[Step], Step]) -> type[Optimizer]:
     bare = base.step
     if getattr(bare, "__code__", None) is _with_hooks(bare).__code__:
         bare = bare.__wrapped__
-
-    @functools.wraps(bare)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return between_hooks(self, bare, *args, **kwargs)
-
+    step = functools.update_wrapper(step_of(bare), bare)
     body = {"__doc__": base.__doc__, "__module__": base.__module__, "step": _with_hooks(step)}
     kind: type[Optimizer] = _ahead_of(type(base), ours)(base.__name__, (base, ours), body)
     _BARE[kind] = base, bare

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from ..flat.optimizer_state import THROUGH_TORCH
 from .engine import Engine
 from .replicas import check_shards, shard_of
 from .settings import Settings
-from .stepping import Stepping, after_step, before_step
+from .stepping import Stepping, after_step, before_step, stepping_of
 
 __all__ = ["Synchronised", "steps_of", "synchronised"]
 
@@ -52,7 +51,6 @@ class Synchronised(Stepping):
         self.has_run_hooks = False
         """False after an optimizer of another package has saved or loaded state without torch's hooks."""
         self._given_names = given
-        self._stepped: list[Tensor] = []
         self._is_hooked = False
         self._generation = 0
         self._is_part_of_round = False
@@ -73,18 +71,10 @@ class Synchronised(Stepping):
         """Take in the parameters of a group that the optimizer was given; raises ConfigError if that cannot be."""
         self._take_in(self._named(self.optimizer.param_groups[-1]["params"], names))
 
-    def follow_groups(self) -> None:
-        """Take in parameters that were put into `param_groups` by hand.
-
-        Raises ConfigError for parameters that were removed, and for new ones that would have the names of others.
-        """
-        stepped = [param for group in self.optimizer.param_groups for param in group["params"]]
-        if len(stepped) == len(self._stepped) and all(map(operator.is_, stepped, self._stepped)):
-            return
+    def take_in_new(self) -> None:
         new = names_of_new(self.optimizer, self.names, self._given_names, self.comm.rank)
         if new:
             self._take_in(new)
-        self._stepped = stepped
 
     def _take_in(self, added: dict[Tensor, str]) -> None:
         """Exchange new parameters from now on; raises ConfigError if that cannot be."""
@@ -177,19 +167,14 @@ class Synchronised(Stepping):
 
     # -- where ranks survive -----------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Begin a step as `keep_up` does; if ranks survive and no step is in progress, also admit new ones."""
+    def follow_ranks(self) -> None:
+        """Rejoin as `keep_up` does; if ranks survive and no step is in progress, also admit new ones."""
         self.keep_up()
         if self.comm.survives and not (self.engine is not None and self.engine.in_flight):
             self._admit()
             self._follow()
 
-    def exchange(self, act: Callable[[Engine], Of]) -> Of | None:
-        """Let the engine exchange something; after a loss, again with the ranks that are left.
-
-        Returns None if the step has been committed by the time of the loss, and so is over.
-        """
-
+    def exchange_again(self, act: Callable[[Engine], Of]) -> Of | None:
         def attempt() -> Of:
             assert self.engine is not None
             return act(self.engine)
@@ -231,11 +216,9 @@ class Synchronised(Stepping):
             self.optimizer.register_step_post_hook(untraced(after_step))
         self.watch_parameters()
 
-    def end_step(self, failed: bool = False) -> None:
-        """End a step as `Stepping.end_step` does; if set, also copy this rank's residual every few steps."""
-        super().end_step(failed)
-        engine, every = self.engine, self.comm.copy_every
-        if engine is not None and not failed and every and engine.step % every == 0 and self.compressor.conserves:
+    def copy_residual(self) -> None:
+        engine = self.engine
+        if engine is not None and engine.step % self.comm.copy_every == 0 and self.compressor.conserves:
             self._buddy.copy(engine.store.memory(), self._by_name, self.comm, engine.runner.scheduler.start)
 
     @property
@@ -276,6 +259,6 @@ def synchronised(optimizer: Any) -> Synchronised | None:
 
 def steps_of(optimizer: Optimizer) -> Synchronised:
     """Return the part of `DistributedOptimizer` in an optimizer that it has wrapped."""
-    steps = synchronised(optimizer)
-    assert steps is not None
+    steps = stepping_of(optimizer)
+    assert isinstance(steps, Synchronised)
     return steps

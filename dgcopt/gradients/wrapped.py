@@ -44,6 +44,7 @@ class Wrapped:
         follow_groups: adds parameters to `names` that were put into the optimizer's groups by hand.
 
     Attributes:
+        is_sgd: True for torch's SGD itself.
         commit: marker of a commit in progress, which an exception may interrupt.
         not_taken: number of exchanged steps since the optimizer has taken one.
     """
@@ -67,6 +68,7 @@ class Wrapped:
         self.averaged = averaged
         self.failed = failed
         self.follow_groups = follow_groups
+        self.is_sgd = bare_class(optimizer) is SGD
         self.commit = CommitMarker()
         self.not_taken = 0
         self._before_update: list[Callable[[], object]] = []
@@ -216,7 +218,7 @@ class Wrapped:
         where nobody else is to see the gradients before the step.
         """
         optimizer, of_all = self.optimizer, getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
-        touched = list(touched) if bare_class(optimizer) is SGD else []
+        touched = list(touched) if self.is_sgd else []
         if not touched or of_all or len(getattr(optimizer, "_optimizer_step_pre_hooks", {})) > 1:  # one is dgcopt's own
             return []
         more = ("momentum", "weight_decay", "differentiable", "fused")  # a fused kernel may round differently

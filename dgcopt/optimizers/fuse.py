@@ -26,7 +26,7 @@ from ..errors.checks import check_flag
 from ..exchange.parameters import check_optimizer
 from ..flat.buckets import Segment
 from ..flat.gradient import LARGE
-from ..gradients.subclass import bare_class, become
+from ..gradients.subclass import Step, bare_class, become
 from ..gradients.synchronised import synchronised
 from ..kernels import BLOCK
 
@@ -97,7 +97,7 @@ def fuse_optimizer(optimizer: AnyOptimizer, do_flatten: bool = True, *, elementw
             )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(f"{name}(differentiable=True) cannot be fused: its steps are part of the graph")
-    become(optimizer, Fused, _step)
+    become(optimizer, Fused, _step_of)
     assert isinstance(optimizer, Fused)
     optimizer.flattens = do_flatten
     optimizer.lay_out()
@@ -115,7 +115,7 @@ class Fused(Optimizer):
         self._plans = [Plan(group, self.flattens) for group in self.param_groups]
 
     @torch.no_grad()
-    def step_in_runs(self, bare: Callable[..., Any]) -> None:
+    def step_in_runs(self, bare: Step) -> None:
         """Run torch's own step on flat tensors."""
         groups = self.param_groups
         self._plans = self._plans[: len(groups)] + [Plan(g, self.flattens) for g in groups[len(self._plans) :]]
@@ -141,14 +141,18 @@ class Fused(Optimizer):
         return object.__new__, (bare_class(self),), self.__getstate__()
 
 
-def _step(optimizer: Fused, bare: Callable[..., Any], closure: Callable[[], Any] | None = None) -> Any:
-    """Run the step between its hooks. The closure runs first and sees the ordinary parameters."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    optimizer.step_in_runs(bare)
-    return loss
+def _step_of(bare: Step) -> Step:
+    """Return the step between its hooks. The closure runs first and sees the ordinary parameters."""
+
+    def step(optimizer: Fused, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer.step_in_runs(bare)
+        return loss
+
+    return step
 
 
 class Run:

@@ -15,12 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...compressors import Compressor
 from ...errors import ConfigError
 from ...exchange.untraced import untraced
-from ..step_hooks import Call, StepHooks
+from ...flat.gradient import HiddenGradients
+from ..step_hooks import Call, Closure, with_closure
 
 __all__ = ["AttachedOptimizer", "parameters_of"]
 
 
-class AttachedOptimizer(StepHooks):
+class AttachedOptimizer:
     """Runs `Compressor.before_step` and `after_step` around each step of an optimizer.
 
     Args:
@@ -45,11 +46,13 @@ class AttachedOptimizer(StepHooks):
         averaged: Callable[[], set[Tensor]],
         names: dict[Tensor, str],
     ) -> None:
-        super().__init__(optimizer, compressor)
+        self.optimizer = optimizer
+        self.compressor = compressor
         self.is_alone = is_alone
         self.averaged = averaged
         self.names = names
         self.is_due = False
+        self._hidden = HiddenGradients()
         self._watch = register_optimizer_step_post_hook(functools.partial(_after_any_step, weakref.ref(self)))
         self._hooks = [
             optimizer.register_step_pre_hook(untraced(self._before_step)),
@@ -87,9 +90,18 @@ class AttachedOptimizer(StepHooks):
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Run `Compressor.before_step` once gradients exist: now, or after the closure."""
         self._watch.remove()
-        return self.before_step(args, kwargs)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            return with_closure(args, kwargs, functools.partial(self._run_closure, closure))
+        self._prepare_step()
+        return None
 
-    def prepare_step(self) -> None:
+    def _run_closure(self, closure: Closure) -> Any:
+        loss = closure()
+        self._prepare_step()
+        return loss
+
+    def _prepare_step(self) -> None:
         if self.is_alone():
             return
         if not self.averaged() and any(param.grad is not None for param in self.params):
@@ -100,7 +112,7 @@ class AttachedOptimizer(StepHooks):
             )
         others = self._not_averaged()
         before = self._settings_of(others)
-        stepped = set(self.take_over())
+        stepped = set(self.compressor.before_step(self.optimizer) or ())
         if before != self._settings_of(others) or not stepped.isdisjoint(others):
             self.compressor.after_step(self.optimizer)
             raise ConfigError(
@@ -128,7 +140,8 @@ class AttachedOptimizer(StepHooks):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.is_due = False
         if not self.is_alone():
-            self.undo_changes()
+            self._hidden.show()
+            self.compressor.after_step(self.optimizer)
 
 
 _OF: WeakKeyDictionary[Optimizer, WeakSet[AttachedOptimizer]] = WeakKeyDictionary()

@@ -15,9 +15,9 @@ from ...compressors import Compressor, NoCompression, accept
 from ...compressors.own_step import updates_add_up
 from ...errors import ConfigError
 from ...exchange.group_settings import GroupSettings, check_may_differ
+from ...exchange.held import held
 from ...exchange.parameters import check_trainable, inner_optimizer, unique_names
 from ..introspection import ddp_modules_of_hook
-from ..stepping import stepping_of
 from .attached import AttachedOptimizer, parameters_of
 
 __all__ = ["HookSettings"]
@@ -118,7 +118,7 @@ class HookSettings:
             averaged: returns the parameters that DDP has averaged so far.
         """
         optimizer = inner_optimizer(optimizer)
-        if stepping_of(optimizer) is not None:
+        if held(optimizer).gradients is not None:
             raise ConfigError("the optimizer exchanges gradients by itself: give ddp_hook the one that is not wrapped")
         others = self.attached is not None and self.attached.params != parameters_of(optimizer)
         if others or averaged():

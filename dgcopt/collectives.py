@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ __all__ = [
     "everyone",
     "is_joinable",
     "joined",
+    "on_cpu",
     "parted",
     "reduce_rows",
     "watched",
@@ -261,6 +263,11 @@ def check_generator(exchange: object) -> None:
             f"exchange() must be a generator that yields collectives and returns the result, but it has returned "
             f"{type(exchange).__name__}. If it sends nothing, begin it with `yield from ()`."
         )
+
+
+def on_cpu() -> AbstractContextManager[Any]:
+    """Context in which exchanges run: tensors without a device are on the CPU, not on `torch.set_default_device`'s."""
+    return nullcontext() if torch.empty(0).is_cpu else torch.device("cpu")
 
 
 def carried(

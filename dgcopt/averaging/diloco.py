@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
+from ..collectives import on_cpu
 from ..comm import Comm
 from ..compressors import ChunkedTopK, Compressor, NoCompression, accept
 from ..compressors.adam.base import FrozenAdam
@@ -333,8 +334,9 @@ class OuterSync(Sync):
                 graded[names[param]] = anchor
         if self.rule.delay:
             self._outgoing = {name: anchor.grad.clone() for name, anchor in graded.items() if anchor.grad is not None}
-        for anchor in graded.values():
-            steps_of(outer).gradient_arrived(anchor)
+        with on_cpu():
+            for anchor in graded.values():
+                steps_of(outer).gradient_arrived(anchor)
 
     def run(self) -> Job:
         return OuterStep(self, self.round).take()

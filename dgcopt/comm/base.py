@@ -30,6 +30,7 @@ from ..collectives import (
     ReduceScatter,
     SendRecv,
     carried,
+    on_cpu,
     reduce_rows,
 )
 from ..errors import CommError, ConfigError, DGCError, MismatchError
@@ -175,7 +176,7 @@ class Comm(Failures):
         DGCOPT_NODE overrides it if host names are not distinct.
         """
         name = os.environ.get("DGCOPT_NODE") or launched_on or socket.gethostname()
-        mine = torch.zeros(256, dtype=torch.uint8)
+        mine = torch.zeros(256, dtype=torch.uint8, device="cpu")
         encoded = name.encode()[:256]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         rows = [bytes(row.tolist()) for row in self.run(AllGather(self.to_wire(mine), label="names of machines")).cpu()]
@@ -295,7 +296,7 @@ class Comm(Failures):
                 f"among() needs one or more of the ranks 0 to {self.size - 1}, each once, not {list(members)}"
             )
         if self.waits_at_start:
-            mine = torch.zeros(self.size, dtype=torch.uint8)
+            mine = torch.zeros(self.size, dtype=torch.uint8, device="cpu")
             mine[list(members)] = 1
             rows = self.run(AllGather(mine, group="agreement", label="ranks of a process set"))
             named = [row.nonzero().flatten().tolist() for row in rows]
@@ -380,12 +381,13 @@ class Comm(Failures):
         """Run a whole exchange, waiting at each of its collectives; return its result."""
         exchange = lowered(exchange, self)
         result: Tensor | None = None
-        while True:
-            try:
-                collective = exchange.send(result)  # type: ignore[arg-type]  # the first send starts a generator
-            except StopIteration as stop:
-                return stop.value
-            result = self.wait(self.start(collective), deadline)
+        with on_cpu():
+            while True:
+                try:
+                    collective = exchange.send(result)  # type: ignore[arg-type]  # the first send starts a generator
+                except StopIteration as stop:
+                    return stop.value
+                result = self.wait(self.start(collective), deadline)
 
     # -- for the wires -----------------------------------------------------------------------------------------------
 

@@ -192,7 +192,7 @@ def check_alike(comm: Comm, checksums: bool, streams: int) -> None:
     """Raise MismatchError unless all ranks have the same settings; others would misread each other's messages."""
     if comm.elastic:
         return
-    mine = torch.tensor([checksums, streams])
+    mine = torch.tensor([checksums, streams], device="cpu")
     said = comm.run(AllGather(mine, group="agreement", label="settings of the wire"))
     if bool((said != said[0]).any()):
         comm.close()

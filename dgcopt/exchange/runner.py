@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ..collectives import Barrier
+from ..collectives import Barrier, on_cpu
 from ..comm import Comm, Handle
 from ..errors import CommError
 from .scheduler import CollectiveScheduler, PendingExchange
@@ -156,7 +156,8 @@ class Runner:
     def _failing(self) -> Iterator[None]:
         """Context in which an error ends all jobs; an error of the wire names the collectives in flight."""
         try:
-            yield
+            with on_cpu():
+                yield
         except BaseException as error:  # KeyboardInterrupt too: a notebook continues after it
             more = self._rollback()
             self.clear()

@@ -43,7 +43,8 @@ class Sharding:
 
     def within(self, span: slice, owner: int) -> Tensor:
         """Return the positions in a span that a rank owns."""
-        positions = self.positions(torch.arange(span.start // self.size, -(-span.stop // self.size)), owner)
+        places = torch.arange(span.start // self.size, -(-span.stop // self.size), device="cpu")
+        positions = self.positions(places, owner)
         return positions[(positions >= span.start) & (positions < span.stop)]
 
 
@@ -62,7 +63,7 @@ class Chunks(Sharding):
 
     def within(self, span: slice, owner: int) -> Tensor:
         start, stop = max(span.start, owner * self.length), min(span.stop, (owner + 1) * self.length)
-        return torch.arange(start, max(start, stop))
+        return torch.arange(start, max(start, stop), device="cpu")
 
 
 class Shard:

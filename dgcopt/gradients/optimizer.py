@@ -24,6 +24,7 @@ from ..exchange.telemetry import Telemetry
 from ..exchange.uneven import JoinHook
 from ..flat.local_shard import as_stepped, is_sharded, local_shards
 from ..flat.optimizer_state import STATE_KEY, kept_by, take_mark
+from .amp import agree_with_scaler
 from .replicas import check_on_mesh, comm_of_replicas
 from .settings import Settings, check_groups, check_op, check_passes, check_predivide
 from .state_dict import Stateful, load_state, save_state
@@ -274,7 +275,7 @@ class Distributed(Stateful):
         steps = steps_of(self)
         if steps.engine is None:
             return bool(vars(self).get("_step_supports_amp_scaling", False))
-        return steps.agree_with_scaler()
+        return agree_with_scaler(steps)
 
     # -- uneven data, by torch.distributed.algorithms.Join -----------------------------------------------------------
 

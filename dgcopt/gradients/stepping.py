@@ -25,17 +25,16 @@ from ..exchange.changes import Snapshot
 from ..exchange.held import held
 from ..exchange.untraced import untraced
 from ..exchange.vote import Touch
-from ..flat.gradient import HiddenGradients, values_of
+from ..flat.gradient import values_of
 from ..flat.local_shard import LocalShard
 from .engine import Engine
-from .introspection import scaler_flags
 from .step_hooks import Call, Closure, with_closure
 from .subclass import Step, bare_step
 from .wrapped import Wrapped
 
 Of = TypeVar("Of")
 
-__all__ = ["Mode", "Stepping", "after_step", "before_step", "step_of", "stepping_of"]
+__all__ = ["NOT_YET", "Grads", "Mode", "Stepping", "after_step", "before_step", "step_of", "stepping_of"]
 
 log = logging.getLogger("dgcopt")
 
@@ -84,6 +83,8 @@ class Stepping:
         compressor: the compressor of gradients.
         engine: the exchanges of gradients; None in a single process.
         mode: the treatment of gradients.
+        grads: the meaning of `param.grad`.
+        saw_backward: True if autograd has told of gradients since the last step.
         names: every parameter and its name.
     """
 
@@ -102,7 +103,7 @@ class Stepping:
         self._stepped: list[Tensor] = []
         self._warned = False
         self._uses_gradients = False  # True if the step in progress uses exchanged gradients
-        self._saw_backward = False  # True if autograd has told of gradients since the last step
+        self.saw_backward = False
         self.begin_anew()
 
     def sync_buffers(self, buffers: Buffers) -> None:
@@ -117,7 +118,8 @@ class Stepping:
 
     def begin_anew(self) -> None:
         """Reset: no step is in progress."""
-        self._grads, self._own_step, self._hidden = Grads.OWN, OwnStep.AHEAD, HiddenGradients()
+        self.grads, self._own_step = Grads.OWN, OwnStep.AHEAD
+        self.wrapped.begin_anew()
         self._averages: Snapshot | None = None
         self._skipped: dict[Tensor, weakref.ref[Tensor]] = {}
 
@@ -187,9 +189,9 @@ class Stepping:
 
     def _average(self) -> bool:
         """Average the gradients, unless they are averaged already; return True if the step may then be taken."""
-        if self.engine is not None and self._grads in NOT_YET:
+        if self.engine is not None and self.grads in NOT_YET:
             self.begin_step()
-        if self.engine is None or not (self._grads in NOT_YET or self.engine.pending):
+        if self.engine is None or not (self.grads in NOT_YET or self.engine.pending):
             return False
         self.watch_parameters()
         for param in self.names:
@@ -200,14 +202,15 @@ class Stepping:
 
     def _averaged(self, is_void: bool) -> None:
         """Note a commit or an abort, at its very moment, so that no exception comes between."""
-        self._grads = Grads.VOID if is_void else Grads.AVERAGED
         if is_void:
-            self._keep_skipped()
+            self.skip()
         else:
+            self.grads = Grads.AVERAGED
             self.wrapped.count_exchanged()
 
-    def _keep_skipped(self) -> None:
-        """Remember the gradients of a skipped step: this rank's own, which no step may use unaveraged."""
+    def skip(self) -> None:
+        """Skip the step. Its gradients are this rank's own, and no later step may use them unaveraged."""
+        self.grads = Grads.VOID
         graded = [(param, param.grad) for param in self.names if param.grad is not None]
         self._skipped = {param: weakref.ref(grad) for param, grad in graded}
 
@@ -236,17 +239,21 @@ class Stepping:
         """Switch to another mode."""
         self.mode = mode
 
+    def renew(self) -> None:
+        """Take the gradients for this rank's own, set by hand after a skipped step."""
+        self.grads = Grads.OWN
+
     def fix(self) -> None:
         """Average the gradients for the next step; later changes cause no warning."""
         self.synchronize()
-        if self._grads is Grads.AVERAGED:
-            self._grads = Grads.FINAL
+        if self.grads is Grads.AVERAGED:
+            self.grads = Grads.FINAL
 
     def cancel(self) -> None:
         """Cancel in-flight gradients, on all ranks, because gradients are set to zero."""
         if self.engine is not None:
             self.engine.gradients_cleared()
-            self._grads, self._skipped = Grads.OWN, {}
+            self.grads, self._skipped = Grads.OWN, {}
 
     # -- gradients that come in --------------------------------------------------------------------------------------
 
@@ -282,13 +289,13 @@ class Stepping:
                 engine = steps.engine
                 is_first = engine is None or not engine.in_flight
                 if is_first:
-                    steps._saw_backward = True
+                    steps.saw_backward = True
                     steps.begin_step()
                     engine = steps.engine
                 if engine is None:  # the only rank that is left after `rejoin`
                     return
-                if steps._grads not in NOT_YET:
-                    steps._grads = Grads.OWN if steps._grads is Grads.VOID else Grads.MIXED
+                if steps.grads not in NOT_YET:
+                    steps.grads = Grads.OWN if steps.grads is Grads.VOID else Grads.MIXED
                 if steps.mode in SENDS_NOTHING:
                     engine.added(param)
                     return
@@ -310,56 +317,11 @@ class Stepping:
         frozen parameters that keep a gradient.
         """
         assert self.engine is not None
-        self._grads = Grads.VOID if self.engine.void else Grads.FINAL
+        self.grads = Grads.VOID if self.engine.void else Grads.FINAL
         with self.within(Mode.AS_THEY_ARE):
             self.optimizer.step()
         keeps_frozen = any(not param.requires_grad and param.grad is not None for param in self.names)
         self.optimizer.zero_grad(set_to_none=not keeps_frozen)
-
-    # -- automatic mixed precision -----------------------------------------------------------------------------------
-
-    def agree_with_scaler(self) -> bool:
-        """Agree on an overflow over ranks, before this rank's GradScaler looks for one; True if the step scales itself.
-
-        If any rank has found NaN or Inf, every rank's scaler finds it too, skips the step and lowers its scale; or, if
-        weights are averaged too (`dgcopt.averaging`), leaves it to that.
-        """
-        is_averaged = held(self.optimizer).averaging is not None
-        engine = self.engine
-        if engine is None or self.mode is Mode.LOCAL:  # between averages of weights there is nothing to agree on
-            return is_averaged
-        engine.hold()
-        # gradients of `no_sync` passes, and those set by hand, are averaged by the step without having arrived before
-        is_due = self.mode in (Mode.EXCHANGE, Mode.ADD_UP) and any(param.grad is not None for param in self.names)
-        if is_due and self._grads is Grads.VOID and not self._saw_backward:
-            self._grads = Grads.OWN  # set by hand after an overflow
-        is_due = is_due or engine.in_flight
-        flags = scaler_flags()
-        if not engine.runner.can_ask:  # gradients of all are final if they are unscaled
-            if is_due and (self._grads in NOT_YET or engine.pending):
-                if not flags:
-                    raise ConfigError(
-                        f"rank {self.comm.rank}: the gradients are still scaled, and the first simulated rank that "
-                        f"steps sends those of all. Call scaler.unscale_(optimizer) on every rank before the first "
-                        f"scaler.step(optimizer)"
-                    )
-                self.fix()
-        elif is_due and self._grads in NOT_YET and self.exchange(Engine.skips_on_overflow):
-            self._grads = Grads.VOID
-        if self._grads is Grads.VOID:
-            self._spoil_a_gradient()
-            self._keep_skipped()
-            for flag in flags:
-                flag.fill_(1)
-        return is_averaged
-
-    def _spoil_a_gradient(self) -> None:
-        """Give this rank's scaler a NaN to find, because another rank has one."""
-        for param in self.names:
-            values = values_of(param.grad) if param.grad is not None else torch.empty(0)
-            if values.numel():
-                values[(0,) * values.dim()] = torch.nan
-                return
 
     # -- the hooks around a step -------------------------------------------------------------------------------------
 
@@ -385,7 +347,7 @@ class Stepping:
     def _average_before_step(self) -> None:
         if self.mode in (Mode.EXCHANGE, Mode.ADD_UP) and not self._makes_state_only():
             by_hand = self.engine is not None and not self.engine.pending
-            if self._grads is Grads.AVERAGED and by_hand and not self._warned:
+            if self.grads is Grads.AVERAGED and by_hand and not self._warned:
                 self._warned = True
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -401,7 +363,7 @@ class Stepping:
         Gradients are zeros then, not of a backward pass, and lr is 0: an exchange would waste residuals.
         """
         engine = self.engine
-        if engine is None or engine.step == 0 or engine.in_flight or self._grads is not Grads.OWN:
+        if engine is None or engine.step == 0 or engine.in_flight or self.grads is not Grads.OWN:
             return False
         if any(float(group.get("lr", 0.0)) != 0 for group in self.optimizer.param_groups):
             return False
@@ -444,34 +406,17 @@ class Stepping:
         Without an exchange it steps on this rank's gradients, and nothing is prepared. Otherwise, until
         the own step has ended, an exception leaves this rank between two steps.
         """
-        grads, averages = self._grads, self._averages
-        if grads is Grads.OWN:
+        engine, grads, averages = self.engine, self.grads, self._averages
+        if grads is Grads.OWN or engine is None:
             return False
-        if self.engine is not None and grads in (Grads.AVERAGED, Grads.FINAL):
+        if grads in (Grads.AVERAGED, Grads.FINAL):
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
-            self.engine.gradients_used(Touch.CHANGED if has_changed else Touch.KEPT)
-        is_void = grads is Grads.VOID
-        takes_update = self.engine is not None and self.compressor.sends == "update"
-        if not is_void:
-            self.wrapped.commit.begin("weights")
-        self._grads, self._averages, self._uses_gradients = Grads.OWN, None, True
-        if is_void or takes_update:
-            # the own step may have been bound before wrapping, or may have other parameters to step
-            exchanged = self.engine.layout.trained if self.engine is not None else ()
-            self._hidden.hide(self.names if is_void else self.wrapped.take_update(exchanged))
-            if all(param.grad is None for param in self.names):
-                self.wrapped.commit.end()
-                return True
-        if isinstance(self.optimizer, torch.optim.SparseAdam):  # the own step takes no other gradients, even dense ones
-            for param in self.names:
-                if param.grad is not None and not param.grad.is_sparse:
-                    param.grad = param.grad.to_sparse(1)
-        self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
-        if self.engine is not None:
-            if self._skipped:
-                self._hidden.hide(self._pop_skipped(self.engine.layout.trained))
-            self._hidden.hide(self.wrapped.step_touched(self.engine.layout.touched()))
-        return False
+            engine.gradients_used(Touch.CHANGED if has_changed else Touch.KEPT)
+        self.grads, self._averages, self._uses_gradients = Grads.OWN, None, True
+        if grads is Grads.VOID:
+            return self.wrapped.skip_step()
+        skipped = self._pop_skipped(engine.layout.trained) if self._skipped else ()
+        return self.wrapped.prepare_step(engine.layout, skipped)
 
     def step_unless_done(self, *args: Any, **kwargs: Any) -> Any:
         """Run the optimizer's own step between its hooks, unless nothing is left for it to do."""
@@ -501,9 +446,8 @@ class Stepping:
     def end_step(self, failed: bool = False) -> None:
         """Restore hidden gradients after a step, and release their memory."""
         self._own_step = OwnStep.AHEAD
-        self._saw_backward = False
-        self._hidden.show()
-        self.compressor.after_step(self.optimizer)
+        self.saw_backward = False
+        self.wrapped.end_step()
         if self.engine is not None:
             self.engine.layout.release_gradients()
         if not failed and self._uses_gradients:

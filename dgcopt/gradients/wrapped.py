@@ -22,6 +22,7 @@ from ..flat.gradient import HiddenGradients, Touched
 from ..flat.local_shard import as_stepped, local
 from ..kernels import is_dense, step_at
 from .introspection import all_ddp_modules
+from .layout import Layout
 from .settings import Settings
 from .subclass import bare_class
 
@@ -73,6 +74,7 @@ class Wrapped:
         self.not_taken = 0
         self._before_update: list[Callable[[], object]] = []
         self.buffers: Buffers | None = None  # of the model, equal in each step
+        self.begin_anew()
 
     def count_exchanged(self) -> None:
         """Count a step with averaged gradients, for the optimizer to take."""
@@ -85,6 +87,45 @@ class Wrapped:
     def sync_buffers(self, buffers: Buffers) -> None:
         """Synchronise buffers of the model in each step from now on."""
         self.buffers = buffers
+
+    # -- the optimizer's own step ------------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Reset: no step is in progress."""
+        self._hidden = HiddenGradients()
+
+    def skip_step(self) -> bool:
+        """Prepare for a step that no rank takes, and return True, as nothing is left to do.
+
+        It may be called nonetheless, if it was bound before wrapping, and have other parameters to step.
+        """
+        self._hidden.hide(self.names)
+        return True
+
+    def prepare_step(self, layout: Layout, skipped: Iterable[Tensor]) -> bool:
+        """Prepare the optimizer's own step after an exchange; return True if nothing is left for it to do.
+
+        Hides gradients of parameters that are stepped here, and those of an earlier step that was `skipped`.
+        """
+        self.commit.begin("weights")
+        if self.compressor.sends == "update":
+            self._hidden.hide(self.take_update(layout.trained))
+            if all(param.grad is None for param in self.names):
+                self.commit.end()
+                return True
+        if isinstance(self.optimizer, torch.optim.SparseAdam):  # the own step takes no other gradients, even dense ones
+            for param in self.names:
+                if param.grad is not None and not param.grad.is_sparse:
+                    param.grad = param.grad.to_sparse(1)
+        self._hidden.hide(skipped)
+        self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
+        self._hidden.hide(self.step_touched(layout.touched()))
+        return False
+
+    def end_step(self) -> None:
+        """Undo all temporary changes after a step, taken or not."""
+        self._hidden.show()
+        self.compressor.after_step(self.optimizer)
 
     # -- comparison over ranks ---------------------------------------------------------------------------------------
 

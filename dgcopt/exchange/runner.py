@@ -2,6 +2,7 @@
 
 A job is a generator that yields handles and is sent their results. On most wires a rank that calls for its end waits
 for the others here. On the simulated one ranks take turns in one thread: a rank that waits moves the others' jobs on.
+Autograd is off in all jobs.
 Only this file knows it: callers offer their jobs, and roll back one that has failed.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..collectives import Barrier, on_cpu
@@ -68,6 +70,7 @@ class Runner:
         """Queue a job after all others."""
         self._jobs.append(job)
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Run the first job until it waits for the first time."""
         if len(self._jobs) == 1 and self._awaited is None:
@@ -83,6 +86,7 @@ class Runner:
         """Return the answer to a question that all ranks ask now; None if they cannot be asked."""
         return self.scheduler.drive(question) if self.can_ask else None
 
+    @torch.no_grad()
     def finish(self, job: Callable[[], Generator[Handle, Tensor, object]] | None = None) -> None:
         """Run all jobs to their end, or make one if there are none. Raises their errors, after `rollback`."""
         self._raise_failure()
@@ -116,6 +120,7 @@ class Runner:
         except Exception as error:
             self._failure = error
 
+    @torch.no_grad()
     def _as_far_as_possible(self) -> None:
         while self._awaited is None or self._awaited.done():
             if not self._jobs:
@@ -147,7 +152,8 @@ class Runner:
         """Run the first job to its next wait, or to its end."""
         job = self._jobs[0]
         try:
-            self._awaited = job.send(result)  # type: ignore[arg-type]  # None starts a generator
+            with on_cpu():
+                self._awaited = job.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration:
             self._awaited = None
             self._jobs.remove(job)
@@ -156,8 +162,7 @@ class Runner:
     def _failing(self) -> Iterator[None]:
         """Context in which an error ends all jobs; an error of the wire names the collectives in flight."""
         try:
-            with on_cpu():
-                yield
+            yield
         except BaseException as error:  # KeyboardInterrupt too: a notebook continues after it
             more = self._rollback()
             self.clear()

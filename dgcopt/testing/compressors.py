@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,12 +14,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .. import Compressor, Context, DistributedOptimizer, SparseSum, simulate, simulated_world
-from ..collectives import Collective, watched
+from ..checkpoint import reshare
+from ..collectives import AllReduce, Broadcast, Collective, ReduceScatter, watched
 from ..compressors import GradientExchange, accept
 from ..exchange.scheduler import context_of
 from ..flat.buckets import build_buckets
 from ..flat.gradient import GradientBucket
 from ..flat.memory import is_unsent
+from ..flat.optimizer_state import STATE_KEY
 from ..flat.store import NamedTensors, Store
 from .report import Report, checked
 
@@ -47,11 +50,13 @@ def check_compressor(
     """Drive a compressor over simulated ranks through all situations of training.
 
     Checks for each world size in `sizes`: ranks end with the same bits; results have the right shape and are finite for
-    random, zero, constant, huge and tiny gradients of four dtypes; a sum is `size` averages; an aborted step, with NaN
-    or without, leaves no trace; saved and loaded memory continues bit for bit; nothing is lost if `conserves` is
-    declared, else results point along the mean gradient and depend on every rank's; the bytes sent are those of
-    `payload_bytes`; and the loss of a small network with odd sizes does not diverge under `DistributedOptimizer` with
-    several buckets, up to two ranks also in half precision.
+    random, zero, constant, huge and tiny gradients of four dtypes; results, and messages of reductions and broadcasts,
+    are not used after they were given away; torch's random numbers are left alone; a sum is `size` averages; equal
+    gradients have results of one scale for any number of ranks; an aborted step, with NaN or without, leaves no trace;
+    saved and loaded memory continues bit for bit, and moves to other buckets and numbers of ranks; nothing is lost if
+    `conserves` is declared, else results point along the mean gradient and depend on every rank's; the bytes sent are
+    those of `payload_bytes`; and the loss of a small network with odd sizes does not diverge under
+    `DistributedOptimizer` with several buckets, up to two ranks also in half precision.
 
     Args:
         compressor: the compressor with its settings; copied for each rank.
@@ -84,6 +89,7 @@ class _Ranks:
         case: _Case,
         dtype: torch.dtype = torch.float64,
         op: Literal["average", "sum"] = "average",
+        bucket_bytes: int = 2**40,
     ) -> None:
         self.size, self.dtype, self.op, self.step = case.size, dtype, op, 0
         self.comms = simulated_world(case.size)
@@ -98,7 +104,7 @@ class _Ranks:
             mine.see_parameters({param: name for name, param in named})
             mine.attach(case.make(params))
             self.compressors.append(mine)
-            self.buckets.append(build_buckets(named, mine.kind, 2**40, 2**40, None, GradientBucket))
+            self.buckets.append(build_buckets(named, mine.kind, bucket_bytes, bucket_bytes, None, GradientBucket))
         self.contexts = self._begin()
 
     def _begin(self) -> list[list[Context]]:
@@ -127,15 +133,18 @@ class _Ranks:
             for rank, result in enumerate(simulate(exchanges, self.comms)):  # type: ignore[arg-type]
                 bucket = self.buckets[rank][place]
                 flat = result.add_to(bucket.empty()) if isinstance(result, SparseSum) else result
-                if flat.shape != (bucket.numel,):
-                    raise AssertionError(f"returned shape {tuple(flat.shape)} for a gradient of {(bucket.numel,)}")
+                if flat.shape != (bucket.numel,) or not flat.is_floating_point():
+                    raise AssertionError(
+                        f"returned {flat.dtype} of shape {tuple(flat.shape)} for a gradient of {(bucket.numel,)}"
+                    )
                 for segment in bucket.segments:
                     results[rank][int(segment.name[1:])] = segment.view(flat).to("cpu", self.dtype, copy=True)
                 if commit:
                     self.contexts[rank][place].commit()
                 else:
                     self.contexts[rank][place].rollback()
-                bucket.grad.fill_(torch.nan)  # the caller's memory again after the exchange
+                for tensor in (bucket.grad, flat):
+                    _spoil(tensor)  # the caller's memory after the exchange
         self.step += commit
         for rank in range(1, self.size) if commit else ():
             for shape, ours, first in zip(SHAPES, results[rank], results[0], strict=True):
@@ -147,6 +156,10 @@ class _Ranks:
     def _counted(self, exchange: GradientExchange, rank: int) -> GradientExchange:
         def count(collective: Collective) -> None:
             self.sent[rank] += collective.nbytes
+            if isinstance(collective, AllReduce | ReduceScatter | Broadcast):
+                message = collective.tensor
+                collective.send(message.clone())
+                _spoil(message)  # some wires overwrite it with the result, others do not
 
         return watched(exchange, count)
 
@@ -170,8 +183,16 @@ def _gradients(size: int, seed: int, dtype: torch.dtype = torch.float64, scale: 
     ]
 
 
-def _constant(size: int, value: float) -> Gradients:
-    return [[torch.full(shape, value, dtype=torch.float64) for shape in SHAPES] for _ in range(size)]
+def _constant(size: int, value: float, dtype: torch.dtype) -> Gradients:
+    return [[torch.full(shape, value, dtype=dtype) for shape in SHAPES] for _ in range(size)]
+
+
+def _spoil(tensor: Tensor) -> None:
+    """Overwrite a tensor that belongs to others now."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(torch.nan)
+    else:
+        tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _same(ours: object, theirs: object) -> bool:
@@ -189,22 +210,26 @@ def _same(ours: object, theirs: object) -> bool:
 
 
 def _finite(case: _Case) -> None:
+    drawn = torch.get_rng_state()
     for dtype in DTYPES:
         ranks = _Ranks(case, dtype)
         for seed in range(3):
             for result in ranks.exchange(_gradients(case.size, seed, dtype))[0]:
                 if not result.isfinite().all():
                     raise AssertionError(f"the result for finite gradients of {dtype} is not finite")
+    if not drawn.equal(torch.get_rng_state()):
+        raise AssertionError("it has changed torch's random numbers, as of dropout: draw from ctx.generator(seed)")
 
 
 def _special(case: _Case) -> None:
     special = {"zero": 0.0, "constant": 3.0, "tiny": 1e-30, "huge": 1e4}
-    for name, value in special.items():
-        ranks = _Ranks(case)
-        for grads in (_constant(case.size, value), _gradients(case.size, 1, scale=value)):
+    dtypes = DTYPES if case.size <= 3 else DTYPES[:1]
+    for dtype, (name, value) in itertools.product(dtypes, special.items()):
+        ranks = _Ranks(case, dtype)
+        for grads in (_constant(case.size, value, dtype), _gradients(case.size, 1, dtype, value)):
             for result in ranks.exchange(grads)[0]:
                 if result.isnan().any():  # values beyond a message's range may become Inf
-                    raise AssertionError(f"the result for {name} gradients holds NaN")
+                    raise AssertionError(f"the result for {name} gradients holds NaN, in {dtype}")
 
 
 def _sum(case: _Case) -> None:
@@ -214,6 +239,14 @@ def _sum(case: _Case) -> None:
     whole = torch.cat([t.flatten() for t in total]).norm()
     if gap > 0.05 * whole:  # rounding at another scale
         raise AssertionError(f"the sum differs from {case.size} averages by {gap / whole:.0%}")
+
+
+def _scale(case: _Case) -> None:
+    grads, steps = _gradients(1, 9), max(ALIKE, case.size)
+    one, all_ranks = (_total(replace(case, size=size), grads * size, steps) for size in (1, case.size))
+    ratio = float(all_ranks @ _flat(grads[0]) / (one @ _flat(grads[0])))
+    if not 0.7 < ratio < 1.4:  # within 3% for all compressors that come with dgcopt
+        raise AssertionError(f"equal gradients of {case.size} ranks have {ratio:.2g} times the result of one rank")
 
 
 def _void(case: _Case) -> None:
@@ -242,28 +275,60 @@ def _resume(case: _Case) -> None:
         grads = _gradients(case.size, seed)
         if not _same(straight.exchange(grads), resumed.exchange(grads)):
             raise AssertionError("with saved and loaded memory it continues differently")
+    first, *others = straight.kept()
+    for rank, theirs in enumerate(others, 1):
+        for kind, by_name in theirs["shared"].items():
+            known = first["shared"].get(kind, {})
+            if any(name in known and not _same(held, known[name]) for name, held in by_name.items()):
+                raise AssertionError(f"ctx.memory.share({kind!r}, ...) got other bits on rank {rank} than on rank 0")
 
 
 def _conservation(case: _Case) -> str | None:
     if not case.compressor.conserves:
         return "not declared"
     ranks = _Ranks(case)
-    given = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-    for seed in range(5):
-        grads = _gradients(case.size, seed)
-        for mine in grads:
-            given = [total + grad for total, grad in zip(given, mine, strict=True)]
-        applied = [total + case.size * r for total, r in zip(applied, ranks.exchange(grads)[0], strict=True)]
+    _check_sum(_applied(ranks, range(5)), ranks)
+    return None
+
+
+def _elsewhere(case: _Case) -> None:
+    old = _Ranks(case)
+    missing = _applied(old, range(3))
+    states = [{STATE_KEY: {**kept, "rank": rank, "world_size": old.size}} for rank, kept in enumerate(old.kept())]
+    for size in {1, 2, old.size + 1} - {old.size}:
+        new = _Ranks(replace(case, size=size), bucket_bytes=2**14)
+        new.take_over([reshare(states, rank, size)[STATE_KEY] for rank in range(size)], old.step)
+        try:
+            more = _applied(new, range(3, 5))
+            if case.compressor.conserves:
+                _check_sum([before + after for before, after in zip(missing, more, strict=True)], new)
+        except Exception as error:
+            raise AssertionError(f"loaded by {size} rank(s) with several buckets: {error}") from error
+
+
+def _applied(ranks: _Ranks, seeds: Sequence[int]) -> list[Tensor]:
+    """Make steps, and return the sum of all ranks' gradients without the applied sums, by parameter."""
+    missing = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for seed in seeds:
+        grads = _gradients(ranks.size, seed)
+        for total, result, *given in zip(missing, ranks.exchange(grads)[0], *grads, strict=True):
+            total += torch.stack(given).sum(0) - ranks.size * result
+            if not total.isfinite().all():
+                raise AssertionError("the result for finite gradients is not finite")
+    return missing
+
+
+def _check_sum(missing: Sequence[Tensor], ranks: _Ranks) -> None:
+    """Raise AssertionError unless all ranks' residuals are the part of the gradients' sum that was not applied."""
+    unsent = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for kept in ranks.kept():
         for kind, by_name in kept["memory"].items():
             for name, held in by_name.items() if is_unsent(kind) else ():
-                applied[int(name[1:])] += held.cpu()
-    for shape, theirs, ours in zip(SHAPES, given, applied, strict=True):
+                unsent[int(name[1:])] += held.cpu()
+    for shape, theirs, ours in zip(SHAPES, missing, unsent, strict=True):
         gap = float((theirs - ours).abs().max())
         if gap > 1e-4:
             raise AssertionError(f"applied values and residuals miss the gradients' sum by {gap:g} ({shape})")
-    return None
 
 
 def _direction(case: _Case) -> None:
@@ -272,20 +337,21 @@ def _direction(case: _Case) -> None:
     (common,) = _gradients(1, 7)
     given = [[c + g / 2 for c, g in zip(common, mine, strict=True)] for mine in _gradients(case.size, 8)]
     mean = torch.stack([_flat(mine) for mine in given]).mean(0)
-    total = _total(case, given)
+    steps = max(ALIKE, case.size)  # each rank may take its turn
+    total = _total(case, given, steps)
     cosine = float(torch.cosine_similarity(total, mean, dim=0))
     if not cosine > 2 / len(mean) ** 0.5:  # twice the standard deviation of unrelated vectors
         raise AssertionError(f"the sum of results does not point along the mean gradient: their cosine is {cosine:.2g}")
     for rank in range(case.size):
         others = [[-grad for grad in mine] if place == rank else mine for place, mine in enumerate(given)]
-        if torch.equal(_total(case, others), total):
+        if torch.equal(_total(case, others, steps), total):
             raise AssertionError(f"results do not depend on the gradient of rank {rank}")
 
 
-def _total(case: _Case, grads: Gradients) -> Tensor:
-    """Return the flat sum of the results of steps with equal gradients; each rank may take its turn."""
+def _total(case: _Case, grads: Gradients, steps: int) -> Tensor:
+    """Return the flat sum of the results of steps with equal gradients."""
     ranks = _Ranks(case)
-    return torch.stack([_flat(ranks.exchange(grads)[0]) for _ in range(max(ALIKE, case.size))]).sum(0)
+    return torch.stack([_flat(ranks.exchange(grads)[0]) for _ in range(steps)]).sum(0)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -350,8 +416,10 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "the same bits on all ranks, finite, in four dtypes": _finite,
     "zero, constant, tiny and huge gradients": _special,
     "a sum is size averages": _sum,
+    "results of N ranks have the scale of one": _scale,
     "a step taken back leaves no trace": _void,
     "memory goes through a checkpoint": _resume,
+    "memory moves to other buckets and ranks": _elsewhere,
     "nothing is lost": _conservation,
     "results follow every rank's gradient": _direction,
     "bytes sent are those declared": _ledger,

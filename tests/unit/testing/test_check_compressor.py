@@ -130,6 +130,92 @@ class OfTheFirst(dgcopt.Compressor):
         return (yield Broadcast(grad, root=0)) * (ctx.size / ctx.divisor)
 
 
+class SumsTwice(dgcopt.Compressor):
+    """N times what was asked."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return ctx.size * (yield AllReduce(grad, op=ctx.op))
+
+
+class Floors(dgcopt.Compressor):
+    """A scale, by a number that is zero in half precision."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        scale = yield AllReduce(grad.abs().max().reshape(1).clamp(min=1e-12), op="max")
+        return scale * (yield AllReduce(grad / scale, op=ctx.op))
+
+
+class TrustsTheWire(dgcopt.Compressor):
+    """To overwrite its message."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        yield AllReduce(grad, op=ctx.op)
+        return grad
+
+
+class KeepsItsMessage(dgcopt.Compressor):
+    """As the residual, though the wire overwrites it."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        v = ctx.add_residual(grad)
+        ctx.keep_residual(v)
+        return (yield AllReduce(v, op=ctx.op))
+
+
+class Lends(dgcopt.Compressor):
+    """Its memory to the caller, who may overwrite a result."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        momentum = ctx.memory.remember("momentum", grad)
+        momentum += yield AllReduce(grad.to(momentum.dtype), op=ctx.op)
+        return momentum
+
+
+class Seeds(dgcopt.Compressor):
+    """The random numbers of everybody."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        torch.manual_seed(ctx.step)
+        grad += 0.01 * torch.randn(ctx.numel, device=ctx.device, dtype=ctx.dtype)
+        return (yield AllReduce(grad, op=ctx.op))
+
+
+class SharesItsOwn(dgcopt.Compressor):
+    """Threshold."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        for segment in ctx.segments:
+            ctx.memory.share("threshold", segment, segment.view(grad).abs().mean())
+        return (yield AllReduce(grad, op=ctx.op))
+
+
+class KeepsTheMean(dgcopt.Compressor):
+    """In memory of which another number of ranks gets the sum."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        mean = ctx.memory.remember("mean", grad)
+        mean.mul_(0.9).add_((yield AllReduce(grad, op=ctx.op)))
+        return mean.clone()
+
+
+class CountsInPlace(dgcopt.Compressor):
+    """The steps of its bucket, at a place that belongs to a parameter."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        steps = ctx.memory.remember("steps", grad)
+        steps[0] += 1
+        if steps[0] != ctx.step + 1:
+            raise ValueError("which step is this?")
+        return (yield AllReduce(grad, op=ctx.op))
+
+
+class Whole(dgcopt.Compressor):
+    """Numbers only."""
+
+    def exchange(self, grad: Tensor, ctx: Context):
+        return (yield AllReduce(grad.sign().int(), op="sum"))
+
+
 @pytest.mark.parametrize(
     ("compressor", "failure"),
     [
@@ -148,6 +234,16 @@ class OfTheFirst(dgcopt.Compressor):
         (Understates(), "bytes sent"),
         (Counts(), "settings can be compared"),
         (TooManyRounds(), "training with several buckets"),
+        (SumsTwice(), "results of N ranks have the scale of one"),
+        (Floors(), "zero, constant, tiny and huge gradients"),
+        (TrustsTheWire(), "the same bits on all ranks, finite"),
+        (KeepsItsMessage(), "the same bits on all ranks, finite"),
+        (Lends(), "the same bits on all ranks, finite"),
+        (Seeds(), "the same bits on all ranks, finite"),
+        (SharesItsOwn(), "memory goes through a checkpoint"),
+        (KeepsTheMean(), "memory moves to other buckets and ranks"),
+        (CountsInPlace(), "memory moves to other buckets and ranks"),
+        (Whole(), "the same bits on all ranks, finite"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Compressor) else value,
 )

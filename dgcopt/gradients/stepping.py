@@ -412,6 +412,8 @@ class Stepping:
         if grads in (Grads.AVERAGED, Grads.FINAL):
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
             engine.gradients_used(Touch.CHANGED if has_changed else Touch.KEPT)
+        if grads is not Grads.VOID:
+            self.wrapped.commit.begin("weights")
         self.grads, self._averages, self._uses_gradients = Grads.OWN, None, True
         if grads is Grads.VOID:
             return self.wrapped.skip_step()

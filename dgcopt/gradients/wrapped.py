@@ -107,7 +107,6 @@ class Wrapped:
 
         Hides gradients of parameters that are stepped here, and those of an earlier step that was `skipped`.
         """
-        self.commit.begin("weights")
         if self.compressor.sends == "update":
             self._hidden.hide(self.take_update(layout.trained))
             if all(param.grad is None for param in self.names):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -259,7 +258,6 @@ class Replica:
         """Return the factor from this rank's part of a loaded sum to its part of the mean."""
         return self._comm.size / abs(self.saved_by)
 
-    @torch.no_grad()
     def merge(self, scheduler: CollectiveScheduler) -> Job:
         """Set weights and memory to the means over the ranks that saved the loaded state."""
         for bucket, ctx in self._buckets.items():

@@ -319,7 +319,6 @@ class Schedule:
                 f"exchange of {self.rule!r}; then call optimizer.averaging.average(), or resume from a checkpoint."
             )
 
-    @torch.no_grad()
     def _begin(self) -> Job:
         """Compare settings and weights over ranks, then give the rule the initial weights."""
         self._add_new_parameters()

@@ -86,7 +86,6 @@ class Buffers:
         """Return all buffers by name, looked up each time, since a module may replace them."""
         return {name: buffer for name, buffer in self.model.named_buffers() if buffer.numel()}
 
-    @torch.no_grad()
     def exchange(self, comm: Comm, step: int, active: bool) -> Generator[Collective, Tensor, None]:
         """Synchronise the buffers on all ranks of `comm`, if due after `step` steps, from those that are `active`.
 

@@ -2,8 +2,7 @@
 
 A job is a generator that yields handles and is sent their results. On most wires a rank that calls for its end waits
 for the others here. On the simulated one ranks take turns in one thread: a rank that waits moves the others' jobs on.
-Autograd is off in all jobs.
-Only this file knows it: callers offer their jobs, and roll back one that has failed.
+Only this file knows it: callers offer their jobs, and roll back one that has failed. Autograd is off in all jobs.
 """
 
 from __future__ import annotations

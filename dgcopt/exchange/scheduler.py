@@ -152,7 +152,6 @@ class CollectiveScheduler:
                 ready = []
         self._start_all(ready)
 
-    @torch.no_grad()
     def _run(self, pending: PendingExchange[Any], result: Tensor | None) -> list[Ready]:
         """Run an exchange to its end, or to its next collective; return that one, not started."""
         assert pending.exchange is not None

@@ -18,7 +18,6 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..comm import Handle
@@ -191,7 +190,6 @@ class Step:
             yield from self.complete(verdict)
         return verdict
 
-    @torch.no_grad()
     def prepare(self) -> Generator[Handle, Tensor, Verdict | None]:
         """Vote on the step, and adapt to the verdict or abort; return the verdict as `run` does."""
         self.marker.check(self.comm.rank)
@@ -224,10 +222,10 @@ class Step:
     def vote(self, final: bool = True) -> Generator[Handle, Tensor, Verdict]:
         """Cast this rank's ballot, and return the verdict of all ranks."""
         ballot, through = self.ballot(final), self.scheduler.through
-        finite = yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards", ballot))
-        return (yield from through(vote(replace(ballot, finite=finite), self.comm.ranks(), "vote")))
+        if not (yield from through(in_whole_replica(ballot.finite, self.comm, "vote of shards", ballot))):
+            ballot = replace(ballot, finite=False)
+        return (yield from through(vote(ballot, self.comm.ranks(), "vote")))
 
-    @torch.no_grad()
     def complete(self, verdict: Verdict | None = None) -> Job:
         """Launch the rest, finish all exchanges, and commit; or abort, on all ranks, if NaN or Inf arrives on any.
 

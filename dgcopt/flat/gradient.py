@@ -315,7 +315,6 @@ class GradientBucket(Bucket):
         """
         self._before[place] = None
 
-    @torch.no_grad()
     def fill(self, places: Sequence[int], grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """Copy `scale` times these parameters' gradients in, and clear the gaps behind them; None counts as zero.
 
@@ -331,7 +330,6 @@ class GradientBucket(Bucket):
         ]
         return copy_scaled(parts, spans, scale)
 
-    @torch.no_grad()
     def fill_whole(self, grads: Sequence[Tensor | None], scale: float = 1.0) -> Tensor:
         """`fill` for all parameters at once, in a fixed number of operations.
 

@@ -22,6 +22,7 @@ from ..exchange.divergence import check_finite, replicas
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
 from ..exchange.vote import Touch, Verdict
+from ..flat.gradient import GradientBucket
 from .gradient_step import GradientStep
 from .layout import Layout
 from .settings import Settings
@@ -124,8 +125,7 @@ class Engine:
         announced = self.settings.backward_passes_per_step
         if not tracker.additions:
             if self.runner.busy:
-                with torch.no_grad():
-                    self.runner.progress()  # the end of a `join` that other ranks have left since
+                self.runner.progress()  # the end of a `join` that other ranks have left since
             self.moved_on = False
             step.start()
         moves = tracker.moves
@@ -137,16 +137,21 @@ class Engine:
         if announced > 1 and tracker.passes[param] > announced:
             raise self._too_many_passes(param, announced)
         bucket = outgoing.arrived(param, is_last)
-        if bucket is None or not step.may_launch_early:
-            return
+        if bucket is not None and step.may_launch_early:
+            self._launch_early(bucket)
+
+    @torch.no_grad()
+    def _launch_early(self, bucket: GradientBucket) -> None:
+        """Copy the complete gradients of a bucket, or launch it if all are complete."""
+        tracker, outgoing = self._step.tracker, self._step.outgoing
         if not tracker.has_all_of(bucket):
             outgoing.fill_waiting(bucket)
-        else:
-            try:
-                outgoing.launch_full()
-            except BaseException:
-                self.abort()
-                raise
+            return
+        try:
+            outgoing.launch_full()
+        except BaseException:
+            self.abort()
+            raise
 
     def _warn_of_moves(self) -> None:
         log.warning(
@@ -221,7 +226,8 @@ class Engine:
         self.participation.leave()
         yield from self._drive()
         if self.participation.ranks:
-            self.wrapped.step_without_data()
+            with torch.enable_grad():  # as in the user's loop
+                self.wrapped.step_without_data()
         else:
             self.participation.all_here()
 
@@ -235,7 +241,6 @@ class Engine:
         yield from self._drive()
         self.moved_on = True
 
-    @torch.no_grad()
     def _drive(self) -> Job:
         """Take the step, then synchronise buffers, compare replicas and tune the compressor if that is due."""
         if self._tuner is not None and self._tuner.watching:

@@ -91,6 +91,8 @@ class GradientStep(Step):
         self._begun = False
         self._sparse: set[Tensor] = set()
         self._rule = ""  # the compressor's settings in the last step
+        self._compared: tuple[object, ...] = ()
+        self._checksum = 0
         self._warned = False
         self._groups = GroupSettings(wrapped.optimizer, settings.may_differ)
         self._changes = Changes(self.comm.rank, settings.on_divergence)
@@ -266,7 +268,7 @@ class GradientStep(Step):
             active=here,
             finite=infinite is None,
             step=outgoing.step,
-            trained=checksum([plain(self.compressor), self._not_taken, *names]),
+            trained=self._checksum_of(names),
             launched=(expected or self).outgoing.launched,
             stale=outgoing.stale,
             prepared=prepared,
@@ -278,6 +280,14 @@ class GradientStep(Step):
             averaged=self._touched,
             used=fingerprint(used),
         )
+
+    def _checksum_of(self, names: Sequence[str]) -> int:
+        """Return 32 bits that are equal on ranks with the same settings, steps and trained parameters."""
+        compared = (repr(self.compressor), self.wrapped.not_taken, names)
+        if compared != self._compared:
+            self._compared = compared
+            self._checksum = checksum([plain(self.compressor), self._not_taken, *names])
+        return self._checksum
 
     def begin(self, verdict: Verdict) -> Generator[Handle, Tensor, Verdict]:
         """Begin this step for all optimizers of the wire: cancel early launches of another one that was expected."""

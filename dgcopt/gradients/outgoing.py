@@ -134,13 +134,11 @@ class OutgoingBuckets:
         else:
             bucket.grad.zero_()
 
-    @torch.no_grad()
     def fill_rest(self) -> None:
         """Copy all remaining gradients into their buckets, and look for NaN and Inf in the same pass."""
         for bucket in self.layout.buckets[self.launched :]:
             self.fill(bucket)
 
-    @torch.no_grad()
     def launch_full(self) -> None:
         """Launch the next buckets while they are complete; the ranks have not agreed on the step yet."""
         for bucket in self.layout.buckets[self.launched :]:

@@ -75,6 +75,15 @@ METHODS: dict[str, Method] = {
     "one rank": Method("NoCompression()", ranks=(1,)),
     "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0", lr=16e-3),
     "one rank, Muon": Method("NoCompression()", "muon", ranks=(1,)),
+    **{
+        f"MuLoCo, {code}, unsent local, H = {every}": Method(
+            f"DiLoCo({every}, {OUTER}, compression={code}(), unsent='local')", "muon"
+        )
+        for code, every in (("OneBit", 32), ("OneBitReduce", 32), ("OneBit", 8), ("OneBit", 16), ("OneBitReduce", 64))
+    },
+    "DiLoCo, OneBit, unsent local, H = 32": Method(
+        f"DiLoCo(32, {OUTER}, compression=OneBit(), unsent='local')", lr=4e-3
+    ),
     "MuLoCo, TopK 1%, unsent local, H = 8": Method(
         f"DiLoCo(8, {OUTER}, compression=TopK(0.01, {CODED}), unsent='local')", "muon"
     ),

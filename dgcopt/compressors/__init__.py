@@ -14,6 +14,7 @@ from .quantised.base import Encoded
 from .quantised.bytegrad import ByteGrad
 from .quantised.natural import Natural
 from .quantised.onebit import OneBit
+from .quantised.onebit_reduce import OneBitReduce
 from .quantised.qsgd import QSGD
 from .quantised.sign import EFSignSGD, SignSGD, Signum
 from .quantised.terngrad import TernGrad
@@ -59,6 +60,7 @@ __all__ = [
     "Noop",
     "OneBit",
     "OneBitAdam",
+    "OneBitReduce",
     "OwnerReduction",
     "PartitionReduction",
     "PerParameter",

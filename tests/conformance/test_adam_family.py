@@ -11,8 +11,17 @@ from torch import Tensor
 from torch.optim import Adam, AdamW
 
 import dgcopt
-from dgcopt.compressors import ByteGrad, Memory, NoCompression, OneBitAdam, Place, PowerSGD, QAdam, Wrapper
-from dgcopt.compressors.adam.onebit_adam import OneBitReduce
+from dgcopt.compressors import (
+    ByteGrad,
+    Memory,
+    NoCompression,
+    OneBitAdam,
+    OneBitReduce,
+    Place,
+    PowerSGD,
+    QAdam,
+    Wrapper,
+)
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket
 from dgcopt.gradients.synchronised import synchronised

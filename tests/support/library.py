@@ -56,6 +56,7 @@ SETTINGS: list[tuple[Compressor, dict]] = [
     (dgcopt.SignSGD(), {}),
     (dgcopt.Signum(), {}),
     (dgcopt.EFSignSGD(), {}),
+    (dgcopt.OneBitReduce(), {}),
     (dgcopt.OneBit(), {}),
     (dgcopt.TernGrad(), {}),
     (dgcopt.QSGD(), {}),

@@ -74,6 +74,7 @@ LIBRARY: dict[str, tuple[Compressor, Callable[..., torch.optim.Optimizer]]] = {
     "SignSGD": (dgcopt.SignSGD(), PLAIN),
     "Signum": (dgcopt.Signum(), PLAIN),
     "EFSignSGD": (dgcopt.EFSignSGD(), PLAIN),
+    "OneBitReduce": (dgcopt.OneBitReduce(), PLAIN),
     "OneBit": (dgcopt.OneBit(), OPTIMIZERS["Nesterov"]),
     "TernGrad": (dgcopt.TernGrad(), PLAIN),
     "QSGD": (dgcopt.QSGD(), PLAIN),

@@ -18,7 +18,6 @@ import dgcopt
 from dgcopt.checkpoint import reshare
 from dgcopt.comm.simulated import _comms
 from dgcopt.compressors import Compressor, Threshold
-from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 
 Given = dict[str, Tensor]
 """Sums of all gradients, by parameter name."""
@@ -40,8 +39,8 @@ BEFORE: dict[str, Compressor] = {
     "PowerSGD": dgcopt.PowerSGD(start_step=0),
     "EFSignSGD": dgcopt.EFSignSGD(),
     "ByteGrad": dgcopt.ByteGrad(error_feedback=True),
-    "OneBitReduce": OneBitReduce(),
-    "PerParameter": dgcopt.PerParameter({"a.*": OneBitReduce(), "*": dgcopt.TopK(0.05, reduce="owner")}),
+    "OneBitReduce": dgcopt.OneBitReduce(),
+    "PerParameter": dgcopt.PerParameter({"a.*": dgcopt.OneBitReduce(), "*": dgcopt.TopK(0.05, reduce="owner")}),
 }
 AFTER: dict[str, Compressor] = BEFORE | {
     "NoCompression": dgcopt.NoCompression(),

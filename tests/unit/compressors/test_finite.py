@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast
 from dgcopt.compressors import Compressor
-from dgcopt.compressors.adam.onebit_adam import OneBitReduce
 from dgcopt.compressors.context import largest_addend
 from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, same, small_model
@@ -226,7 +225,7 @@ STRUCK: dict[str, Compressor] = {
     "DeMo fp32 values": dgcopt.DeMo(values="fp32", sign=False),
     "ByteGrad": dgcopt.ByteGrad(),
     "ByteGrad error feedback": dgcopt.ByteGrad(error_feedback=True),
-    "1-bit": OneBitReduce(),
+    "1-bit": dgcopt.OneBitReduce(),
     "Adasum": dgcopt.Adasum(),
     "Adasum FP16": dgcopt.Adasum(torch.float16),
     "PowerSGD": dgcopt.PowerSGD(start_step=0),

@@ -295,8 +295,9 @@ class GradientStep(Step):
         if self.turns.are_shared:
             expected = self.turns.expected
             self.turns.came(self)
-            if expected is not None and expected is not self and verdict.launched:
-                yield from expected.cancel(verdict.launched)
+            if expected is not self and verdict.launched:
+                if expected is not None:  # garbage collection may have freed it on this rank only
+                    yield from expected.cancel(verdict.launched)
                 return replace(verdict, launched=0)
         return verdict
 

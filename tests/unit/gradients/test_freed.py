@@ -56,3 +56,33 @@ def test_averaging_and_hooks_of_ddp_are_freed() -> None:
     del optimizer, state, hook
     gc.collect()
     assert not any(reference() for reference in dropped)
+
+
+@pytest.mark.parametrize("freed", [(), (0,), (1,), (0, 1)])
+def test_an_optimizer_dropped_between_backward_and_step_is_freed_at_another_time_on_each_rank(freed) -> None:
+    """Garbage collection runs at other times on the ranks; the exchanges that were in flight end for all."""
+
+    def wrapped(model: nn.Module, comm: dgcopt.Comm) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), comm=comm)
+
+    comms, models = dgcopt.simulated_world(2), make_models()
+    dropped = [wrapped(model, comm) for model, comm in zip(models, comms, strict=True)]
+    for is_last in (False, False, True):
+        for model in models:
+            model(torch.ones(2, 64)).sum().backward()
+        for optimizer in () if is_last else dropped:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer = None
+    for rank in freed:
+        dropped[rank] = None
+    gc.collect()
+    models = make_models()
+    optimizers = [wrapped(model, comm) for model, comm in zip(models, comms, strict=True)]
+    for rank, model in enumerate(models):
+        model(torch.full((2, 64), rank + 1.0)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    expected = make_models()[0].weight - 0.1 * 3.0
+    assert all(torch.allclose(model.weight, expected) for model in models)

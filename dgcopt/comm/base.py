@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from operator import index
 from types import MethodType
@@ -36,7 +36,8 @@ from ..collectives import (
 from ..errors import CommError, ConfigError, DGCError, MismatchError
 from ..errors.checks import is_rank
 from .checksum import checked
-from .failures import Failures
+from .handles import Finished, Handle
+from .nodes import Nodes
 
 __all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "RankSet", "lowered"]
 
@@ -55,45 +56,14 @@ class RankSet(Protocol):
     ranks: Iterable[int] | None
 
 
-class Handle(ABC):
-    """A collective in flight."""
-
-    collective: Collective
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Return True if the result has arrived. Never blocks; lets the library make progress if it needs calls."""
-
-    @abstractmethod
-    def result(self) -> Tensor:
-        """Return the result, as the collective's docstring defines it. Call it only once `done()`."""
-
-
-class Finished(Handle):
-    """A collective that is complete at its start."""
-
-    def __init__(self, collective: Collective, result: Tensor) -> None:
-        self.collective = collective
-        self._result = result
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> Tensor:
-        return self._result
-
-
-class Comm(Failures):
+class Comm(Nodes):
     """One rank's end of a wire.
 
     Collectives of one group must be started in the same order on all its ranks; those of the groups "control" and
     "agreement" are matched apart from all others.
 
-    Attributes:
-        rank, size: this rank, and the number of ranks.
-        local_rank, local_size: the same among the ranks of this machine.
-        node, nodes: index of this machine, and the number of machines.
-        cross_rank, cross_size: the same as rank and size among the ranks of equal local rank, one on each machine.
+    Attributes: those of `Nodes`, and
+
         checksums: True if messages are verified; equal on all ranks.
         streams: number of connections to each other rank over which messages are spread.
     """
@@ -134,41 +104,6 @@ class Comm(Failures):
         self._set_ranks(rank, size)
 
     # -- ranks and groups --------------------------------------------------------------------------------------------
-
-    def _set_ranks(self, rank: int, size: int) -> None:
-        """Number this rank and all others; they count as one machine until `_set_nodes`."""
-        self.rank, self.size = rank, size
-        everyone = tuple(range(size))
-        self._ranks: dict[Group, tuple[int, ...]] = {
-            "world": everyone,
-            "node": (rank,),
-            "across": (rank,),
-            "replica": (rank,),
-            "control": everyone,
-            "agreement": everyone,
-        }
-        self._set_nodes([0] * size)
-
-    def _set_nodes(self, node_of: Sequence[int]) -> None:
-        """Derive the sub-groups of all ranks from the machine that each runs on."""
-        members: dict[int, list[int]] = {}
-        for rank, node in enumerate(node_of):
-            members.setdefault(node, []).append(rank)
-        on_node = members[node_of[self.rank]]
-        self.node = list(members).index(node_of[self.rank])
-        self.nodes = len(members)
-        self.local_rank = on_node.index(self.rank)
-        self.local_size = len(on_node)
-        self._ranks["node"] = tuple(on_node)
-        across = [
-            tuple(sorted(ranks[place] for ranks in members.values() if len(ranks) > place))
-            for place in range(max(map(len, members.values())))
-        ]
-        self._ranks["across"] = across[self.local_rank]
-        self.cross_rank, self.cross_size = across[self.local_rank].index(self.rank), len(across[self.local_rank])
-        self._partitions = {"node": [*map(tuple, members.values())], "across": across}
-        groups = {*self._partitions["node"], *across} - {self._ranks["world"]}
-        self._subgroups = sorted(group for group in groups if len(group) > 1)
 
     def _find_nodes(self, launched_on: str = "") -> None:
         """Ask every rank for the name of its machine: the launcher's, or its own.

@@ -19,7 +19,8 @@ from ..collectives import (
     SendRecv,
 )
 from ..errors import CommError, ConfigError
-from .base import Channel, Comm, Handle, RankSet
+from .base import Channel, Comm, RankSet
+from .handles import Handle
 from .torch import MOVED, REDUCE, REDUCED, ProcessGroupComm, Works, tells_all
 
 __all__ = ["GlooComm"]

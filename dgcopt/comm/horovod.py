@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, Group, ReduceScatter, SendRecv
 from ..errors import CommError, ConfigError, DGCError
-from .base import DEADLINE, Channel, Comm, Handle, RankSet
+from .base import DEADLINE, Channel, Comm, RankSet
+from .handles import Handle
 
 __all__ = ["HorovodComm", "horovod_torch"]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..collectives import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter, SendRecv
 from ..errors import CommError
-from .base import DEADLINE, Channel, Comm, Handle, RankSet
+from .base import DEADLINE, Channel, Comm, RankSet
+from .handles import Handle
 
 __all__ = ["MPIComm"]
 

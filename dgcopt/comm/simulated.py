@@ -34,7 +34,8 @@ from ..collectives import (
 )
 from ..errors import CommError, ConfigError, MismatchError
 from ..errors.checks import check_whole
-from .base import DEADLINE, Channel, Comm, Handle, RankSet, lowered
+from .base import DEADLINE, Channel, Comm, RankSet, lowered
+from .handles import Handle
 
 __all__ = ["SimulatedComm", "simulate", "simulated_world"]
 

@@ -21,9 +21,10 @@ import torch
 
 from ..collectives import AllReduce, Collective
 from ..errors import CommError, ConfigError, QuorumLost, TimeoutExceeded, VotedOut
-from .base import Channel, Comm, Handle, Result
+from .base import Channel, Comm, Result
 from .epoch_groups import EpochGroups, machines_of
 from .gloo import GlooComm
+from .handles import Handle
 from .membership import (
     MEMBER,
     STORE,

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -34,14 +33,13 @@ from ..collectives import (
     reduce_rows,
 )
 from ..errors import CommError, ConfigError
-from .base import DEADLINE, Channel, Comm, Handle, RankSet
+from .base import DEADLINE, Channel, Comm, RankSet
+from .handles import Handle
+from .late import NOTICE, gone, waiting
 
 __all__ = ["MOVED", "REDUCE", "REDUCED", "ProcessGroupComm", "TorchComm", "Works", "tells_all"]
 
 log = logging.getLogger("dgcopt")
-
-NOTICE = 0.5
-"""Seconds within which Gloo notices that all connections to a lost process are closed."""
 
 NCCL_STREAMS = "NCCL_SOCKET_NTHREADS"
 """NCCL's setting for the number of threads, each with its own socket, per connection between machines."""
@@ -55,12 +53,6 @@ COPIES, PACKET = 2**20, 1400
 In a ring each of N - 1 or 2 (N - 1) messages waits for the previous one: with eight ranks on two cores a gather takes
 2.8 ms of CPU time, and 1.1 ms if each rank sends to all at once. The bytes of a ring's sum do not grow with N, though.
 """
-
-LATE = "dgcopt waits, rank "
-"""Prefix of the store key, before a rank's number, that holds the collective for which its deadline has passed."""
-
-PROBE = 1_000_003
-"""Tag of messages that test if a rank can be reached; nothing else uses it."""
 
 _STORES: dict[tuple[str, int, int], tuple[dist.Store, int, int, Iterator[int]]] = {}
 """Per meeting place: the store, this process's rank, the number of ranks, and the count of its groups."""
@@ -404,54 +396,17 @@ class TorchComm(ProcessGroupComm):
                 pause = min(2 * pause, 1e-3)
 
     def _waiting(self, words: str) -> dict[int, str] | None:
-        """Ask through the rendezvous store, in a thread, because the store's machine may be the lost one."""
-        group = self._groups.get("control")
-        if group is None:  # the deadline passed while the threads were made
-            return None
-        found: dict[int, str] = {}
-        asked = threading.Event()
-
-        def ask() -> None:
-            others, end = [rank for rank in self.ranks() if rank != self.rank], time.monotonic() + NOTICE
-            with contextlib.suppress(RuntimeError):
-                store = group.get_group_store()
-                store.set(f"{LATE}{self.rank}", words)
-                while len(found) < len(others):
-                    for rank in others:
-                        if rank not in found and store.check([f"{LATE}{rank}"]):
-                            found[rank] = store.get(f"{LATE}{rank}").decode(errors="replace")
-                    if time.monotonic() > end:
-                        break
-                    time.sleep(0.02)
-                asked.set()
-
-        threading.Thread(target=ask, name="dgcopt asks who is late", daemon=True).start()
-        return dict(found) if asked.wait(2 * NOTICE) else None
+        group = self._groups.get("control")  # None if the deadline passed while the threads were made
+        return None if group is None else waiting(group, self.rank, self._others, words)
 
     def _gone(self) -> list[int]:
-        """Return the ranks that Gloo refuses to send to.
-
-        Gloo names a lost rank by its address only, but refuses at once to send to it, so each rank is tried. A failed
-        collective may close its group's connections to live ranks too, but not those of other groups.
-        """
         channels: list[Channel] = ["control", *([] if self._gpu_only else [self.ranks()])]
         groups = [self._groups[channel] for channel in channels if channel in self._groups]
-        if not groups:  # it failed while the groups were made
-            return []
-        others, end = [rank for rank in self.ranks() if rank != self.rank], time.monotonic() + NOTICE
-        while True:
-            gone = [rank for rank in others if not any(self._reaches(rank, group) for group in groups)]
-            if gone or time.monotonic() > end:
-                return gone
-            time.sleep(0.01)
+        return gone(groups, {rank: self._global(rank) for rank in self._others} if groups else {})
 
-    def _reaches(self, rank: int, group: dist.ProcessGroup | None) -> bool:
-        """Return True if Gloo accepts a message to a rank, without waiting for its arrival."""
-        try:
-            dist.isend(torch.zeros(1), self._global(rank), group, tag=PROBE)
-        except RuntimeError:
-            return False
-        return True
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self.ranks() if rank != self.rank]
 
     def close(self) -> None:
         super().close()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import BLOCK, CHUNK, Parts, add_at, copy_scaled, peaks
+from ..kernels import BLOCK, Parts, add_at, copy_scaled, peaks
 from .buckets import Bucket, Segment
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "SparseSum",
     "copy_shared_gradients",
     "is_finite",
-    "norm_of",
     "rounded",
     "values_of",
 ]
@@ -41,18 +40,6 @@ def values_of(grad: Tensor) -> Tensor:
 def is_finite(grad: Tensor) -> bool:
     """Return True if no element is NaN or Inf. Waits for the device."""
     return bool(peaks([values_of(grad)]).isfinite())
-
-
-def norm_of(x: Tensor) -> Tensor:
-    """Return the Euclidean norm, in float32 at least.
-
-    On a CPU of parts: torch adds all squares up in float32, and finds 4% too little for 2^28 elements, 65% for 2^30.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if not x.is_cpu or x.numel() <= CHUNK:
-        return torch.linalg.vector_norm(x, dtype=wide)
-    parts = [torch.linalg.vector_norm(part, dtype=wide) for part in x.reshape(-1).split(CHUNK)]
-    return torch.linalg.vector_norm(torch.stack(parts), dtype=torch.float64).to(wide)
 
 
 def copy_shared_gradients(params: Sequence[Tensor]) -> None:
@@ -300,7 +287,7 @@ class GradientBucket(Bucket):
     def keep_clear(self, grads: Sequence[Tensor | None]) -> None:
         """Switch to the other flat gradient if `grads` are views of this one; called before a step's first copy.
 
-        They are after `write_back(self.grad)` and `zero_grad(set_to_none=False)`. The exchange overwrites the flat
+        They are after a write-back of `self.grad` and `zero_grad(set_to_none=False)`. The exchange overwrites the flat
         gradient, and accumulated gradients must survive an exchange that is repeated.
         """
         sent = self._to_send
@@ -370,14 +357,13 @@ class GradientBucket(Bucket):
         self._local = LocalGradient(self.parts(flat), scale)
         return self._local
 
-    def write_back(self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0) -> None:
-        """Set every parameter's gradient to its part of `result` times `factor`, or to None if no rank `used` it."""
-        self.prepare(result, used, factor)()
-
     def prepare(
         self, result: Tensor | SparseSum, used: Sequence[bool] | None = None, factor: float = 1.0
     ) -> Callable[[], None]:
-        """Do the parts of `write_back` that may fail or allocate, but change no gradient; return the rest to call."""
+        """Return the write-back: each gradient becomes its part of `result` times `factor`, None if no rank `used` it.
+
+        Does everything that may fail or allocate, and changes no gradient.
+        """
         if isinstance(result, SparseSum):
             if self.in_place:
                 return self._prepare_sum(result, used, factor)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..kernels import norm_of
 from ..version import FORMAT, __version__
 from .buckets import Bucket
-from .gradient import norm_of
 from .memory import Memory, is_unsent
 
 __all__ = ["NamedTensors", "Store", "check_format"]

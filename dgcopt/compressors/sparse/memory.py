@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 from ...errors import ConfigError
 from ...errors.checks import check_positive
 from ...flat.buckets import Segment
-from ...flat.gradient import LocalGradient, norm_of
+from ...flat.gradient import LocalGradient
 from ...flat.local_shard import as_dtensor, as_stepped, local
 from ...flat.memory import at_least_float32
 from ...kernels import (
@@ -27,6 +27,7 @@ from ...kernels import (
     accumulate,
     decay,
     is_dense,
+    norm_of,
     preview_block_maxima,
     preview_blocks,
     update_momentum,

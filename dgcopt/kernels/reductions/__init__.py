@@ -2,9 +2,9 @@
 
 from ..kernel import HALVES, Kernel
 from . import native, torch
-from .torch import by_block
+from .torch import by_block, norm_of
 
-__all__ = ["add_and_maxima", "add_and_norms", "block_maxima", "by_block", "tensor_norms", "tensor_sums"]
+__all__ = ["add_and_maxima", "add_and_norms", "block_maxima", "by_block", "norm_of", "tensor_norms", "tensor_sums"]
 
 add_and_maxima = Kernel(torch.add_and_maxima, native.add_and_maxima)
 add_and_norms = Kernel(torch.add_and_norms, native.add_and_norms)

@@ -6,8 +6,8 @@ import torch
 import dgcopt
 from dgcopt.compressors.sparse.memory import ErrorFeedback
 from dgcopt.flat.buckets import Bucket, PerTensor, Segment, build_buckets
-from dgcopt.flat.gradient import LocalGradient, norm_of
-from dgcopt.kernels import Parts
+from dgcopt.flat.gradient import LocalGradient
+from dgcopt.kernels import Parts, norm_of
 
 
 def test_a_sparse_sum_adds_in_order_and_knows_its_positions() -> None:

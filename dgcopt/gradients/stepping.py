@@ -27,6 +27,7 @@ from ..exchange.untraced import untraced
 from ..exchange.vote import Touch
 from ..flat.gradient import values_of
 from ..flat.local_shard import LocalShard
+from ..kernels.parts import tensors_in
 from .engine import Engine
 from .step_hooks import Call, Closure, with_closure
 from .subclass import Step, bare_step
@@ -329,11 +330,22 @@ class Stepping:
         """Average gradients, or return arguments whose closure does it."""
         self.check_whole()
         self._own_step = OwnStep.AHEAD
+        self._check_arguments([*args[1:], *kwargs.values()])
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
+        if callable(closure):
             return with_closure(args, kwargs, functools.partial(self.run_closure, closure))
         self.prepare_step()
         return None
+
+    def _check_arguments(self, given: Iterable[Any]) -> None:
+        """Raise ConfigError if a step that averages gradients is given tensors: they are this rank's own."""
+        averages = self.engine is not None and self.mode in (Mode.EXCHANGE, Mode.ADD_UP)
+        if averages and tensors_in(given):
+            raise ConfigError(
+                f"rank {self.comm.rank}: {type(self.optimizer).__name__}.step() is given tensors, and only param.grad "
+                f"is averaged over ranks. Assign gradients to param.grad; or call optimizer.synchronize(), average the "
+                f"tensors (dgcopt.hvd.allreduce) and step inside optimizer.skip_synchronize()."
+            )
 
     def prepare_step(self) -> None:
         """Average the gradients and use them in a step without a closure."""

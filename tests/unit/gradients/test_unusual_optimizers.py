@@ -325,3 +325,32 @@ def test_gradients_that_have_a_graph(compression):
             with nullcontext() if make is momentum_sgd else refused:
                 optimizer.step()
         ranks.assert_replicas_equal()
+
+
+class Given(torch.optim.Optimizer):
+    """Descent by the gradients that its step is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, grads: Any = None, loss: Any = None) -> None:
+        for param, grad in zip(self.param_groups[0]["params"], grads, strict=True):
+            param.sub_(grad, alpha=0.1)
+
+
+def test_tensors_given_to_a_step() -> None:
+    """They are this rank's own: ranks came apart, and a log line said that nothing was changed."""
+    ranks = Ranks(2, Given)
+    ones = [torch.ones_like(param) for param in ranks.models[0].parameters()]
+    for optimizer in ranks.optimizers:
+        for arguments in ({"grads": ones}, {"grads": [], "loss": ones[0].sum()}):
+            with pytest.raises(dgcopt.ConfigError, match=r"rank \d: Given.step\(\) is given tensors, .* param.grad"):
+                optimizer.step(**arguments)
+        with pytest.raises(dgcopt.ConfigError, match="is given tensors"):
+            optimizer.step(ones)
+    before = ranks.weights()
+    for optimizer in ranks.optimizers:
+        with optimizer.skip_synchronize():
+            optimizer.step(ones)  # averaged by the user
+    assert_close(ranks.weights(), [weight - 0.1 for weight in before])

@@ -82,6 +82,7 @@ RARE = (
     "divergence",
     "flush",
     "link",
+    "losses",
     "participation",
     "parameters",
     "agreement",
@@ -112,13 +113,13 @@ def files_in(run: Callable[[], object]) -> set[str]:
 @pytest.mark.parametrize(
     ("make", "most"),
     [
-        (lambda: dgcopt.NoCompression(), 30),
-        (lambda: dgcopt.DGC(0.05), 37),
-        (lambda: dgcopt.DGC.compact(0.05, warmup=None), 40),
+        (lambda: dgcopt.NoCompression(), 26),
+        (lambda: dgcopt.DGC(0.05), 33),
+        (lambda: dgcopt.DGC.compact(0.05, warmup=None), 36),
         (lambda: dgcopt.LocalSGD(every=100), 10),
         (lambda: dgcopt.LocalSGD(every=1), 22),
         (lambda: dgcopt.DiLoCo(every=100), 10),
-        (lambda: dgcopt.DiLoCo(every=1), 35),
+        (lambda: dgcopt.DiLoCo(every=1), 33),
     ],
     ids=["dense", "DGC", "compact", "a local step", "a round", "a local step of DiLoCo", "an outer step"],
 )

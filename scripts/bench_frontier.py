@@ -9,7 +9,7 @@ settings are in the file is not. So `run` may be killed at any moment, and addin
 Processes share the plan by a lock for each run, which the system frees when they end.
 
 The plan has stages: sweeps of each method's settings, then paired seeds of the best, then more ranks
-(frontier_plan.py). All ranks of a run train in one process and one thread (frontier_training.py).
+(frontier/plan.py). All ranks of a run train in one process and one thread (frontier/training.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 
 import torch
-from frontier_plan import METHODS, Results, Run, ready
-from frontier_report import plot, status, table_of_seeds, table_of_sweeps
-from frontier_training import task_id, train
+from frontier.plan import METHODS, Results, Run, ready
+from frontier.report import plot, status, table_of_seeds, table_of_sweeps
+from frontier.training import task_id, train
 
 import dgcopt
 

@@ -6,7 +6,7 @@
     python scripts/bench_survive.py kills --kills 900 --results kills.jsonl
     python scripts/bench_survive.py slow --results slow.jsonl
 
-`goodput` trains with four ranks under real launchers (`survive_launchers.py`): `dgcopt run --survive`, torchrun with
+`goodput` trains with four ranks under real launchers (`survive/launchers.py`): `dgcopt run --survive`, torchrun with
 restarts from checkpoints, Horovod Elastic, and torchft where it is installed. Ranks are killed by SIGKILL at the same
 moments for all. A killed rank's replacement starts 5 s later. In each step a rank sleeps for `--compute` seconds, as a
 host does while an accelerator works; everything else is real. A kill is left out if fewer than two ranks train, as one
@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from survive_launchers import LAUNCHERS, RANKS
-from survive_rank import WIDTH, compressed, made
+from survive.launchers import LAUNCHERS, RANKS
+from survive.rank import WIDTH, compressed, made
 
 import dgcopt
 from dgcopt import survive

@@ -12,7 +12,7 @@ are sleeps of the time that one core takes for them alone, divided by --speeds, 
 each other; all else runs. `check` trains for real, and prints its loss beside the simulated one, and its seconds.
 
 Seconds of `auto` include those until its choice; its loss is that of the exchange that it has chosen in the cell.
-Learning rates and the loss to reach: loss_over_steps.py.
+Learning rates and the loss to reach: time_to_loss/losses.py.
 
 Records are appended to docs/time_to_loss.jsonl, and those there are not repeated: any command may be ended at any time.
 """
@@ -36,7 +36,8 @@ import torch
 import torch.distributed as dist
 from bench_step import start_horovod
 from links import Loopback, Namespaces, lacking
-from loss_over_steps import (
+from naive_dgc import NaiveDGC
+from time_to_loss.losses import (
     AUTO,
     DENSE,
     EVERY,
@@ -56,8 +57,7 @@ from loss_over_steps import (
     records,
     smooth,
 )
-from naive_dgc import NaiveDGC
-from time_to_loss_report import LINKS, table
+from time_to_loss.report import LINKS, table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer

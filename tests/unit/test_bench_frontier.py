@@ -7,12 +7,10 @@ import os
 import tempfile
 from pathlib import Path
 
-import frontier_plan as plan
-import frontier_training as training
 import pytest
-import stacked_gpt
 import torch
 import torch.nn.functional as F
+from frontier import plan, stacked_gpt, training
 
 TASK = "random text"
 

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from frontier_plan import METHODS, STEPS, Method, Results, Run, best_settings, loss_in, ready, run_of, swept
+from frontier.plan import METHODS, STEPS, Method, Results, Run, best_settings, loss_in, ready, run_of, swept
 
 __all__ = ["plot", "status", "table_of_seeds", "table_of_sweeps"]
 

@@ -1,6 +1,6 @@
 """One rank of `bench_survive.py goodput`: trains until it is killed, under any of four launchers.
 
-    python survive_rank.py KIND FOLDER COMPUTE SAVE_EVERY
+    python survive/rank.py KIND FOLDER COMPUTE SAVE_EVERY
 
 Writes to FOLDER/<pid>.log a line about its start and one line per step. KIND is "survive", "torchrun", "horovod" or
 "torchft". All make the same step; they differ in the communication, and in where the state comes from after a death.

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from loss_over_steps import AUTO, SYSTEMS, Losses, Record, records
+from time_to_loss.losses import AUTO, SYSTEMS, Losses, Record, records
 
 __all__ = ["LINKS", "table"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 RANKS = 4
 BACK_AFTER = 5.0
 HERE = Path(__file__).parent
-RANK = str(HERE / "survive_rank.py")
+RANK = str(HERE / "rank.py")
 
 
 class Launcher:
@@ -56,7 +56,7 @@ class Launcher:
                 os.kill(pid, signal.SIGKILL)
 
     def run(self, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
         with open(self.folder / "output", "ab") as output:
             return subprocess.Popen(
                 command,

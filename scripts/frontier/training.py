@@ -16,8 +16,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from frontier_plan import Run
-from stacked_gpt import backward, loss_of
+from frontier.plan import Run
+from frontier.stacked_gpt import backward, loss_of
 from torch import Tensor, nn
 
 import dgcopt

@@ -29,7 +29,7 @@ import dgcopt
 from dgcopt.tasks.digits import Digits, DigitsCNN
 from dgcopt.tasks.stdlib_gpt import CharGPT, StdlibText
 
-RECORDS = Path(__file__).resolve().parent.parent / "docs" / "time_to_loss.jsonl"
+RECORDS = Path(__file__).resolve().parents[2] / "docs" / "time_to_loss.jsonl"
 SEEDS = (0, 1, 2)
 LENGTHS = (1.0, 1.5, 2.0)
 EVERY = 10

@@ -100,7 +100,8 @@ class Rule:
     def reaches_all(self, step: int) -> bool:
         """Return True if the round that follows step `step` spreads each rank's progress to all other ranks.
 
-        A rank that has run out of data counts as active until such a round has included its last step (`dgcopt.join`).
+        A rank that has run out of data counts as active until such a round has included its last step (`dgcopt.join`),
+        so it must be true for some rounds; in gossip, where progress spreads from rank to rank, for all.
         """
         return True
 

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from .. import AsyncAverage, Averaging, ConfigError, join, simulated_world
+from ..averaging import Weights
 from ..checkpoint import reshare
+from ..collectives import Exchange, watched
+from .borrowed import spoil_message
 from .report import Report, checked
 
 __all__ = ["check_averaging"]
@@ -36,9 +39,10 @@ def check_averaging(rule: Averaging, optimizer: Make | None = None, sizes: Seque
     Checks for each world size in `sizes`: weights stay finite, in four dtypes; ranks with equal weights and no steps
     keep them; ranks with different weights and no steps approach each other, by half in 24 exchanges; each rank's steps
     change all other ranks' weights; all ranks hold the same bits if `identical` is true; memory is in `ctx`, for
-    checkpoints, not in the algorithm; a checkpoint resumes bit for bit, also between two exchanges; another world size
-    resumes from the mean; ranks may run out of data (`dgcopt.join`); a second run has the same bits; settings can be
-    compared and copied.
+    checkpoints, not in the algorithm; an exchange changes no memory before the round is committed, uses no message
+    after a reduction, and leaves torch's random numbers alone; a checkpoint resumes bit for bit, also between two
+    exchanges; another world size resumes from the mean; ranks may run out of data (`dgcopt.join`); a second run has the
+    same bits; settings can be compared and copied.
 
     Args:
         rule: the algorithm with its settings, and an exchange within fifty steps (`every=2`); copied for each rank.
@@ -239,6 +243,38 @@ def _nothing_in_itself(case: _Case) -> None:
             raise AssertionError(f"training has changed its attribute(s) {', '.join(changed)}: keep memory in ctx")
 
 
+def _alone(case: _Case) -> None:
+    ranks, watching = _Ranks(case), _Ranks(replace(case, rule=_watching(case.rule)))
+    for each in (ranks, watching):
+        drawn = torch.get_rng_state()
+        each.train(2 * _first_exchange(case.rule) + 1)
+        each.commit()
+        if not drawn.equal(torch.get_rng_state()):
+            raise AssertionError("it has changed torch's random numbers: draw from ctx.generator(seed)")
+    if not torch.equal(ranks.weights(), watching.weights()):
+        raise AssertionError("it reads a message after the reduction, which not every wire overwrites with the result")
+
+
+def _watching(rule: Averaging) -> Averaging:
+    """Return a copy whose exchanges overwrite their messages, and fail if memory changes before the commit."""
+
+    class Watching(type(rule)):  # type: ignore[misc]  # a class that is known only now
+        def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
+            before = {kind: held.clone() for kind, held in ctx.memory.items()}
+            result = yield from watched(super().exchange(x, ctx), spoil_message)
+            for kind, held in before.items():
+                if kind not in ctx.memory or not torch.equal(held, ctx.memory[kind]):
+                    raise AssertionError(
+                        f"ctx.memory[{kind!r}] changes before the round is committed: change a copy, and put it into "
+                        f"memory in ctx.memory.on_commit"
+                    )
+            return result
+
+    watching = copy.copy(rule)
+    watching.__class__ = Watching
+    return watching
+
+
 def _resume(case: _Case) -> None:
     for more in (0, 1):
         straight, resumed = _Ranks(case), _Ranks(case)
@@ -268,6 +304,8 @@ def _reshared(case: _Case) -> None:
 def _uneven(case: _Case) -> str | None:
     if case.rule.warmup_steps:
         return "not declared"  # join does not support a warm-up
+    if not any(map(case.rule.reaches_all, _due_after(0, QUIET, case.rule))):
+        raise AssertionError("reaches_all() is never true, so a rank without data serves the others' rounds for ever")
     ranks = _Ranks(case)
     lengths = [_first_exchange(case.rule) + 2 * rank for rank in range(case.size)]
     with contextlib.ExitStack() as stack:
@@ -305,6 +343,7 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "each rank's steps reach the others": _mutual,
     "the same bits if it is identical": _identical,
     "memory is in ctx, none in itself": _nothing_in_itself,
+    "an exchange changes nothing by itself": _alone,
     "a checkpoint goes on bit for bit": _resume,
     "other numbers of ranks go on from the mean": _reshared,
     "ranks may run out of data": _uneven,

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from .. import Compressor, Context, DistributedOptimizer, SparseSum, simulate, simulated_world
 from ..checkpoint import reshare
-from ..collectives import AllReduce, Broadcast, Collective, ReduceScatter, watched
+from ..collectives import Collective, watched
 from ..compressors import GradientExchange, accept
 from ..exchange.scheduler import context_of
 from ..flat.buckets import build_buckets
@@ -23,6 +23,7 @@ from ..flat.gradient import GradientBucket
 from ..flat.memory import is_unsent
 from ..flat.optimizer_state import STATE_KEY
 from ..flat.store import NamedTensors, Store
+from .borrowed import spoil, spoil_message
 from .report import Report, checked
 
 __all__ = ["check_compressor"]
@@ -144,7 +145,7 @@ class _Ranks:
                 else:
                     self.contexts[rank][place].rollback()
                 for tensor in (bucket.grad, flat):
-                    _spoil(tensor)  # the caller's memory after the exchange
+                    spoil(tensor)  # the caller's memory after the exchange
         self.step += commit
         for rank in range(1, self.size) if commit else ():
             for shape, ours, first in zip(SHAPES, results[rank], results[0], strict=True):
@@ -156,10 +157,7 @@ class _Ranks:
     def _counted(self, exchange: GradientExchange, rank: int) -> GradientExchange:
         def count(collective: Collective) -> None:
             self.sent[rank] += collective.nbytes
-            if isinstance(collective, AllReduce | ReduceScatter | Broadcast):
-                message = collective.tensor
-                collective.send(message.clone())
-                _spoil(message)  # some wires overwrite it with the result, others do not
+            spoil_message(collective)
 
         return watched(exchange, count)
 
@@ -185,14 +183,6 @@ def _gradients(size: int, seed: int, dtype: torch.dtype = torch.float64, scale: 
 
 def _constant(size: int, value: float, dtype: torch.dtype) -> Gradients:
     return [[torch.full(shape, value, dtype=dtype) for shape in SHAPES] for _ in range(size)]
-
-
-def _spoil(tensor: Tensor) -> None:
-    """Overwrite a tensor that belongs to others now."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        tensor.fill_(torch.nan)
-    else:
-        tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _same(ours: object, theirs: object) -> bool:

@@ -41,7 +41,7 @@ from dgcopt.testing import ConformanceError, Report, check_averaging
 )
 def test_those_that_there_are(rule: Averaging) -> None:
     report = check_averaging(rule, sizes=(3,))
-    assert isinstance(report, Report) and not report.failures and len(report.lines) == 11
+    assert isinstance(report, Report) and not report.failures and len(report.lines) == 12
 
 
 class Mean(Averaging):
@@ -159,6 +159,39 @@ class Never(Mean):
         return step == 2
 
 
+class ReachesNobody(Mean):
+    def reaches_all(self, step):
+        return False
+
+
+class ChangesAtOnce(Mean):
+    """Memory that a skipped round must leave."""
+
+    def start(self, x, ctx):
+        if "sum" not in ctx.memory:
+            ctx.memory.put("sum", torch.zeros_like(x))
+
+    def exchange(self, x, ctx):
+        ctx.memory["sum"].add_(x)
+        return (yield AllReduce(x))
+
+
+class TrustsTheWire(Mean):
+    """To overwrite the weights with their mean."""
+
+    def exchange(self, x, ctx):
+        yield AllReduce(x)
+        return x
+
+
+class Seeds(Mean):
+    """The random numbers of everybody."""
+
+    def exchange(self, x, ctx):
+        torch.manual_seed(ctx.step)
+        return (yield AllReduce(x))
+
+
 class Unequal(Mean):
     def __repr__(self) -> str:
         return f"Unequal at {id(self)}"
@@ -190,6 +223,10 @@ class Unequal(Mean):
         (OfItsSize(), "other numbers of ranks go on from the mean", "other ranks"),
         (Impatient(), "ranks may run out of data", "where are you?"),
         (Never(), "ranks may run out of data", "has no round in the next"),
+        (ReachesNobody(), "ranks may run out of data", "serves the others' rounds for ever"),
+        (ChangesAtOnce(), "an exchange changes nothing by itself", "ctx.memory['sum'] changes before the round"),
+        (TrustsTheWire(), "an exchange changes nothing by itself", "reads a message after the reduction"),
+        (Seeds(), "an exchange changes nothing by itself", "has changed torch's random numbers"),
         (Throws(), "another run has the same bits", "derive random numbers from ctx.step"),
         (Unequal(), "settings can be compared and copied", "a copy has another repr"),
     ],

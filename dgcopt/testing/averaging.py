@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from .. import AsyncAverage, Averaging, ConfigError, join, simulated_world
-from ..averaging import Weights
+from .. import AsyncAverage, Averaging, ConfigError, Context, join, simulated_world
 from ..checkpoint import reshare
 from ..collectives import Exchange, watched
 from .borrowed import spoil_message
@@ -259,7 +258,7 @@ def _watching(rule: Averaging) -> Averaging:
     """Return a copy whose exchanges overwrite their messages, and fail if memory changes before the commit."""
 
     class Watching(type(rule)):  # type: ignore[misc]  # a class that is known only now
-        def exchange(self, x: Tensor, ctx: Weights) -> Exchange:
+        def exchange(self, x: Tensor, ctx: Context) -> Exchange:
             before = {kind: held.clone() for kind, held in ctx.memory.items()}
             result = yield from watched(super().exchange(x, ctx), spoil_message)
             for kind, held in before.items():

@@ -16,7 +16,7 @@ from ..errors import ConfigError, DivergenceError
 from ..flat.gradient import is_finite
 from ..kernels import hash_of
 from .agreement import compare
-from .parameters import named_tensors
+from .parameters import check_real, named_tensors
 
 __all__ = ["OnDivergence", "check_finite", "check_on_divergence", "check_replicas", "digests", "replicas"]
 
@@ -67,6 +67,7 @@ def replicas(
     if not tensors:
         return
     names = list(tensors)
+    check_real((name, tensor) for name, group in tensors.items() for tensor in group)
     mine = digests(tensors)
     rows = (yield AllGather(mine.view(-1), group="agreement", label="digests of parameters")).view(
         comm.size, len(names), -1

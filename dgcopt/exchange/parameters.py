@@ -19,6 +19,7 @@ from .vote import plain
 
 __all__ = [
     "check_optimizer",
+    "check_real",
     "check_trainable",
     "describe",
     "given_names",
@@ -131,7 +132,7 @@ def given_names(named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[T
 def named_tensors(given: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors of a `state_dict()`, or of pairs of a name and a value; other values are passed over.
 
-    Raises ConfigError for anything else, and where there are values but no tensor among them.
+    Raises ConfigError for anything else, where there are values but no tensor among them, and for the meta device.
     """
     is_pairs = isinstance(given, Iterable) and not isinstance(given, nn.Module | type)
     pairs = list(given.items() if isinstance(given, Mapping) else given) if is_pairs else []
@@ -141,7 +142,19 @@ def named_tensors(given: Any) -> list[tuple[str, Tensor]]:
             f"model.state_dict(), or pairs of names and tensors such as model.named_parameters(), are needed, and not "
             f"{_in_short(given)}{' without any tensor in it' if pairs and all(map(_is_named, pairs)) else ''}"
         )
+    check_real(tensors)
     return tensors
+
+
+def check_real(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ConfigError for tensors on the meta device."""
+    unreal = [name for name, tensor in named if tensor.is_meta]
+    if unreal:
+        raise ConfigError(
+            f"parameter {unreal[0]!r} is on the meta device and has no values ({len(unreal)} such parameters). "
+            f"Materialise the model first, on all ranks: to_empty() and load_state_dict(assign=True) give it new "
+            f"parameters, of which the optimizer must be made."
+        )
 
 
 def _is_named(pair: Any) -> bool:

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import dgcopt
 from dgcopt import kernels
-from dgcopt.exchange.divergence import SMALL, digests
+from dgcopt.exchange.divergence import SMALL, digests, replicas
 from dgcopt.kernels import hash_of
 from tests.support.oracle import native, specification
+from tests.support.worlds import together
 
 
 def digest(*tensors: Tensor) -> list[int]:
@@ -70,3 +72,12 @@ def test_a_device_is_read_once(monkeypatch):
         len([device for device in reads if device.type != "cpu"]) == 0 and len(reads) == 1 + 40
     )  # as bytes, from there
     assert with_bytes.shape == (20, 16) and digests({}).shape == (0, 16)
+
+
+def test_parameters_on_the_meta_device() -> None:
+    """Those of an optimizer that was made before `to_empty()`: torch's "Cannot copy out of meta tensor" named none."""
+    weights = {"real": [torch.ones(2)], "unreal": [torch.ones(2, device="meta")]}
+    for error in together(2, lambda comm: replicas(weights, comm, 0, "raise")):
+        assert "parameter 'unreal' is on the meta device and has no values" in str(error)
+    with pytest.raises(dgcopt.ConfigError, match="parameter 'unreal' is on the meta device"):
+        dgcopt.broadcast_parameters((name, tensor) for name, (tensor,) in weights.items())

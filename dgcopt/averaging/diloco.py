@@ -273,7 +273,7 @@ class OuterSync(Sync):
                 DistributedOptimizer(outer, named, self._compression, comm=comm)
             steps_of(outer).leave_losses()
             if (engine := steps_of(outer).engine) is not None:
-                engine.inspect_sums()  # outer steps are rare, and NaN would stay in the anchors
+                engine.gradients.inspect_sums()  # outer steps are rare, and NaN would stay in the anchors
 
     def set_steps_per_epoch(self, steps: int) -> None:
         super().set_steps_per_epoch(steps)
@@ -490,8 +490,9 @@ class OuterStep(RoundStep):
         yield from self.round.runner.together("outer step")
         outer.step()
         self.marker.begin(self.changes)  # anchors have their new values
-        if engine is not None and engine.void:
-            self.abort(Aborted(engine.infinite, [] if engine.infinite else [NotFinite("an outer gradient", [])]))
+        if engine is not None and engine.gradients.void:
+            ranks = engine.gradients.infinite
+            self.abort(Aborted(ranks, [] if ranks else [NotFinite("an outer gradient", [])]))
             return
         outer.zero_grad()
         self.sync.write_back()

@@ -185,13 +185,13 @@ class Schedule:
     def after_step(self) -> None:
         """Run a round if one is due, or launch it if it overlaps; called by the step post-hook."""
         self._scaled.after_step()
-        if self.local_step < 0 and (engine := self._engine) is not None and engine.void:  # no rank took this step
-            return
+        if self.local_step < 0 and (engine := self._engine) is not None and engine.gradients.void:
+            return  # no rank took this step
         self.step += 1
         self.replica.count_step()
         if self.local_step == 0:  # the warm-up has ended
             if (engine := self._engine) is not None:
-                engine.end()
+                engine.gradients.end_exchanges()
             for bucket, ctx in self.buckets().items():
                 self._start(bucket, ctx)
         if self.local_step > 0:
@@ -266,7 +266,7 @@ class Schedule:
             if is_local != (steps.mode is Mode.LOCAL):
                 steps.switch(Mode.LOCAL if is_local else Mode.EXCHANGE)
             if steps.engine is not None:
-                steps.engine.flush_next(self.local_step == -1)  # the final exchange
+                steps.engine.gradients.flush_next(self.local_step == -1)  # the final exchange
                 self.runner.scheduler.count_in(steps.engine.telemetry)  # a single account for both
 
     def finish_round(self) -> None:

@@ -9,7 +9,6 @@ one more backward pass, clipping or unscaling, all ranks cancel their exchanges 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ..errors import ConfigError
 from ..exchange.divergence import check_finite, replicas
 from ..exchange.runner import Job, Runner, on_their_way
 from ..exchange.telemetry import Telemetry
-from ..exchange.vote import Touch, Verdict
+from ..exchange.vote import Verdict
 from ..flat.gradient import GradientBucket
 from .gradient_step import GradientStep
 from .layout import Layout
@@ -46,6 +45,7 @@ class Engine:
         settings: how gradients are exchanged.
 
     Attributes:
+        gradients: the step of all gradients.
         runner: its jobs that wait for other ranks.
         store: memory by parameter name.
         participation: which ranks have data.
@@ -61,27 +61,28 @@ class Engine:
         self.moved_on = False
         self.runner = Runner(comm, "optimizer", self._offer, self._fail)
         self._is_expected = False
-        self._step = GradientStep(wrapped, settings, self.runner.scheduler)
+        self.gradients = GradientStep(wrapped, settings, self.runner.scheduler)
         fixed = settings.bucket_mb is not None or settings.first_bucket_mb is not None or settings.groups is not None
         self._tuner = wrapped.compressor.tuner(wrapped.names, comm, fixed)
-        self.store, self.participation, self.turns = self._step.store, self._step.participation, self._step.turns
+        self.store, self.turns = self.gradients.store, self.gradients.turns
+        self.participation = self.gradients.participation
 
     # -- state of the step -------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
         """Number of committed steps."""
-        return self._step.outgoing.step
+        return self.gradients.outgoing.step
 
     @property
     def layout(self) -> Layout:
         """Assignment of parameters to buckets."""
-        return self._step.outgoing.layout
+        return self.gradients.outgoing.layout
 
     @property
     def launched(self) -> int:
         """Number of buckets launched since the last step."""
-        return self._step.outgoing.launched
+        return self.gradients.outgoing.launched
 
     @property
     def telemetry(self) -> Telemetry:
@@ -89,19 +90,9 @@ class Engine:
         return self.runner.scheduler.telemetry
 
     @property
-    def void(self) -> bool:
-        """True if no rank takes the step that was synchronised last."""
-        return self._step.void
-
-    @property
-    def infinite(self) -> Sequence[int]:
-        """The ranks whose gradients were not finite in that step."""
-        return self._step.infinite
-
-    @property
     def in_flight(self) -> bool:
         """True if gradients have arrived in a step that `synchronize` has not finished."""
-        return bool(self._step.tracker.additions)
+        return bool(self.gradients.tracker.additions)
 
     @property
     def pending(self) -> bool:
@@ -112,22 +103,22 @@ class Engine:
 
     def added(self, param: Tensor) -> None:
         """Record an addition to a gradient by a backward pass that does not count."""
-        self._step.tracker.added(param)
-        self._step.outgoing.added(param)
+        self.gradients.tracker.added(param)
+        self.gradients.outgoing.added(param)
 
     def arrived(self, param: Tensor) -> None:
         """Record an addition to a gradient by a backward pass, and launch complete buckets.
 
         Raises RuntimeError for more passes than `backward_passes_per_step`.
         """
-        step = self._step
-        tracker, outgoing = step.tracker, step.outgoing
+        gradients = self.gradients
+        tracker, outgoing = gradients.tracker, gradients.outgoing
         announced = self.settings.backward_passes_per_step
         if not tracker.additions:
             if self.runner.busy:
                 self.runner.progress()  # the end of a `join` that other ranks have left since
             self.moved_on = False
-            step.start()
+            gradients.start()
         moves = tracker.moves
         is_last = tracker.arrived(param, announced)
         if tracker.moves == MOVES > moves:
@@ -137,13 +128,13 @@ class Engine:
         if announced > 1 and tracker.passes[param] > announced:
             raise self._too_many_passes(param, announced)
         bucket = outgoing.arrived(param, is_last)
-        if bucket is not None and step.may_launch_early:
+        if bucket is not None and gradients.may_launch_early:
             self._launch_early(bucket)
 
     @torch.no_grad()
     def _launch_early(self, bucket: GradientBucket) -> None:
         """Copy the complete gradients of a bucket, or launch it if all are complete."""
-        tracker, outgoing = self._step.tracker, self._step.outgoing
+        tracker, outgoing = self.gradients.tracker, self.gradients.outgoing
         if not tracker.has_all_of(bucket):
             outgoing.fill_waiting(bucket)
             return
@@ -166,36 +157,16 @@ class Engine:
     def _too_many_passes(self, param: Tensor, announced: int) -> RuntimeError:
         return RuntimeError(
             f"rank {self.comm.rank}: the gradient of parameter {self.names[param]!r} was computed "
-            f"{self._step.tracker.passes[param]} times before step(), but backward_passes_per_step is {announced}. "
+            f"{self.gradients.tracker.passes[param]} times before step(), but backward_passes_per_step is {announced}. "
             f"Raise it (set_backward_passes_per_step), do all but the last pass inside no_sync(), or call step() after "
             f"every {announced} passes."
         )
-
-    def gradients_cleared(self) -> None:
-        """Note that the user has set gradients to zero; launched exchanges are cancelled at the next step."""
-        self._step.gradients_cleared()
-
-    def hold(self) -> None:
-        """Launch nothing before the vote from now on, because gradients are scaled until then."""
-        self._step.hold()
 
     # -- around a step -----------------------------------------------------------------------------------------------
 
     def expect_step(self) -> None:
         """Expect a step even if no gradient arrives."""
         self._is_expected = True
-
-    def inspect_sums(self) -> None:
-        """Look for NaN and Inf in dense sums too, which costs one more pass over them."""
-        self._step.inspect_sums()
-
-    def flush_next(self, flushes: bool) -> None:
-        """Set whether the next step is the final one with an exchange, which flushes the residuals."""
-        self._step.flush_next(flushes)
-
-    def gradients_used(self, touch: Touch) -> None:
-        """Record whether the user has changed averaged gradients before the optimizer's step."""
-        self._step.mark_touched(touch)
 
     def synchronize(self) -> None:
         """Finish the exchange of every gradient; afterwards each `param.grad` is the averaged one, or None.
@@ -210,11 +181,11 @@ class Engine:
 
     def skips_on_overflow(self) -> bool:
         """Vote on gradients that are still scaled; skip the step and return True if some rank's hold NaN or Inf."""
-        verdict = self.runner.ask(self._step.vote(final=False))
+        verdict = self.runner.ask(self.gradients.vote(final=False))
         if verdict is None or not verdict.void:
             return False
-        self.gradients_cleared()
-        self._step.skip()
+        self.gradients.cleared()
+        self.gradients.skip()
         return True
 
     def join(self, divides: bool, throws: bool) -> None:
@@ -245,16 +216,16 @@ class Engine:
         """Take the step, then synchronise buffers, compare replicas and tune the compressor if that is due."""
         if self._tuner is not None and self._tuner.watching:
             self._tuner.synchronizing()
-        verdict = yield from self._step.run()
+        verdict = yield from self.gradients.run()
         self._is_expected = False
-        if verdict is not None and (self.void or self._step.same_ranks_left):
+        if verdict is not None and (self.gradients.void or self.gradients.same_ranks_left):
             yield from self._follow_up(verdict)
-        if self.void and self.comm.rank in self.infinite:
+        if self.gradients.void and self.comm.rank in self.gradients.infinite:
             check_finite(self.names, self.comm.rank, self.step, self.settings.on_divergence)
 
     def _follow_up(self, verdict: Verdict) -> Job:
         through, wrapped, every = self.runner.scheduler.through, self.wrapped, self.settings.check_replicas_every
-        if self.void:
+        if self.gradients.void:
             is_due = every > 0 and bool(verdict.void)  # weights of one rank may be the cause
         else:
             is_due = bool(verdict.averaged_changed or (every and self.step % every == 0))
@@ -262,15 +233,15 @@ class Engine:
                 yield from through(wrapped.buffers.exchange(self.comm, self.step, self.participation.here))
         if is_due:
             yield from through(replicas(wrapped.replicated(), self.comm, self.step, self.settings.on_divergence))
-        if self._tuner is not None and not self.void:
+        if self._tuner is not None and not self.gradients.void:
             yield from self._tune(self._tuner)
 
     def _tune(self, tuner: Tuner) -> Job:
         """Ask the tuner for a change of the compressor, made by a later step."""
-        if not self._step.changes_compressor:
+        if not self.gradients.changes_compressor:
             change = yield from self.runner.scheduler.through(tuner.stepped(self.step))
             if change is not None:
-                self._step.change_compressor(change)
+                self.gradients.change_compressor(change)
 
     def abort(self) -> None:
         """Roll back a failed step; return no further error."""
@@ -278,15 +249,11 @@ class Engine:
         self._fail()
 
     def _fail(self) -> str:
-        outgoing = self._step.outgoing
+        outgoing = self.gradients.outgoing
         told = on_their_way(outgoing.exchanges, [bucket.label for bucket in self.layout.buckets[outgoing.launched :]])
         self._is_expected = False
-        self._step.fail()
+        self.gradients.fail()
         return told
-
-    def end(self) -> None:
-        """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
-        self._step.end_exchanges()
 
     # -- persistence -------------------------------------------------------------------------------------------------
 
@@ -303,9 +270,9 @@ class Engine:
         """
         if self.comm.elastic:
             self.abort()  # the step that failed, on all ranks
-        if self._step.outgoing.launched or self.runner.busy:
+        if self.gradients.outgoing.launched or self.runner.busy:
             raise ConfigError("state cannot be loaded between backward() and step(): finish the step first")
         self.runner.clear()
-        self._step.restore(state)
+        self.gradients.restore(state)
         if self._tuner is not None:
             self._tuner.restore(state.get(TUNING))

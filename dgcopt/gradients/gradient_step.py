@@ -129,11 +129,11 @@ class GradientStep(Step):
         self._flushes = flushes
 
     def inspect_sums(self) -> None:
-        """Look for NaN and Inf in dense sums too."""
+        """Look for NaN and Inf in dense sums too, which costs one more pass over them."""
         self.inspects_sums = True
 
-    def gradients_cleared(self) -> None:
-        """Restart the step: the user has set gradients to zero."""
+    def cleared(self) -> None:
+        """Restart the step, as gradients are set to zero; launched exchanges are cancelled at the next step."""
         if self.outgoing.launched:
             self.outgoing.mark_stale()
             self.early.was_mistaken(self.outgoing.step)
@@ -141,7 +141,7 @@ class GradientStep(Step):
         self.outgoing.layout.release_gradients()
 
     def hold(self) -> None:
-        """Launch nothing before the vote from now on."""
+        """Launch nothing before the vote from now on, because gradients are scaled until then."""
         self.early.stop()
         if self.outgoing.launched:
             self.outgoing.mark_stale()  # scaling gradients back does not count as a change

@@ -27,9 +27,8 @@ from ..exchange.untraced import untraced
 from ..exchange.vote import Touch
 from ..flat.gradient import values_of
 from ..flat.local_shard import LocalShard
-from ..kernels.parts import tensors_in
 from .engine import Engine
-from .step_hooks import Call, Closure, with_closure
+from .step_hooks import Call, Closure, check_arguments, with_closure
 from .subclass import Step, bare_step
 from .wrapped import Wrapped
 
@@ -199,7 +198,7 @@ class Stepping:
             if param.__class__ is LocalShard:  # no call for each parameter
                 param.follow()
         self.exchange(Engine.synchronize)
-        return not self.engine.void
+        return not self.engine.gradients.void
 
     def _averaged(self, is_void: bool) -> None:
         """Note a commit or an abort, at its very moment, so that no exception comes between."""
@@ -253,7 +252,7 @@ class Stepping:
     def cancel(self) -> None:
         """Cancel in-flight gradients, on all ranks, because gradients are set to zero."""
         if self.engine is not None:
-            self.engine.gradients_cleared()
+            self.engine.gradients.cleared()
             self.grads, self._skipped = Grads.OWN, {}
 
     # -- gradients that come in --------------------------------------------------------------------------------------
@@ -318,7 +317,7 @@ class Stepping:
         frozen parameters that keep a gradient.
         """
         assert self.engine is not None
-        self.grads = Grads.VOID if self.engine.void else Grads.FINAL
+        self.grads = Grads.VOID if self.engine.gradients.void else Grads.FINAL
         with self.within(Mode.AS_THEY_ARE):
             self.optimizer.step()
         keeps_frozen = any(not param.requires_grad and param.grad is not None for param in self.names)
@@ -330,22 +329,14 @@ class Stepping:
         """Average gradients, or return arguments whose closure does it."""
         self.check_whole()
         self._own_step = OwnStep.AHEAD
-        self._check_arguments([*args[1:], *kwargs.values()])
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
-            return with_closure(args, kwargs, functools.partial(self.run_closure, closure))
+        if len(args) > 1 or kwargs:
+            if self.engine is not None and self.mode in (Mode.EXCHANGE, Mode.ADD_UP):
+                check_arguments(args, kwargs, self.comm.rank)
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if callable(closure):
+                return with_closure(args, kwargs, functools.partial(self.run_closure, closure))
         self.prepare_step()
         return None
-
-    def _check_arguments(self, given: Iterable[Any]) -> None:
-        """Raise ConfigError if a step that averages gradients is given tensors: they are this rank's own."""
-        averages = self.engine is not None and self.mode in (Mode.EXCHANGE, Mode.ADD_UP)
-        if averages and tensors_in(given):
-            raise ConfigError(
-                f"rank {self.comm.rank}: {type(self.optimizer).__name__}.step() is given tensors, and only param.grad "
-                f"is averaged over ranks. Assign gradients to param.grad; or call optimizer.synchronize(), average the "
-                f"tensors (dgcopt.hvd.allreduce) and step inside optimizer.skip_synchronize()."
-            )
 
     def prepare_step(self) -> None:
         """Average the gradients and use them in a step without a closure."""
@@ -423,7 +414,7 @@ class Stepping:
             return False
         if grads in (Grads.AVERAGED, Grads.FINAL):
             has_changed = averages is not None and averages.has_changed(param.grad for param in self.names)
-            engine.gradients_used(Touch.CHANGED if has_changed else Touch.KEPT)
+            engine.gradients.mark_touched(Touch.CHANGED if has_changed else Touch.KEPT)
         if grads is not Grads.VOID:
             self.wrapped.commit.begin("weights")
         self.grads, self._averages, self._uses_gradients = Grads.OWN, None, True

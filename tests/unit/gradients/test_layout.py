@@ -240,7 +240,7 @@ def test_dense_gradients_of_their_own_outlive_what_was_sent_too_early(set_to_non
         for optimizer in ranks.optimizers:
             optimizer.step()
         if kind == "void":
-            assert [synchronised(optimizer).engine.infinite for optimizer in ranks.optimizers] == [[1], [1]]
+            assert [synchronised(optimizer).engine.gradients.infinite for optimizer in ranks.optimizers] == [[1], [1]]
             torch.testing.assert_close(ranks.weights(), weights, rtol=0, atol=0)
             kept = [[p.grad for p in m.parameters()] for m in ranks.models]
             torch.testing.assert_close(kept, own, rtol=0, atol=0)

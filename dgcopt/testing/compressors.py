@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -233,7 +233,8 @@ def _sum(case: _Case) -> None:
 
 def _scale(case: _Case) -> None:
     grads, steps = _gradients(1, 9), max(ALIKE, case.size)
-    one, all_ranks = (_total(replace(case, size=size), grads * size, steps) for size in (1, case.size))
+    sizes = (replace(case, size=size) for size in (1, case.size))
+    one, all_ranks = (torch.stack([*_results(of, grads * of.size, steps)]).sum(0) for of in sizes)
     ratio = float(all_ranks @ _flat(grads[0]) / (one @ _flat(grads[0])))
     if not 0.7 < ratio < 1.4:  # within 3% for all compressors that come with dgcopt
         raise AssertionError(f"equal gradients of {case.size} ranks have {ratio:.2g} times the result of one rank")
@@ -328,20 +329,21 @@ def _direction(case: _Case) -> None:
     given = [[c + g / 2 for c, g in zip(common, mine, strict=True)] for mine in _gradients(case.size, 8)]
     mean = torch.stack([_flat(mine) for mine in given]).mean(0)
     steps = max(ALIKE, case.size)  # each rank may take its turn
-    total = _total(case, given, steps)
-    cosine = float(torch.cosine_similarity(total, mean, dim=0))
+    results = [*_results(case, given, steps)]
+    cosine = float(torch.cosine_similarity(torch.stack(results).sum(0), mean, dim=0))
     if not cosine > 2 / len(mean) ** 0.5:  # twice the standard deviation of unrelated vectors
         raise AssertionError(f"the sum of results does not point along the mean gradient: their cosine is {cosine:.2g}")
     for rank in range(case.size):
         others = [[-grad for grad in mine] if place == rank else mine for place, mine in enumerate(given)]
-        if torch.equal(_total(case, others, steps), total):
+        if all(map(torch.equal, results, _results(case, others, steps))):  # ends at the first step that differs
             raise AssertionError(f"results do not depend on the gradient of rank {rank}")
 
 
-def _total(case: _Case, grads: Gradients, steps: int) -> Tensor:
-    """Return the flat sum of the results of steps with equal gradients."""
+def _results(case: _Case, grads: Gradients, steps: int) -> Iterator[Tensor]:
+    """Yield the flat result of each of several steps with equal gradients."""
     ranks = _Ranks(case)
-    return torch.stack([_flat(ranks.exchange(grads)[0]) for _ in range(steps)]).sum(0)
+    for _ in range(steps):
+        yield _flat(ranks.exchange(grads)[0])
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -37,8 +37,8 @@ def of(*modules: ModuleType) -> Scenarios:
 SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED
 """Run with two ranks and with four on every wire."""
 
-SIZE_MATTERS_ONCE: Scenarios = averaging.IN_TRAINING | overlap.IN_BYTES
-"""Run with two ranks on every wire, and with four on one: FOUR_RANKS has every exchange of theirs among four."""
+SIZE_MATTERS_ONCE: Scenarios = collectives.TUNED | averaging.IN_TRAINING | overlap.IN_BYTES
+"""Run with two ranks on every wire, and with four on one: others have every exchange of theirs among four."""
 
 FOUR_RANKS: Scenarios = of(machines)
 """Run with four ranks on every wire: every compressor and averaging rule."""

@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from frontier.plan import METHODS, STEPS, Method, Results, Run, best_settings, loss_in, ready, run_of, swept
+from frontier.plan import METHODS, STEPS, Method, Results, Run, best_settings, loss_in, ready, run_of, survivors, swept
 
 __all__ = ["plot", "status", "table_of_seeds", "table_of_sweeps"]
 
@@ -85,37 +85,55 @@ def table_of_seeds(results: Results, ranks: int) -> str:
     return "\n".join(lines)
 
 
+COLOURS = {"adamw": "C0", "adamw0": "C9", "muon": "C1", "sgd": "C2"}
+LOCAL = {"adamw": "AdamW", "adamw0": "AdamW without first moment", "muon": "Muon", "sgd": "SGD"}
+
+
 def plot(results: Results, path: Path) -> None:
-    """Loss over bytes per sample at the best settings: of the sweeps, and of the paired seeds above them."""
+    """Loss over bytes per sample at the best settings: of the sweeps, and of the paired seeds.
+
+    Methods that no other beats with as few bytes have a large point and name. Those worse than one rank are left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    figure, panel = plt.subplots(figsize=(9, 5.5))
-    for number, (name, method) in enumerate(METHODS.items()):
-        best = [results.runs[run.key] for run in list(swept(method, results)[0])[:1]]
+    best = {
+        name: results.runs[run.key]
+        for name, method in METHODS.items()
+        for run in list(swept(method, results)[0])[:1]
+        if results.runs[run.key]["loss"] is not None
+    }
+    ahead = {"dense", *survivors(results)}
+    worst = max(loss_in(entry) for entry in best.values() if not entry["bytes_per_sample"])
+    figure, panel = plt.subplots(figsize=(10, 6))
+    for name, entry in best.items():
+        method = METHODS[name]
         seeds = paired(method, results, method.ranks[0])
-        colour = f"C{number % 10}"
-        for entries, style in ((best, "o"), (seeds, "D")):
-            losses = [loss_in(entry) for entry in entries if entry["loss"] is not None]
-            if not losses:
-                continue
-            mean, sent = statistics.mean(losses), entries[0]["bytes_per_sample"]
-            if not sent:
-                line, told = "--" if style == "o" else "-", f"{name}, {entries[0]['run']['steps']} steps"
-                panel.axhline(mean, color="gray", linestyle=line, linewidth=1, label=told)
-                continue
+        colour, sent, loss = COLOURS[method.optimizer], entry["bytes_per_sample"], loss_in(entry)
+        if not sent:
+            panel.axhline(loss, color=colour, linestyle="--", linewidth=1)
+            panel.annotate(name, (1, loss), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+            continue
+        if loss > worst:
+            continue
+        size, look = (7, {"fontsize": 8}) if name in ahead else (4, {"fontsize": 6, "color": "gray"})
+        panel.plot(sent, loss, "o", color=colour, markersize=size, markerfacecolor="none" if seeds else colour)
+        if seeds:
+            losses = [loss_in(found) for found in seeds]
+            mean = statistics.mean(losses)
             bar = [[mean - min(losses)], [max(losses) - mean]]
-            fill = "none" if style == "o" else colour
-            panel.errorbar(sent, mean, yerr=bar, fmt=style, color=colour, markerfacecolor=fill, capsize=3)
-            panel.annotate(name, (sent, mean), xytext=(5, 4), textcoords="offset points", fontsize=7)
+            panel.errorbar(sent, mean, yerr=bar, fmt="D", color=colour, markersize=size, capsize=3)
+        side = {"xytext": (-6, -2), "ha": "right"} if name in ahead or sent > 1e4 else {"xytext": (5, -2)}
+        panel.annotate(name, (sent, loss), textcoords="offset points", **side, **look)
+    for optimizer, colour in COLOURS.items():
+        panel.plot([], [], "o", color=colour, label=LOCAL[optimizer])
     panel.set_xscale("log")
-    panel.margins(x=0.2)  # room for names
+    panel.set_xlim(left=panel.get_xlim()[0] / 20)  # room for names
     panel.set(xlabel="bytes sent per rank and sample", ylabel="validation loss")
     panel.set_title(f"Best settings. Circles: {STEPS // 2} steps, one seed; diamonds: {STEPS} steps", fontsize=10)
     panel.grid(alpha=0.3, which="both")
-    if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=8)
+    panel.legend(fontsize=8, title="optimizer of a rank", title_fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -160,6 +160,10 @@ class Comm(Nodes):
         """Return True if the library was restarted since this comm was made; its ranks are gone or renumbered."""
         return False
 
+    def has_ended(self) -> bool:
+        """Return True if no collective can be started: this comm is closed, or the script has ended the library."""
+        return False
+
     def _channel(self, group: Group) -> Channel:
         """Return the group's key in the tables of a wire."""
         return group if group in ("replica", "control", "agreement") else self._ranks[group]

@@ -225,8 +225,8 @@ def current_comm(given: Comm | None = None) -> Comm:
 
 
 def _renew() -> None:
-    """Join again after something else, such as `hvd.elastic.run`, has restarted the library."""
-    if _current is not None and _current.is_void():
+    """Join again after something else, such as `hvd.elastic.run`, has restarted or ended the library."""
+    if _current is not None and (_current.is_void() or _current.has_ended()):
         left = _current
         shutdown()
         init(left.wire, deadline=left.deadline, checksums=left.checksums, streams=left.streams)

@@ -175,7 +175,7 @@ class TorchComm(ProcessGroupComm):
         else:
             atexit.unregister(_release_gil)  # once is enough for all groups
             atexit.register(_release_gil)
-        self._world = process_group
+        self._world, self._default = process_group, dist.group.WORLD
         self._made: list[dist.ProcessGroup | None] = []  # made here or by `among`: `close` ends them
         super().__init__(dist.get_rank(process_group), dist.get_world_size(process_group), deadline)
         self._groups: dict[Channel, dist.ProcessGroup | None] = {self.ranks(): self._world}
@@ -296,7 +296,7 @@ class TorchComm(ProcessGroupComm):
         return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in REDUCED
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
-        if not self._groups:
+        if self.has_ended():
             raise CommError(f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init()")
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         if not tensor.is_cpu and self._is_gloo(lanes[0]):
@@ -408,10 +408,14 @@ class TorchComm(ProcessGroupComm):
     def _others(self) -> list[int]:
         return [rank for rank in self.ranks() if rank != self.rank]
 
+    def has_ended(self) -> bool:
+        return not self._groups or dist.group.WORLD is not self._default
+
     def close(self) -> None:
         super().close()
         if self._owner:
             atexit.unregister(self.close)  # which keeps this comm, and so its groups
+        if self._owner and not self.has_ended():
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
         while self._made:
@@ -421,7 +425,7 @@ class TorchComm(ProcessGroupComm):
                     dist.destroy_process_group(group)
         self._groups.clear()  # or its connections last until the last reference to this comm is gone
         self._lanes.clear()
-        self._world = None
+        self._world = self._default = None
 
 
 def _join(place: str, init_method: str, rank: int, size: int, timeout: timedelta) -> None:

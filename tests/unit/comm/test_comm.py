@@ -213,6 +213,20 @@ def test_a_closed_wire_keeps_no_files_open(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_script_that_ends_its_process_groups_and_makes_new_ones(tmp_path):
+    """The next optimizer joins the new ones; torch's "Group is not registered" was the error of the old ones."""
+    comms = []
+    for number in range(3):
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1)
+        try:
+            comms.append(dgcopt.init())
+            assert [comm.has_ended() for comm in comms] == [True] * number + [False]
+            assert dgcopt.comm.current_comm() is comms[-1]
+        finally:
+            torch.distributed.destroy_process_group()
+    assert comms[-1].has_ended()
+
+
 @pytest.mark.parametrize(("size", "nodes"), [(1, 1), (2, 1), (6, 2), (4, 4), (6, 3)])
 def test_every_collective_of_every_group(size, nodes):
     comms = dgcopt.simulated_world(size, nodes)

@@ -201,14 +201,21 @@ class Schedule:
                 self.sync.launch()
             if self.rule.due(self.local_step) or (self.rule.quorum is not None and self.comm.is_called):
                 self.comm.close_admission()
-                count_lost = self.runner.scheduler.telemetry.count_lost
-                try:
-                    repeat_after_losses(self._take_part, self.comm, self._follow, count_lost)
-                except VotedOut as error:
-                    if self.rule.quorum is None:
-                        raise
-                    self.comm.return_late(error)
+                if self.comm.survives:
+                    self._repeat_round()
+                else:
+                    self._take_part()
         self._follow_warm_up()
+
+    def _repeat_round(self) -> None:
+        """Take part in the round that is due, again after a loss; a rank that is late joins the others after it."""
+        count_lost = self.runner.scheduler.telemetry.count_lost
+        try:
+            repeat_after_losses(self._take_part, self.comm, self._follow, count_lost)
+        except VotedOut as error:
+            if self.rule.quorum is None:
+                raise
+            self.comm.return_late(error)
 
     def add_samples(self, number: float) -> None:
         """Report samples, or tokens, of this rank's last local step: its weight in the next round of a quorum.

@@ -117,9 +117,9 @@ def files_in(run: Callable[[], object]) -> set[str]:
         (lambda: dgcopt.DGC(0.05), 33),
         (lambda: dgcopt.DGC.compact(0.05, warmup=None), 36),
         (lambda: dgcopt.LocalSGD(every=100), 10),
-        (lambda: dgcopt.LocalSGD(every=1), 22),
+        (lambda: dgcopt.LocalSGD(every=1), 21),
         (lambda: dgcopt.DiLoCo(every=100), 10),
-        (lambda: dgcopt.DiLoCo(every=1), 33),
+        (lambda: dgcopt.DiLoCo(every=1), 32),
     ],
     ids=["dense", "DGC", "compact", "a local step", "a round", "a local step of DiLoCo", "an outer step"],
 )

@@ -45,9 +45,14 @@ class Turns(Generic[Stepper]):
         """The optimizer whose step should come next; None before the first."""
         return None if self._expected is None else self._expected()
 
+    @property
+    def last(self) -> Stepper | None:
+        """The optimizer that has stepped last; the first one before any step."""
+        return None if self._last is None else self._last()
+
     def came(self, stepper: Stepper) -> None:
         """Record the step of an optimizer."""
-        this, last = weakref.ref(stepper), None if self._last is None else self._last()
+        this, last = weakref.ref(stepper), self.last
         if last is not None:
             self._after[last] = this
         self._last, self._expected = this, self._after.get(stepper, this)

@@ -145,6 +145,9 @@ class Engine:
             raise
 
     def _warn_of_moves(self) -> None:
+        last = self.turns.last
+        if last not in (None, self.gradients) and not self.names.keys().isdisjoint(last.names):
+            return  # another wrapped optimizer trains these parameters now
         log.warning(
             "dgcopt: rank %s: weights changed after the last backward passes, but this %s's step() was not called: no "
             "gradient is averaged, and ranks train apart. If it moves weights by other methods, as SAM does by "

@@ -354,3 +354,19 @@ def test_tensors_given_to_a_step() -> None:
         with optimizer.skip_synchronize():
             optimizer.step(ones)  # averaged by the user
     assert_close(ranks.weights(), [weight - 0.1 for weight in before])
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_an_optimizer_that_another_one_of_the_same_parameters_has_followed(is_wrapped: bool, caplog: Any) -> None:
+    """Its step is never called again, and garbage collection may leave it for long: no warning."""
+    ranks = Ranks(2, lambda params: torch.optim.AdamW(params, lr=0.01))
+    ranks.step()
+    first = ranks.optimizers  # kept, as a cycle of references would
+    bare = [momentum_sgd(model.parameters()) for model in ranks.models]
+    if is_wrapped:
+        for optimizer, model, comm in zip(bare, ranks.models, ranks.comms, strict=True):
+            dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), comm=comm)
+    ranks.optimizers = bare
+    for seed in range(6):
+        ranks.step(seed)
+    assert len(first) == 2 and ("weights changed after the last backward" in caplog.text) is not is_wrapped

@@ -297,7 +297,10 @@ class TorchComm(ProcessGroupComm):
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
         if self.has_ended():
-            raise CommError(f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init()")
+            raise CommError(
+                f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init(), and let each "
+                f"optimizer join by optimizer.rejoin()."
+            )
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         if not tensor.is_cpu and self._is_gloo(lanes[0]):
             tensor = tensor.cpu()  # Gloo has few collectives of CUDA tensors, and copies them too

@@ -191,6 +191,8 @@ def _looked_at(one: FinishedExchange, sums: bool) -> list[Tensor]:
     if isinstance(result, SparseSum):
         found += [values for _, values in result.whole]
     elif result is not None and (sums or result.is_sparse):
+        if one.context is not None and not result.is_sparse:
+            one.context.tensors.clear_gaps(result)  # in which each rank's may hold something else
         found.append(values_of(result))
     return found
 

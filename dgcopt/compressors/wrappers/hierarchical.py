@@ -111,7 +111,9 @@ class Hierarchical(Wrapper):
         try:
             result = yield from watched(self.inner.exchange(mean, across), send_across)
             if _is_finite(result, across):
-                return across.dense(result)
+                total = across.dense(result)
+                ctx.tensors.clear_gaps(total)  # NaN left there by `inner` would abort the step on this machine only
+                return total
             refusal = Refusal(ctx.rank, readable=True)
         except PayloadError as error:
             log.warning(

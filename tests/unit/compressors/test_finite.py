@@ -401,3 +401,36 @@ def test_weights_that_are_not_finite_are_a_warning_where_divergence_is(caplog: p
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class AnythingInGaps(Compressor):
+    """Leaves NaN behind the parameters, on some ranks."""
+
+    def exchange(self, grad, ctx):
+        mean = yield AllReduce(grad, op=ctx.op)
+        result = torch.full_like(mean, math.nan if ctx.rank % 2 else 0.0)
+        for segment in ctx.segments:
+            segment.view(result).copy_(segment.view(mean))
+        return result
+
+
+def test_the_gaps_of_a_result_abort_no_step_of_machines() -> None:
+    ranks = Ranks(SIZE, sgd, nodes=2, compression=dgcopt.Hierarchical(AnythingInGaps()))
+    for seed in range(2):
+        ranks.step(seed)
+    assert not any(optimizer.telemetry.skipped for optimizer in ranks.optimizers)
+    ranks.assert_replicas_equal()
+
+
+def test_the_gaps_of_a_result_skip_no_round() -> None:
+    models = [small_model() for _ in range(SIZE)]
+    optimizers: list[Any] = [
+        dgcopt.DiLoCo(every=1, compression=AnythingInGaps()).attach(sgd(model.parameters()), comm=comm)
+        for model, comm in zip(models, dgcopt.simulated_world(SIZE), strict=True)
+    ]
+    for model in models:
+        sum(param.square().sum() for param in model.parameters()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(optimizer.averaging.telemetry.skipped for optimizer in optimizers)
+    assert all(same([*model.parameters()], [*models[0].parameters()]) for model in models)

@@ -123,6 +123,8 @@ def batches(data: Any, per_step: int, steps: int, seed: int) -> Iterator[tuple[T
 def run_all(train: Train, jobs: list[tuple[str, str, int, dict[str, Any]]], folder: Path, at_a_time: int) -> list[Any]:
     """What `train` returns for each task, method, seed and plan, unless it is there already; a process per run."""
     folder.mkdir(parents=True, exist_ok=True)
+    if earlier := len(list(folder.glob("*-[0-9]*.json"))):
+        print(f"{earlier} earlier runs in {folder} are kept: delete those of changed code or configs", file=sys.stderr)
     began, runs = time.perf_counter(), []
     with multiprocessing.get_context("spawn").Pool(at_a_time) as pool:
         for run in pool.imap(run_once, [(train, job, folder) for job in jobs]):

@@ -47,6 +47,15 @@ def table(runs: list[Path]) -> str:
     return "\n".join(rows)
 
 
+def other_budgets(runs: list[Path]) -> str:
+    """The steps and workers of the runs, if they are not the same; nothing if they are."""
+    results = {run.name: json.loads((run / "result.json").read_text()) for run in runs}
+    budgets = {name: f"{whole['steps']} steps of {whole['workers']} workers" for name, whole in results.items()}
+    if len(set(budgets.values())) == 1:
+        return ""
+    return "not the same budget: " + ", ".join(f"{name} {budget}" for name, budget in budgets.items())
+
+
 def plot(runs: list[Path], path: Path) -> None:
     """Training loss on the left, test loss on the right, both over epochs."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
@@ -69,5 +78,7 @@ if __name__ == "__main__":
     for problem in filter(None, map(problem_with, arguments.runs)):
         parser.exit(2, f"{parser.prog}: {problem}\n")
     print(table(arguments.runs))
+    if budgets := other_budgets(arguments.runs):
+        print(f"\n{budgets}")
     if arguments.plot:
         plot(arguments.runs, arguments.plot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,14 @@ def test_its_imports_are_there(path: Path) -> None:
             module = importlib.import_module(node.module)
             for alias in node.names:
                 assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def test_runs_of_another_length_are_named_beside_their_accuracies(tmp_path: Path) -> None:
+    compare = importlib.import_module("scripts.compare")
+    runs = [tmp_path / "dense", tmp_path / "short"]
+    for run, steps in zip(runs, (880, 44), strict=True):
+        run.mkdir()
+        (run / "result.json").write_text(json.dumps({"steps": steps, "workers": 2}))
+    said = "not the same budget: dense 880 steps of 2 workers, short 44 steps of 2 workers"
+    assert compare.other_budgets(runs) == said
+    assert compare.other_budgets(runs[:1]) == ""

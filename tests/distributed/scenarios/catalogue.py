@@ -37,7 +37,7 @@ def of(*modules: ModuleType) -> Scenarios:
 SIZE_MATTERS: Scenarios = of(collectives, disagreement, subsets) | algorithms.AS_SIMULATED
 """Run with two ranks and with four on every wire."""
 
-SIZE_MATTERS_ONCE: Scenarios = collectives.TUNED | averaging.IN_TRAINING | overlap.IN_BYTES
+SIZE_MATTERS_ONCE: Scenarios = collectives.DIAGNOSED | averaging.IN_TRAINING | overlap.IN_BYTES
 """Run with two ranks on every wire, and with four on one: others have every exchange of theirs among four."""
 
 FOUR_RANKS: Scenarios = of(machines)

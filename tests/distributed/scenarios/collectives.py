@@ -364,8 +364,9 @@ SCENARIOS = {
         ranks_start_with_different_settings,
         ranks_share_a_device,
         measured_link,
+        chosen,
     )
 }
 
-TUNED = {f"collectives: {function.__name__}": function for function in (diagnosed, diagnosed_in_script, chosen)}
+DIAGNOSED = {f"collectives: {function.__name__}": function for function in (diagnosed, diagnosed_in_script)}
 """Decisions from the measured link, which all ranks make alike."""

@@ -99,34 +99,37 @@ def table(seeds: Sequence[int], figure: Path | None) -> None:
 
 
 def plot(found: Sequence[Record], path: Path) -> None:
-    """Bars of seconds: a panel for each task, number of ranks and speed, a group for each link."""
+    """Bars of seconds: a panel for each task and number of ranks with losses of bf16, a group of bars for each link."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
-    kinds = sorted({(one["task"], one["ranks"], one["speed"]) for one in found})
-    systems = list(dict.fromkeys(one["system"] for one in found))
-    figure, panels = plt.subplots(1, len(kinds), figsize=(2 + 3.2 * len(kinds), 4), squeeze=False, sharey=True)
-    for panel, kind in zip(panels[0], kinds, strict=True):
+    known = [one for one in found if one["times"]]
+    kinds = sorted({(one["task"], one["ranks"]) for one in known if one["system"] == "DDP bf16"})
+    systems = dict.fromkeys(one["system"] for one in known)
+    colours = dict(zip(systems, [*(f"C{place}" for place in range(10)), "black", "gold", "navy"], strict=False))
+    figure, panels = plt.subplots(1, len(kinds), figsize=(1 + 4 * len(kinds), 4.6), squeeze=False, sharey=True)
+    for panel, (task, ranks) in zip(panels[0], kinds, strict=True):
         for place, system in enumerate(systems):
-            heights = []
-            for link in LINKS:
-                times = [
-                    statistics.median(one["times"])
-                    for one in found
-                    if (one["task"], one["ranks"], one["speed"]) == kind
-                    and (one["system"], one["link"]) == (system, link)
-                    and one["times"]
-                ]
-                heights.append(times[0] if times and math.isfinite(times[0]) else 0.0)
-            at = [group + 0.8 * place / len(systems) for group in range(len(LINKS))]
-            panel.bar(at, heights, 0.8 / len(systems), label=system)
-        panel.set(title=f"{kind[0]}, {kind[1]} ranks, speed {kind[2]:g}", yscale="log")
+            for group, link in enumerate(LINKS):
+                about = {"task": task, "ranks": ranks, "system": system, "link": link}
+                times = next((one["times"] for one in known if about.items() <= one.items()), None)
+                if times is None:
+                    continue
+                at, colour = group + 0.8 * place / len(systems), colours[system]
+                if math.isfinite(seconds := statistics.median(times)):
+                    panel.bar(at, seconds, 0.8 / len(systems), color=colour)
+                else:
+                    panel.annotate("x", (at, 0.01), xycoords=("data", "axes fraction"), color=colour, ha="center")
+        panel.set(title=f"{task}, {ranks} ranks", yscale="log")
         panel.set_xticks(
-            [group + 0.4 for group in range(len(LINKS))], [link.replace("none", "unshaped") for link in LINKS]
+            [group + 0.4 for group in range(len(LINKS))],
+            [{"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "none": "unshaped"}[link] for link in LINKS],
         )
-    panels[0][0].set_ylabel("seconds until the dense run's final loss")
-    panels[0][-1].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    panels[0][0].set_ylabel("seconds to dense loss (x: not reached)")
+    patches = [Patch(color=colour, label=system) for system, colour in colours.items()]
+    figure.legend(handles=patches, loc="lower center", ncols=4, fontsize=8)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.savefig(path, dpi=110)

@@ -20,6 +20,7 @@ from ..refusal import decode_or_refuse, heed_refusals
 __all__ = ["OneBitReduce"]
 
 
+@dataclass(eq=False)
 class OneBitReduce(Compressor):
     """The mean of signs, rounded to signs again, with error feedback for both roundings.
 

@@ -105,7 +105,7 @@ def plot(results: Results, path: Path) -> None:
         for run in list(swept(method, results)[0])[:1]
         if results.runs[run.key]["loss"] is not None
     }
-    ahead = {"dense", *survivors(results)}
+    ahead = survivors(results)
     worst = max(loss_in(entry) for entry in best.values() if not entry["bytes_per_sample"])
     figure, panel = plt.subplots(figsize=(10, 6))
     for name, entry in best.items():

@@ -245,7 +245,7 @@ class Clock:
 def mirror() -> Any:
     """A wire of two ranks whose other one always sends what this one does: nobody waits."""
     from dgcopt.collectives import AllGather, AllReduce
-    from dgcopt.comm.base import Comm, Finished
+    from dgcopt.comm import Comm, Finished
 
     class Mirror(Comm):
         wire = "mirror"

@@ -39,7 +39,7 @@ from .checksum import checked
 from .handles import Finished, Handle
 from .nodes import Nodes
 
-__all__ = ["DEADLINE", "Channel", "Comm", "Finished", "Handle", "LocalComm", "RankSet", "lowered"]
+__all__ = ["DEADLINE", "Channel", "Comm", "LocalComm", "RankSet", "lowered"]
 
 DEADLINE = 300.0
 """Default deadline: seconds that a rank waits for a collective before it raises."""

@@ -419,7 +419,8 @@ class Stepping:
             self.wrapped.commit.begin("weights")
         self.grads, self._averages, self._uses_gradients = Grads.OWN, None, True
         if grads is Grads.VOID:
-            return self.wrapped.skip_step()
+            self.wrapped.skip_step()
+            return True
         skipped = self._pop_skipped(engine.layout.trained) if self._skipped else ()
         return self.wrapped.prepare_step(engine.layout, skipped)
 

@@ -94,13 +94,12 @@ class Wrapped:
         """Reset: no step is in progress."""
         self._hidden = HiddenGradients()
 
-    def skip_step(self) -> bool:
-        """Prepare for a step that no rank takes, and return True, as nothing is left to do.
+    def skip_step(self) -> None:
+        """Hide all gradients from a step that no rank takes.
 
         It may be called nonetheless, if it was bound before wrapping, and have other parameters to step.
         """
         self._hidden.hide(self.names)
-        return True
 
     def prepare_step(self, layout: Layout, skipped: Iterable[Tensor]) -> bool:
         """Prepare the optimizer's own step after an exchange; return True if nothing is left for it to do.

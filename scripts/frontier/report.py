@@ -86,7 +86,7 @@ def table_of_seeds(results: Results, ranks: int) -> str:
 
 
 COLOURS = {"adamw": "C0", "adamw0": "C9", "muon": "C1", "sgd": "C2"}
-LOCAL = {"adamw": "AdamW", "adamw0": "AdamW without first moment", "muon": "Muon", "sgd": "SGD"}
+OPTIMIZER_NAMES = {"adamw": "AdamW", "adamw0": "AdamW without first moment", "muon": "Muon", "sgd": "SGD"}
 
 
 def plot(results: Results, path: Path) -> None:
@@ -128,7 +128,7 @@ def plot(results: Results, path: Path) -> None:
         side = {"xytext": (-6, -2), "ha": "right"} if name in ahead or sent > 1e4 else {"xytext": (5, -2)}
         panel.annotate(name, (sent, loss), textcoords="offset points", **side, **look)
     for optimizer, colour in COLOURS.items():
-        panel.plot([], [], "o", color=colour, label=LOCAL[optimizer])
+        panel.plot([], [], "o", color=colour, label=OPTIMIZER_NAMES[optimizer])
     panel.set_xscale("log")
     panel.set_xlim(left=panel.get_xlim()[0] / 20)  # room for names
     panel.set(xlabel="bytes sent per rank and sample", ylabel="validation loss")

@@ -31,8 +31,12 @@ class OneBitReduce(Compressor):
     C(v) has the norm of v, and the error may grow if few coordinates are large.
 
     Rank r is the server of the r-th part of a bucket. After a new layout, its server residual of parts that it no
-    longer serves is sent with its own v. Costs an alltoall and an allgather of 1 bit per coordinate each, and 4 bytes
-    per tensor and rank. Raises PayloadError for a damaged message.
+    longer serves is sent with its own v. For many ranks, where the allgather of `OneBit` is large, and for the outer
+    gradients of `DiLoCo` (docs/frontier.md).
+
+    Costs an alltoall and an allgather of 1 bit per coordinate each, and 4 bytes per tensor and rank. Raises
+    PayloadError for a damaged message. Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training
+    with Adam's Convergence Speed", ICML 2021, arXiv:2102.02888, algorithm 1 without Adam.
     """
 
     conserves, mixes = True, True

@@ -25,6 +25,12 @@ log = logging.getLogger("dgcopt")
 SMALL = 4096
 """Largest tensor, in bytes, that is sent as it is: a hash on its device would take longer."""
 
+LOCAL_STEPS = (
+    "local steps of an averaged optimizer that trained these weights before (call averaging.average() of that "
+    "optimizer on all ranks, then wrap again), "
+)
+"""A cause of divergence before the first step."""
+
 OnDivergence: TypeAlias = Literal["raise", "resync", "warn"]
 
 
@@ -83,8 +89,8 @@ def replicas(
     words = (
         f"rank {comm.rank}: replicas have come apart{when}: parameter {names[first]!r} is not the same on rank(s) "
         f"{others} as on rank {ranks[0]} ({count} of {len(names)} parameters differ). Look for weights that were not "
-        f"broadcast (dgcopt.broadcast_parameters(model.state_dict(), root_rank=0) before the first step), random "
-        f"numbers or code that differ over ranks, or a broken machine"
+        f"broadcast (dgcopt.broadcast_parameters(model.state_dict(), root_rank=0) before the first step), "
+        f"{'' if step else LOCAL_STEPS}random numbers or code that differ over ranks, or a broken machine"
     )
     if on_divergence == "raise":
         raise DivergenceError(

@@ -103,6 +103,31 @@ def test_ranks_that_start_from_different_weights_are_told(rule: LocalSGD):
     assert_close(world.weights(0), before, 0)
 
 
+@pytest.mark.parametrize("rule", [LocalSGD(4), dgcopt.DiLoCo(4)])
+@pytest.mark.parametrize("again", [LocalSGD(4).attach, dgcopt.DistributedOptimizer])
+def test_a_model_wrapped_again_between_two_rounds_is_told_how(rule: Averaging, again):
+    """The error names the call that makes ranks equal without the loss of a rank's steps."""
+    world = World(2, rule).train(range(2))
+    earlier = world.optimizers
+
+    def wrap() -> None:
+        world.comms = dgcopt.simulated_world(2)
+        world.optimizers = [
+            again(plain(model.parameters()), model.named_parameters(), comm=comm)
+            for model, comm in zip(world.models, world.comms, strict=True)
+        ]
+
+    wrap()
+    world.backward(2)
+    words = step_all(world)
+    assert sorted(words) == [0, 1]
+    assert all("come apart" in text and "call averaging.average() of that optimizer" in text for text in words.values())
+    for optimizer in earlier:
+        optimizer.averaging.average()
+    wrap()
+    world.train(range(2, 4))
+
+
 def test_ranks_with_different_settings_are_told():
     world = World(2)
     for (rank, model, optimizer), comm in zip(world, world.comms, strict=True):

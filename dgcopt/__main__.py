@@ -18,9 +18,11 @@ import argparse
 import importlib.util
 import inspect
 import os
+import pkgutil
 import platform
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -142,14 +144,24 @@ def first_line(kind: type) -> str:
     return (inspect.getdoc(kind) or "").splitlines()[0]
 
 
-def show(kinds: Sequence[type], name: str, command: str) -> int:
-    """Print the documentation of one of them; return the exit status."""
-    found = [kind for kind in kinds if kind.__name__.lower() == name.lower()]
-    if not found:
-        print(f"there is no {name!r}: `dgcopt {command}` lists all", file=sys.stderr)
-        return 2
-    _, *settings = inspect.signature(found[0].__init__, eval_str=True).parameters.values()  # type: ignore[misc]
-    print(f"dgcopt.{found[0].__name__}{inspect.Signature(settings)}\n\n{inspect.getdoc(found[0])}")
+def show(kinds: Sequence[type], name: str, base: type, command: str) -> int:
+    """Print the documentation of one of them, or of the user's subclass `module.Class` of `base`; return the status."""
+    named: Any = {kind.__name__.lower(): kind for kind in kinds}.get(name.lower())
+    place = f"dgcopt.{named.__name__}" if named else name
+    if named is None and "." in name:
+        sys.path.insert(0, "")  # the user's modules here, as for `python -m`
+        try:
+            named = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{name!r} cannot be imported: {error}") from error
+    if not (inspect.isclass(named) and issubclass(named, base)):
+        raise ConfigError(
+            f"there is no {base.__name__} {name!r}: `dgcopt {command}` lists all. Name a class of your own with its "
+            f"module: `dgcopt {command} my_module.MyClass`."
+        )
+    _, *settings = inspect.signature(named.__init__, eval_str=True).parameters.values()
+    signature = inspect.Signature(settings if named.__init__ is not object.__init__ else [])
+    print(f"{place}{signature}\n\n{inspect.getdoc(named)}")
     return 0
 
 
@@ -159,9 +171,9 @@ def main() -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("compressors", help="list compressors with their cost, or show one of them in full")
-    listing.add_argument("name", nargs="?", help="a compressor, such as TopK")
+    listing.add_argument("name", nargs="?", help="a compressor, such as TopK or my_module.MyCompressor")
     listing = commands.add_parser("averaging", help="list algorithms that average weights, or show one of them in full")
-    listing.add_argument("name", nargs="?", help="an algorithm, such as SlowMo")
+    listing.add_argument("name", nargs="?", help="an algorithm, such as SlowMo or my_module.MyAveraging")
     commands.add_parser("env", help="show versions, wires and kernels in use here")
     launcher.add_arguments(
         commands.add_parser("run", help="start a script on several ranks, here or on other machines")
@@ -188,8 +200,8 @@ def answer(arguments: argparse.Namespace) -> int:
     if arguments.command == "env":
         return show_environment()
     if arguments.name is not None:
-        kinds = library() if arguments.command == "compressors" else algorithms()
-        return show(kinds, arguments.name, arguments.command)
+        kinds, base = (library(), Compressor) if arguments.command == "compressors" else (algorithms(), Averaging)
+        return show(kinds, arguments.name, base, arguments.command)
     list_compressors() if arguments.command == "compressors" else list_algorithms()
     return 0
 

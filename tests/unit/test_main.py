@@ -97,6 +97,40 @@ def test_the_command_shows_one_in_full(
     assert main() == 2 and f"`dgcopt {command}` lists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "status", "words"),
+    [
+        ("compressors", "zoo.Mine", 0, "zoo.Mine(ratio: float = 0.5)\n\nA compressor of the user's.\n"),
+        ("compressors", "zoo.Bare", 0, "zoo.Bare()\n\nWithout settings.\n"),
+        ("averaging", "zoo.Often", 0, "zoo.Often(every: int"),
+        ("averaging", "zoo.Mine", 2, "there is no Averaging 'zoo.Mine': `dgcopt averaging` lists all."),
+        ("compressors", "Mine", 2, "with its module: `dgcopt compressors my_module.MyClass`."),
+        ("compressors", "zoo.Other", 2, "'zoo.Other' cannot be imported: module 'zoo' has no attribute 'Other'"),
+        ("compressors", "circus.Mine", 2, "'circus.Mine' cannot be imported: No module named 'circus'"),
+    ],
+)
+def test_the_command_shows_a_class_of_the_user(command, name, status, words, tmp_path, monkeypatch, capsys):
+    """From a module in the working directory, though the installed command has its own folder in `sys.path`."""
+    (tmp_path / "zoo.py").write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses, dgcopt\n"
+        "@dataclasses.dataclass\n"
+        "class Mine(dgcopt.Compressor):\n"
+        '    "A compressor of the user\'s."\n'
+        "    ratio: float = 0.5\n"
+        "class Bare(dgcopt.Compressor):\n"
+        "    'Without settings.'\n"
+        "class Often(dgcopt.LocalSGD):\n"
+        "    'Every step.'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [place for place in sys.path if place])
+    monkeypatch.setattr("sys.argv", ["dgcopt", command, name])
+    assert main() == status
+    told = capsys.readouterr()
+    assert words in (told.err if status else told.out)
+
+
 def test_the_command_lists_averaging_algorithms(capsys: pytest.CaptureFixture, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["dgcopt", "averaging"])
     assert main() == 0

@@ -41,6 +41,9 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALIKE = 4
 """Least number of steps with equal gradients, whose results together must resemble the mean gradient."""
 
+UNSENT = 16
+"""Number of steps with gradients of unsent coordinates only; some must be sent in the second half of the steps."""
+
 
 def check_compressor(
     compressor: Compressor,
@@ -55,9 +58,10 @@ def check_compressor(
     are not used after they were given away; torch's random numbers are left alone; a sum is `size` averages; equal
     gradients have results of one scale for any number of ranks; an aborted step, with NaN or without, leaves no trace;
     saved and loaded memory continues bit for bit, and moves to other buckets and numbers of ranks; nothing is lost if
-    `conserves` is declared, else results point along the mean gradient and depend on every rank's; the bytes sent are
-    those of `payload_bytes`; and the loss of a small network with odd sizes does not diverge under
-    `DistributedOptimizer` with several buckets, up to two ranks also in half precision.
+    `conserves` is declared, else results point along the mean gradient and depend on every rank's; unsent coordinates
+    are sent once only they have gradients; the bytes sent are those of `payload_bytes`; and the loss of a small network
+    with odd sizes does not diverge under `DistributedOptimizer` with several buckets, up to two ranks also in half
+    precision.
 
     Args:
         compressor: the compressor with its settings; copied for each rank.
@@ -350,6 +354,23 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
+def _everywhere(case: _Case) -> None:
+    ranks, unsent = _Ranks(case), [torch.ones(shape) for shape in SHAPES]
+    left: list[int] = []
+    for seed in range(UNSENT):
+        grads = [[grad * mask for grad, mask in zip(g, unsent, strict=True)] for g in _gradients(case.size, seed)]
+        for mask, result in zip(unsent, ranks.exchange(grads)[0], strict=True):
+            mask.masked_fill_(result != 0, 0.0)
+        left.append(int(_flat(unsent).sum()))
+        if not left[-1]:
+            return
+    if left[-1] == left[UNSENT // 2]:
+        raise AssertionError(
+            f"{left[-1]} of {_flat(unsent).numel()} coordinates were never sent in {UNSENT} steps, although no other "
+            f"had a gradient: select coordinates by magnitude, at random or in turn, not the same ones in each step"
+        )
+
+
 def _ledger(case: _Case) -> str | None:
     ranks = _Ranks(case)
     for seed in range(3):
@@ -414,6 +435,7 @@ _CHECKS: dict[str, Callable[[_Case], str | None]] = {
     "memory moves to other buckets and ranks": _elsewhere,
     "nothing is lost": _conservation,
     "results follow every rank's gradient": _direction,
+    "every coordinate has its turn": _everywhere,
     "bytes sent are those declared": _ledger,
     "settings can be compared and copied": _settings,
     "training with several buckets": _training,

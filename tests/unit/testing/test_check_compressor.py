@@ -216,6 +216,27 @@ class Whole(dgcopt.Compressor):
         return (yield AllReduce(grad.sign().int(), op="sum"))
 
 
+class TheFirst(Sparse):
+    """Coordinates of each bucket; the residual of the others grows in every step."""
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        return torch.arange(len(v) // 10)
+
+
+class LargestOfHalf(Sparse):
+    """By magnitude, though of the first half only."""
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        return v[: len(v) // 2].abs().topk(len(v) // 10).indices.sort().values
+
+
+class InTurn(Sparse):
+    """Every tenth coordinate of each parameter, from another one on in each step."""
+
+    def select(self, v: Tensor, ctx: Context) -> Tensor:
+        return torch.cat([torch.arange(s.start, s.stop)[ctx.step % 10 :: 10] for s in ctx.segments])
+
+
 @pytest.mark.parametrize(
     ("compressor", "failure"),
     [
@@ -244,6 +265,8 @@ class Whole(dgcopt.Compressor):
         (KeepsTheMean(), "memory moves to other buckets and ranks"),
         (CountsInPlace(), "memory moves to other buckets and ranks"),
         (Whole(), "the same bits on all ranks, finite"),
+        (TheFirst(), "every coordinate has its turn"),
+        (LargestOfHalf(), "every coordinate has its turn"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Compressor) else value,
 )
@@ -252,6 +275,10 @@ def test_a_broken_one_is_caught_with_a_readable_report(compressor: Compressor, f
         check_compressor(compressor, sizes=(2, 3))
     lines = [line for line in str(caught.value).splitlines() if line.strip().startswith(failure) or failure in line]
     assert lines and "rank(s): " in lines[0], str(caught.value)
+
+
+def test_a_choice_by_position_is_fair_if_it_moves() -> None:
+    assert not check_compressor(InTurn(), sizes=(1, 2)).failures
 
 
 def test_a_swap_between_neighbours_is_no_average() -> None:

@@ -92,6 +92,7 @@ class Comm(Nodes):
     """True for a comm of a subset of the ranks, as `among` makes it."""
     no_threads: str = ""
     """Reason why no other thread may use a second comm of the same ranks, as `among` makes it; empty if one may."""
+    _is_closed: bool = False
 
     def __init__(self, rank: int, size: int, deadline: float = DEADLINE) -> None:
         if not 0 <= rank < size:
@@ -162,7 +163,7 @@ class Comm(Nodes):
 
     def has_ended(self) -> bool:
         """Return True if no collective can be started: this comm is closed, or the script has ended the library."""
-        return False
+        return self._is_closed
 
     def _channel(self, group: Group) -> Channel:
         """Return the group's key in the tables of a wire."""
@@ -263,12 +264,18 @@ class Comm(Nodes):
     def start(self, collective: Collective) -> Handle:
         """Start a collective; returns at once if the library is asynchronous.
 
-        Raises CommError if its shape does not fit the group, or the library refuses it.
+        Raises CommError if its shape does not fit the group, the library refuses it, or this comm is closed and the
+        group has other ranks.
         """
         ranks = self.ranks(collective.group)
         self._check(collective, len(ranks))
         if len(ranks) == 1 and not self._supports_alone(collective):
             return Finished(collective, alone(collective))
+        if self.has_ended() and not self.is_void():  # the error of a library that was restarted says more
+            raise CommError(
+                f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init(), and let each "
+                f"optimizer join by optimizer.rejoin()."
+            )
         tensor = collective.tensor.contiguous()
         if tensor.numel() == 1 and set(tensor.stride()) - {1}:
             # contiguous by any strides, but some do not allow a view of its bytes
@@ -438,6 +445,7 @@ class Comm(Nodes):
         while self._leaving:
             self._leaving.pop()()
         self._users.clear()
+        self._is_closed = True
 
     def _check(self, collective: Collective, size: int) -> None:
         tensor, problem = collective.tensor, ""

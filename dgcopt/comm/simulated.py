@@ -163,9 +163,10 @@ class SimulatedComm(Comm):
     def _among(self, members: tuple[int, ...], given: Iterable[int] | RankSet) -> Comm | None:
         if self.rank not in members:
             return None
-        if members not in self._world.subsets:  # the first rank to ask makes it for all of them, so that they meet
-            self._world.subsets[members] = _comms([self._world.node_of[rank] for rank in members])
-        return self._world.subsets[members][members.index(self.rank)]
+        made, place = self._world.subsets.get(members), members.index(self.rank)
+        if made is None or made[place].has_ended():  # the first rank to ask makes it for all of them, so that they meet
+            made = self._world.subsets[members] = _comms([self._world.node_of[rank] for rank in members])
+        return made[place]
 
     def _share_replica(self, comm: Comm, replicas: Sequence[tuple[int, ...]]) -> None:
         assert isinstance(comm, SimulatedComm)

@@ -291,16 +291,11 @@ class TorchComm(ProcessGroupComm):
 
     def supports(self, collective: Collective) -> bool:
         tensor = collective.tensor
-        if isinstance(collective, ReduceScatter) and (tensor.is_cpu or self._is_gloo(self._groups[self.ranks()])):
+        if isinstance(collective, ReduceScatter) and (tensor.is_cpu or self._is_gloo(self._groups.get(self.ranks()))):
             return False
         return not isinstance(collective, AllReduce | ReduceScatter) or tensor.dtype in REDUCED
 
     def _start(self, collective: Collective, ranks: tuple[int, ...]) -> Handle:
-        if self.has_ended():
-            raise CommError(
-                f"rank {self.rank}: {collective.describe()}: this wire is closed. Join by dgcopt.init(), and let each "
-                f"optimizer join by optimizer.rejoin()."
-            )
         lanes, tensor, size = self._lanes_of(collective), collective.tensor, len(ranks)
         if not tensor.is_cpu and self._is_gloo(lanes[0]):
             tensor = tensor.cpu()  # Gloo has few collectives of CUDA tensors, and copies them too
@@ -412,13 +407,14 @@ class TorchComm(ProcessGroupComm):
         return [rank for rank in self.ranks() if rank != self.rank]
 
     def has_ended(self) -> bool:
-        return not self._groups or dist.group.WORLD is not self._default
+        return super().has_ended() or dist.group.WORLD is not self._default
 
     def close(self) -> None:
+        must_end = self._owner and not self.has_ended()
         super().close()
         if self._owner:
             atexit.unregister(self.close)  # which keeps this comm, and so its groups
-        if self._owner and not self.has_ended():
+        if must_end:
             with contextlib.suppress(RuntimeError, AssertionError):
                 dist.destroy_process_group()
         while self._made:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import dgcopt
-from dgcopt import Comm, hvd
-from dgcopt.collectives import AllGather, AllReduce, Barrier
+from dgcopt import Comm, CommError, hvd
+from dgcopt.collectives import AllGather, AllReduce, Barrier, ReduceScatter
 from tests.support.wires import only
 
 
@@ -25,6 +25,15 @@ def _exchanges(comm: Comm) -> None:
     for subset in (comm.among(range(comm.size)), comm.among("node")):
         assert subset.run(AllReduce(torch.full((2**12,), 1.0), op="sum")).tolist() == [subset.size] * 2**12
         subset.close()
+
+
+def _is_closed(comm: Comm) -> None:
+    """Collectives that the wire has, those that it builds from others, and those of a GPU raise one error."""
+    rows = torch.ones(comm.size, 8)
+    for collective in (AllReduce(rows), AllReduce(rows.bfloat16()), AllGather(rows), ReduceScatter(rows)):
+        with pytest.raises(CommError, match=r"^rank \d+: .*: this wire is closed\. Join by dgcopt\.init\(\)"):
+            comm.run(collective)
+    comm.supports(ReduceScatter(rows.to("meta")))  # any other device than the CPU
 
 
 def _steady(count: Callable[[], tuple[int, int]], most: tuple[int, int]) -> bool:
@@ -46,7 +55,9 @@ def ranks_leave_and_join_again(comm: Comm) -> None:
     wire, deadline, size = comm.wire, comm.deadline, comm.size
     before = (0, 0)
     for turn in range(5):
+        earlier = dgcopt.init()
         dgcopt.shutdown()
+        _is_closed(earlier)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DGCOPT_NODE", f"machine {comm.rank // 2}")
             again = dgcopt.init(wire, deadline=deadline)

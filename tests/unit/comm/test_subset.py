@@ -8,7 +8,7 @@ import torch
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, Broadcast
 from dgcopt.comm import LocalComm
-from dgcopt.errors import ConfigError
+from dgcopt.errors import CommError, ConfigError
 
 
 def test_two_subsets_and_a_rank_outside():
@@ -49,6 +49,19 @@ def test_a_subset_keeps_its_machines_and_its_parent():
         comm.close()
     handles = [comm.start(AllReduce(torch.ones(1), op="sum")) for comm in comms]
     assert [float(c.wait(h)) for c, h in zip(comms, handles, strict=True)] == [6] * 6
+
+
+def test_a_closed_subset_is_told_and_made_anew():
+    comms = dgcopt.simulated_world(3)
+    first = [comm.among([0, 2]) for comm in comms]
+    for comm in first[::2]:
+        comm.close()
+        with pytest.raises(CommError, match=r"^rank \d: AllReduce.*: this wire is closed. Join by dgcopt.init"):
+            comm.start(AllReduce(torch.ones(1), op="sum"))
+    second = [comm.among([0, 2]) for comm in comms]
+    assert second[0] is not first[0] and second[1].run(AllReduce(torch.ones(1))) == 1
+    handles = [comm.start(AllReduce(torch.ones(1), op="sum")) for comm in second[::2]]
+    assert [float(comm.wait(handle)) for comm, handle in zip(second[::2], handles, strict=True)] == [2, 2]
 
 
 def test_the_ranks_of_a_machine_and_those_across():

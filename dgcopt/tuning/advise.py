@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..compressors import BF16, DGC, QSGD, ByteGrad, Compressor, Hierarchical, NoCompression, OneBit, PowerSGD
@@ -23,6 +23,7 @@ __all__ = [
     "check_allowed",
     "check_candidates",
     "in_words",
+    "local_steps",
     "predict",
     "rate",
     "recipes_of",
@@ -178,9 +179,7 @@ def predict(
             takes it from the setting's wire.
         limits: also compute break-even bandwidths, which takes a hundred times as long.
     """
-    dense = next((recipe for recipe in recipes if recipe.name == DENSE), None)
-    if dense is None:
-        raise ConfigError(f"predictions are compared with {DENSE!r}, whose costs are missing")
+    dense = _named(DENSE, recipes)
     found = []
     for recipe in recipes:
         step = setting.step(recipe)
@@ -193,6 +192,13 @@ def predict(
     return sorted(found, key=lambda one: one.seconds)
 
 
+def _named(name: str, recipes: Sequence[Recipe]) -> Recipe:
+    found = next((recipe for recipe in recipes if recipe.name == name), None)
+    if found is None:
+        raise ConfigError(f"predictions are compared with {name!r}, whose costs are missing")
+    return found
+
+
 def _break_even(setting: Setting, recipe: Recipe, dense: Recipe, latency: float | None) -> float | None:
     """Return the bytes per second of links below which an exchange pays."""
     alpha = setting.wire.cost("SendRecv", 4, 2).latency if latency is None else latency
@@ -202,6 +208,18 @@ def _break_even(setting: Setting, recipe: Recipe, dense: Recipe, latency: float 
         return setting.step(one, Network(alpha, bandwidth, setting.local_size, algorithm=algorithm)).seconds
 
     return break_even(lambda bandwidth: at(recipe, bandwidth), lambda bandwidth: MARGIN * at(dense, bandwidth))
+
+
+def local_steps(setting: Setting, recipes: Sequence[Recipe], every: Sequence[int] = (10, 50)) -> str:
+    """Return one line: seconds of a step of `LocalSGD`, which sends float32 weights every H steps and overlaps nothing.
+
+    It is no choice among the exchanges of a gradient, as the loss after as many steps is another one.
+    """
+    dense = _named(BASELINES[0], recipes)
+    bare = setting.model.seconds + dense.low.step / setting.speed
+    average = setting.step(replace(dense, overlap=False)).seconds - bare
+    times = ", ".join(f"LocalSGD(every={steps}) {in_words(bare + average / steps)}" for steps in every)
+    return f"steps apart: {times} a step, at another loss per step (docs/averaging.md)."
 
 
 def recommend(predictions: Sequence[Prediction], allow: Collection[str] = ACCURACY) -> tuple[Prediction, str]:

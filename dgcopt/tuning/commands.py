@@ -28,6 +28,7 @@ from .advise import (
     Setting,
     check_allowed,
     check_candidates,
+    local_steps,
     predict,
     recipes_of,
     recommend,
@@ -213,7 +214,8 @@ def _advise(arguments: argparse.Namespace) -> int:
     print(
         f"{model.name}: {model.numel:,} parameters in {len(model.shapes)} tensors; {arguments.ranks} ranks\n"
         f"forward and backward {model.seconds:.4g} s: {model.source or 'by --step'}\n"
-        f"{why}\n\n{table(predictions)}\n\n{recommend(predictions, arguments.allow)[1]}"
+        f"{why}\n\n{table(predictions)}\n\n{local_steps(setting, recipes)}\n"
+        f"{recommend(predictions, arguments.allow)[1]}"
     )
     if arguments.json is not None:
         _write(arguments.json, json.dumps([asdict(one) for one in predictions], indent=1) + "\n")
@@ -302,7 +304,8 @@ def diagnosis(found: Diagnosis, size: int, nodes: int, allow: Sequence[str]) -> 
     return (
         f"{found.model.name}: {found.model.numel:,} parameters; {size} ranks on {nodes} machine(s)\n"
         f"forward and backward {found.model.seconds:.4f} s; {dense.name} exposes {dense.exposed:.4f} s of "
-        f"communication\n\n{table(found.predictions)}\n\n{recommend(found.predictions, allow)[1]}"
+        f"communication\n\n{table(found.predictions)}\n\n{found.local_steps}\n"
+        f"{recommend(found.predictions, allow)[1]}"
     )
 
 

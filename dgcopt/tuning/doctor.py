@@ -15,7 +15,7 @@ from ..collectives import AllGather, AllReduce, Barrier, Link
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError
 from . import clock
-from .advise import BASELINES, CANDIDATES, Prediction, Setting, check_candidates, predict, recipes_of
+from .advise import BASELINES, CANDIDATES, Prediction, Setting, check_candidates, local_steps, predict, recipes_of
 from .costs import Recipe, Recording
 from .models import Model, tensors_of
 from .probe import probe
@@ -96,12 +96,13 @@ def check_alike(comm: Comm, settings: Mapping[str, Any], deadline: float) -> Non
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Measurements of the ranks, and the predictions made from them."""
+    """Measurements of the ranks, and the predictions made from them; `local_steps` is a line of them for a user."""
 
     model: Model
     wire: Fitted
     recipes: Sequence[Recipe]
     predictions: Sequence[Prediction]
+    local_steps: str = ""
 
 
 def diagnose(
@@ -157,4 +158,4 @@ def diagnose(
     )
     recipes = [_mean_recipe(recipe, comm) for recipe in recorded]
     setting = Setting(model, comm.size, wire, local_size)
-    return Diagnosis(model, wire, recipes, predict(setting, recipes))
+    return Diagnosis(model, wire, recipes, predict(setting, recipes), local_steps(setting, recipes))

@@ -6,13 +6,14 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dgcopt import ConfigError
 from dgcopt.__main__ import main
-from dgcopt.tuning.advise import Prediction, Setting, predict, rate, recommend, table
+from dgcopt.tuning.advise import Prediction, Setting, in_words, local_steps, predict, rate, recommend, table
 from dgcopt.tuning.commands import bytes_per_second, seconds_of
 from dgcopt.tuning.costs import Recipe, Recording, save_recipes
 from dgcopt.tuning.models import Model, known_models, model_on_paper
@@ -78,6 +79,17 @@ def test_compression_pays_below_its_break_even_bandwidth_and_loses_above() -> No
     fast = predict(Setting(toy(), 4, Network(1e-6, 1e12)), RECIPES)
     assert recommend(fast)[0].name.startswith("DDP")
     assert all(one.pays_below is None for one in predict(slow, RECIPES, limits=False))
+
+
+def test_local_steps_pay_an_exchange_that_overlaps_nothing_once_in_a_round() -> None:
+    """Three quarters of 8 MB at 12.5 MB/s there and back are 0.96 s, and 6 messages of a bucket take 0.1 ms each."""
+    setting = Setting(toy(0.1), 4, Network(1e-4, 12.5e6))
+    whole = setting.step(replace(RECIPES[0], overlap=False)).seconds
+    assert whole == pytest.approx(0.1 + 0.96, rel=0.01)
+    line = local_steps(setting, RECIPES, (1, 10))
+    assert line.startswith(f"steps apart: LocalSGD(every=1) {in_words(whole)}, LocalSGD(every=10) 196 ms a step")
+    with pytest.raises(ConfigError, match="compared with 'DDP fp32', whose costs are missing"):
+        local_steps(setting, RECIPES[1:])
 
 
 def test_a_faster_processor_takes_less_for_the_same_exchange() -> None:

@@ -49,13 +49,14 @@ from time_to_loss.losses import (
     Losses,
     append,
     batches,
-    compressor_of,
     cross_entropy,
+    exchange_of,
     loss_of,
     note,
     rate_at,
     records,
     smooth,
+    wrapped,
 )
 from time_to_loss.report import LINKS, table
 from torch import nn
@@ -110,8 +111,17 @@ class Rank(bench_advice.Rank):
             return ddp, optimizer
         if name == "Horovod":
             return module, start_horovod().DistributedOptimizer(optimizer, module.named_parameters())
-        method = dgcopt.Auto(allow=("exact", "rounded", "sparse", "delayed")) if name == AUTO else compressor_of(name)
-        return module, dgcopt.DistributedOptimizer(optimizer, module.named_parameters(), method)
+        if name != AUTO:
+            return module, wrapped(TASKS[self.name], name, module, lr)
+        auto = dgcopt.Auto(allow=("exact", "rounded", "sparse", "delayed"))
+        return module, dgcopt.DistributedOptimizer(optimizer, module.named_parameters(), auto)
+
+    def build(self, system: str) -> Any:
+        """Build a system and warm it up. A step of an averaging rule is the mean over a round."""
+        taken, one = super().build(system), self.step
+        every = getattr(exchange_of(system), "every", 1) if system not in (*SYSTEMS, AUTO) else 1
+        self.step = lambda: [sum(each) / every for each in zip(*(one() for _ in range(every)), strict=True)]
+        return taken
 
     def train(self, name: str, lr: float, length: float, seed: int) -> Any:
         """Train for real; return the validation loss and the seconds so far, after every `EVERY` steps."""

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,22 @@ TASKS = {
         *(lambda: DigitsCNN(width=32), lambda: (Digits("train"), Digits("test"))),
         lambda params, lr: SGD(params, lr, momentum=0.9, nesterov=True, weight_decay=1e-4),
         *(SMALL_RATES, SMALL_RATES, 8, 400),
-        (DENSE, "BF16()", POWERSGD, ORIGINAL, "DGC.compact(warmup=None)", "DGC(ratio=0.01, warmup=None)", "OneBit()"),
+        (
+            *(DENSE, "BF16()", POWERSGD, ORIGINAL, "OneBit()", "LocalSGD(every=10)", "LocalSGD(every=50)"),
+            *("DGC.compact(warmup=None)", "DGC(ratio=0.01, warmup=None)"),
+            "DiLoCo(50, outer(1, 0), compression=OneBit(), unsent='local')",
+        ),
     ),
     "stdlib_gpt": Task(
         lambda: CharGPT(),
         lambda: (StdlibText("train"), StdlibText("validation", max_bytes=16_000)),
         lambda params, lr: AdamW(params, lr, betas=(0.9, 0.95), weight_decay=0.1),
         *((1e-3, 2e-3, 4e-3, 8e-3), (0.05, 0.1, 0.2, 0.4), 2, 300),
-        (DENSE, "BF16()", POWERSGD, ORIGINAL, "TopK(ratio=0.01, values='int2', indices='rice')", "OneBit()"),
+        (
+            *(DENSE, "BF16()", POWERSGD, ORIGINAL, "OneBit()", "LocalSGD(every=10)"),
+            "TopK(ratio=0.01, values='int2', indices='rice')",
+            "TopK(ratio=0.01, values='int2', indices='rice', first_moment='residual')",
+        ),
     ),
 }
 """Methods beside those of the peers are measured as they are, and whatever `auto` chooses needs its loss among them."""
@@ -141,14 +150,27 @@ def loss_of(model: nn.Module, data: Any) -> float:
     return total / count
 
 
-def compressor_of(method: str) -> dgcopt.Compressor:
-    """Return the compressor that a method names."""
+def outer(lr: float, momentum: float) -> Any:
+    """Return the outer optimizer of DiLoCo."""
+    return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+def exchange_of(method: str) -> dgcopt.Compressor | dgcopt.Averaging:
+    """Return the compressor or the averaging rule that a method names."""
     if method == POWERSGD:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
         state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         return dgcopt.from_ddp_hook(state, powerSGD_hook)
-    return eval(method, vars(dgcopt))
+    return eval(method, {**vars(dgcopt), "outer": outer})
+
+
+def wrapped(task: Task, method: str, model: nn.Module, lr: float, comm: dgcopt.Comm | None = None) -> Optimizer:
+    """Return a rank's optimizer with the exchange that a method names."""
+    optimizer, exchange = task.optimizer(model.parameters(), lr), exchange_of(method)
+    if isinstance(exchange, dgcopt.Averaging):
+        return exchange.attach(optimizer, model.named_parameters(), comm)
+    return dgcopt.DistributedOptimizer(optimizer, model.named_parameters(), exchange, comm=comm)
 
 
 class Naive:
@@ -174,7 +196,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 def train(task: Task, method: str, size: int, lr: float, length: float, seed: int) -> list[float]:
-    """Return the validation loss after every `EVERY` steps of simulated ranks."""
+    """Return the validation loss after every `EVERY` steps of simulated ranks, NaN from where weights diverge."""
     torch.manual_seed(seed)
     models = [task.model()]
     models += [copy.deepcopy(models[0]) for _ in range(size - 1)]
@@ -184,9 +206,7 @@ def train(task: Task, method: str, size: int, lr: float, length: float, seed: in
         optimizers: list[Any] = list(naive.ranks)
     else:
         optimizers = [
-            dgcopt.DistributedOptimizer(
-                *(task.optimizer(model.parameters(), lr), model.named_parameters(), compressor_of(method)), comm=comm
-            )
+            wrapped(task, method, model, lr, comm)
             for model, comm in zip(models, dgcopt.simulated_world(size), strict=True)
         ]
     losses, steps = [], round(task.steps * length)
@@ -196,11 +216,11 @@ def train(task: Task, method: str, size: int, lr: float, length: float, seed: in
                 group["lr"] = lr * rate_at(step, steps)
             optimizer.zero_grad()
             cross_entropy(model(inputs[rank::size]), targets[rank::size]).backward()
-        if method == ORIGINAL:
-            naive.step()
-        else:
-            for optimizer in optimizers:
+        try:
+            for optimizer in [naive] if method == ORIGINAL else optimizers:
                 optimizer.step()
+        except dgcopt.DivergenceError:  # averages of NaN are refused, and sums of NaN are not
+            return losses + [math.nan] * (steps // EVERY - len(losses))
         if (step + 1) % EVERY == 0:
             losses.append(loss_of(models[0], validation))
     return losses

@@ -98,8 +98,7 @@ class Ballot:
         where = zlib.crc32(_PLACE.pack(self.step & 0xFFFFFFFF, self.trained, self.settings, changed))
         equal = [_signed(word) for word in (where, self.used, self.used >> 32)]
         apart = not self.active or not self.finite or not self.here or self.by_active
-        incomplete = self.active and not self.complete
-        flags = (_APART if apart else self.stale, not self.prepared, incomplete, not self.final)
+        flags = (_APART if apart else self.stale, not self.prepared, not self.complete, not self.final)
         return torch.tensor([*equal, *(~word for word in equal), self.launched, *flags], dtype=torch.int32)
 
     def pack(self) -> Tensor:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -346,17 +347,38 @@ def test_a_round_that_is_interrupted_while_weights_change_is_not_saved(monkeypat
             optimizer.state_dict()
 
 
+def finished_of(comm: dgcopt.Comm, *results: Tensor) -> list[FinishedExchange]:
+    """One finished exchange per result, each of a parameter of 3 elements in a bucket of its own."""
+    named = [(f"p{place}", torch.zeros(3)) for place in range(len(results))]
+    buckets = build_buckets(named, lambda *_: "matrix", 1, 1, None, GradientBucket)
+    finished = []
+    for bucket, result in zip(buckets, results, strict=True):
+        pending = PendingExchange(bucket.label, bucket)
+        pending.result = result
+        context = context_of(bucket, comm, "average", Store())
+        finished.append(FinishedExchange(pending, context, None, lambda _: lambda: None, bucket.numel))
+    return finished
+
+
 def test_of_several_exchanges_those_with_refused_messages_are_named() -> None:
     """A message may be refused by its checks alone, with results that are finite."""
     comm = dgcopt.simulated_world(2)[0]
-    named = [("a", torch.zeros(3)), ("b", torch.zeros(3))]
-    finished = []
-    for bucket in build_buckets(named, lambda *_: "matrix", 1, 1, None, GradientBucket):
-        pending = PendingExchange(bucket.label, bucket)
-        pending.result = torch.ones(bucket.numel)
-        context = context_of(bucket, comm, "average", Store())
-        finished.append(FinishedExchange(pending, context, None, lambda _: lambda: None, bucket.numel))
-    assert len(finished) == 2
+    finished = finished_of(comm, torch.ones(64), torch.ones(64))
     assert not inspect(finished, comm)
+    label, context = finished[1].pending.label, finished[1].context
+    assert context is not None
     context.checks.refuse([1])
-    assert inspect(finished, comm) == [NotFinite(finished[1].pending.label, [1])]
+    assert inspect(finished, comm) == [NotFinite(label, [1])]
+    rows = torch.tensor([[torch.nan], [1.0]])
+    context.checks.look_at(rows, by_sender=rows)
+    assert inspect(finished, comm) == [NotFinite(label, [0, 1])], "the other rank's holds NaN"
+
+
+def test_sparse_sums_are_inspected_always_and_gaps_of_dense_ones_never() -> None:
+    """Where an allreduce has made a sum, gaps between parameters may hold anything."""
+    comm = dgcopt.simulated_world(2)[0]
+    nan = torch.full((64,), torch.nan)
+    assert not inspect(finished_of(comm, nan.index_fill(0, torch.arange(3), 1.0)), comm, sums=True)
+    assert inspect(finished_of(comm, nan), comm, sums=True) and not inspect(finished_of(comm, nan), comm)
+    (sparse,) = finished_of(comm, nan[:6].view(2, 3).to_sparse(1))
+    assert inspect([sparse], comm) and inspect([replace(sparse, context=None)], comm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -143,6 +145,14 @@ def test_a_preliminary_vote_ends_the_step_only_if_gradients_are_not_finite() -> 
     assert not world.step()
     assert [caller.outcomes[1:] for caller in world.callers] == [[Aborted([0])]] * SIZE
     assert all("cancelled" not in caller.log for caller in world.callers), "nothing was launched"
+
+
+def test_preliminary_votes_go_on_until_all_ranks_cast_a_final_one() -> None:
+    world = World(TOPK)
+    world.backward(0)
+    for caller in world.callers:
+        caller.ballot = Mock(side_effect=map(caller.ballot, (False, False, True)))  # type: ignore[method-assign]
+    assert not world.step() and [caller.outcomes for caller in world.callers] == [["committed"]] * SIZE
 
 
 def test_a_shard_without_a_gradient_counts_as_zero_unless_no_rank_has_one() -> None:

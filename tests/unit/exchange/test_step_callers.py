@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,6 +89,7 @@ def test_a_flush_comes_after_memory_and_before_gradients() -> None:
         assert equal(one.store.memory(), other.store.memory()) and equal(other.memory_then, other.store.memory())
         for shard, flushed in zip(one.shards, other.shards, strict=True):
             torch.testing.assert_close(flushed.grad, shard.grad + 1)
+        assert not any(context.memory.idle for context in other.contexts.values()), "memory is committed once"
         other.marker.check(0)
 
 
@@ -126,6 +128,17 @@ def test_each_step_is_confirmed_once_before_anything_changes() -> None:
     world.backward(2)
     world.callers[3].scheduler.start = spoiling(world.callers[3].scheduler.start)
     assert not world.step() and asked.count(2) == 3, "an abort for what has arrived is confirmed too"
+
+
+def test_a_rank_that_cannot_prepare_its_gradients_confirms_no_step() -> None:
+    """Ranks that may be lost would commit it without this one."""
+    world = World(TOPK)
+    world.backward(0)
+    caller = world.callers[1]
+    caller.comm.confirm = Mock()  # type: ignore[method-assign]
+    caller.buckets[0].prepare = Mock(side_effect=MemoryError)  # type: ignore[method-assign]
+    assert {type(error) for error in world.step()} == {MemoryError}
+    assert not caller.comm.confirm.called and not caller.store.residual_norm()
 
 
 class ChangesEarly(Shards):

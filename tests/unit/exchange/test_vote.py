@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import dgcopt
 from dgcopt.collectives import watched
 from dgcopt.exchange.agreement import compare
-from dgcopt.exchange.vote import Ballot, Touch, fingerprint, used_anywhere, vote
+from dgcopt.exchange.vote import Ballot, Touch, fingerprint, in_whole_replica, used_anywhere, vote
 
 BALLOT = Ballot(active=True, finite=True, step=7, trained=0xDEADBEEF, launched=3)
 flags, words = st.booleans(), st.integers(0, 2**32 - 1)
@@ -65,6 +65,10 @@ def test_one_rank_decides_for_all():
     assert verdict_on({}, {"settings": 1, "active": False}, {}).same_settings, "a rank without data takes them over"
     assert verdict_on({}, {"launched": 9}, {"launched": 0}).launched == 9
     assert verdict_on({"used": 2**40}, {"used": 2**40}).used_alike and not verdict_on({}, {"finite": False}).used_alike
+    assert verdict_on({}, {"by_active": True}).by_active
+    kept, changed = Touch.KEPT, Touch.CHANGED
+    either = verdict_on({"own": changed, "averaged": kept}, {"own": kept, "averaged": changed})
+    assert either.own_changed == [0] and either.averaged_changed == [1]
     assert not verdict_on({}, {"used": 1}, {}).used_alike and not verdict_on({}, {}, {"used": 1 << 32}).used_alike
 
 
@@ -114,6 +118,24 @@ def test_bytes_do_not_grow_with_the_ranks():
 def test_other_steps():
     with pytest.raises(dgcopt.MismatchError, match="rank 0 is at step 7, rank 1 is at step 8"):
         verdict_on({}, {"step": 8})
+
+
+def in_replica(change: dict):
+    """The answers of two ranks that hold shards of one replica, of two, if the second one's ballot differs."""
+    comms = [comm.across_replicas([(0, 1), (2, 3)]) for comm in dgcopt.simulated_world(4)]
+    cast = [dataclasses.replace(BALLOT, **change) if rank == 1 else BALLOT for rank in range(4)]
+    pairs = zip(cast, comms, strict=True)
+    answers = dgcopt.simulate([in_whole_replica(mine.finite, comm, "shards", mine) for mine, comm in pairs], comms)
+    assert answers[2:] == [True, True]
+    return answers[:2]
+
+
+def test_ranks_of_one_replica_compare_findings_steps_and_settings():
+    assert in_replica({}) == [True, True] and in_replica({"finite": False}) == [False, False]
+    for different in ({"step": 8}, {"settings": 1}):
+        with pytest.raises(dgcopt.MismatchError, match=r"ranks \[0, 1\] hold shards of one replica"):
+            in_replica(different)
+    assert in_replica({"settings": 1, "here": False}) == [True, True], "a rank without data takes them over"
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=19, max_size=19), min_size=1, max_size=4))

@@ -72,7 +72,7 @@ class Runner:
     @torch.no_grad()
     def begin(self) -> None:
         """Run the first job until it waits for the first time."""
-        if len(self._jobs) == 1 and self._awaited is None:
+        if self._awaited is None:
             with self._failing():
                 self._step(None)
 

@@ -150,8 +150,15 @@ def test_an_error_is_raised_on_the_rank_that_it_belongs_to_and_changes_nothing()
     assert all(torch.equal(*pair) for pair in zip(tensors[1], before[1], strict=True))
     assert callers[1].store.residual_norm() == 0 and callers[0].store.residual_norm() > 0
     with pytest.raises(ValueError, match="disk is full"):
+        callers[1].runner.progress()  # for another rank that waits, which cannot go on
+    with pytest.raises(ValueError, match="disk is full"):
         callers[1].runner.finish()
     callers[1].runner.finish()  # said once
+    for caller in callers:
+        caller()
+    assert callers[1].runner.failed
+    callers[1].runner.clear()  # as loaded state does
+    callers[1].runner.finish()
 
 
 def test_jobs_are_done_one_after_another_and_a_failure_ends_them_all() -> None:
@@ -170,3 +177,11 @@ def test_jobs_are_done_one_after_another_and_a_failure_ends_them_all() -> None:
     with pytest.raises(dgcopt.CommError, match=r"gone\. Nothing was sent\."):
         runner.finish()
     assert done == ["first"] and not runner.busy
+
+
+def test_ranks_that_take_turns_meet_where_others_need_not() -> None:
+    comm = dgcopt.simulated_world(2)[0]
+    runner = Runner(comm, "test", lambda: None, lambda: "")
+    assert [handle.collective.label for handle in runner.together("here")] == ["test 0 here"]
+    comm.takes_turns = False
+    assert not [*runner.together("here")]

@@ -79,11 +79,27 @@ class Parser(ArgumentParser):
             message += f"; valid here: {', '.join(keys) or 'nothing; settings of a class_path belong under init_args'}"
         if message.startswith("Unexpected config:"):
             message = "a config has a line `setting: value` for each, and this one names none"
+        if self.exit_on_error:
+            message = _cause(message)
         if self._reading:
             message = f"{self._reading}: {message}"
         if not self.exit_on_error:  # a class's own parser, which reports to its outer one
             super().error(message, ex)
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n")
+
+
+def _cause(message: str) -> str:
+    """Return the setting, its value and the valid ones in place of jsonargparse's message about a wrong value.
+
+    jsonargparse begins with the types around the setting. Other messages, and those about several settings, stay.
+    """
+    wanted = [*re.finditer(r"Expected a (?:typing\.Literal\[(.*?)\]|<class '(?!NoneType)(.*?)'>)", message)]
+    if not wanted or message.rfind('Parser key "') > wanted[0].start():
+        return message
+    given = re.compile(r"(?:Got|Given) value: (.*?)(?:\. Got value|$)", re.M).search(message, wanted[-1].end())
+    valid = " or ".join(f"one of {found[1]}" if found[1] else found[2] for found in wanted)
+    place = ".".join(re.findall('Parser key "(.*?)":', message))
+    return f'"{place}" is {given[1]!r:.200}, and must be {valid}' if given else message
 
 
 def _made_by(hint: Any) -> Iterator[type]:

@@ -1,12 +1,16 @@
 """Config files and the command line: each setting keeps its type, and presets are the shipped files."""
 
 import inspect
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import pytest
+import torch
 import yaml
 
 import dgcopt
+from dgcopt import Averaging
 from dgcopt.__main__ import library
 from dgcopt.compressors import Compressor
 
@@ -42,3 +46,39 @@ def test_a_warm_up_from_a_config_file_is_one(kind):
     parser.add_argument("--compressor", type=Compressor)
     config = parser.parse_args([f"--compressor=dgcopt.{kind.__name__}", "--compressor.warmup.ratios=[0.5]"])
     assert parser.instantiate(config).compressor.warmup == dgcopt.Warmup((0.5,))
+
+
+def chosen(name: str, **settings: object) -> dict[str, object]:
+    return {"class_path": name, "init_args": settings}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"op": "most"}, "\"op\" is 'most', and must be one of 'average', 'sum'"),
+        ({"amp": "fp8"}, "\"amp\" is 'fp8', and must be one of 'bf16', 'fp16'"),
+        (
+            {"averaging": chosen("dgcopt.DiLoCo", unsent="far")},
+            "\"averaging.unsent\" is 'far', and must be one of 'apart', 'local'",
+        ),
+        (
+            {"averaging": chosen("dgcopt.DiLoCo", compression=chosen("dgcopt.DGC", source="all"))},
+            "\"averaging.compression.source\" is 'all', and must be one of 'auto', 'gradient', 'update'",
+        ),
+        ({"averaging": chosen("dgcopt.LocalSGD", every="often")}, "\"averaging.every\" is 'often', and must be int"),
+        ({"optimizer": chosen("torch.optim.SGD", lr="fast")}, "\"optimizer.lr\" is 'fast', and must be float"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_valid_ones(given, words, tmp_path, capsys):
+    """In one line that begins with the file and the setting, not with the types around it."""
+    parser = pytest.importorskip("dgcopt.tasks.config").Parser(prog="train.py")
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--op", type=Literal["average", "sum"])
+    parser.add_argument("--amp", type=Literal["bf16", "fp16"] | None)
+    parser.add_argument("--averaging", type=Averaging | None)
+    parser.add_argument("--optimizer", type=Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer])
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(given))
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--config={path}"])
+    assert capsys.readouterr().err == f"train.py: {path}: {words}\n"

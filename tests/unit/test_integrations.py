@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 import dgcopt
+from dgcopt.exchange.held import unwrapped
 from dgcopt.gradients.synchronised import synchronised
 from dgcopt.integrations.exchange import Exchange, keep_gradients_local, read
 
@@ -36,6 +37,16 @@ def test_each_optimizer_takes_a_copy_of_the_compressor_and_its_own_parameters() 
 def test_a_single_process_needs_no_ddp() -> None:
     model = nn.Linear(3, 2)
     assert keep_gradients_local(model) is model
+
+
+@pytest.mark.parametrize(
+    "module", ["accelerate.optimizer", "lightning.fabric.wrappers", "lightning_fabric.wrappers", "pytorch_lightning.core"]
+)
+def test_an_optimizer_is_found_in_the_wrapper_of_a_framework_but_of_no_other(module: str) -> None:
+    inner = SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+    wrapper = type("Wrapper", (), {"__module__": module, "optimizer": inner})()
+    other = type("Wrapper", (), {"__module__": "mine", "optimizer": inner})()
+    assert unwrapped(wrapper) is inner and unwrapped(other) is other and unwrapped(inner) is inner
 
 
 def test_a_missing_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

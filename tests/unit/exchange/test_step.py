@@ -41,6 +41,7 @@ def test_nothing_is_lost_over_steps_of_which_one_is_aborted() -> None:
     kept = sum(float(t.double().sum()) for c in world.callers for t in c.store.memory()["residual"].values())
     assert made == pytest.approx(applied + kept / 2, abs=1e-3)
     assert [caller.steps for caller in world.callers] == [3] * SIZE
+    assert [caller.scheduler.telemetry.selected for caller in world.callers] == [3 * (3 + 20)] * SIZE
 
 
 def test_nan_in_one_gradient_aborts_the_step_of_all_replicas_and_all_shards() -> None:

@@ -40,7 +40,8 @@ def test_a_single_process_needs_no_ddp() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["accelerate.optimizer", "lightning.fabric.wrappers", "lightning_fabric.wrappers", "pytorch_lightning.core"]
+    "module",
+    ["accelerate.optimizer", "lightning.fabric.wrappers", "lightning_fabric.wrappers", "pytorch_lightning.core"],
 )
 def test_an_optimizer_is_found_in_the_wrapper_of_a_framework_but_of_no_other(module: str) -> None:
     inner = SGD(nn.Linear(3, 2).parameters(), lr=0.1)

@@ -53,7 +53,7 @@ LOADED_BY_ALL = (
 )
 
 
-class Schedule:
+class Schedule(Round):
     """Local steps of one optimizer on one rank, and its rounds of averaging between them.
 
     Attributes: those of `Round`, and
@@ -62,9 +62,6 @@ class Schedule:
         sync: this rank's part in a round.
         buffers: the model's buffers that rounds synchronise; see `dgcopt.sync_buffers`.
     """
-
-    runner: Runner
-    participation: Participation
 
     def __init__(self, sync: Callable[[Round], Sync], replica: Replica, comm: Comm | None) -> None:
         self.replica, self.names = replica, replica.names
@@ -142,12 +139,10 @@ class Schedule:
 
     @property
     def local_step(self) -> int:
-        """Local steps since the warm-up."""
         return self.step - self.rule.warmup_steps
 
     @property
     def overlaps(self) -> bool:
-        """True if a round runs during the next forward and backward pass."""
         return self.rule.overlap and not self.joining
 
     def before_step(self) -> None:
@@ -352,7 +347,6 @@ class Schedule:
         self.replica.start()
 
     def buckets(self) -> dict[Bucket, Weights]:
-        """Return the current layout of the exchanged weights."""
         return self.replica.lay_out(self._start, unsynced_only=self._missed)  # as in the round in flight
 
     def _start(self, bucket: Bucket, ctx: Weights) -> None:

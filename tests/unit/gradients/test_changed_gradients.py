@@ -55,6 +55,21 @@ def test_a_rank_that_clips_by_its_optimizer_alone() -> None:
         ranks.optimizers[0].step()
 
 
+def test_launched_exchanges_are_cancelled_on_all_ranks_before_they_are_told() -> None:
+    ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.5, overlap=True))
+    ranks.step(0)
+    ranks.backward()
+    ranks.optimizers[0].clip_grad_norm_(0.01)
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    before = [optimizer.telemetry.repeated for optimizer in ranks.optimizers]
+    ranks.backward()
+    for optimizer, repeated in zip(ranks.optimizers, before, strict=True):
+        with pytest.raises(MismatchError, match=r"rank\(s\) \[0\] changed the averaged gradients of step 1"):
+            optimizer.step()
+        assert optimizer.telemetry.repeated == repeated + 1
+
+
 def test_averaged_gradients_that_one_rank_clips_are_mended() -> None:
     ranks = Ranks(2, momentum_sgd, on_divergence="resync")
     for seed in range(3):

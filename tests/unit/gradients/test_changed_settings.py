@@ -123,6 +123,21 @@ def test_settings_are_taken_over_from_rank_0_where_divergence_is_mended(caplog: 
     assert len(told) == 2, "on each rank"
 
 
+def test_exchanges_launched_by_settings_that_are_mended_are_launched_again() -> None:
+    ranks, untouched = (
+        Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.5, overlap=True), on_divergence="resync") for _ in range(2)
+    )
+    for seed in range(3):
+        if seed == 2:
+            ranks.optimizers[1].param_groups[0]["momentum"] = 0.5
+        for each in (ranks, untouched):
+            each.step(seed)
+    for rank in range(2):
+        assert same(ranks.weights(rank), untouched.weights(rank))
+        assert same(*(each.optimizers[rank].state_dict()["dgcopt"]["memory"] for each in (ranks, untouched)))
+        assert ranks.optimizers[rank].telemetry.repeated == 1
+
+
 def test_settings_are_not_read_anew_until_one_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step compares them by few operations, whatever their number."""
     optimizer = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(2))], "lr": place} for place in range(50)])

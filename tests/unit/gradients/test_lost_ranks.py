@@ -120,3 +120,26 @@ def test_closures_are_refused() -> None:
 def test_the_hook_of_ddp_is_refused() -> None:
     with pytest.raises(ConfigError, match="DistributedOptimizer"):
         dgcopt.ddp_hook(dgcopt.DGC(), comm=Losing(()))
+
+
+def test_nothing_leaves_before_the_vote_nor_after_a_loss() -> None:
+    """A loss must fail the step, which is made again, and not backward; ranks that are left compare at the next one."""
+    comm, labels = Losing((2,), commits_all_the_same=True), list[str]()
+    start = comm.start
+    comm.start = lambda collective: labels.append(collective.label) or start(collective)  # type: ignore
+    model = nn.Linear(5, 3)
+    optimizer = dgcopt.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        dgcopt.DGC(0.1, overlap=True),
+        comm=comm,
+        check_replicas_every=1,
+    )
+    compared = []
+    for _ in range(5):
+        labels.clear()
+        model(torch.randn(2, 5)).sum().backward()
+        assert not labels
+        optimizer.step()
+        compared.append(any("digests of parameters" in label for label in labels))
+    assert compared == [True, True, False, True, True]

@@ -154,6 +154,18 @@ def test_with_overlap_memory_and_gradients_stay_as_they_are_until_the_step_has_s
         assert torch.equal(once[kind], again[kind])
 
 
+def test_gradients_read_in_place_are_sent_again_if_they_change_before_the_step() -> None:
+    ranks, late = (Ranks(2, lambda p: SGD(p, lr=0.05), compression=dgcopt.DGC(0.1, overlap=o)) for o in (True, False))
+    for each in (ranks, late):
+        each.step(0)
+        each.backward(1)
+        each.models[1][2].weight.grad.mul_(3)
+        for optimizer in each.optimizers:
+            optimizer.step()
+    assert [optimizer.telemetry.repeated for optimizer in ranks.optimizers] == [1, 1]
+    assert all(map(torch.equal, ranks.weights(), late.weights()))
+
+
 def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:
     torch.manual_seed(0)
     tensor, grad = torch.randn(40, 100), torch.randn(4000)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,3 +137,35 @@ def test_state_is_not_loaded_once_gradients_are_on_their_way():
         ranks.backward(seed)
     with pytest.raises(dgcopt.ConfigError, match="finish the step first"):
         ranks.optimizers[0].load_state_dict(ranks.optimizers[0].state_dict())
+
+
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_residuals_of_a_checkpoint_count_once_in_a_dense_exchange(op):
+    ranks = Ranks(2, lambda params: SGD(params, lr=1.0), compression=dgcopt.TopK(0.1), op=op)
+    ranks.step(0)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in ranks.optimizers]
+    dense = Ranks(2, lambda params: SGD(params, lr=1.0), op=op)
+    for optimizer, state in zip(dense.optimizers, states, strict=True):
+        optimizer.load_state_dict(state)
+    before = dense.weights()
+    for _ in range(3):
+        for optimizer, model in zip(dense.optimizers, dense.models, strict=True):
+            optimizer.zero_grad()
+            (0 * model(torch.zeros(1, 12, dtype=torch.float64))).sum().backward()
+        for optimizer in dense.optimizers:
+            optimizer.step()
+    held = [state["dgcopt"]["memory"]["residual"] for state in states]
+    names = [name for name, _ in dense.models[0].named_parameters()]
+    sums = [(held[0][name] + held[1][name]) / (2 if op == "average" else 1) for name in names]
+    assert_close(dense.weights(), [weight - change for weight, change in zip(before, sums, strict=True)], 1e-12)
+
+
+def test_loaded_state_drops_a_change_of_the_compressor_that_is_due():
+    ranks = Ranks(2, momentum_sgd, compression=dgcopt.DGC(0.1))
+    ranks.step(0)
+    for optimizer in ranks.optimizers:
+        gradients = synchronised(optimizer).engine.gradients
+        gradients.change_compressor(Mock(moves=True))
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert not gradients.changes_compressor
+    ranks.step(1)

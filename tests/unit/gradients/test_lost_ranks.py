@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,23 @@ def test_an_aborted_step_leaves_no_trace(compressor: Any, given: dict[str, Any],
     kind = given.get("optimizer", lambda params: torch.optim.SGD(params, lr=0.05, momentum=momentum))
     undisturbed = trained(Losing(()), compressor, kind, bad=3)
     assert_same(trained(Losing(LOSSES, commits_all_the_same), compressor, kind, bad=3), undisturbed)
+
+
+class LosingVotes(Losing):
+    """Fails in the vote instead of at its confirmation."""
+
+    def wait(self, handle: Handle) -> torch.Tensor:
+        if self.commits in self.losses and handle.collective.label.endswith(" vote"):
+            self.losses.remove(self.commits)
+            raise CommError("a rank is lost")
+        return super().wait(handle)
+
+
+@pytest.mark.parametrize("source", ["gradient", "update"])
+def test_a_step_that_fails_in_its_vote_leaves_no_trace(source: Any) -> None:
+    kind = functools.partial(torch.optim.Adam, lr=0.05)
+    undisturbed = trained(Losing(()), dgcopt.TopK(0.1, source=source), kind)
+    assert_same(trained(LosingVotes(LOSSES), dgcopt.TopK(0.1, source=source), kind), undisturbed)
 
 
 def test_two_optimizers_of_one_loop() -> None:

@@ -103,6 +103,18 @@ def test_own_gradients_that_one_rank_changes(compression: Any, caplog: pytest.Lo
     assert "step 3: rank(s) [1] changed their gradients between backward() and the exchange" in told[0]
 
 
+def test_a_gradient_that_one_rank_does_not_have_is_no_change(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(2, momentum_sgd)
+    ranks.step(0)
+    for optimizer, model in zip(ranks.optimizers, ranks.models, strict=True):
+        optimizer.zero_grad()
+        layers = model if optimizer is ranks.optimizers[0] else model[:4]  # the last layer's gradient comes first
+        layers(torch.ones(1, 12, dtype=torch.float64)).sum().backward()
+    for optimizer in ranks.optimizers:
+        optimizer.step()
+    assert "changed their gradients" not in caplog.text
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_inf_makes_a_step_void_though_a_clip_by_value_would_make_it_finite(ratio: float) -> None:
     """Whenever its bucket leaves."""

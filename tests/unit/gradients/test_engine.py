@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import dgcopt
 from dgcopt.collectives import AllReduce
+from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import (
     Ranks,
     bucket_of,
@@ -430,3 +431,22 @@ def test_ranks_ask_which_gradients_there_are_only_where_these_differ():
         assert torch.equal(before[2], ranks.weights()[2]) == (len(unused) == 3)
         assert sum(label.endswith("gradients that there are") for label in asked) == count, unused
         asked.clear()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_without_gradients_is_expected_once(fails: bool):
+    """A rank that waits moves the other one on, if that expects a step, but not once it was taken or has failed."""
+    ranks = Ranks(2, lambda params: SGD(params, lr=0.1))
+    ranks.step(0)
+    engines = [synchronised(optimizer).engine for optimizer in ranks.optimizers]
+    for optimizer, engine in zip(ranks.optimizers, engines, strict=True):
+        optimizer.zero_grad()
+        engine.expect_step()
+    if fails:
+        engines[1].abort()
+    else:
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+        assert [engine.step for engine in engines] == [2, 2]
+    with pytest.raises(dgcopt.CommError):
+        ranks.optimizers[0].step()

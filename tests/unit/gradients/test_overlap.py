@@ -154,12 +154,19 @@ def test_with_overlap_memory_and_gradients_stay_as_they_are_until_the_step_has_s
         assert torch.equal(once[kind], again[kind])
 
 
-def test_gradients_read_in_place_are_sent_again_if_they_change_before_the_step() -> None:
+@pytest.mark.parametrize("layer", ["weight", "bias"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_gradients_are_sent_again_if_they_change_before_the_step(layer: str, replaced: bool) -> None:
+    """Matrices are read in place, vectors are copied."""
     ranks, late = (Ranks(2, lambda p: SGD(p, lr=0.05), compression=dgcopt.DGC(0.1, overlap=o)) for o in (True, False))
     for each in (ranks, late):
         each.step(0)
         each.backward(1)
-        each.models[1][2].weight.grad.mul_(3)
+        param = getattr(each.models[1][2], layer)
+        changed = 3 * param.grad if replaced else param.grad.mul_(3)
+        while changed._version < param.grad._version:
+            changed.mul_(1)  # torch has counted as many changes of the gradient that is replaced
+        param.grad = changed
         for optimizer in each.optimizers:
             optimizer.step()
     assert [optimizer.telemetry.repeated for optimizer in ranks.optimizers] == [1, 1]

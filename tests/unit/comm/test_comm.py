@@ -413,3 +413,15 @@ def test_rounds_of_all_buckets_are_in_flight_together():
     assert [label.split(" round")[0] for label in started] == buckets * 2
     assert [label[-1] for label in started] == ["0"] * len(buckets) + ["1"] * len(buckets)
     assert [label.split()[3] for label in in_backward] == [str(i) for i in range(len(buckets))]
+
+
+def test_ranks_that_machines_share_out_in_any_order():
+    class Machines(LocalComm):
+        def __init__(self, rank):
+            super().__init__()
+            self._set_ranks(rank, 4)
+            self._set_nodes([0, 1, 1, 0])
+
+    ranks = [Machines(rank) for rank in range(4)]
+    assert [rank.local_rank for rank in ranks] == [0, 0, 1, 1]
+    assert [rank.cross_rank for rank in ranks] == [0, 1, 0, 1], "in the order of ranks, not of machines"

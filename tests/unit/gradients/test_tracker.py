@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dgcopt
+from dgcopt.flat.gradient import GradientBucket
+from dgcopt.gradients.tracker import GradientTracker
+from tests.support.worlds import bucket_of
 
 PASSES = 2
 
@@ -148,3 +151,15 @@ def test_hooks_that_run_in_threads_of_autograds_own() -> None:
     assert len(threads) > 1
     with pytest.raises(RuntimeError, match="was computed 3 times"):
         backward()
+
+
+def test_nan_is_found_where_only_a_part_of_a_bucket_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgcopt.flat.gradient.SMALL", 1)
+    params = [torch.zeros(3), torch.zeros(3)]
+    bucket, tracker = bucket_of(params), GradientTracker()
+    assert isinstance(bucket, GradientBucket)
+    for param, value in zip(params, (1.0, torch.nan), strict=True):
+        param.grad = torch.full((3,), value)
+    tracker.completed(bucket, 0)
+    tracker.fill_waiting(bucket, 1.0)
+    assert tracker.find_infinite(params, [param.grad for param in params], []) is params[1]

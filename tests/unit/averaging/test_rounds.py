@@ -305,3 +305,24 @@ def test_an_epoch_of_another_length_is_told_to_all_that_count_epochs() -> None:
     averaging.set_steps_per_epoch(44)
     assert [outer.compressor.warmup.steps_per_epoch for outer in averaging.sync.outers] == [11, 11]
     assert averaging.rule.compression.warmup.steps_per_epoch == 11 and code.warmup.steps_per_epoch == 2
+
+
+def test_a_mean_on_request_counts_as_a_round():
+    world = World(2, LocalSGD(every=4)).train(range(3))
+    assert [optimizer.averaging.replica.steps_since_sync for optimizer in world.optimizers] == [3, 3]
+    for optimizer in world.optimizers:
+        optimizer.averaging.average()
+    for optimizer in world.optimizers:
+        optimizer.averaging.finish_round()
+        state = optimizer.averaging.state()
+        assert state["since"] == 0 and not state["apart"], "no rank has progress of its own"
+
+
+def test_a_round_in_flight_ends_before_ranks_may_run_out_of_data():
+    """Which do not overlap rounds with their steps."""
+    world = World(2, LocalSGD(every=2, overlap=True)).train(range(2))
+    rounds = [optimizer.averaging for optimizer in world.optimizers]
+    assert all(each.sync.in_flight for each in rounds)
+    for each in rounds:
+        each.join(True, False)
+    assert not any(each.sync.in_flight for each in rounds)

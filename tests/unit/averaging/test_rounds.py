@@ -225,6 +225,13 @@ def test_warm_up_and_what_follows_have_one_account():
     assert telemetry is world.optimizers[0].telemetry and telemetry.steps == 6
 
 
+def test_ranks_that_rejoin_keep_their_account():
+    optimizer = World(2, LocalSGD(2)).train(range(2)).optimizers[0]
+    telemetry = optimizer.averaging.telemetry
+    optimizer.averaging.rejoin(dgcopt.simulated_world(1)[0])
+    assert optimizer.averaging.telemetry is telemetry and telemetry.steps == 2
+
+
 @pytest.mark.parametrize("rule", [LocalSGD(2, warmup_steps=4), dgcopt.DiLoCo(2, warmup_steps=4)], ids=str)
 def test_a_warm_up_goes_on_among_the_ranks_that_are_left(rule: Averaging):
     """One of three is lost in it; the others average gradients, then weights, in one account."""

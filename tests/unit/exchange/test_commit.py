@@ -266,6 +266,17 @@ def test_a_gradient_that_memory_has_absorbed_counts_once(compressor, refused, mo
             assert absorbed == (param.dim() > 1 and not isinstance(compressor, dgcopt.Hierarchical)), (rank, name)
 
 
+def test_memory_that_has_absorbed_a_part_of_a_gradient_is_between_two_steps() -> None:
+    ranks = trained("one pass")
+    engine = synchronised(ranks.optimizers[0]).engine
+    memory = next(iter(engine.layout.contexts.values())).memory
+    with contextlib.suppress(MemoryError), memory.absorbing():
+        raise MemoryError
+    engine.abort()
+    with pytest.raises(dgcopt.InterruptedStep, match="while memory took"):
+        ranks.backward(2)
+
+
 def test_a_failed_step_that_has_moved_the_optimizers_state_is_told_at_the_next_one() -> None:
     ranks, _ = refused_step(dgcopt.TopK(0.1), functools.partial(torch.optim.Adam, lr=0.01))
     errors = third(ranks)

@@ -1,5 +1,7 @@
 """Exchanges in backward or at the step, and sparse or dense optimizer steps: the same bits."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,6 +173,18 @@ def test_gradients_are_sent_again_if_they_change_before_the_step(layer: str, rep
             optimizer.step()
     assert [optimizer.telemetry.repeated for optimizer in ranks.optimizers] == [1, 1]
     assert all(map(torch.equal, ranks.weights(), late.weights()))
+
+
+def test_a_launch_that_fails_in_backward_leaves_nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.05), compression=dgcopt.DGC(0.1, overlap=True))
+    ranks.step(0)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(dgcopt.DGC, "exchange", Mock(side_effect=MemoryError))
+        ranks.backward(1)
+    for optimizer in ranks.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())  # refused while anything is in flight
+    ranks.step(1)
+    ranks.assert_replicas_equal()
 
 
 def test_without_overlap_a_wire_that_fails_loses_no_gradient() -> None:

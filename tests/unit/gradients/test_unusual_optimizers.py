@@ -370,3 +370,19 @@ def test_an_optimizer_that_another_one_of_the_same_parameters_has_followed(is_wr
     for seed in range(6):
         ranks.step(seed)
     assert len(first) == 2 and ("weights changed after the last backward" in caplog.text) is not is_wrapped
+
+
+def test_weights_that_move_once_in_each_step(caplog: Any) -> None:
+    """Between its two passes: the next step begins the count anew."""
+    ranks = Ranks(2, momentum_sgd, backward_passes_per_step=2)
+    for seed in range(4):
+        ranks.backward(seed)
+        with torch.no_grad():
+            for model in ranks.models:
+                for param in model.parameters():
+                    param.mul_(0.99)
+        ranks.backward(seed)
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "weights changed after the last backward" not in caplog.text

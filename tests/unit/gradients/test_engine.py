@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import dgcopt
 from dgcopt.collectives import AllReduce
+from dgcopt.comm import LocalComm
 from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import (
     Ranks,
@@ -450,3 +451,19 @@ def test_a_step_without_gradients_is_expected_once(fails: bool):
         assert [engine.step for engine in engines] == [2, 2]
     with pytest.raises(dgcopt.CommError):
         ranks.optimizers[0].step()
+
+
+class Surviving(LocalComm):
+    """One rank that exchanges, as others may come back."""
+
+    survives = True
+
+
+def test_a_step_that_is_skipped_for_an_overflow_begins_anew():
+    model = nn.Linear(3, 2)
+    optimizer = dgcopt.DistributedOptimizer(SGD(model.parameters(), lr=0.1), model.named_parameters(), comm=Surviving())
+    engine = synchronised(optimizer).engine
+    model(torch.ones(1, 3)).sum().backward()
+    assert not engine.skips_on_overflow() and engine.in_flight
+    model.weight.grad[0, 0] = torch.inf
+    assert engine.skips_on_overflow() and not engine.in_flight

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -26,11 +27,12 @@ ROOT = Path(__file__).resolve().parent.parent
 def train(task: str, compressor: str, seed: int, workers: int, extra: list[str], folder: Path) -> dict[str, float]:
     """Train once, unless the result is there already; return it."""
     name, _, settings = compressor.partition(":")
-    output = folder / compressor.replace(":", "_").replace(",", "_").replace("=", "-") / f"seed-{seed}"
+    output = folder / re.sub("[^a-z0-9.]+", "-", compressor) / f"seed-{seed}"
     result = output / "result.json"
     if not result.exists():
         shutil.rmtree(output, ignore_errors=True)
-        overrides = [f"--compressor.{setting}" for setting in settings.split(",") if setting]
+        each = re.split(r",(?![^\[]*\])", settings) if settings else []  # at commas outside brackets
+        overrides = [f"--compressor.{setting}" for setting in each]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)),
             *(str(ROOT / "train.py"), "--config", str(ROOT / f"configs/tasks/{task}.yaml")),

@@ -102,7 +102,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    figure, panel = plt.subplots(figsize=(7, 4))
+    figure, panel = plt.subplots(figsize=(7, 4 + 0.2 * len(rows)), layout="constrained")
     for row in rows:
         losses = [run["test_loss"] for run in row["runs"]]
         mean = statistics.mean(losses)
@@ -111,8 +111,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     panel.set(title=title, xlabel="bytes sent per rank and step, warm-up included", ylabel="final test loss")
     panel.set_xscale("log")
     panel.grid(alpha=0.3)
-    panel.legend()
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", fontsize=8)
     figure.savefig(path, dpi=120)
 
 

@@ -24,6 +24,11 @@ def test_presets_are_the_configs(config, preset):
     assert preset(0.01, warmup=None, values="int8").values == "int8" and preset(0.01, warmup=None).ratio == 0.01
 
 
+def test_the_compact_preset_has_no_warm_up_below_its_ratio():
+    warm_ups = [dgcopt.DGC.compact(ratio).warmup for ratio in (0.001, 0.004, 0.01, 0.1)]
+    assert [warm_up and warm_up.ratios for warm_up in warm_ups] == [(1 / 64, 0.004), (1 / 64,), (1 / 64,), None]
+
+
 WARM_UP = [dgcopt.DGC, dgcopt.TopK, dgcopt.ChunkedTopK, dgcopt.RandomK, dgcopt.CLTK, dgcopt.CSC]
 
 

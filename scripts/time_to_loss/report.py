@@ -99,7 +99,10 @@ def table(seeds: Sequence[int], figure: Path | None) -> None:
 
 
 def plot(found: Sequence[Record], path: Path) -> None:
-    """Bars of seconds: a panel for each task and number of ranks with losses of bf16, a group of bars for each link."""
+    """Bars of seconds: a panel for each task and number of ranks with losses of bf16, a group of bars for each link.
+
+    All peers and `auto` are shown, and those of dgcopt's methods that are its fastest in a cell.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -108,8 +111,15 @@ def plot(found: Sequence[Record], path: Path) -> None:
 
     known = [one for one in found if one["times"]]
     kinds = sorted({(one["task"], one["ranks"]) for one in known if one["system"] == "DDP bf16"})
-    systems = dict.fromkeys(one["system"] for one in known)
-    colours = dict(zip(systems, [*(f"C{place}" for place in range(10)), "black", "gold", "navy"], strict=False))
+    fastest: dict[tuple[str, int, str], Record] = {}
+    for one in known:
+        cell = one["task"], one["ranks"], one["link"]
+        before = fastest.setdefault(cell, one) if one["system"] not in (*SYSTEMS, AUTO) else one
+        if statistics.median(one["times"]) < statistics.median(before["times"]):
+            fastest[cell] = one
+    shown = {*SYSTEMS, AUTO, *(one["system"] for one in fastest.values())}
+    systems = [system for system in dict.fromkeys(one["system"] for one in known) if system in shown]
+    colours = dict(zip(systems, [*(f"C{place}" for place in range(10)), "black", "gold", "navy", "teal"], strict=False))
     figure, panels = plt.subplots(1, len(kinds), figsize=(1 + 4 * len(kinds), 4.6), squeeze=False, sharey=True)
     for panel, (task, ranks) in zip(panels[0], kinds, strict=True):
         for place, system in enumerate(systems):

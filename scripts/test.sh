@@ -19,8 +19,6 @@ ruff format --check .
 mypy
 lint-imports --no-cache
 python scripts/check_rooms.py
-# one process more than there are threads of cores: tests of frozen and lost ranks wait for time limits, and use no core
-# meanwhile; those of a launch or file stay together; properties draw the same examples every time (others by
-# `pytest --hypothesis-seed=N`)
-processes=$(python -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
-exec python -m pytest --numprocesses "$processes" --hypothesis-seed=0 "$@"
+# tests of one process run while others wait for real processes; those of a launch or file stay together; properties draw
+# the same examples every time (others by `pytest --hypothesis-seed=N`)
+exec python -m pytest --numprocesses logical --maxprocesses 4 --hypothesis-seed=0 "$@"

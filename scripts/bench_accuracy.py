@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench_library import split
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -31,8 +33,7 @@ def train(task: str, compressor: str, seed: int, workers: int, extra: list[str],
     result = output / "result.json"
     if not result.exists():
         shutil.rmtree(output, ignore_errors=True)
-        each = re.split(r",(?![^\[]*\])", settings) if settings else []  # at commas outside brackets
-        overrides = [f"--compressor.{setting}" for setting in each]
+        overrides = [f"--compressor.{setting}" for setting in split(settings)]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)),
             *(str(ROOT / "train.py"), "--config", str(ROOT / f"configs/tasks/{task}.yaml")),

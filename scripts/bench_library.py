@@ -94,6 +94,11 @@ Train = Callable[[str, str, int, dict[str, Any]], dict[str, Any]]
 """A run: what comes of a task, a method, a seed and a plan."""
 
 
+def split(changes: str) -> list[str]:
+    """Return the settings after the colon of a method, which commas outside brackets separate."""
+    return re.split(r",(?![^\[]*\])", changes) if changes else []
+
+
 def settings_of(task: str, method: str) -> Any:
     """The objects that the configs of a task and a method describe: a file of configs/compressors or configs/averaging,
     with settings after a colon, or "alone"."""
@@ -102,7 +107,7 @@ def settings_of(task: str, method: str) -> Any:
     arguments = [f"--config={ROOT}/configs/tasks/{task}.yaml"]
     if name != "alone":
         arguments.append(f"--config={ROOT}/configs/{kind.replace('compressor', 'compressors')}/{name}.yaml")
-    for change in re.split(r",(?![^\[]*\])", changes) if changes else ():  # at commas outside brackets
+    for change in split(changes):
         arguments.append(f"--{change}" if change.startswith("optimizer.") else f"--{kind}.init_args.{change}")
     parser = make_parser()
     return parser.instantiate(parser.parse_args(arguments))

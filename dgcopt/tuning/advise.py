@@ -219,7 +219,7 @@ def local_steps(setting: Setting, recipes: Sequence[Recipe], every: Sequence[int
     bare = setting.model.seconds + dense.low.step / setting.speed
     average = setting.step(replace(dense, overlap=False)).seconds - bare
     times = ", ".join(f"LocalSGD(every={steps}) {in_words(bare + average / steps)}" for steps in every)
-    return f"steps apart: {times} a step, at another loss per step (docs/averaging.md)."
+    return f"local steps: {times} a step, at another loss per step (docs/averaging.md)."
 
 
 def recommend(predictions: Sequence[Prediction], allow: Collection[str] = ACCURACY) -> tuple[Prediction, str]:

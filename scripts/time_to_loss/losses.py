@@ -17,11 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from frontier.training import outer
 from naive_dgc import NaiveDGC
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -148,11 +148,6 @@ def loss_of(model: nn.Module, data: Any) -> float:
         total += float(cross_entropy(model(inputs), targets)) * len(pairs)
         count += len(pairs)
     return total / count
-
-
-def outer(lr: float, momentum: float) -> Any:
-    """Return the outer optimizer of DiLoCo."""
-    return partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 def exchange_of(method: str) -> dgcopt.Compressor | dgcopt.Averaging:

@@ -87,7 +87,7 @@ def test_local_steps_pay_an_exchange_that_overlaps_nothing_once_in_a_round() -> 
     whole = setting.step(replace(RECIPES[0], overlap=False)).seconds
     assert whole == pytest.approx(0.1 + 0.96, rel=0.01)
     line = local_steps(setting, RECIPES, (1, 10))
-    assert line.startswith(f"steps apart: LocalSGD(every=1) {in_words(whole)}, LocalSGD(every=10) 196 ms a step")
+    assert line.startswith(f"local steps: LocalSGD(every=1) {in_words(whole)}, LocalSGD(every=10) 196 ms a step")
     with pytest.raises(ConfigError, match="compared with 'DDP fp32', whose costs are missing"):
         local_steps(setting, RECIPES[1:])
 

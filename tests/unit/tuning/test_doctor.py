@@ -178,12 +178,12 @@ def test_a_shape_is_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_text_has_compute_exposed_communication_and_a_choice() -> None:
     predictions = [Prediction("DDP bf16", "rounded", 0.5, 0.3, 10.0), Prediction("DDP fp32", "exact", 0.8, 0.6, 20.0)]
-    found = Diagnosis(Model("toy", {"a": (4,)}, [1.0], 0.2), Fitted(), [], predictions, "steps apart: 1 ms")
+    found = Diagnosis(Model("toy", {"a": (4,)}, [1.0], 0.2), Fitted(), [], predictions, "local steps: 1 ms")
     text = diagnosis(found, 4, 2, ["exact", "rounded"])
     assert "toy: 4 parameters; 4 ranks on 2 machine(s)" in text
     assert "forward and backward 0.2000 s; DDP fp32 exposes 0.6000 s of communication" in text
     assert text.splitlines()[-1].startswith("does not pay: DDP bf16 takes 500 ms a step")
-    assert text.splitlines()[-2] == "steps apart: 1 ms"
+    assert text.splitlines()[-2] == "local steps: 1 ms"
 
 
 def test_an_unknown_candidate_is_refused_before_ranks_meet() -> None:

@@ -52,11 +52,16 @@ class Parser(ArgumentParser):
 
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
         """Instantiate as jsonargparse does. Raises ConfigError for a function that may return another type than
-        required.
+        required, and the ConfigError of a class that may also be None, which jsonargparse tells among types.
         """
         if problem := self._wrong_factory(namespace):
             raise ConfigError(problem)
-        return super().instantiate(namespace, *args, **kwargs)
+        try:
+            return super().instantiate(namespace, *args, **kwargs)
+        except ValueError as error:
+            if isinstance(error.__cause__, ConfigError):
+                raise error.__cause__ from None
+            raise
 
     def _wrong_factory(self, settings: Namespace) -> str:
         """Return the problem of the first setting with a function that may return another type than it needs."""

@@ -87,3 +87,12 @@ def test_a_wrong_value_is_told_with_the_valid_ones(given, words, tmp_path, capsy
     with pytest.raises(SystemExit):
         parser.parse_args([f"--config={path}"])
     assert capsys.readouterr().err == f"train.py: {path}: {words}\n"
+
+
+def test_a_setting_that_a_class_refuses_is_told_in_its_own_words():
+    """Also where the class is one of several types, as a warm-up or None."""
+    parser = pytest.importorskip("dgcopt.tasks.config").Parser(prog="train.py")
+    parser.add_argument("--compressor", type=Compressor)
+    config = parser.parse_args(["--compressor=dgcopt.DGC", "--compressor.warmup.epochs=-1"])
+    with pytest.raises(dgcopt.ConfigError, match=r"^a warm-up's epochs must be a positive number, not -1\.0$"):
+        parser.instantiate(config)

@@ -3,7 +3,8 @@
 First a sweep of each method, all sweeps in turn so that each has a result soon: with seed 0 and half the steps, of the
 learning rate, and for methods with an outer optimizer of its learning rate and momentum too, until the best point of
 the grid has worse neighbours. Then the best settings at all steps with three seeds, of the methods that no other beats
-by MARGIN with as few bytes. Then the same with eight ranks. A method that is added to METHODS extends the plan.
+by MARGIN with as few bytes. Then the same with eight ranks: for some after a sweep of their own, for others with the
+settings of four. A method that is added to METHODS extends the plan.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,12 +51,14 @@ class Method:
         optimizer: "adamw", "adamw0" without its first moment, "sgd", or "muon" with AdamW for all but the matrices.
         lr: learning rate at which the sweep starts.
         ranks: numbers of ranks: the first is for the sweep and the paired seeds, all others for the last stage.
+        sweeps: those of the last stage that have a sweep of their own.
     """
 
     exchange: str
     optimizer: str = "adamw"
     lr: float = 8e-3
     ranks: tuple[int, ...] = (4, 8)
+    sweeps: tuple[int, ...] = ()
 
     @property
     def grid(self) -> dict[str, dict[int, float]]:
@@ -71,15 +74,21 @@ class Method:
 OUTER = "outer=outer({outer_lr:g}, {momentum:g})"
 CODED = "values='int2', indices='rice'"
 METHODS: dict[str, Method] = {
-    "dense": Method("NoCompression()"),
+    "dense": Method("NoCompression()", sweeps=(8,)),
     "one rank": Method("NoCompression()", ranks=(1,)),
     "TopK of the update, 1%": Method(f"TopK(0.01, {CODED})", "adamw0", lr=16e-3),
     "one rank, Muon": Method("NoCompression()", "muon", ranks=(1,)),
     **{
         f"MuLoCo, {code}, unsent local, H = {every}": Method(
-            f"DiLoCo({every}, {OUTER}, compression={code}(), unsent='local')", "muon"
+            f"DiLoCo({every}, {OUTER}, compression={code}(), unsent='local')", "muon", sweeps=sweeps
         )
-        for code, every in (("OneBit", 32), ("OneBitReduce", 32), ("OneBit", 8), ("OneBit", 16), ("OneBitReduce", 64))
+        for code, every, sweeps in (
+            ("OneBit", 32, (8,)),
+            ("OneBitReduce", 32, (8,)),
+            ("OneBit", 8, ()),
+            ("OneBit", 16, ()),
+            ("OneBitReduce", 64, ()),
+        )
     },
     "DiLoCo, OneBit, unsent local, H = 32": Method(
         f"DiLoCo(32, {OUTER}, compression=OneBit(), unsent='local')", lr=4e-3
@@ -224,16 +233,19 @@ def run_of(method: Method, settings: dict[str, float], ranks: int, steps: int, s
     return Run(method.exchange.format(**settings), method.optimizer, settings["lr"], ranks, steps, seed, task)
 
 
-def swept(method: Method, results: Results) -> tuple[dict[Run, dict[str, float]], Run | None]:
+def swept(method: Method, results: Results, ranks: int = 0) -> tuple[dict[Run, dict[str, float]], Run | None]:
     """Return the finished runs of the sweep with their settings, best first, and the next run, None if it is done.
 
-    The sweep starts in the middle of the grid and goes on from the best point: to its neighbours in each setting.
+    The sweep starts in the middle of the grid and goes on from the best point: to its neighbours in each setting. It is
+    that of the method's first number of ranks, or of `ranks` if it has a sweep of its own.
     """
+    if ranks not in method.sweeps:
+        ranks = method.ranks[0]
     start, losses, points = dict.fromkeys(method.grid, 0), dict[Run, float](), dict[Run, dict[str, int]]()
 
     def run_at(point: dict[str, int]) -> Run:
         settings = {name: method.grid[name][place] for name, place in point.items()}
-        return run_of(method, settings, method.ranks[0], STEPS // 2, 0, results.task)
+        return run_of(method, settings, ranks, STEPS // 2, 0, results.task)
 
     def finished() -> dict[Run, dict[str, float]]:
         return {
@@ -255,9 +267,9 @@ def swept(method: Method, results: Results) -> tuple[dict[Run, dict[str, float]]
         losses[run], points[run] = loss, point
 
 
-def best_settings(method: Method, results: Results) -> dict[str, float]:
-    """Return the best settings of the sweep so far."""
-    return next(iter(swept(method, results)[0].values()), {})
+def best_settings(method: Method, results: Results, ranks: int = 0) -> dict[str, float]:
+    """Return the best settings of the sweep so far; see `swept`."""
+    return next(iter(swept(method, results, ranks)[0].values()), {})
 
 
 def survivors(results: Results) -> list[str]:
@@ -282,21 +294,24 @@ def survivors(results: Results) -> list[str]:
 
 def ready(results: Results) -> Iterator[Run]:
     """Yield the runs that can be made now, in order: the next of each sweep, or those of the first stage left."""
-    sweeps = [
-        (len(finished), place, run)
-        for place, method in enumerate(METHODS.values())
-        for finished, run in [swept(method, results)]
-        if run is not None
-    ]
-    yield from (run for *_, run in sorted(sweeps, key=lambda sweep: sweep[:2]))
+    sweeps = [*sweeps_left([*METHODS.values()], 0, results)]
+    yield from sweeps
     if sweeps:
         return
     left = [METHODS[name] for name in survivors(results)]
     for stage in range(max(len(method.ranks) for method in left)):
-        runs = [
-            run_of(method, best_settings(method, results), method.ranks[stage], STEPS, seed, results.task)
-            for method in left
-            if stage < len(method.ranks)
-            for seed in range(3)
-        ]
-        yield from (run for run in runs if results.loss(run) is None)
+        methods = [method for method in left if stage < len(method.ranks)]
+        if stage:
+            yield from sweeps_left([one for one in methods if one.ranks[stage] in one.sweeps], stage, results)
+        for method in methods:
+            if swept(method, results, ranks := method.ranks[stage])[1] is None:
+                settings = best_settings(method, results, ranks)
+                runs = [run_of(method, settings, ranks, STEPS, seed, results.task) for seed in range(3)]
+                yield from (run for run in runs if results.loss(run) is None)
+
+
+def sweeps_left(methods: Sequence[Method], stage: int, results: Results) -> list[Run]:
+    """Return the next run of each sweep that is not done, those with the fewest runs first."""
+    sweeps = [swept(method, results, method.ranks[stage]) for method in methods]
+    unfinished = [(len(finished), place, run) for place, (finished, run) in enumerate(sweeps) if run is not None]
+    return [run for *_, run in sorted(unfinished, key=lambda sweep: sweep[:2])]

@@ -16,7 +16,8 @@ def status(results: Results) -> None:
     """Print the losses of all sweeps, and the next run."""
     print(f"{len(results.runs)} runs in {results.path}; task {results.task}")
     for name, method in METHODS.items():
-        print(f"{name:45} {told(swept(method, results)[0], results)}")
+        for ranks in (method.ranks[0], *method.sweeps):
+            print(f"{name:45} {ranks} ranks: {told(swept(method, results, ranks)[0], results)}")
     print(f"next: {next(ready(results), 'nothing')}")
 
 
@@ -43,23 +44,22 @@ def table_of_sweeps(results: Results) -> str:
         "| method | ranks | bytes per sample | vs fp32 | vs bf16 | best | loss | vs dense | all settings: loss |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    dense = min((loss_in(results.runs[run.key]) for run in swept(METHODS["dense"], results)[0]), default=math.nan)
     for name, method in METHODS.items():
-        found, ahead = swept(method, results)
-        if not found:
-            continue
-        best, settings = next(iter(found.items()))
-        entry, open_end = results.runs[best.key], "" if ahead is None else " ..."
-        cells = f"{fewer(entry)} | {shown(settings)}{open_end} | {loss_in(entry):.3f}"
-        lines.append(
-            f"| {name} | {method.ranks[0]} | {cells} | {loss_in(entry) / dense - 1:+.1%} | {told(found, results)} |"
-        )
+        for ranks in (method.ranks[0], *method.sweeps):
+            found, ahead = swept(method, results, ranks)
+            if not found:
+                continue
+            best, settings = next(iter(found.items()))
+            entry, open_end = results.runs[best.key], "" if ahead is None else " ..."
+            dense = next(map(results.loss, swept(METHODS["dense"], results, ranks)[0]), None) or math.nan
+            cells = f"{fewer(entry)} | {shown(settings)}{open_end} | {loss_in(entry):.3f}"
+            lines.append(f"| {name} | {ranks} | {cells} | {loss_in(entry) / dense - 1:+.1%} | {told(found, results)} |")
     return "\n".join(lines)
 
 
 def paired(method: Method, results: Results, ranks: int) -> list[dict[str, Any]]:
     """Return the entries of the best settings at all steps, by seed."""
-    if not (settings := best_settings(method, results)):
+    if not (settings := best_settings(method, results, ranks)):
         return []
     runs = [run_of(method, settings, ranks, STEPS, seed, results.task) for seed in range(3)]
     return [results.runs[run.key] for run in runs if run.key in results.runs]
@@ -80,7 +80,7 @@ def table_of_seeds(results: Results, ranks: int) -> str:
         gaps = [loss_in(e) / dense[e["run"]["seed"]] - 1 for e in found if e["run"]["seed"] in dense]
         gap = f"{statistics.mean(gaps):+.1%} ({min(gaps):+.1%} to {max(gaps):+.1%})" if gaps else ""
         loss = statistics.mean(map(loss_in, found))
-        settings = shown(best_settings(method, results))
+        settings = shown(best_settings(method, results, ranks))
         lines.append(f"| {name} | {settings} | {len(found)} | {fewer(found[0])} | {loss:.3f} | {gap} |")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ def test_only_methods_on_the_frontier_get_more_seeds(tmp_path: Path, monkeypatch
     assert plan.survivors(results) == ["dense", "one rank", "TopK of the update, 1%", "LocalSGD, H = 8"]
     of_a_stage = [run for run in plan.ready(results) if run.ranks == 4]
     assert len(of_a_stage) == 3 * 3  # three seeds of each that exchanges
+
+
+def test_a_sweep_of_its_own_chooses_the_settings_with_eight_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = plan.Results(tmp_path / "runs.jsonl", TASK)
+    names = ("dense", "one rank", "dense, Muon")
+    monkeypatch.setattr(plan, "METHODS", {name: plan.METHODS[name] for name in names})
+    best_with_eight = {4: 8e-3, 8: 16e-3, 1: 8e-3}
+    while (run := next(plan.ready(results), None)) is not None:
+        loss = 2 + abs(math.log(run.lr / best_with_eight[run.ranks] if run.optimizer == "adamw" else run.lr / 8e-3))
+        results.add(run, {"loss": loss, "bytes_per_sample": 0 if run.ranks == 1 else 800}, "commit")
+    seeds = {(run["optimizer"], run["ranks"], run["lr"]) for run in made(results) if run["steps"] == plan.STEPS}
+    of_four = {("muon", 4, 8e-3), ("muon", 8, 8e-3)}
+    assert seeds == {("adamw", 1, 8e-3), ("adamw", 4, 8e-3), ("adamw", 8, 16e-3)} | of_four
+    swept = [run["lr"] for run in made(results) if (run["ranks"], run["steps"]) == (8, plan.STEPS // 2)]
+    assert swept == [8e-3, 4e-3, 16e-3, 32e-3]
+
+
+def made(results: plan.Results) -> list[dict[str, Any]]:
+    return [entry["run"] for entry in results.runs.values()]
 
 
 def test_a_run_trains_on_simulated_ranks_and_counts_their_bytes(text: None) -> None:

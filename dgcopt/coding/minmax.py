@@ -61,7 +61,7 @@ class MinMaxUInt8:
 
     def decode_parts(self, ends: Tensor, codes: Tensor) -> Tensor:
         """Decode `parts` into float32 `[chunks, length]`."""
-        chunks = torch.empty(codes.shape, device=codes.device)
+        chunks = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         for low_and_high, fields, values in zip(ends, codes, chunks, strict=True):
             put_minmax(fields, low_and_high, values, "set")
         return chunks

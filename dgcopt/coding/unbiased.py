@@ -37,7 +37,7 @@ class Unbiased:
         padded = -(-length // BLOCK) * BLOCK
         place, count = self._blocks(padded, message.device)
         norms, fields = decode_scaled(message, count, length, rank)
-        row = torch.zeros(padded, device=message.device)
+        row = torch.zeros(padded, dtype=torch.float32, device=message.device)
         put_levels(pad(fields, (0, padded - length)), 7, norms / self.levels, place, row, "set")
         return row[:length]
 

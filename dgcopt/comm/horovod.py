@@ -76,7 +76,7 @@ class _Session:
     def leave_mark(self) -> None:
         """Start an allreduce without a waiter, for `is_over`: `hvd.shutdown()` drops its handle."""
         if self._mark is None:
-            self._mark = self.hvd.allreduce_async(torch.zeros(1), name="dgcopt", op=self.hvd.Sum)
+            self._mark = self.hvd.allreduce_async(torch.zeros(1, dtype=torch.float32), name="dgcopt", op=self.hvd.Sum)
 
     def is_over(self) -> bool:
         """Return True if Horovod was restarted since, as Horovod Elastic does when workers leave or join."""
@@ -276,9 +276,8 @@ class HorovodComm(Comm):
                 if collective.source is None:
                     return _Unchanged(collective, handle, (0,), dtype)
             elif isinstance(collective, Barrier):
-                handle = hvd.allreduce_async(torch.zeros(1), name=name, op=hvd.Sum, process_set=joined)
-                shape = (1,)
-                dtype = torch.float32
+                shape, dtype = (1,), torch.float32
+                handle = hvd.allreduce_async(torch.zeros(1, dtype=dtype), name=name, op=hvd.Sum, process_set=joined)
             else:
                 raise CommError(f"Horovod does not have {collective.describe()}")
         return _Pending(collective, handle, shape, dtype)

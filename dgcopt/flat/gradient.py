@@ -133,7 +133,7 @@ class SparseSum:
     def times(self, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all positions, some of them twice, and `factor` times their values, for a gradient of `dtype`."""
         if not self.messages:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0)
+            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float32)
         positions, values = (torch.cat(column) for column in zip(*self._for(dtype), strict=True))
         return positions, _in_range(values if factor == 1 else values * factor, dtype)
 

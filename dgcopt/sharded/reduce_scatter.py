@@ -123,7 +123,7 @@ class CompressedReduceScatter:
                 f"{dist.get_process_group_ranks(group)}, which hold shards of one replica: "
                 f"{str(error).splitlines()[0]} Look for a rank of these that died."
             ) from error
-        total = torch.zeros(rows.shape[1], device=rows.device)
+        total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
         for rank, message in enumerate(arrived):
             total += CODES[self.code].decode(message[1:], len(total), rank)
         total.masked_fill_(arrived[:, 0].ne(0).any(), torch.nan)

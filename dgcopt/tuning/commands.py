@@ -342,7 +342,7 @@ def _speed(asked: float | None, model: Model, device: torch.device) -> tuple[flo
 
 def memory_speed(device: torch.device, repeats: int = 5, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the bytes per second that a device reads and writes while it copies 64 MB; `clock` as for `record`."""
-    source = torch.zeros(2**24, device=device)
+    source = torch.zeros(2**24, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(1 + repeats):

@@ -104,7 +104,7 @@ class Owned:
     def of(cls, ctx: Context, own: slice) -> Owned:
         if "owned" not in ctx.scratch:
             hand_over(ctx, own)
-            ones = torch.ones(ctx.numel, device=ctx.tensors.numels.device)
+            ones = torch.ones(ctx.numel, dtype=torch.float32, device=ctx.tensors.numels.device)
             ctx.tensors.clear_gaps(ones)
             gaps = (ones[own] == 0).nonzero().squeeze(1)
             lengths = ones[own].view(-1, BLOCK).sum(1).long()

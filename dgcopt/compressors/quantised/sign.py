@@ -94,7 +94,8 @@ def majority_vote(ballots: Tensor, result: Tensor, ctx: Context) -> GradientExch
     whole = torch.nn.functional.pad(ballots, (0, missing)) if missing else ballots
     votes = yield AllToAll(whole.view(ctx.size, -1))
     counted = yield AllGather(majority(votes))
-    each = torch.full((1,), ctx.size / ctx.divisor, device=result.device)  # which the host does not wait for
+    # a tensor, which the host does not wait for
+    each = result.new_full((1,), ctx.size / ctx.divisor, dtype=torch.float32)
     place = torch.zeros_like(ctx.tensors.of_block)
     for rank, theirs in zip(everyone(ctx.rank, ctx.size), counted, strict=True):
         span = result[rank * part : (rank + 1) * part]

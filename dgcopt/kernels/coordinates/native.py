@@ -47,7 +47,7 @@ def add_at(parts: Parts, positions: Tensor, values: Tensor) -> Tensor:
     """See `add_at` in torch.py."""
     check_flat(len(positions), positions, dtype=torch.int64)
     check_flat(len(positions), values, dtype=torch.float32)
-    sums = torch.empty(len(positions))
+    sums = torch.empty(len(positions), dtype=torch.float32)
     loop = function("add_at", *[Pointer] * 3, Length, Pointer, Pointer, Length, Pointer)
     places = (positions.data_ptr(), values.data_ptr(), len(positions), sums.data_ptr())
     if loop(pointers(parts, torch.float32), *_spans(parts), *places):

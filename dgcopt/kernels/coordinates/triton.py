@@ -140,7 +140,8 @@ def step_at(weights: Parts, rates: Sequence[float], positions: Tensor, grads: Te
         raise ValueError(f"{len(weights.tensors)} parts need as many rates, not {len(rates)}")
     if len(positions):
         after, count = torch.empty_like(grads), len(positions)
-        table, numbers = _table(weights, positions.device), sent(torch.tensor(rates), positions.device)
+        table = _table(weights, positions.device)
+        numbers = sent(torch.tensor(rates, dtype=torch.float32), positions.device)
         _stepped[_grid(positions)](*table, numbers, positions, grads, count, after, SIZE=_SIZE, **UNFUSED)
         _put[_grid(positions)](*table, positions, count, after, SIZE=_SIZE, **UNFUSED)
     _are_changed(weights)

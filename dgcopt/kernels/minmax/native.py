@@ -33,7 +33,7 @@ def minmax_ends(rows: Tensor, mixture: Mixture | None = None) -> Tensor:
     loop = function("minmax_ends", Pointer, *[Length] * 4, Pointer, *MIXTURE)
 
     def span(start: int, stop: int) -> None:
-        ends = torch.empty(count, 2)
+        ends = torch.empty(count, 2, dtype=torch.float32)
         loop(rows.data_ptr(), count, rows.stride(0), start, stop, ends.data_ptr(), *weights)
         parts.append(ends)
 
@@ -90,7 +90,7 @@ def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Te
         return at(codes, start), ranks, codes.stride(0), ends.data_ptr(), divisor, stop - start
 
     def find_ends(start: int, stop: int) -> None:
-        parts.append(torch.empty(1, 2))
+        parts.append(torch.empty(1, 2, dtype=torch.float32))
         find(*mean(start, stop), parts[-1].data_ptr())
 
     def write_codes(start: int, stop: int) -> None:

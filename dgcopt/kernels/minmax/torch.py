@@ -47,7 +47,7 @@ def put_minmax(codes: Tensor, ends: Tensor, out: Tensor, how: Put, mixture: Mixt
 
 def minmax_of_mean(codes: Tensor, ends: Tensor, divisor: int, out: Tensor) -> Tensor:
     """Sum the decoded rows of `codes` in order, over `divisor`; return the ends, and write the sum's codes to `out`."""
-    mean = torch.empty(len(out), device=out.device)
+    mean = torch.empty(len(out), dtype=torch.float32, device=out.device)
     for rank, (theirs, of) in enumerate(zip(codes, ends, strict=True)):
         put_minmax(theirs, of, mean, "add" if rank else "set")
     rows = mean.div_(divisor).unsqueeze(0)

@@ -88,7 +88,7 @@ def minmax_ends(rows: Tensor, mixture: Mixture | None = None) -> Tensor:
         mix(rows.view(-1), mixture)
     count, numel = rows.shape
     parts = triton.cdiv(numel, _SIZE)
-    ends = torch.empty(count, parts, 2, device=rows.device)
+    ends = torch.empty(count, parts, 2, dtype=torch.float32, device=rows.device)
     if count:
         _ends[(parts, count)](rows, rows.stride(0), numel, ends, parts, SIZE=_SIZE, **UNFUSED)
     return _outermost(ends)

@@ -53,14 +53,14 @@ def tensor_norms(values: Tensor, place: Tensor, count: int) -> tuple[Tensor, Ten
     """See `tensor_norms` in torch.py."""
     blocks = blocks_of(values)
     check_place(place, len(values), count)
-    maxima, squares = torch.empty(blocks), torch.empty(blocks, dtype=torch.float64)
+    maxima, squares = torch.empty(blocks, dtype=torch.float32), torch.empty(blocks, dtype=torch.float64)
     loop = function("block_norms", Pointer, Length, Pointer, Pointer)
 
     def span(start: int, stop: int) -> None:
         loop(at(values, start), stop - start, at(maxima, start // BLOCK), at(squares, start // BLOCK))
 
     shared(span, len(values))
-    most, sums = torch.zeros(count), torch.zeros(count, dtype=torch.float64)
+    most, sums = torch.zeros(count, dtype=torch.float32), torch.zeros(count, dtype=torch.float64)
     loop_over_blocks = function("tensor_norms", *[Pointer] * 3, Length, Pointer, Pointer)
     loop_over_blocks(*(x.data_ptr() for x in (maxima, squares, place)), blocks, most.data_ptr(), sums.data_ptr())
     return most, sums
@@ -96,7 +96,7 @@ def add_and_norms(g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
 
 def _add_and(statistic: str, g: Tensor, e: Tensor, decay: float, out: Tensor) -> Tensor:
     check_flat(len(out) // BLOCK * BLOCK, g, e, out, dtype=torch.float32)
-    numbers = torch.empty(len(out) // BLOCK)
+    numbers = torch.empty(len(out) // BLOCK, dtype=torch.float32)
     loop = function(f"add_and_{statistic}", *[Pointer] * 2, Float, Length, *[Pointer] * 2)
 
     def span(start: int, stop: int) -> None:

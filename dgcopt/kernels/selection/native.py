@@ -94,7 +94,7 @@ def _select_above(
     flat: Tensor, g: Tensor | None, e: Tensor | None, decay: float, least: float, most: int
 ) -> tuple[Tensor, Tensor]:
     most = min(most, len(flat))
-    positions, values = torch.empty(most, dtype=torch.int64), torch.empty(most)
+    positions, values = torch.empty(most, dtype=torch.int64), torch.empty(most, dtype=torch.float32)
     count = torch.empty((), dtype=torch.int64)
     loop = function("select_above", *[Pointer] * 3, Float, Length, Float, Length, *[Pointer] * 3)
     results = (positions.data_ptr(), values.data_ptr(), count.data_ptr())

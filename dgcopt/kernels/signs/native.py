@@ -56,7 +56,7 @@ def mix_signs(x: Tensor, keep: float, y: Tensor, add: float, out: Tensor, zero_i
 def split_signs(values: Tensor) -> tuple[Tensor, Tensor]:
     """See `split_signs` in torch.py."""
     blocks = blocks_of(values)
-    packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
+    packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks, dtype=torch.float32)
     loop = function("split_signs", Pointer, Length, Pointer, Pointer, Pointer, Pointer)
 
     def span(start: int, stop: int) -> None:
@@ -71,7 +71,7 @@ def split_sum(x: Tensor, y: Tensor, out: Tensor, mixture: Mixture | None = None)
     """See `split_sum` in torch.py."""
     check_flat(len(out), x, y, dtype=torch.float32)
     blocks = blocks_of(out)
-    packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
+    packed, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks, dtype=torch.float32)
     weights = weights_of(mixture, len(out))
     loop = function("split_sum", *[Pointer] * 2, *[Length] * 2, *[Pointer] * 5, *MIXTURE)
     flat, found = (x.data_ptr(), y.data_ptr()), [row.data_ptr() for row in (out, packed, *sums)]
@@ -98,7 +98,7 @@ def split_sum_of_signs(
         raise ValueError(f"a row of float32 is needed for each rank, not {tuple(scales.shape)} of {scales.dtype}")
     for theirs in packed:
         check_bytes(theirs, len(out) // 8)
-    signs, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks)
+    signs, sums = torch.empty(blocks * (BLOCK // 8), dtype=torch.uint8), torch.empty(3, blocks, dtype=torch.float32)
     loop = function(
         "split_sum_of_signs", *[Pointer] * 2, Length, Pointer, Length, *[Pointer] * 2, Length, *[Pointer] * 5
     )

@@ -25,7 +25,7 @@ def of_steps(multiples: Tensor, steps: Tensor, block: int, cuts: Tensor | None =
     """See `of_steps` in torch.py."""
     check_flat(len(multiples), multiples, dtype=torch.int8)
     check_flat(_count(len(multiples), block, cuts), steps, dtype=torch.float32)
-    values = torch.empty(len(multiples))
+    values = torch.empty(len(multiples), dtype=torch.float32)
     loop = function("of_steps", Pointer, Pointer, Length, Length, Pointer, Pointer)
     loop(multiples.data_ptr(), steps.data_ptr(), len(multiples), block, at(cuts, 0), values.data_ptr())
     return values
@@ -45,7 +45,7 @@ def of_levels(fields: Tensor, levels: Tensor, block: int, cuts: Tensor | None = 
     """See `of_levels` in torch.py."""
     check_bytes(fields, len(fields))
     _check_levels(levels, _count(len(fields), block, cuts))
-    values = torch.empty(len(fields))
+    values = torch.empty(len(fields), dtype=torch.float32)
     loop = function("of_levels", Pointer, Pointer, Length, Length, Pointer, Int, Pointer)
     places = (fields.data_ptr(), levels.data_ptr(), len(fields), block, at(cuts, 0))
     loop(*places, levels.shape[1], values.data_ptr())
@@ -57,7 +57,7 @@ def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) ->
     blocks = _blocks(values, block, cuts)
     if block & (block - 1) or block > 1024:
         raise ValueError(f"blocks have a power of two of elements, 1024 at most, not {block}")
-    low, high = torch.empty(blocks), torch.empty(blocks)
+    low, high = torch.empty(2, blocks, dtype=torch.float32)
     loop = function("means", Pointer, Length, Length, Pointer, Int, Pointer, Pointer)
     loop(values.data_ptr(), len(values), block, at(cuts, 0), count, low.data_ptr(), high.data_ptr())
     return low, high

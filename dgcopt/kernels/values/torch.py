@@ -59,7 +59,7 @@ def means(values: Tensor, block: int, count: int, cuts: Tensor | None = None) ->
     `sum_of_rows`.
     """
     sizes = in_blocks(finite(values).abs(), block, -1, cuts)
-    total, there = _sums_above(sizes, torch.full((len(sizes),), -1.0, device=values.device))
+    total, there = _sums_above(sizes, torch.full((len(sizes),), -1.0, dtype=torch.float32, device=values.device))
     mean = total / there
     if count == 1:
         return mean, mean

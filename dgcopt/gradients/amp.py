@@ -32,7 +32,6 @@ def agree_with_scaler(steps: Stepping) -> bool:
     is_due = steps.mode in (Mode.EXCHANGE, Mode.ADD_UP) and any(param.grad is not None for param in steps.names)
     if is_due and steps.grads is Grads.VOID and not steps.saw_backward:
         steps.renew()
-    is_due = is_due or engine.in_flight
     flags = scaler_flags()
     if not engine.runner.can_ask:  # gradients of all are final if they are unscaled
         if is_due and (steps.grads in NOT_YET or engine.pending):
@@ -47,7 +46,6 @@ def agree_with_scaler(steps: Stepping) -> bool:
         steps.skip()
     if steps.grads is Grads.VOID:
         _spoil_a_gradient(steps.names)
-        steps.skip()
         for flag in flags:
             flag.fill_(1)
     return is_averaged

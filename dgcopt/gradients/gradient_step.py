@@ -313,7 +313,7 @@ class GradientStep(Step):
 
     def cancelled(self) -> None:
         self.tracker.release()
-        self.outgoing.clear(self.outgoing.outdated)
+        self.outgoing.clear()
 
     def adapt(self, verdict: Verdict) -> Job:
         through, settings = self.scheduler.through, self.settings

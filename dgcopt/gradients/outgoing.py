@@ -64,14 +64,14 @@ class OutgoingBuckets:
         self.scheduler = scheduler
         self.layout = Layout()
         self.step = 0
+        self.outdated = False
         self._norm: Tensor | None = None
         self.clear()
 
-    def clear(self, outdated: bool = False) -> None:
+    def clear(self) -> None:
         """Start the next step, with nothing launched."""
         self.exchanges: list[PendingExchange[GradientBucket | Tensor]] = []
         self.launched = 0
-        self.outdated = outdated
         self.stale = False
 
     def adopt(self, layout: Layout) -> None:

@@ -175,6 +175,16 @@ def test_gradients_are_sent_again_if_they_change_before_the_step(layer: str, rep
     assert all(map(torch.equal, ranks.weights(), late.weights()))
 
 
+def test_a_change_of_the_compressor_sends_no_gradient_twice() -> None:
+    ranks = Ranks(2, lambda p: SGD(p, lr=0.05), compression=dgcopt.DGC(0.1, overlap=True))
+    ranks.step(0)
+    for optimizer in ranks.optimizers:
+        synchronised(optimizer).engine.gradients.change_compressor(Mock(moves=True))
+    for seed in (1, 2):
+        ranks.step(seed)
+    assert [optimizer.telemetry.repeated for optimizer in ranks.optimizers] == [0, 0]
+
+
 def test_a_launch_that_fails_in_backward_leaves_nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(2, lambda p: SGD(p, lr=0.05), compression=dgcopt.DGC(0.1, overlap=True))
     ranks.step(0)

@@ -50,7 +50,7 @@ from dgcopt.coding import SparseCode
 from dgcopt.collectives import Collective
 from dgcopt.compressors import Compressor, Memory, Place, whole
 from dgcopt.compressors.sparse.memory import ErrorFeedback
-from dgcopt.compressors.sparse.selection import Selection
+from dgcopt.compressors.sparse.schedule import Selection
 from dgcopt.errors import ConfigError
 from dgcopt.flat.buckets import build_buckets
 from dgcopt.flat.gradient import GradientBucket

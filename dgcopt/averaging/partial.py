@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..collectives import Exchange
 from ..comm import Comm
-from ..compressors.sparse.selection import count_of
+from ..compressors.sparse.schedule import count_of
 from ..errors import ConfigError
 from ..errors.checks import check_flag, check_fraction, check_whole, is_number
 from ..exchange.parameters import number

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam
 import dgcopt
 from dgcopt.collectives import AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter
 from dgcopt.comm.torch import TorchComm
-from dgcopt.compressors.sparse.selection import Selection
+from dgcopt.compressors.sparse.schedule import Selection
 from dgcopt.exchange import commit
 from dgcopt.gradients.tracker import GradientTracker
 from dgcopt.kernels.reductions.torch import block_maxima

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from ...errors import ConfigError
@@ -15,10 +13,9 @@ from ..base import Source
 from ..context import Context
 from ..reduction import Reduce, check_reduce
 from .base import Indices, Sparse, Values, check_decay
-from .schedule import ScheduledRatio, Warmup
-from .selection import count_of
+from .schedule import ScheduledRatio, Warmup, count_of
 
-__all__ = ["ChunkSelection", "ChunkedTopK"]
+__all__ = ["ChunkedTopK"]
 
 
 @dataclass(eq=False)
@@ -69,49 +66,24 @@ class ChunkedTopK(ScheduledRatio, Sparse):
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
         check_reduce(self.reduce, self.keep)
 
-    def selection(self, ctx: Context) -> ChunkSelection:
-        """Return the selection of the largest coordinates of each chunk."""
+    def selection(self, ctx: Context) -> Chunks:
+        """Return the chunks of this bucket, and the number of coordinates to send of each."""
 
-        def of_chunks(ratio: float) -> ChunkSelection:
+        def of_chunks(ratio: float) -> Chunks:
             spans = [
                 (start, min(start + self.chunk, segment.stop))
                 for segment in ctx.segments
                 for start in range(segment.start, segment.stop, self.chunk)
             ]
-            return ChunkSelection(spans, ratio, ctx.device)
+            return Chunks(spans, [count_of(ratio, stop - start) for start, stop in spans], ctx.device)
 
         return self.chooser(ctx, of_chunks)
 
     def choose(self, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor, Tensor]:
         if not self.error_feedback:
-            return grad, *self.selection(ctx).largest(grad)
+            return grad, *select_chunks(grad, self.selection(ctx))
         e, v = ctx.memory.residual()
-        return v, *self.selection(ctx).largest_of_sum(grad, e, self.decay, v)
+        return v, *add_and_select_chunks(grad, e, self.decay, v, self.selection(ctx))
 
     def payload_bytes(self, ctx: Context) -> int | None:
         return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
-
-
-class ChunkSelection:
-    """Selects the largest magnitudes of each chunk of a flat tensor, exactly and in parallel.
-
-    Args:
-        spans: start and stop of each chunk, in order; each starts on a block boundary.
-        ratio: fraction of each chunk's elements to select.
-    """
-
-    def __init__(self, spans: Sequence[tuple[int, int]], ratio: float, device: torch.device) -> None:
-        self._chunks = Chunks(spans, [count_of(ratio, stop - start) for start, stop in spans], device)
-
-    @property
-    def count(self) -> int:
-        """Number of selected coordinates."""
-        return self._chunks.count
-
-    def largest(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positions (int64, ascending) and values of the largest magnitudes. NaN counts as largest."""
-        return select_chunks(flat, self._chunks)
-
-    def largest_of_sum(self, g: Tensor, e: Tensor, decay: float, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Select from g + decay * e, which is written to `out`."""
-        return add_and_select_chunks(g, e, decay, out, self._chunks)

@@ -14,8 +14,7 @@ from ...flat.gradient import SparseSum
 from ...kernels import add_and_maxima, gather, subtract_at
 from ..base import GradientExchange, Source
 from ..context import Context
-from .schedule import ScheduledRatio, Warmup
-from .selection import Selection
+from .schedule import ScheduledRatio, Selection, Warmup
 
 __all__ = ["CLTK"]
 

@@ -12,13 +12,12 @@ from ...coding import SparseCode
 from ...collectives import AllGather
 from ...errors import ConfigError
 from ...flat.memory import at_least_float32
-from ...kernels import Matrices, clear_at, dct, inverse_dct
+from ...kernels import Chunks, Matrices, clear_at, dct, inverse_dct, select_chunks
 from ..base import Compressor, GradientExchange
 from ..context import Context
 from ..reduction import sum_of_messages
 from .base import Indices, Values, check_decay
-from .chunked import ChunkSelection
-from .schedule import check_ratio
+from .schedule import check_ratio, count_of
 
 __all__ = ["DeMo"]
 
@@ -76,20 +75,20 @@ class DeMo(Compressor):
         super().attach(optimizer)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
-        code, (matrices, selection) = SparseCode(self.indices, self.values), self._plan(ctx)
+        code, (matrices, tiles) = SparseCode(self.indices, self.values), self._plan(ctx)
         old, m = ctx.memory.advance("momentum", dtype=at_least_float32(grad.dtype))
         torch.add(grad, old, alpha=self.decay, out=m)
         if "frequencies" not in ctx.scratch:
             ctx.scratch["frequencies"] = torch.zeros_like(m), torch.zeros_like(m)
         frequencies, chosen = ctx.scratch["frequencies"]
         dct(m, matrices, out=frequencies)
-        indices, values = selection.largest(frequencies)
+        indices, values = select_chunks(frequencies, tiles)
         sent = code.send(indices, values, ctx.numel, ctx.checks)
         inverse_dct(chosen.index_copy_(0, sent.indices, sent.values), matrices, m, "subtract")
         clear_at(chosen, sent.indices)  # zero between steps
 
         messages = yield AllGather(sent.message)
-        total = sum_of_messages(messages, code, selection.count, ctx)
+        total = sum_of_messages(messages, code, tiles.count, ctx)
         arrived = torch.stack([values for _, values in total.messages])
         ctx.checks.look_at(arrived, arrived)
         result = grad.to(m.dtype)
@@ -98,8 +97,8 @@ class DeMo(Compressor):
             clear_at(chosen, positions)
         return result if not self.sign or ctx.divisor == ctx.size else result.mul_(ctx.size / ctx.divisor)
 
-    def _plan(self, ctx: Context) -> tuple[Matrices, ChunkSelection]:
-        """Return the positions of the matrices, and the selection of the largest coefficients of each tile."""
+    def _plan(self, ctx: Context) -> tuple[Matrices, Chunks]:
+        """Return the positions of the matrices, and their tiles with the number of coefficients to send of each."""
         if "plan" not in ctx.scratch:
             shapes = []
             for segment in ctx.segments:
@@ -107,7 +106,9 @@ class DeMo(Compressor):
                 if segment.numel:
                     shapes.append((segment.start, rows, segment.numel // rows))
             matrices = Matrices(shapes)
-            ctx.scratch["plan"] = matrices, ChunkSelection(list(matrices.tiles()), self.ratio, ctx.device)
+            tiles = list(matrices.tiles())
+            counts = [count_of(self.ratio, stop - start) for start, stop in tiles]
+            ctx.scratch["plan"] = matrices, Chunks(tiles, counts, ctx.device)
         return ctx.scratch["plan"]
 
     def payload_bytes(self, ctx: Context) -> int:

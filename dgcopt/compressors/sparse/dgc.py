@@ -20,8 +20,7 @@ from ..reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from ..whole import whole_sum
 from .base import Indices, Values
 from .memory import ErrorFeedback, LocalClip, memory_for
-from .schedule import ScheduledRatio, Warmup
-from .selection import Selection
+from .schedule import ScheduledRatio, Selection, Warmup
 
 __all__ = ["DGC"]
 

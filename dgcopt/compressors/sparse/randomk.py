@@ -14,8 +14,7 @@ from ...kernels import draw_from_spans, gather, subtract_at
 from ..base import GradientExchange, Source
 from ..context import Context
 from .base import check_decay
-from .schedule import ScheduledRatio, Warmup
-from .selection import count_of
+from .schedule import ScheduledRatio, Warmup, count_of
 
 __all__ = ["RandomK"]
 

@@ -1,18 +1,21 @@
-"""Ratio schedules: dense at first, sparse once training has settled."""
+"""The ratio of sent coordinates: its schedule, and the exact selection of the k = ceil(ratio * n) largest."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ...errors.checks import check_positive, check_settings, check_whole, is_number
+from ...flat.buckets import Segment
+from ...kernels import Groups, select, select_ahead
 from ..base import Compressor
 from ..context import Context
 
-__all__ = ["ScheduledRatio", "Warmup", "check_ratio"]
+__all__ = ["ScheduledRatio", "Selection", "Warmup", "check_ratio", "count_of"]
 
 Chosen = TypeVar("Chosen")
 
@@ -24,6 +27,11 @@ def check_ratio(ratio: float, name: str = "ratio") -> float:
             f"{name} is the fraction of coordinates that is sent and must lie in (0, 1], like 0.001; it is {ratio!r}"
         )
     return float(ratio)
+
+
+def count_of(ratio: float, numel: int) -> int:
+    """Return k = ceil(ratio * n), the number of coordinates that a tensor of `numel` elements sends."""
+    return min(numel, math.ceil(ratio * numel))
 
 
 @dataclass
@@ -129,3 +137,32 @@ class ScheduledRatio(Compressor):
         if "chooser" not in ctx.scratch or ctx.scratch["chooser"][0] != ratio:
             ctx.scratch["chooser"] = ratio, make(ratio)
         return ctx.scratch["chooser"][1]
+
+
+class Selection:
+    """Selects the largest magnitudes of each segment of a bucket, or of the whole bucket, exactly.
+
+    Args:
+        segments: the tensors of the bucket.
+        ratio: fraction of elements to select.
+        together: apply the ratio to the whole bucket instead of each tensor.
+    """
+
+    def __init__(self, segments: Sequence[Segment], ratio: float, together: bool = False) -> None:
+        spans = [(segment.start, segment.stop) for segment in segments]
+        pieces = [spans] if together else [[span] for span in spans]
+        counts = [count_of(ratio, sum(stop - start for start, stop in group)) for group in pieces]
+        self.count = sum(counts)
+        """Number of selected coordinates."""
+        self._groups = Groups(pieces, counts, segments[0].param.device)
+
+    def largest(self, flat: Tensor, maxima: Tensor) -> Tensor:
+        """Return positions of the largest magnitudes of `flat`, given its block maxima: int64, ascending.
+
+        Ties go to the first positions. NaN counts as largest.
+        """
+        return select(flat, maxima, self._groups)
+
+    def largest_of(self, rows_of: Callable[[Tensor], Tensor], maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """Select from blocks that `rows_of` computes on demand; return positions and values."""
+        return select_ahead(rows_of, maxima, self._groups)

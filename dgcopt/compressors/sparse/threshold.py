@@ -16,8 +16,7 @@ from ...kernels import add_and_select_above, select_above, subtract_at
 from ..base import GradientExchange, Source
 from ..context import Context
 from .base import Indices, Sparse, Values, check_decay
-from .schedule import check_ratio
-from .selection import count_of
+from .schedule import check_ratio, count_of
 
 __all__ = ["Threshold"]
 

@@ -13,8 +13,7 @@ from ..base import FirstMoment, Source
 from ..context import Context
 from ..reduction import Reduce, check_reduce
 from .base import Indices, Sparse, Values, check_decay
-from .schedule import ScheduledRatio, Warmup
-from .selection import Selection
+from .schedule import ScheduledRatio, Selection, Warmup
 
 __all__ = ["TopK"]
 

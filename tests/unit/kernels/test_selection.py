@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgcopt.compressors.sparse.selection import Selection, count_of
+from dgcopt.compressors.sparse.schedule import Selection, count_of
 from dgcopt.flat.buckets import Bucket
 from dgcopt.kernels import Chunks, Groups
 from dgcopt.kernels.reductions.torch import block_maxima

@@ -1,11 +1,22 @@
 """Codecs of values and indices."""
 
 from .checks import Checks, read_checks
-from .dense import DENSE_CODES, decode_dense, decode_dense_rows, dense_bytes, encode_dense, encode_dense_rows
 from .message import Sent, SparseCode, largest, what_fits
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import one_row
-from .values import VALUE_CODES, VALUE_DTYPES, decode_values, encode_values, value_bytes
+from .values import (
+    DENSE_CODES,
+    VALUE_CODES,
+    VALUE_DTYPES,
+    decode_dense,
+    decode_dense_rows,
+    decode_values,
+    dense_bytes,
+    encode_dense,
+    encode_dense_rows,
+    encode_values,
+    value_bytes,
+)
 
 __all__ = [
     "DENSE_CODES",

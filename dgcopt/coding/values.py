@@ -30,9 +30,10 @@ from ..kernels import (
     sent,
 )
 from .checks import Checks, expect
-from .rows import Count, one_row, pack_rows, packed_bytes, read_as, take_parts, unpack_rows
+from .rows import Count, named, pack_rows, packed_bytes, read_as, take_parts, unpack_rows
 
 __all__ = [
+    "DENSE_CODES",
     "VALUE_CODES",
     "VALUE_DTYPES",
     "Floats",
@@ -41,9 +42,12 @@ __all__ = [
     "ValueCode",
     "check_scales",
     "code_of",
-    "decode_one",
+    "decode_dense",
+    "decode_dense_rows",
     "decode_values",
-    "encode_one",
+    "dense_bytes",
+    "encode_dense",
+    "encode_dense_rows",
     "encode_values",
     "value_bytes",
 ]
@@ -212,6 +216,25 @@ VALUE_CODES: dict[str, ValueCode] = {
 }
 """Codes of selected values; scales take 1/16 bit per value."""
 
+DENSE_CODES: dict[str, ValueCode] = {
+    **{name: Floats(dtype) for name, dtype in VALUE_DTYPES.items()},
+    "int8": Steps(8, block=64),
+    "int4": Steps(4, block=64),
+    "int2": Levels(2, block=128),
+    "sign": Levels(1, block=64),
+}
+"""Codes of dense vectors (biases, norms), for use with error feedback; scales take 1/4 bit per element.
+
+Neighbours in a vector differ more than selected coordinates, so blocks are a quarter as long.
+"""
+
+
+def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
+    """Return the code of that name. Raises ConfigError if there is none."""
+    if kind not in codes:
+        raise ConfigError(f"values must be one of {', '.join(codes)}, not {kind!r}")
+    return codes[kind]
+
 
 def value_bytes(count: int, kind: str) -> int:
     """Return the bytes of `count` values in one of VALUE_CODES; monotonic in `count`."""
@@ -220,38 +243,63 @@ def value_bytes(count: int, kind: str) -> int:
 
 def encode_values(values: Tensor, kind: str) -> Tensor:
     """Encode 1-D `values` of any floating dtype as uint8, in one of VALUE_CODES."""
-    return encode_one(code_of(kind, VALUE_CODES), values)
+    return _encode(values.unsqueeze(0), code_of(kind, VALUE_CODES))[0][0]
 
 
 def decode_values(payload: Tensor, count: int, kind: str, rank: int) -> Tensor:
-    """Decode `count` values of `encode_values` from `rank`, float32 except for float codes.
+    """Decode `encode_values`'s message from `rank`: bit-identical everywhere, float32 except for float codes.
 
     Raises PayloadError for an invalid length or scale. Waits for the device if there are scales.
     """
-    return decode_one(code_of(kind, VALUE_CODES), payload, count, rank)
+    return _decode(payload.unsqueeze(0), count, code_of(kind, VALUE_CODES), [rank])[0]
 
 
-def encode_one(code: ValueCode, values: Tensor) -> Tensor:
-    """Encode the values of one message."""
-    return torch.cat(code.encode(values, one_row(len(values)))[0])
+def dense_bytes(numel: int, kind: str) -> int:
+    """Return the bytes of `numel` elements in one of DENSE_CODES."""
+    return sum(code_of(kind, DENSE_CODES).sizes(numel))
 
 
-def decode_one(code: ValueCode, payload: Tensor, count: int, rank: int) -> Tensor:
-    """Decode the `count` values of one message from `rank`. Raises PayloadError for an invalid length or scale."""
+def encode_dense(flat: Tensor, kind: str) -> Tensor:
+    """Encode 1-D `flat` as `encode_values` does, in one of DENSE_CODES."""
+    return encode_dense_rows(flat.unsqueeze(0), kind)[0][0]
+
+
+def decode_dense(payload: Tensor, numel: int, kind: str, rank: int) -> Tensor:
+    """Decode `encode_dense`'s message as `decode_values` does."""
+    return decode_dense_rows(payload.unsqueeze(0), numel, kind, [rank])[0]
+
+
+def encode_dense_rows(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Encode each row of a matrix; return the messages and the decoded values, both as rows."""
+    return _encode(rows, code_of(kind, DENSE_CODES))
+
+
+def decode_dense_rows(
+    messages: Tensor, numel: int, kind: str, ranks: Sequence[int], checks: Checks | None = None
+) -> Tensor:
+    """Decode each row of messages from `ranks` into rows of `numel`.
+
+    Raises PayloadError for an invalid length; for an invalid scale, at once or when `checks` are read.
+    """
+    return _decode(messages, numel, code_of(kind, DENSE_CODES), ranks, checks)
+
+
+def _encode(rows: Tensor, code: ValueCode) -> tuple[Tensor, Tensor]:
+    parts, arriving = code.encode(rows.reshape(-1), torch.full((len(rows),), rows.shape[1]))
+    return torch.cat([part.view(len(rows), -1) for part in parts], 1), arriving.view(rows.shape)
+
+
+def _decode(
+    messages: Tensor, count: int, code: ValueCode, ranks: Sequence[int], checks: Checks | None = None
+) -> Tensor:
     expected = sum(code.sizes(count))
-    if payload.dtype != torch.uint8 or payload.shape != (expected,):
+    if messages.dtype != torch.uint8 or messages.shape != (len(ranks), expected):
         raise PayloadError(
-            f"the message from rank {rank} has {payload.numel()} bytes of values, but {count} take {expected}"
+            f"the message from {named(ranks)} has {messages.numel()} bytes of values, but {count} take {expected} "
+            f"from each"
         )
-    counts = one_row(count)
-    return code.decode(take_parts(payload.unsqueeze(0), code.sizes(counts)), counts, [rank])
-
-
-def code_of(kind: str, codes: Mapping[str, ValueCode]) -> ValueCode:
-    """Return the code of that name. Raises ConfigError if there is none."""
-    if kind not in codes:
-        raise ConfigError(f"values must be one of {', '.join(codes)}, not {kind!r}")
-    return codes[kind]
+    counts = torch.full((len(ranks),), count)
+    return code.decode(take_parts(messages, code.sizes(counts)), counts, ranks, checks).view(len(ranks), count)
 
 
 def check_scales(scales: Tensor, rank: int, checks: Checks | None = None) -> None:

@@ -146,6 +146,11 @@ class GradientStep(Step):
         if self.outgoing.launched:
             self.outgoing.mark_stale()  # scaling gradients back does not count as a change
 
+    def hold_if_unscaled(self) -> None:
+        """Launch again what left before a GradScaler scaled gradients back, and nothing before the vote from now on."""
+        if self.outgoing.launched and self.tracker.is_rescaled():
+            self.hold()
+
     def end_exchanges(self) -> None:
         """Return the momentum taken over by the compressor to the optimizer: no exchange follows."""
         self.replace_layout(self.outgoing.layout.order)

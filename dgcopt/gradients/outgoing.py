@@ -171,6 +171,8 @@ class OutgoingBuckets:
                 self._launch_rows(name, param)
 
     def _launch(self, bucket: GradientBucket) -> None:
+        if not self.launched:
+            self.tracker.sample(bucket)
         if bucket.in_place:
             self.tracker.read(bucket)
         self.scheduler.launch(*self._exchange(bucket, certain=False))

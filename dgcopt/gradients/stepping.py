@@ -184,6 +184,8 @@ class Stepping:
         Call it to change averaged gradients before the step, and step inside `skip_synchronize()`. Called again
         before the next backward pass, it does nothing.
         """
+        if self.engine is not None:
+            self.engine.gradients.hold_if_unscaled()
         if self._average():
             self._averages = Snapshot(param.grad for param in self.names)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..exchange.vote import Touch
 from ..flat.gradient import GradientBucket, is_finite, values_of
-from ..kernels import peaks
+from ..kernels import BLOCK, peaks
 from .introspection import user_backward_call
 
 __all__ = ["EarlyLaunch", "GradientTracker"]
@@ -115,6 +115,7 @@ class GradientTracker:
         self._watched: tuple[Tensor, Tensor | None, int] | None = None
         self._graph_task: int | None = None
         self._call: FrameType | None = None
+        self._sample: tuple[GradientBucket, Tensor] | None = None
         self._usual: dict[Tensor, int] = {}
         self._filling: dict[GradientBucket, _Filling] = {}
 
@@ -222,6 +223,17 @@ class GradientTracker:
         grads = bucket.grads()
         self._of(bucket).take(range(len(grads)), grads, None)
 
+    def sample(self, bucket: GradientBucket) -> None:
+        """Record some values of the bucket that is launched first."""
+        self._sample = bucket, _bits_in(bucket)
+
+    def is_rescaled(self) -> bool:
+        """True if these values have changed and torch counts no change, as for `GradScaler.unscale_`."""
+        if self._sample is None:
+            return False
+        bucket, before = self._sample
+        return not self._of(bucket).has_changed() and not torch.equal(before, _bits_in(bucket))
+
     def bounded(self, bucket: GradientBucket, peak: Tensor) -> None:
         """Record the `peak` magnitude that an exchange has found in a bucket: NaN or Inf if any gradient holds one."""
         self._of(bucket).peaks.append(peak.reshape(1))
@@ -289,7 +301,7 @@ class GradientTracker:
     def clear_passes(self) -> None:
         """Clear the record of all backward passes since the last step."""
         self.additions, self.passes, self._seen_in, self.uncounted = {}, {}, {}, set()
-        self._graph_task = self._call = self._watched = None
+        self._graph_task = self._call = self._watched = self._sample = None
 
 
 class EarlyLaunch:
@@ -324,3 +336,9 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
         return [*map(_VERSION, grads)]
     except AttributeError:
         return [0 if grad is None else grad._version for grad in grads]
+
+
+def _bits_in(bucket: GradientBucket) -> Tensor:
+    """Return a copy of the first values of a bucket's first gradient, as bytes: NaN equals itself."""
+    first = next((values_of(grad) for grad in bucket.grads() if grad is not None), torch.empty(0))
+    return first.detach().reshape(-1)[:BLOCK].clone().view(torch.uint8)

@@ -10,9 +10,10 @@ import dgcopt
 from tests.support.worlds import Ranks, small_batch
 
 
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("compressor", [None, dgcopt.DGC(0.1, overlap=True)], ids=["dense", "DGC"])
 def test_gradients_that_were_sent_before_they_were_unscaled_are_sent_again(
-    compressor: dgcopt.Compressor | None,
+    compressor: dgcopt.Compressor | None, clips: bool
 ) -> None:
     """In a run whose first steps are not scaled, so that gradients leave during backward. torch does not count
     unscaling as a change of a gradient."""
@@ -29,6 +30,8 @@ def test_gradients_that_were_sent_before_they_were_unscaled_are_sent_again(
                 scalers[rank].scale(loss).backward()
             for scaler, optimizer in zip(scalers, ranks.optimizers, strict=True):
                 scaler.unscale_(optimizer)
+            for optimizer in ranks.optimizers if clips else ():
+                optimizer.clip_grad_norm_(1e6)
             for scaler, optimizer in zip(scalers, ranks.optimizers, strict=True):
                 scaler.step(optimizer)
                 scaler.update()

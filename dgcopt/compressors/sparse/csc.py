@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ...collectives import AllReduce
 from ...errors import ConfigError
 from ...kernels import BLOCK, add_and_norms
 from ..base import GradientExchange, Source
 from ..context import Context
-from .memory import ErrorFeedback, memory_for
-from .schedule import ScheduledRatio, Warmup
+from .memory import MomentumCorrected
+from .schedule import Warmup
 
 __all__ = ["CSC"]
 
 
 @dataclass(eq=False)
-class CSC(ScheduledRatio):
+class CSC(MomentumCorrected):
     """Sends the chunks of the gradient with the largest L1 norm over all ranks, by allreduce; the rest stays.
 
         v = e + u;  L_c = sum over ranks of |v| in chunk c;  all ranks send the k = ceil(ratio * chunks) chunks of
@@ -56,21 +53,10 @@ class CSC(ScheduledRatio):
         super().__post_init__()
         if self.chunk < BLOCK:
             raise ConfigError(f"chunk must be at least {BLOCK} elements, not {self.chunk!r}")
-        self._memory = ErrorFeedback()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
 
     @property
     def conserves(self) -> bool:
         return True  # apart from momentum, which adds each gradient several times
-
-    def attach(self, optimizer: Optimizer) -> None:
-        super().attach(optimizer)
-        self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
-
-    def holds_back(self, kind: Hashable) -> str:
-        return self._memory.holds_back or super().holds_back(kind)
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         own = self._memory
@@ -109,12 +95,3 @@ class CSC(ScheduledRatio):
     def payload_bytes(self, ctx: Context) -> int:
         chunks, length, count = self._cut(ctx)
         return chunks * max(ctx.dtype.itemsize, 4) + count * length * ctx.dtype.itemsize
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        self._memory.before_step()
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        self._memory.after_step()
-
-    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        self._memory.return_momentum(momenta)

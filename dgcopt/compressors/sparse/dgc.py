@@ -1,7 +1,7 @@
 """Deep Gradient Compression (Lin, Han, Mao, Wang & Dally, ICLR 2018, arXiv:1712.01887)."""
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,8 +19,8 @@ from ..context import Context
 from ..reduction import Choice, Reduce, Reduction, check_reduce, reduction
 from ..whole import whole_sum
 from .base import Indices, Values
-from .memory import ErrorFeedback, LocalClip, memory_for
-from .schedule import ScheduledRatio, Selection, Warmup
+from .memory import LocalClip, MomentumCorrected
+from .schedule import Selection, Warmup
 
 __all__ = ["DGC"]
 
@@ -28,7 +28,7 @@ log = logging.getLogger("dgcopt")
 
 
 @dataclass(eq=False)
-class DGC(ScheduledRatio):
+class DGC(MomentumCorrected):
     """Sends the largest accumulated gradients of each tensor and keeps the rest in the residual.
 
     Per step and rank: clip g -> momentum correction u <- m u + g, v <- v + u (with Nesterov v <- v + g + m u) ->
@@ -111,22 +111,19 @@ class DGC(ScheduledRatio):
         super().__post_init__()
         self._code = SparseCode(self.indices, self.values)
         check_reduce(self.reduce, self.keep)
-        self._memory: ErrorFeedback = ErrorFeedback()
         self._set_whole_model()
 
     def _set_whole_model(self) -> None:
         """Require all gradients first if they are clipped by model, or before updates are made from them."""
         self.whole_model = self.clips_model or (self.clip is not None and self.sends == "update")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
-
     def attach(self, optimizer: Optimizer) -> None:
         if self.ratio < 1:
             super().attach(optimizer)
-        self._doubt_ratio()
+        else:
+            self._doubt_ratio()
+            self._take_over(optimizer)
         self._set_whole_model()
-        self._memory = memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
         if self.overlap == "auto" and self.sends == "gradient":
             devices = {param.device for group in optimizer.param_groups for param in group["params"]}
             early = any(self.overlaps(device) for device in devices)
@@ -143,9 +140,6 @@ class DGC(ScheduledRatio):
 
     def kind(self, name: str, param: Tensor) -> Hashable:
         return "vector" if self.vectors != "sparse" and param.dim() <= 1 else "matrix"
-
-    def holds_back(self, kind: Hashable) -> str:
-        return self._memory.holds_back or super().holds_back(kind)
 
     def prepare(self, grads: Sequence[Tensor], contexts: Sequence[Context]) -> None:
         if self.clip is not None and grads:
@@ -242,15 +236,6 @@ class DGC(ScheduledRatio):
         if ctx.kind == "vector":
             return whole_sum(self.reduce, self.vectors, ctx).nbytes(ctx)
         return self.reduction(self.selection(ctx).count, ctx).nbytes(ctx)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        self._memory.before_step()
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        self._memory.after_step()
-
-    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
-        self._memory.return_momentum(momenta)
 
 
 def _mask(u: Tensor, sent: Tensor, travels: Tensor | None) -> None:

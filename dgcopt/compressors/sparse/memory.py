@@ -7,7 +7,7 @@ unsent momentum.
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -33,8 +33,9 @@ from ...kernels import (
     update_momentum,
 )
 from ..own_step import steps_as
+from .schedule import ScheduledRatio
 
-__all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrection", "memory_for"]
+__all__ = ["ErrorFeedback", "LocalClip", "MomentumCorrected", "MomentumCorrection"]
 
 log = logging.getLogger("dgcopt")
 
@@ -278,7 +279,7 @@ class MomentumCorrection(ErrorFeedback):
         return None if buffer is None else local(buffer)
 
 
-def memory_for(optimizer: Optimizer) -> ErrorFeedback:
+def _memory_for(optimizer: Optimizer) -> ErrorFeedback:
     """Return momentum correction for SGD with momentum, else plain error feedback, and log which."""
     has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
     if has_momentum and isinstance(optimizer, SGD) and steps_as(optimizer, SGD):
@@ -288,6 +289,36 @@ def memory_for(optimizer: Optimizer) -> ErrorFeedback:
         type(optimizer).__name__,
     )
     return ErrorFeedback()
+
+
+class MomentumCorrected(ScheduledRatio):
+    """A compressor that takes over the momentum of a wrapped SGD if it sends gradients, else keeps error feedback."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._memory = ErrorFeedback()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": ErrorFeedback()}  # a copy attaches to its own optimizer
+
+    def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
+        self._take_over(optimizer)
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        self._memory = _memory_for(optimizer) if self.sends == "gradient" else ErrorFeedback()
+
+    def holds_back(self, kind: Hashable) -> str:
+        return self._memory.holds_back or super().holds_back(kind)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        self._memory.before_step()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._memory.after_step()
+
+    def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
+        self._memory.return_momentum(momenta)
 
 
 @dataclass

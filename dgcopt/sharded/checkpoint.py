@@ -105,7 +105,7 @@ class Part:
         return wanted
 
     def _empty(self, top: str, kind: str, name: str, saved: Any) -> Tensor:
-        is_of_a_shape = top.startswith((MEMORY, ALIKE))
+        is_of_a_shape = len(saved.size) > 0 and top.startswith((MEMORY, ALIKE))  # unlike Adam's count of steps
         if is_of_a_shape or (top.startswith(OWN) and name in self.params and self._fits(name, saved)):
             if name not in self.params or not self._fits(name, saved):
                 of = self.params.get(name)

@@ -49,6 +49,7 @@ RULES: dict[str, Averaging] = {
     "LocalSGD that overlaps": dgcopt.LocalSGD(every=3, overlap=True),
     "SlowMo": dgcopt.SlowMo(every=2),
     "DiLoCo": dgcopt.DiLoCo(every=2, outer=OUTER, compression=DGC(0.3)),
+    "DiLoCo with an outer Adam": dgcopt.DiLoCo(every=2, outer=functools.partial(AdamW, lr=0.01)),
     "DiLoCo in fragments": dgcopt.DiLoCo(every=4, outer=OUTER, fragments=2, delay=1, alpha=0.3),
 }
 """Averaging rules; after three steps all have weights apart, memory, or a round in flight."""
@@ -137,8 +138,11 @@ class Training:
         for place, (outer, saved) in enumerate(zip(averaging.outers, entry.get("outers", ()), strict=True)):
             add(f"outer {place}'s", saved[STATE_KEY]["memory"], "average", ("residual", "momentum"))
             names = [*synchronised(outer).names.values()]  # type: ignore[union-attr]
-            momenta = {names[at]: values["momentum_buffer"] for at, values in saved["state"].items() if values}
-            add(f"outer {place}'s own", {"momentum": momenta}, "average")
+            own: dict[str, dict[str, Tensor]] = {}
+            for at, values in saved["state"].items():
+                for kind, value in values.items():
+                    own.setdefault(kind, {})[names[at]] = value.expand(params[names[at]].shape)
+            add(f"outer {place}'s own", own, "average")
         return {name: tensor for name, tensor in memory.items() if tensor.any()}
 
     def sums(self) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..coding import SparseCode, decode_rice, encode_rice, one_row, rice_bytes, what_fits
 from ..collectives import AllGather, AllReduce, AllToAll, everyone
 from ..errors import ConfigError, PayloadError
-from ..errors.checks import is_number
 from ..flat.gradient import SparseSum
 from ..flat.memory import at_least_float32
 from ..flat.shard import Sharding
@@ -31,7 +30,7 @@ __all__ = [
     "PartitionReduction",
     "Reduce",
     "Reduction",
-    "check_reduce",
+    "check_keep",
     "faster",
     "reduction",
     "sum_of_messages",
@@ -130,11 +129,9 @@ def faster(ways: dict[str, Way], ctx: Context) -> Way:
     return ways[chosen]
 
 
-def check_reduce(way: Reduce, keep: float) -> None:
-    """Raise ConfigError for invalid settings."""
-    if way not in ("gather", "owner", "partition", "auto"):
-        raise ConfigError(f'reduce must be "gather", "owner", "partition" or "auto", not {way!r}')
-    if keep != math.inf and (not is_number(keep) or keep <= 0):
+def check_keep(keep: float, way: Reduce) -> None:
+    """Raise ConfigError if `keep` is not positive, or the reduction has no owners."""
+    if keep <= 0:
         raise ConfigError(f"keep must be a positive number, 1.0 for as many as a rank selects, not {keep!r}")
     if keep != 1 and way in ("gather", "partition"):
         raise ConfigError(

@@ -5,14 +5,13 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 
 from ...coding import SparseCode
-from ...errors import ConfigError
-from ...errors.checks import is_number
+from ...errors.checks import check_fraction
 from ...kernels import gather, subtract_at
 from ..base import Compressor, GradientExchange
 from ..context import Context
-from ..reduction import Choice, Reduce, Reduction, reduction
+from ..reduction import Choice, Reduce, Reduction, check_keep, reduction
 
-__all__ = ["Indices", "Sparse", "Values", "check_decay"]
+__all__ = ["Indices", "Sparse", "Values"]
 
 Values: TypeAlias = Literal["fp64", "fp32", "fp16", "bf16", "int8", "int4", "int2", "sign"]
 """Code of values: floats, or a number of bits and a scale per block of 256 or 512; see `dgcopt.coding`."""
@@ -34,6 +33,11 @@ class Sparse(Compressor):
     error_feedback: bool = True
     reduce: Reduce = "gather"
     keep: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.decay = check_fraction(self.decay, "decay")
+        check_keep(self.keep, self.reduce)
 
     @property
     def conserves(self) -> bool:
@@ -76,10 +80,3 @@ class Sparse(Compressor):
 
         choice = Choice(indices, values, at, subtract)
         return (yield from self.reduction(len(indices), ctx).exchange(choice, ctx))
-
-
-def check_decay(decay: float) -> float:
-    """Return `decay` if it is in (0, 1]. Raises ConfigError otherwise."""
-    if not is_number(decay) or not 0 < decay <= 1:
-        raise ConfigError(f"decay must be above 0 and at most 1, not {decay!r}")
-    return float(decay)

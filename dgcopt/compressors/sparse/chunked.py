@@ -11,8 +11,8 @@ from ...errors.checks import MAY_BE_INFINITE
 from ...kernels import BLOCK, Chunks, add_and_select_chunks, select_chunks
 from ..base import Source
 from ..context import Context
-from ..reduction import Reduce, check_reduce
-from .base import Indices, Sparse, Values, check_decay
+from ..reduction import Reduce
+from .base import Indices, Sparse, Values
 from .schedule import ScheduledRatio, Warmup, count_of
 
 __all__ = ["ChunkedTopK"]
@@ -61,10 +61,8 @@ class ChunkedTopK(ScheduledRatio, Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.decay = check_decay(self.decay)
         if self.chunk < 1 or self.chunk % BLOCK:
             raise ConfigError(f"chunk must be a multiple of {BLOCK}, not {self.chunk!r}")
-        check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> Chunks:
         """Return the chunks of this bucket, and the number of coordinates to send of each."""

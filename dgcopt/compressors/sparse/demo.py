@@ -11,12 +11,13 @@ from torch.optim import SGD, Optimizer
 from ...coding import SparseCode
 from ...collectives import AllGather
 from ...errors import ConfigError
+from ...errors.checks import check_fraction
 from ...flat.memory import at_least_float32
 from ...kernels import Chunks, Matrices, clear_at, dct, inverse_dct, select_chunks
 from ..base import Compressor, GradientExchange
 from ..context import Context
 from ..reduction import sum_of_messages
-from .base import Indices, Values, check_decay
+from .base import Indices, Values
 from .schedule import check_ratio, count_of
 
 __all__ = ["DeMo"]
@@ -59,7 +60,7 @@ class DeMo(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.ratio, self.decay = check_ratio(self.ratio), check_decay(self.decay)
+        self.ratio, self.decay = check_ratio(self.ratio), check_fraction(self.decay, "decay")
 
     def attach(self, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, SGD):

@@ -16,7 +16,7 @@ from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, clear_at, gather, subtract_at
 from ..base import FirstMoment, GradientExchange, Source
 from ..context import Context
-from ..reduction import Choice, Reduce, Reduction, check_reduce, reduction
+from ..reduction import Choice, Reduce, Reduction, check_keep, reduction
 from ..whole import whole_sum
 from .base import Indices, Values
 from .memory import LocalClip, MomentumCorrected
@@ -110,7 +110,7 @@ class DGC(MomentumCorrected):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._code = SparseCode(self.indices, self.values)
-        check_reduce(self.reduce, self.keep)
+        check_keep(self.keep, self.reduce)
         self._set_whole_model()
 
     def _set_whole_model(self) -> None:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError
+from ...errors.checks import check_fraction
 from ...flat.gradient import SparseSum
 from ...flat.memory import at_least_float32
 from ...kernels import draw_from_spans, gather, subtract_at
 from ..base import GradientExchange, Source
 from ..context import Context
-from .base import check_decay
 from .schedule import ScheduledRatio, Warmup, count_of
 
 __all__ = ["RandomK"]
@@ -55,7 +55,7 @@ class RandomK(ScheduledRatio):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.decay = check_decay(self.decay)
+        self.decay = check_fraction(self.decay, "decay")
         if self.unbiased and self.error_feedback:
             raise ConfigError(
                 "unbiased=True scales values up for unsent ones, and error_feedback=True sends those later: set one"

@@ -15,7 +15,7 @@ from ...flat.memory import at_least_float32
 from ...kernels import add_and_select_above, select_above, subtract_at
 from ..base import GradientExchange, Source
 from ..context import Context
-from .base import Indices, Sparse, Values, check_decay
+from .base import Indices, Sparse, Values
 from .schedule import check_ratio, count_of
 
 __all__ = ["Threshold"]
@@ -57,7 +57,7 @@ class Threshold(Sparse):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.threshold = check_positive(self.threshold, "threshold")
-        self.at_most, self.decay = check_ratio(self.at_most, "at_most"), check_decay(self.decay)
+        self.at_most = check_ratio(self.at_most, "at_most")
 
     def most(self, ctx: Context) -> int:
         """Return the largest number of coordinates of this bucket per step."""

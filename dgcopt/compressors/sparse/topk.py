@@ -11,8 +11,8 @@ from ...errors.checks import MAY_BE_INFINITE
 from ...kernels import add_and_maxima, block_maxima, gather
 from ..base import FirstMoment, Source
 from ..context import Context
-from ..reduction import Reduce, check_reduce
-from .base import Indices, Sparse, Values, check_decay
+from ..reduction import Reduce
+from .base import Indices, Sparse, Values
 from .schedule import ScheduledRatio, Selection, Warmup
 
 __all__ = ["TopK"]
@@ -57,11 +57,6 @@ class TopK(ScheduledRatio, Sparse):
     reduce: Reduce = "gather"
     keep: float = field(default=1.0, metadata=MAY_BE_INFINITE)
     first_moment: FirstMoment = "optimizer"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.decay = check_decay(self.decay)
-        check_reduce(self.reduce, self.keep)
 
     def selection(self, ctx: Context) -> Selection:
         """Return the selection of the largest coordinates of this bucket."""

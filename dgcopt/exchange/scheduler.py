@@ -211,8 +211,6 @@ class CollectiveScheduler:
         for handle in _awaited(exchanges):  # noqa: UP028  # a list cannot be sent results
             yield handle
         for pending in exchanges:
-            if pending.exchange is not None:
-                pending.exchange.close()
             pending.exchange = pending.collective = pending.handle = pending.result = None
             pending.rounds.clear()
 

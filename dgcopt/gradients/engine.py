@@ -115,8 +115,6 @@ class Engine:
         tracker, outgoing = gradients.tracker, gradients.outgoing
         announced = self.settings.backward_passes_per_step
         if not tracker.additions:
-            if self.runner.busy:
-                self.runner.progress()  # the end of a `join` that other ranks have left since
             self.moved_on = False
             gradients.start()
         moves = tracker.moves

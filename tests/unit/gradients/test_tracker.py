@@ -116,6 +116,21 @@ def test_the_same_loss_twice_is_two_passes() -> None:
         model(x.clone()).square().mean().backward()
 
 
+def test_passes_that_c_plus_plus_runs_are_counted() -> None:
+    """No frame of Python tells them apart."""
+    world = World(False, True, PASSES)
+
+    def backward(x: Tensor) -> None:
+        loss = world.models[0](x.clone()).square().mean()
+        run = torch.autograd.Variable._execution_engine.run_backward
+        run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    for x in batches(0):
+        backward(x)
+    with pytest.raises(RuntimeError, match=rf"was computed {PASSES + 1} times"):
+        backward(batches(1)[0])
+
+
 def test_no_loss_is_kept_alive_beyond_the_step() -> None:
     world, kept = World(True, False, PASSES), []
 

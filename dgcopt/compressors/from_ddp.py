@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -174,11 +173,7 @@ class HookBucket:
         self._index, self._is_last = ctx.index, is_last
         self._buffer = torch.cat(spans)  # without gaps, as in DDP
         self._params = [segment.param for segment in ctx.segments]
-        start, self._segments = 0, []
-        for segment in ctx.segments:
-            self._segments.append(replace(segment, start=start))
-            start += segment.numel
-        self.numel = start
+        self.numel = len(self._buffer)
 
     def index(self) -> int:
         """Return the index of the bucket in the step."""
@@ -197,8 +192,9 @@ class HookBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients in the parameters' shapes."""
-        return [segment.view(self._buffer) for segment in self._segments]
+        """Return the gradients in the parameters' shapes, contiguous as in DDP, which ignores channels-last order."""
+        spans = self._buffer.split([param.numel() for param in self._params])
+        return [span.view(param.shape) for span, param in zip(spans, self._params, strict=True)]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters."""

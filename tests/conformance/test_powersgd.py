@@ -256,6 +256,24 @@ def test_a_resumed_run_continues_with_the_same_bits_in_other_buckets(forgotten: 
     assert torch.equal(straight.weights(0), resumed.weights(0)) == (forgotten == "nothing")
 
 
+def test_autocast_around_a_step_does_not_round_its_products() -> None:
+    def trained(enabled: bool) -> Tensor:
+        params = [nn.Parameter(torch.zeros(20, 15)) for _ in range(2)]
+        comms = dgcopt.simulated_world(2)
+        optimizers = [
+            dgcopt.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), None, PowerSGD(2, start_step=0), comm=comm)
+            for param, comm in zip(params, comms, strict=True)
+        ]
+        for seed, param in enumerate(params):
+            (param * torch.randn(20, 15, generator=torch.Generator().manual_seed(seed))).sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            for optimizer in optimizers:
+                optimizer.step()
+        return params[0].detach()
+
+    assert torch.equal(trained(True), trained(False))
+
+
 def test_a_channels_last_weight_is_read_where_it_lies() -> None:
     weight = torch.zeros(8, 4, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
     comms, buckets = dgcopt.simulated_world(2), [bucket_of([weight]) for _ in range(2)]

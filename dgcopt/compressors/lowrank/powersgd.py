@@ -114,7 +114,9 @@ class PowerSGD(Compressor):
         for side in sides:
             # P is the mean over ranks here, the sum in torch
             bases = [orthogonal(f, self.epsilon / ctx.size if side == "Q" else self.epsilon) for f in factors]
-            factors = [torch.bmm(m if side == "P" else m.mT, basis) for m, basis in zip(matrices, bases, strict=True)]
+            with torch.autocast(v.device.type, enabled=False):  # scripts may have it on around `step()`
+                pairs = zip(matrices, bases, strict=True)
+                factors = [torch.bmm(m if side == "P" else m.mT, basis) for m, basis in pairs]
             arrived = yield from mean_of([*vectors, *factors], ctx)
             means += arrived[: len(vectors)]
             factors, vectors = arrived[len(vectors) :], []

@@ -28,12 +28,23 @@ import dgcopt
 SIZE = 3
 
 
-def train(make: Callable[[int], Any], steps: int = 5, size: int = SIZE, **settings: Any) -> tuple[list[Any], list[Any]]:
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def channels_last() -> nn.Module:
+    model = nn.Sequential(nn.Unflatten(1, (3, 2, 1)), nn.Conv2d(3, 5, 2, padding=1), nn.Flatten(), nn.Linear(30, 3))
+    return model.to(memory_format=torch.channels_last)
+
+
+def train(
+    make: Callable[[int], Any], steps: int = 5, size: int = SIZE, net: Callable[[], nn.Module] = linear, **settings: Any
+) -> tuple[list[Any], list[Any]]:
     """Models and optimizers of all ranks, each with what `make(rank)` returns as compression."""
     models, optimizers = [], []
     for rank, comm in enumerate(dgcopt.simulated_world(size)):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+        model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizers.append(dgcopt.DistributedOptimizer(sgd, model.named_parameters(), make(rank), comm=comm, **settings))
         models.append(model)
@@ -87,6 +98,15 @@ def test_hooks_of_torch(hook: Any, state: Any, close_to_dense: float, settings: 
         gradients = 5 * 2 * sum(param.numel() for param in models[0].parameters())
         assert 0 < sent - gradients < 2000, "16 bits of each number, votes, and the comparisons of the first step"
     assert sent > 0
+
+
+def test_powersgd_of_torch_takes_channels_last_weights() -> None:
+    """It wants contiguous gradients, as DDP hands them out; with full rank it is the mean."""
+    state = functools.partial(POWER, matrix_approximation_rank=5)
+    (dense, *_), _ = train(lambda rank: None, net=channels_last)
+    (ours, *others), _ = train(hook_of(powerSGD_hook.powerSGD_hook, state), net=channels_last)
+    assert torch.allclose(weights(ours), weights(dense), atol=1e-5)
+    assert all(torch.equal(weights(ours), weights(other)) for other in others)
 
 
 def test_a_world_of_one_calls_no_hook() -> None:

@@ -376,6 +376,5 @@ def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context
     total = SparseSum()
     positions, values = code.receive(messages, count, ctx.numel, range(len(messages)), ctx.checks)
     values = values.to(at_least_float32(ctx.dtype)) / ctx.divisor
-    for theirs in zip(positions.unbind(), values.unbind(), strict=True):
-        total.add(*theirs)
+    total.add_rows(positions.flatten(), values.flatten(), torch.full((len(messages),), count))
     return total

@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
 from dgcopt.comm.membership import Epoch, Rules, Status, agree, gone_key
-from dgcopt.comm.simulated_store import Process, Simulation
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.simulated_store import Process, Simulation
 
 RULES = Rules(deadline=60.0)
 TESTIMONY = 0.1

@@ -9,8 +9,8 @@ A step ends in a barrier that a rank enters once it has prepared its commit. A r
 have prepared. So the announcements tell whether the interrupted step is committed: it is if some rank has passed the
 barrier, or all survivors have entered it. Otherwise nobody has committed, and all abort.
 
-The protocol is a generator of store operations and touches no network: `drive` runs it over a real store, the
-simulated store (`dgcopt.comm.simulated_store`) in virtual time.
+The protocol is a generator of store operations and touches no network: `drive` runs it over a real store, tests run it
+over a simulated one in virtual time.
 """
 
 from __future__ import annotations

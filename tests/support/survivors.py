@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dgcopt.comm.membership import Epoch, Rules, Status, agree, found, gone_key, join
-from dgcopt.comm.simulated_store import Life, Pause, Process, Simulation
+from tests.support.simulated_store import Life, Pause, Process, Simulation
 
 
 @dataclass

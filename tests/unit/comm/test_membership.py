@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgcopt.comm.membership import LATEST, Epoch, Rules, Status, agree, found, gone_key, join, noticed_key
-from dgcopt.comm.simulated_store import Simulation
 from dgcopt.errors import QuorumLost, VotedOut
+from tests.support.simulated_store import Simulation
 from tests.support.survivors import Run
 
 RULES = Rules(grace=0.2, notice=0.5, deadline=3.0)

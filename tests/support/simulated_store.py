@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeAlias
 
-from .membership import CompareSet, Operation, Read, Wait, Write
+from dgcopt.comm.membership import CompareSet, Operation, Read, Wait, Write
 
 __all__ = ["Pause", "Process", "Simulation"]
 

@@ -1,7 +1,7 @@
 """Codecs of values and indices."""
 
 from .checks import Checks, read_checks
-from .message import Sent, SparseCode, largest, what_fits
+from .message import Sent, SparseCode, what_fits
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
 from .rows import one_row
 from .values import (
@@ -34,7 +34,6 @@ __all__ = [
     "encode_dense_rows",
     "encode_rice",
     "encode_values",
-    "largest",
     "one_row",
     "read_checks",
     "rice_bytes",

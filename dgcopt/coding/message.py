@@ -16,7 +16,7 @@ from .rice import decode_rice, encode_rice, measure_rows, read_rows, rice_bytes,
 from .rows import aligned, named, one_row, put_parts, read_as, take_parts
 from .values import VALUE_CODES, ValueCode, code_of
 
-__all__ = ["Sent", "SparseCode", "largest", "what_fits"]
+__all__ = ["Sent", "SparseCode", "what_fits"]
 
 
 @dataclass(frozen=True)
@@ -197,11 +197,6 @@ class SparseCode:
         """Split messages into indices and values."""
         nbytes = self._index_bytes(count, numel)
         return messages[:, :nbytes], messages[:, aligned(nbytes) :]
-
-
-def largest(values: Tensor, count: int) -> Tensor:
-    """Return the positions of the `count` largest magnitudes: int64, ascending."""
-    return values.abs().topk(count, sorted=False).indices.sort().values
 
 
 def what_fits(indices: Tensor, values: Tensor, counts: Tensor, count: int, numel: int) -> tuple[Tensor | None, Tensor]:

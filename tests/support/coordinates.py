@@ -20,6 +20,11 @@ def spread(count, numel, seed=0):
     return torch.tensor(sorted(random.Random(seed).sample(range(numel), count)), dtype=torch.int64)
 
 
+def largest(values, count):
+    """Positions of the largest magnitudes: int64, ascending."""
+    return values.abs().topk(count, sorted=False).indices.sort().values
+
+
 @st.composite
 def positions(draw):
     """Sorted distinct positions: few or all, spread or in a heap at either end."""

@@ -13,13 +13,12 @@ from dgcopt.coding import (
     VALUE_DTYPES,
     Checks,
     SparseCode,
-    largest,
     one_row,
     read_checks,
     rice_bytes,
 )
 from dgcopt.errors import ConfigError, PayloadError
-from tests.support.coordinates import CODES, INT32, positions, spread
+from tests.support.coordinates import CODES, INT32, largest, positions, spread
 from tests.unit.coding.test_rice import excess_of
 from tests.unit.coding.test_values import DTYPES
 

@@ -75,10 +75,11 @@ def test_a_closure_while_a_rank_has_run_out_of_data():
 
 @pytest.mark.parametrize("divide_by", ["active", "all"])
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
-def test_ranks_that_run_out_of_data(every: int, divide_by: Any):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_that_run_out_of_data(every: int, divide_by: Any, overlap: bool):
     """Means are of the ranks that have made a step since the last one, or of all; all go on from the same step."""
     batches = (3, 7, 0, 6)
-    ours, theirs = World(4, LocalSGD(every)), World(4)
+    ours, theirs = World(4, LocalSGD(every, overlap=overlap)), World(4)
     with contextlib.ExitStack() as loops:
         ends = [loops.enter_context(contextlib.ExitStack()) for _ in batches]
         for end, optimizer in zip(ends, ours.optimizers, strict=True):
@@ -107,6 +108,8 @@ def test_ranks_that_run_out_of_data(every: int, divide_by: Any):
     for step in range(1, every + 1):
         ours.step(step)
         theirs.step(step)
+    for optimizer in ours.optimizers:
+        optimizer.averaging.finish_round()
     theirs.average_by_hand()
     assert_worlds_close(ours, theirs)
 

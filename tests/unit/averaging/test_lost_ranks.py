@@ -85,6 +85,26 @@ def test_a_rank_that_comes_back_goes_on_like_its_giver(averaging: dgcopt.Averagi
         assert_same(taker.state(), giver.state())
 
 
+def test_a_late_rank_keeps_its_residual_and_its_progress() -> None:
+    """It has missed a round of the others: what it has not sent yet counts from their anchors on."""
+    giver, taker = (Trained(dgcopt.DiLoCo(EVERY, compression=dgcopt.TopK(0.1)), Losing(())) for _ in range(2))
+    for step in range(2 * EVERY):
+        giver.step(step)
+    for step in range(EVERY, 2 * EVERY):
+        taker.step(step)
+    residual = taker.optimizer.averaging.residual_norm()
+    anchors = [param.detach().clone() for param in taker.model.parameters()]
+    for step in range(2):
+        taker.step(step)
+    moved = [param.detach() - anchor for param, anchor in zip(taker.model.parameters(), anchors, strict=True)]
+    states = [dgcopt.survive.State(model=one.model, optimizer=one.optimizer) for one in (giver, taker)]
+    states[1]._load(copy.deepcopy(states[0]._own()))
+    assert taker.optimizer.averaging.residual_norm() == pytest.approx(residual) and residual > 0
+    assert taker.optimizer.averaging.state()["since"] == 2, "its progress is not of the steps that it has made"
+    for ours, theirs, change in zip(taker.model.parameters(), giver.model.parameters(), moved, strict=True):
+        torch.testing.assert_close(ours, theirs + change)
+
+
 @pytest.mark.parametrize("averaging", [*SUPPORTED, dgcopt.DiLoCo(EVERY, fragments=3)], ids=repr)
 def test_layers_that_are_added_are_lost_and_come_back_like_all_others(averaging: dgcopt.Averaging) -> None:
     """Rounds that fail after `add_param_group` leave no trace; a newcomer that has added the same layer goes on."""

@@ -48,7 +48,7 @@ from dgcopt import kernels
 from dgcopt.__main__ import LATE, library
 from dgcopt.coding import SparseCode
 from dgcopt.collectives import Collective
-from dgcopt.compressors import Compressor, Memory, Place, whole
+from dgcopt.compressors import Compressor, Memory, Place, reduction
 from dgcopt.compressors.sparse.memory import ErrorFeedback
 from dgcopt.compressors.sparse.schedule import Selection
 from dgcopt.errors import ConfigError
@@ -76,8 +76,8 @@ PHASES: dict[str, list[tuple[Any, str]]] = {
     "preview": [(ErrorFeedback, "preview_block_maxima"), (ErrorFeedback, "preview_blocks")],
     "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "update_momentum"), (ErrorFeedback, "correct")],
     "select": [(Selection, "largest"), (Selection, "largest_of")],
-    "encode": [(SparseCode, "send"), (whole, "encode_dense_rows")],
-    "decode": [(SparseCode, "receive"), (whole, "decode_dense_rows")],
+    "encode": [(SparseCode, "send"), (reduction, "encode_dense_rows")],
+    "decode": [(SparseCode, "receive"), (reduction, "decode_dense_rows")],
     "commit": [(dgcopt.Context, "commit")],
     "write back": [(GradientBucket, "write_back")],
 }

@@ -1,22 +1,32 @@
-"""Reductions: the ranks' selected coordinates become one sum, by an allgather or by owners."""
+"""Reductions: the ranks' selected coordinates, or whole vectors, become one sum, by an allgather or by owners."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..coding import SparseCode, decode_rice, encode_rice, one_row, rice_bytes, what_fits
+from ..coding import (
+    SparseCode,
+    decode_dense_rows,
+    decode_rice,
+    dense_bytes,
+    encode_dense_rows,
+    encode_rice,
+    one_row,
+    rice_bytes,
+    what_fits,
+)
 from ..collectives import AllGather, AllReduce, AllToAll, everyone
 from ..errors import ConfigError, PayloadError
 from ..flat.gradient import SparseSum
 from ..flat.memory import at_least_float32
-from ..flat.shard import Sharding
+from ..flat.shard import Chunks, Sharding
 from ..kernels import Groups, block_maxima, by_owner, gather, of_owners, select, subtract_at
 from .base import GradientExchange
 from .context import Context
@@ -24,16 +34,15 @@ from .refusal import Refusal, decode_or_refuse, heed_refusals
 
 __all__ = [
     "SUMS",
-    "AllGatherReduction",
     "Choice",
     "OwnerReduction",
     "PartitionReduction",
     "Reduce",
     "Reduction",
     "check_keep",
-    "faster",
     "reduction",
     "sum_of_messages",
+    "whole_sum",
 ]
 
 Reduce: TypeAlias = Literal["gather", "owner", "partition", "auto"]
@@ -48,9 +57,9 @@ SUMS = "residual of the owner"
 
 log = logging.getLogger("dgcopt")
 
-# Seconds on one core, measured by bench_reduce.py: to read one coordinate of a message, to pass over one element of an
-# owner's shard, and to code and read a bucket's messages one more time.
-_READING, _PASSING, _CODING = 20e-9, 2e-9, 1e-3
+# Seconds on one core, measured by bench_reduce.py: to read one coordinate of a message, or one element of a vector of
+# 50,000; to pass over one element of an owner's shard; and to code and read a bucket's messages one more time.
+_READING, _READING_ELEMENT, _PASSING, _CODING = 20e-9, 3e-9, 2e-9, 1e-3
 
 _SIGMAS = 2  # room for random numbers of coordinates per owner: less than 1% are omitted
 
@@ -103,7 +112,13 @@ def reduction(
         "gather": AllGatherReduction(code, count),
         "owner": OwnerReduction(code, count, keep, decay),
     }
-    return faster(ways, ctx) if way == "auto" else ways[way]
+    return _faster(ways, ctx) if way == "auto" else ways[way]
+
+
+def whole_sum(way: Reduce, kind: str, ctx: Context) -> WholeGather | WholeOwner:
+    """Return the reduction that a setting names. For vectors, "partition" is "owner"."""
+    ways: dict[str, WholeGather | WholeOwner] = {"gather": WholeGather(kind), "owner": WholeOwner(kind)}
+    return _faster(ways, ctx) if way == "auto" else ways["owner" if way == "partition" else way]
 
 
 class Timed(Protocol):
@@ -115,7 +130,7 @@ class Timed(Protocol):
 Way = TypeVar("Way", bound=Timed)
 
 
-def faster(ways: dict[str, Way], ctx: Context) -> Way:
+def _faster(ways: dict[str, Way], ctx: Context) -> Way:
     """Return the reduction with the least estimated time, the same on all ranks; log every change."""
     seconds = {name: one.seconds(ctx) for name, one in ways.items()}
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -159,6 +174,41 @@ class AllGatherReduction:
     def seconds(self, ctx: Context) -> float:
         received = (ctx.size - 1) * self.nbytes(ctx)
         return ctx.place.link.latency + received / ctx.place.link.bandwidth + _READING * ctx.size * self.count
+
+
+@dataclass(frozen=True)
+class WholeGather:
+    """One allgather of all messages: received bytes and decoding grow with the number of ranks.
+
+    Args:
+        kind: the code of elements, one of DENSE_CODES.
+    """
+
+    kind: str
+
+    def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
+        """Return the sum over ranks, divided by `ctx.divisor`; subtract the decoded values from the residual.
+
+        Raises PayloadError for an invalid message.
+        """
+        message, arriving = encode_dense_rows(values.unsqueeze(0), self.kind)
+        _forget(arriving.view(-1), ctx)
+        messages = yield AllGather(message[0])
+        total = torch.zeros(ctx.numel, dtype=at_least_float32(ctx.dtype), device=ctx.device)
+        rows = decode_dense_rows(messages, ctx.numel, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
+        for row in rows:
+            total += row.to(total.dtype) / ctx.divisor
+        ctx.checks.look_at(total, rows)
+        return total
+
+    def nbytes(self, ctx: Context) -> int:
+        """Return the payload bytes of this rank."""
+        return dense_bytes(ctx.numel, self.kind)
+
+    def seconds(self, ctx: Context) -> float:
+        """Return the estimated time of an exchange over the link, without the parts that both reductions share."""
+        received = (ctx.size - 1) * self.nbytes(ctx)
+        return ctx.place.link.latency + received / ctx.place.link.bandwidth + _READING_ELEMENT * ctx.size * ctx.numel
 
 
 @dataclass(frozen=True)
@@ -218,7 +268,7 @@ class OwnerReduction:
         with ctx.memory.for_now(held if self.decay in (0, 1) else held * self.decay, arrived) as sums:
             add_to(sums)
             if refusal is None and not gather(sums, arrived).isfinite().all():
-                refusal = Refusal(_not_finite(values, counts, ctx.rank), readable=True)
+                refusal = Refusal(_not_finite(values.split(counts.tolist()), ctx.rank), readable=True)
             places = self._largest(sums, arrived, ctx.size) if refusal is None else arrived[:0]
             chosen = gather(sums, places)
         if math.isinf(self.keep):
@@ -303,6 +353,62 @@ class OwnerReduction:
 
 
 @dataclass(frozen=True)
+class WholeOwner:
+    """Each rank sums one part of all vectors and sends the sum to all ranks: about two messages at any world size.
+
+        s = s + all ranks' messages to this rank, in rank order
+        send s;  s = s - decoded(s)
+
+    The rounding error of the sums stays with their owner, apart from its own residual.
+
+    Args:
+        kind: the code of elements, one of DENSE_CODES.
+    """
+
+    kind: str
+
+    def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
+        """See `WholeGather.exchange`."""
+        chunks = Chunks(ctx.numel, ctx.size)
+        rows = values.new_zeros(ctx.size, chunks.length)
+        rows.view(-1)[: ctx.numel] = values
+        messages, arriving = encode_dense_rows(rows, self.kind)
+        _forget(arriving.view(-1)[: ctx.numel], ctx)
+        shard = ctx.memory.shard(SUMS, chunks, ctx.rank)
+        received = yield AllToAll(messages)
+
+        sums = shard.held.clone()
+        rows, refusal = decode_or_refuse(
+            received, lambda rows, ranks: decode_dense_rows(rows, chunks.length, self.kind, ranks), ctx
+        )
+        for row in rows:
+            sums += row.to(sums.dtype)
+        if refusal is None and not sums.isfinite().all():
+            refusal = Refusal(_not_finite(rows, ctx.rank), readable=True)
+        message, arriving = encode_dense_rows(sums.unsqueeze(0), self.kind)
+        if refusal is not None:
+            refusal.replace(message[0])
+
+        left = torch.where(_is_of_parameters(chunks, ctx), sums - arriving[0], 0)
+        ctx.memory.on_commit(lambda: setattr(shard, "held", left))
+        gathered = heed_refusals((yield AllGather(message[0])), ctx)
+        total = decode_dense_rows(gathered, chunks.length, self.kind, everyone(ctx.rank, ctx.size), ctx.checks)
+        ctx.checks.look_at(total, total)
+        return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
+
+    def nbytes(self, ctx: Context) -> int:
+        """See `WholeGather.nbytes`."""
+        return (ctx.size + 1) * dense_bytes(Chunks(ctx.numel, ctx.size).length, self.kind)
+
+    def seconds(self, ctx: Context) -> float:
+        """See `WholeGather.seconds`."""
+        length = Chunks(ctx.numel, ctx.size).length
+        received = 2 * (ctx.size - 1) * dense_bytes(length, self.kind)
+        work = _READING_ELEMENT * 2 * ctx.size * length + _CODING
+        return 2 * ctx.place.link.latency + received / ctx.place.link.bandwidth + work
+
+
+@dataclass(frozen=True)
 class PartitionReduction:
     """Each rank selects in its share of the coordinates, which changes every step; all ranks send their values there.
 
@@ -355,10 +461,9 @@ class PartitionReduction:
         return 2 * ctx.place.link.latency + rest / ctx.place.link.bandwidth + _READING * self.count
 
 
-def _not_finite(values: Tensor, counts: Tensor, owner: int) -> int:
-    """Return the first rank with NaN or Inf among its values; the owner, if only its sums do."""
-    parts = [bool(part.isfinite().all()) for part in values.split(counts.tolist())]
-    return next((rank for rank, finite in enumerate(parts) if not finite), owner)
+def _not_finite(parts: Iterable[Tensor], owner: int) -> int:
+    """Return the first rank with NaN or Inf in its part; the owner, if only its sums do."""
+    return next((rank for rank, part in enumerate(parts) if not part.isfinite().all()), owner)
 
 
 def _room(count: int, size: int) -> int:
@@ -369,6 +474,21 @@ def _room(count: int, size: int) -> int:
 
 def _sharding(ctx: Context) -> Sharding:
     return Sharding(ctx.numel, ctx.size)
+
+
+def _is_of_parameters(chunks: Chunks, ctx: Context) -> Tensor:
+    """Return a mask of the elements that this rank owns and that belong to a parameter, not to a gap."""
+    if "owned" not in ctx.scratch:
+        rows = torch.zeros(ctx.size, chunks.length, dtype=torch.bool, device=ctx.device)
+        ctx.tensors.clear_gaps(rows.view(-1)[: ctx.numel].fill_(True))
+        ctx.scratch["owned"] = rows[ctx.rank]
+    return ctx.scratch["owned"]
+
+
+def _forget(arriving: Tensor, ctx: Context) -> None:
+    """Subtract decoded values from the residual at commit, and clear the gaps, in which codes leave values."""
+    v = ctx.memory["residual"]
+    ctx.memory.on_commit(lambda: ctx.tensors.clear_gaps(v.sub_(arriving)))
 
 
 def sum_of_messages(messages: Tensor, code: SparseCode, count: int, ctx: Context) -> SparseSum:

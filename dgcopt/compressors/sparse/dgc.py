@@ -16,8 +16,7 @@ from ...flat.memory import at_least_float32
 from ...kernels import BLOCK, clear_at, gather, subtract_at
 from ..base import FirstMoment, GradientExchange, Source
 from ..context import Context
-from ..reduction import Choice, Reduce, Reduction, check_keep, reduction
-from ..whole import whole_sum
+from ..reduction import Choice, Reduce, Reduction, check_keep, reduction, whole_sum
 from .base import Indices, Values
 from .memory import LocalClip, MomentumCorrected
 from .schedule import Selection, Warmup

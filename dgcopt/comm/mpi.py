@@ -161,10 +161,7 @@ class MPIComm(Comm):
 
 
 def _buffer(tensor: Tensor, kind: Any, parts: int = 1) -> list[Any]:
-    """Return the tensor's own memory as an mpi4py buffer, in `parts` equal parts if the collective needs them.
-
-    MPI counts elements in a C int, so long messages of bytes are counted in blocks.
-    """
+    """Return the tensor's own memory as an mpi4py buffer, in `parts` equal parts if the collective needs them."""
     from mpi4py import MPI
 
     nbytes = tensor.numel() * tensor.element_size()

@@ -94,7 +94,6 @@ class PerTensor:
         stops, lengths = torch.tensor([s.stop for s in segments]), blocks * BLOCK - numels
         behind = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         self._gaps = sent(stops.repeat_interleave(lengths) + behind, device)
-        self._sizes = [s.numel for s in segments]
 
     def sum(self, flat: Tensor) -> Tensor:
         """Return the sum of each parameter's elements, in float32 at least; gaps must be zero. Shape `[parameters]`."""
@@ -127,7 +126,7 @@ class PerTensor:
         """Return the number of elements in each block."""
         room = torch.full_like(self.of_block, BLOCK)
         last = (self.of_block.diff(append=self.of_block.new_tensor([-1])) != 0).nonzero().squeeze(1)
-        room[last] = torch.tensor([(numel - 1) % BLOCK + 1 for numel in self._sizes], device=room.device)
+        room[last] = (self.numels - 1) % BLOCK + 1
         return room
 
     def clear_gaps(self, flat: Tensor) -> None:

@@ -113,11 +113,11 @@ class FrozenAdam(Wrapper):
         return gradient
 
     def _as_mean(self, grad: Tensor, ctx: Context) -> Tensor:
-        """Return the factor from the exchange's result to the mean."""
+        """Return the gradient, scaled in place so that the mean over ranks is the result by `Context.op`."""
         return grad if ctx.divisor == ctx.size else grad.mul_(ctx.size / ctx.divisor)
 
     def _momenta(self, ctx: Context) -> list[Mixture]:
-        """Yield, for each b1, the momentum from its parameters' gradients; m is zero at first."""
+        """Return, for each b1, the momentum from its parameters' gradients; m is zero at first."""
         state_of, beta1s = self._attached.state, self._beta1s()
         found: dict[float, tuple[list[int], list[Tensor]]] = {}
         for segment in ctx.segments:

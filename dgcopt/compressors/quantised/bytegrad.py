@@ -90,7 +90,7 @@ def chunk_length(ctx: Context) -> int:
 
 
 def pieces(ctx: Context) -> list[tuple[int, int, slice]]:
-    """Yield spans contiguous in both layouts: the chunk, the position in it, and the span of the flat tensor."""
+    """Return spans contiguous in both layouts: the chunk, the position in it, and the span of the flat tensor."""
     if "pieces" not in ctx.scratch:
         found, length, done = [], chunk_length(ctx), 0
         for start, stop in runs(ctx):

@@ -167,6 +167,23 @@ def test_parameters_frozen_within_a_window_are_averaged_once_more(rule: Averagin
         assert torch.equal(model[0].weight, frozen[0]), "and stays"
 
 
+@pytest.mark.parametrize(
+    ("rule", "frozen_at", "left"),
+    [(LocalSGD(4, node_every=2), 6, 0.0), (dgcopt.DiLoCo(4, alpha=0.5), 4, 0.5)],
+    ids=str,
+)
+def test_parameters_frozen_after_a_round_that_left_them_apart_are_in_the_next(
+    rule: Averaging, frozen_at: int, left: float
+) -> None:
+    """Which is of all machines, or leaves as much of a rank's own weights as `alpha` says."""
+    world = World(4, rule, plain, nodes=2).train(range(frozen_at))
+    weights = [model[0].requires_grad_(False).weight for _, model, _ in world]
+    before = weights[0] - weights[3]
+    assert before.any()
+    world.train(range(frozen_at, 8))
+    torch.testing.assert_close(weights[0] - weights[3], left * before)
+
+
 def step_with_kept_gradients(world: World, seed: int) -> None:
     for rank, _, optimizer in world:
         optimizer.zero_grad(set_to_none=False)

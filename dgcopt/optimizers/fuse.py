@@ -278,6 +278,7 @@ class Plan:
     """
 
     takes_fused_kernel: bool = False
+    _may_take_it: bool = False
 
     def __init__(self, group: dict[str, Any], flattens: bool) -> None:
         self.flattens = flattens
@@ -292,6 +293,7 @@ class Plan:
         return [run.flat for run in self.runs] + self._alone
 
     def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
+        self.takes_fused_kernel = self._may_take_it and all(_lies_alike(p, states.get(p, {})) for p in self._alone)
         for run in self.runs:
             run.begin(states)
 
@@ -366,7 +368,7 @@ class Plan:
         on_cpu = all(param.is_cpu for param in with_grad)
         open_to_all = "fused" in group and group["fused"] is None and group.get("foreach") is None
         plain = all(param.is_floating_point() and not _sparse(param) for param in with_grad)
-        self.takes_fused_kernel = bool(with_grad and on_cpu and open_to_all and plain)
+        self._may_take_it = bool(with_grad and on_cpu and open_to_all and plain)
         self.runs = [
             Run(members, [states.get(segment.param, {}) for segment in members])
             for area in self._areas
@@ -471,6 +473,18 @@ def _fits(grad: Tensor, param: Tensor) -> bool:
         and grad.device == param.device
         and grad.stride() == param.stride()
     )
+
+
+def _lies_alike(param: Tensor, state: dict[str, Any]) -> bool:
+    """Return True if a parameter is dense and its gradient and state lie as it does, which fused kernels assume."""
+    held = [value for value in (param.grad, *state.values()) if isinstance(value, Tensor) and value.dim()]
+    dense = torch.empty_like(param, device="meta")
+    return all(each.layout == torch.strided and _order(each) == _order(param) for each in (dense, *held))
+
+
+def _order(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return size and stride of each dimension with more than one element."""
+    return [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _is_part(grad: Tensor | None) -> bool:

@@ -117,6 +117,31 @@ def test_fused_kernels_are_taken_where_it_is_left_open(name: str, settings: dict
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("apart", ["gradient", "state", "gaps"])
+@pytest.mark.parametrize("do_flatten", [True, False])
+def test_fused_kernels_are_left_out_where_memory_orders_differ(name: str, apart: str, do_flatten: bool) -> None:
+    """torch's go through parameter, gradient and state as if all had one order, and step by wrong numbers."""
+    settings = {"lr": 0.1, "momentum": 0.9} if name == "SGD" else {"lr": 0.1}
+
+    def trained(fuses: bool) -> Tensor:
+        draws = torch.Generator().manual_seed(1)
+        whole = torch.randn(4, 9, generator=draws)
+        param = nn.Parameter(whole[:, :6] if apart == "gaps" else whole[:, :6].clone())
+        optimizer = getattr(optim, name)([param], **settings)
+        if fuses:
+            dgcopt.fuse_optimizer(optimizer, do_flatten=do_flatten)
+        for step in range(4):
+            if apart == "state" and step == 2:
+                param.data = param.data.t().contiguous().t()
+            grad = torch.randn(6, 4, generator=draws).t()
+            param.grad = grad if apart == "gradient" else torch.empty_like(param).copy_(grad)
+            optimizer.step()
+        return torch.cat([param.detach().flatten(), whole[:, 6:].flatten()])
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=1e-6)
+
+
 class Spy(optim.SGD):
     """Writes down what it steps."""
 

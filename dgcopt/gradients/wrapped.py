@@ -118,12 +118,21 @@ class Wrapped:
         self._hidden.hide(skipped)
         self._hidden.hide(self.compressor.before_step(self.optimizer) or ())
         self._hidden.hide(self.step_touched(layout.touched()))
+        self._align_gradients()
         return False
 
     def end_step(self) -> None:
         """Undo all temporary changes after a step, taken or not."""
         self._hidden.show()
         self.compressor.after_step(self.optimizer)
+
+    def _align_gradients(self) -> None:
+        """Copy gradients to the memory order of their parameters, which torch's fused kernels assume."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"] if group.get("fused") else ():
+                grad = param.grad
+                if grad is not None and grad.layout == torch.strided and grad.stride() != param.stride():
+                    param.grad = torch.empty_like(param).copy_(grad)
 
     # -- comparison over ranks ---------------------------------------------------------------------------------------
 
@@ -217,6 +226,7 @@ class Wrapped:
                 group["betas"] = (0.0, *others)
             if len(updated) < len(self.names):
                 hidden.hide(set(self.names).difference(updated))
+            self._align_gradients()
             self.own_step()
             for param, before in held:
                 grad = param.grad

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import dgcopt
@@ -400,3 +400,25 @@ def test_at_ratio_one_the_users_first_moment_stays(name: str) -> None:
 def test_a_first_moment_that_is_not_there_to_be_replaced(optimizer, compressor) -> None:
     with pytest.raises(dgcopt.ConfigError, match="first_moment"):
         Ranks(2, optimizer, compression=compressor)
+
+
+@pytest.mark.parametrize("compression", [None, dgcopt.TopK(1.0)], ids=["gradients", "updates"])
+def test_a_fused_step_of_a_transposed_parameter(compression) -> None:
+    """torch's fused kernels ignore strides, and buckets hold the parameter in rows."""
+
+    def trained(fused: bool) -> list[Tensor]:
+        params = [nn.Parameter(torch.arange(24.0).view(6, 4).t()) for _ in range(2)]
+        optimizers = [
+            dgcopt.DistributedOptimizer(Adam([param], lr=0.1, fused=fused), None, compression, comm=comm)
+            for param, comm in zip(params, dgcopt.simulated_world(2), strict=True)
+        ]
+        for step in range(4):
+            for rank, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+                optimizer.zero_grad(set_to_none=step < 2)  # later gradients are added to those of the exchange
+                (param * torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + rank))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [param.detach() for param in params]
+
+    for ours, wanted in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)

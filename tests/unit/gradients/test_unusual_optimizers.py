@@ -292,6 +292,9 @@ def test_averaging_notices_state_that_was_loaded_without_hooks(caplog):
             optimizer.load_state_dict(SGD.state_dict(optimizer))
         optimizer.step()
         assert sum("without torch's load_state_dict hooks" in text for text in caplog.messages) == 2 * told
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": [*optimizer.param_groups]})
+        optimizer.step()
+        assert sum("without torch's load_state_dict hooks" in text for text in caplog.messages) == 2 * told + 1
 
 
 @pytest.mark.parametrize("rule", [dgcopt.LocalSGD(2), dgcopt.DiLoCo(2)])

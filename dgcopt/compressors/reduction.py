@@ -82,18 +82,17 @@ class Choice:
     subtract: Callable[[Tensor, Tensor, Tensor | None], None]
 
 
-class Reduction(Protocol):
-    """A sum of the ranks' selected coordinates.
+Given = TypeVar("Given", contravariant=True)
 
-    Attributes:
-        count: largest number of coordinates that a rank may select.
-    """
 
-    @property
-    def count(self) -> int: ...
+class Reduction(Protocol[Given]):
+    """A sum over ranks of their selected coordinates, `Reduction[Choice]`, or of vectors, `Reduction[Tensor]`."""
 
-    def exchange(self, choice: Choice, ctx: Context) -> GradientExchange:
-        """Return the sum over ranks, divided by `ctx.divisor`. Raises PayloadError for an invalid message."""
+    def exchange(self, given: Given, ctx: Context, /) -> GradientExchange:
+        """Return the sum, divided by `ctx.divisor`; subtract this rank's decoded values from its residual.
+
+        Raises PayloadError for an invalid message.
+        """
 
     def nbytes(self, ctx: Context) -> int | None:
         """Return the payload bytes of this rank; None if they depend on data."""
@@ -104,33 +103,24 @@ class Reduction(Protocol):
 
 def reduction(
     way: Reduce, code: SparseCode, count: int, ctx: Context, keep: float = 1.0, decay: float = 1.0
-) -> Reduction:
+) -> Reduction[Choice]:
     """Return the reduction that a setting names, for at most `count` coordinates per rank; see `OwnerReduction`."""
     if way == "partition":
         return PartitionReduction(count)
-    ways: dict[str, Reduction] = {
+    ways: dict[str, Reduction[Choice]] = {
         "gather": AllGatherReduction(code, count),
         "owner": OwnerReduction(code, count, keep, decay),
     }
     return _faster(ways, ctx) if way == "auto" else ways[way]
 
 
-def whole_sum(way: Reduce, kind: str, ctx: Context) -> WholeGather | WholeOwner:
-    """Return the reduction that a setting names. For vectors, "partition" is "owner"."""
-    ways: dict[str, WholeGather | WholeOwner] = {"gather": WholeGather(kind), "owner": WholeOwner(kind)}
+def whole_sum(way: Reduce, kind: str, ctx: Context) -> Reduction[Tensor]:
+    """Return the reduction of vectors that a setting names, in one of DENSE_CODES; "partition" is "owner" here."""
+    ways: dict[str, Reduction[Tensor]] = {"gather": WholeGather(kind), "owner": WholeOwner(kind)}
     return _faster(ways, ctx) if way == "auto" else ways["owner" if way == "partition" else way]
 
 
-class Timed(Protocol):
-    """A reduction with an estimated time."""
-
-    def seconds(self, ctx: Context) -> float: ...
-
-
-Way = TypeVar("Way", bound=Timed)
-
-
-def _faster(ways: dict[str, Way], ctx: Context) -> Way:
+def _faster(ways: dict[str, Reduction[Given]], ctx: Context) -> Reduction[Given]:
     """Return the reduction with the least estimated time, the same on all ranks; log every change."""
     seconds = {name: one.seconds(ctx) for name, one in ways.items()}
     chosen = min(seconds, key=lambda name: seconds[name])
@@ -187,10 +177,6 @@ class WholeGather:
     kind: str
 
     def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
-        """Return the sum over ranks, divided by `ctx.divisor`; subtract the decoded values from the residual.
-
-        Raises PayloadError for an invalid message.
-        """
         message, arriving = encode_dense_rows(values.unsqueeze(0), self.kind)
         _forget(arriving.view(-1), ctx)
         messages = yield AllGather(message[0])
@@ -202,11 +188,9 @@ class WholeGather:
         return total
 
     def nbytes(self, ctx: Context) -> int:
-        """Return the payload bytes of this rank."""
         return dense_bytes(ctx.numel, self.kind)
 
     def seconds(self, ctx: Context) -> float:
-        """Return the estimated time of an exchange over the link, without the parts that both reductions share."""
         received = (ctx.size - 1) * self.nbytes(ctx)
         return ctx.place.link.latency + received / ctx.place.link.bandwidth + _READING_ELEMENT * ctx.size * ctx.numel
 
@@ -368,7 +352,6 @@ class WholeOwner:
     kind: str
 
     def exchange(self, values: Tensor, ctx: Context) -> GradientExchange:
-        """See `WholeGather.exchange`."""
         chunks = Chunks(ctx.numel, ctx.size)
         rows = values.new_zeros(ctx.size, chunks.length)
         rows.view(-1)[: ctx.numel] = values
@@ -397,11 +380,9 @@ class WholeOwner:
         return total.view(-1)[: ctx.numel].to(sums.dtype) / ctx.divisor
 
     def nbytes(self, ctx: Context) -> int:
-        """See `WholeGather.nbytes`."""
         return (ctx.size + 1) * dense_bytes(Chunks(ctx.numel, ctx.size).length, self.kind)
 
     def seconds(self, ctx: Context) -> float:
-        """See `WholeGather.seconds`."""
         length = Chunks(ctx.numel, ctx.size).length
         received = 2 * (ctx.size - 1) * dense_bytes(length, self.kind)
         work = _READING_ELEMENT * 2 * ctx.size * length + _CODING

@@ -62,7 +62,7 @@ class Sparse(Compressor):
     def asks_link(self) -> bool:
         return self.reduce == "auto"
 
-    def reduction(self, count: int, ctx: Context) -> Reduction:
+    def reduction(self, count: int, ctx: Context) -> Reduction[Choice]:
         """Return the reduction of all ranks' selections of at most `count` coordinates each."""
         return reduction(self.reduce, self.code, count, ctx, self.keep, self.decay if self.error_feedback else 0.0)
 

@@ -219,7 +219,7 @@ class DGC(MomentumCorrected):
     def asks_link(self) -> bool:
         return self.reduce == "auto"
 
-    def reduction(self, count: int, ctx: Context) -> Reduction:
+    def reduction(self, count: int, ctx: Context) -> Reduction[Choice]:
         """Return the reduction of all ranks' selections of `count` coordinates each."""
         return reduction(self.reduce, self._code, count, ctx, self.keep)
 

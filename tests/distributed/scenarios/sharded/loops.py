@@ -137,27 +137,33 @@ def a_rank_without_elements(comm: Comm) -> None:
 
 
 def skipped_everywhere(comm: Comm) -> None:
-    """NaN in one rank's shard: no rank steps, no memory changes, and the next step is taken."""
+    """NaN in one rank's shard: no rank steps, no memory changes, every loss scale falls; the next step is taken."""
     mesh = mesh_of(comm, 2)
-    for compressor, make in (
-        (DGC(0.3), functools.partial(SGD, lr=0.01, momentum=0.9)),
-        (DGC(0.3, overlap=True), functools.partial(SGD, lr=0.01, momentum=0.9)),
-        (dgcopt.TopK(0.3), functools.partial(AdamW, lr=0.01)),
+    momentum, adamw = functools.partial(SGD, lr=0.01, momentum=0.9), functools.partial(AdamW, lr=0.01)
+    for compressor, make, scales in (
+        (DGC(0.3), momentum, False),
+        (DGC(0.3, overlap=True), momentum, False),
+        (dgcopt.TopK(0.3), adamw, False),
+        (DGC(0.3), momentum, True),
+        (dgcopt.TopK(0.3), adamw, True),
     ):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scales)
         model = sharded(mesh["shard"], Wide())
         optimizer = wrap(model, make(model.parameters()), mesh, compressor)
         for step in range(4):
             optimizer.zero_grad()
-            loss_of(model, comm, step).backward()
+            scaler.scale(loss_of(model, comm, step)).backward()
             if step == 2 and comm.rank == comm.size - 1:
                 local_of(model[2].weight.grad)[0] = torch.nan
             before = whole(model), memory_of(optimizer)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             after = whole(model), memory_of(optimizer)
             same = [torch.equal(before[0][name], tensor) for name, tensor in after[0].items()]
             assert all(same) if step == 2 else not any(same), f"rank {comm.rank}, step {step}: {same}"
             assert same_memory(before[1], after[1]) == (step == 2), f"rank {comm.rank}, step {step}"
         assert optimizer.telemetry.skipped == 1
+        assert scaler.get_scale() == (4.0 if scales else 1.0)
 
 
 def void_when_it_arrives(comm: Comm) -> None:

@@ -367,7 +367,8 @@ class Plan:
         with_grad = [param for param in self.params if param.grad is not None]
         on_cpu = all(param.is_cpu for param in with_grad)
         open_to_all = "fused" in group and group["fused"] is None and group.get("foreach") is None
-        plain = all(param.is_floating_point() and not _sparse(param) for param in with_grad)
+        # torch's fused SGD is wrong in half precision
+        plain = all(param.dtype in (torch.float32, torch.float64) and not _sparse(param) for param in with_grad)
         self._may_take_it = bool(with_grad and on_cpu and open_to_all and plain)
         self.runs = [
             Run(members, [states.get(segment.param, {}) for segment in members])

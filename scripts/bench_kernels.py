@@ -72,15 +72,6 @@ SYSTEMS = (
 )
 DENSE = ("PowerSGD(rank=4, start_step=0)",)
 """What names no coordinates."""
-PHASES: dict[str, list[tuple[Any, str]]] = {
-    "preview": [(ErrorFeedback, "preview_block_maxima"), (ErrorFeedback, "preview_blocks")],
-    "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "update_momentum"), (ErrorFeedback, "correct")],
-    "select": [(Selection, "largest"), (Selection, "largest_of")],
-    "encode": [(SparseCode, "send"), (reduction, "encode_dense_rows")],
-    "decode": [(SparseCode, "receive"), (reduction, "decode_dense_rows")],
-    "commit": [(dgcopt.Context, "commit")],
-    "write back": [(GradientBucket, "write_back")],
-}
 WARMUP = 3
 LOOP = """
 void five_streams(float *restrict u, float *restrict v, const float *restrict g, long n) {
@@ -192,9 +183,12 @@ class Dgcopt:
                     result = stop.value
             results.append(result)
         for bucket, context, result in zip(self.buckets, self.contexts, results, strict=True):
-            context.begin(context.step + 1)
             context.commit()
-            bucket.write_back(result)
+            self.write_back(bucket, result)
+            context.begin(context.step + 1)
+
+    def write_back(self, bucket: GradientBucket, result: Any) -> None:
+        bucket.prepare(result)()
 
     def _exchange(self, bucket: Any, context: Any) -> Any:
         context.certain = not self.early
@@ -210,6 +204,17 @@ class Dgcopt:
         if not isinstance(self.compressor, dgcopt.DGC):
             return 0
         return sum(self.compressor.selection(context).count for context in self.contexts if context.kind == "matrix")
+
+
+PHASES: dict[str, list[tuple[Any, str]]] = {
+    "preview": [(ErrorFeedback, "preview_block_maxima"), (ErrorFeedback, "preview_blocks")],
+    "accumulate": [(ErrorFeedback, "accumulate"), (ErrorFeedback, "update_momentum"), (ErrorFeedback, "correct")],
+    "select": [(Selection, "largest"), (Selection, "largest_of")],
+    "encode": [(SparseCode, "send"), (reduction, "encode_dense_rows")],
+    "decode": [(SparseCode, "receive"), (reduction, "decode_dense_rows")],
+    "commit": [(dgcopt.Context, "commit")],
+    "write back": [(Dgcopt, "write_back")],
+}
 
 
 @contextlib.contextmanager

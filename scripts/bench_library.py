@@ -27,6 +27,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,8 @@ def run_all(train: Train, jobs: list[tuple[str, str, int, dict[str, Any]]], fold
     if earlier := len(list(folder.glob("*-[0-9]*.json"))):
         print(f"{earlier} earlier runs in {folder} are kept: delete those of changed code or configs", file=sys.stderr)
     began, runs = time.perf_counter(), []
-    with multiprocessing.get_context("spawn").Pool(at_a_time) as pool:
-        for run in pool.imap(run_once, [(train, job, folder) for job in jobs]):
+    with ProcessPoolExecutor(at_a_time, multiprocessing.get_context("spawn")) as pool:  # which hands on SystemExit
+        for run in pool.map(run_once, [(train, job, folder) for job in jobs]):
             runs.append(run)
             took = time.perf_counter() - began
             print(f"{len(runs)}/{len(jobs)} {run['method']} seed {run['seed']}, {took:.0f} s", file=sys.stderr)

@@ -293,7 +293,11 @@ class Plan:
         return [run.flat for run in self.runs] + self._alone
 
     def begin(self, states: dict[Tensor, dict[str, Any]]) -> None:
-        self.takes_fused_kernel = self._may_take_it and all(_lies_alike(p, states.get(p, {})) for p in self._alone)
+        alone = [states.get(param, {}) for param in self._alone]
+        # torch's fused SGD takes the momentum of all parameters or of none
+        starting = {state.get("momentum_buffer") is None for state in (*alone, *(run.state for run in self.runs))}
+        lies_alike = all(map(_lies_alike, self._alone, alone))
+        self.takes_fused_kernel = self._may_take_it and lies_alike and len(starting) == 1
         for run in self.runs:
             run.begin(states)
 

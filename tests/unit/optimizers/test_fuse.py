@@ -160,6 +160,23 @@ def test_fused_kernels_are_left_out_in_half_precision(dtype: torch.dtype) -> Non
     torch.testing.assert_close(trained(dtype, True), trained(torch.float64, False), rtol=0, atol=0.04)
 
 
+@pytest.mark.parametrize("numel", [4, 20_000])
+def test_a_parameter_without_a_gradient_in_the_first_steps_of_sgd(numel: int) -> None:
+    """torch's fused SGD takes the momentum of all parameters or of none, and raised a TypeError."""
+
+    def trained(fuses: bool) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(numel)) for _ in range(3)]
+        optimizer = optim.SGD(params, lr=0.1, momentum=0.9)
+        if fuses:
+            dgcopt.fuse_optimizer(optimizer)
+        for step in range(4):
+            give_gradients(params, step, [0] if step < 2 else [])
+            optimizer.step()
+        return [param.detach() for param in params]
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-6, atol=1e-6)
+
+
 class Spy(optim.SGD):
     """Writes down what it steps."""
 

@@ -40,6 +40,7 @@ class Place:
         link: latency and bandwidth of the wire, equal on all ranks; measured if the compressor `asks_link`, else a
             guess.
         prescale: factor on the gradient, but not on memory, before the exchange.
+        gain: factor on the result after the exchange, by a compressor around this one.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Place:
     local_size: int = 1
     link: Link = field(default_factory=Link)
     prescale: float = 1.0
+    gain: float = 1.0
 
 
 @dataclass(eq=False)

@@ -196,7 +196,8 @@ class GradientStep(Step):
             if mine is None:
                 mine = torch.zeros_like(param, dtype=at_least_float32(param.dtype))
             total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
-            self.compressor.return_momentum({param: total / count})
+            ranks = self.comm.size if self.settings.op == "sum" else 1
+            self.compressor.return_momentum({param: total * (ranks / count)})
 
     def skip(self) -> None:
         """Skip a step with an overflow found by the ranks' scalers."""

@@ -153,10 +153,10 @@ class DGC(MomentumCorrected):
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         if self.clip is not None and not self.whole_model:
             self.clip.clip_each([grad[segment.start : segment.stop] for segment in ctx.segments])
-        memory, runs = self._memory, self._memory.runs(ctx.segments)
+        memory, runs, start = self._memory, self._memory.runs(ctx.segments), self._memory.start(ctx)
         if ctx.kind == "vector" and self.vectors == "dense":
             grad = grad.to(at_least_float32(grad.dtype))
-            memory.correct(grad, ctx.memory.advance("momentum", memory.start) if memory.start else None, runs)
+            memory.correct(grad, ctx.memory.advance("momentum", start) if start else None, runs)
             ctx.memory.add_unsent(grad)  # after the momentum, which v already contains
             result = yield ctx.all_reduce(grad)[0]
             ctx.checks.look_at(result)
@@ -165,7 +165,7 @@ class DGC(MomentumCorrected):
         ratio = self.ratio_at(ctx.step)
         local = LocalGradient(grad) if ctx.local is None else ctx.local
         dtype = torch.bfloat16 if self.residual == "bf16" else None
-        u = ctx.memory.hold("momentum", memory.start, dtype) if memory.start else None
+        u = ctx.memory.hold("momentum", start, dtype) if start else None
         v = ctx.memory.hold("residual", dtype=dtype)
         if ctx.kind == "vector" or ratio == 1:
             everything = memory.preview_blocks(local, v, u, runs).view(-1)

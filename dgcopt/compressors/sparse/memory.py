@@ -4,6 +4,7 @@ Symbols follow Lin et al., "Deep Gradient Compression" (ICLR 2018): u is the loc
 unsent momentum.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -32,6 +33,7 @@ from ...kernels import (
     preview_blocks,
     update_momentum,
 )
+from ..context import Context
 from ..own_step import steps_as
 from .schedule import ScheduledRatio
 
@@ -58,6 +60,11 @@ def _rule_of(group: dict[str, Any], state: Mapping[str, Any]) -> Momentum:
     return Momentum(float(group["momentum"]), dampening, bool(group["nesterov"]))
 
 
+def _sign_of(group: dict[str, Any]) -> int:
+    """Return the sign of SGD's momentum buffer, which with `maximize` adds up negative gradients."""
+    return -1 if group["maximize"] else 1
+
+
 @dataclass(frozen=True)
 class Run:
     """Neighbouring segments, from `start` to `stop`, with the same momentum rule; None without momentum."""
@@ -80,11 +87,12 @@ class Run:
 class ErrorFeedback:
     """Plain error feedback, v <- v + g: unsent coordinates are sent later."""
 
-    start: Callable[[Segment], Tensor | None] | None = None
-    """Return the initial u of a parameter, None for zero; the attribute is None without momentum."""
-
     holds_back: str = ""
     """Content of v if it is not plain gradients or updates; see `Compressor.holds_back`."""
+
+    def start(self, ctx: Context) -> Callable[[Segment], Tensor | None] | None:
+        """Return the function of the initial u of a parameter, None for zero; None in its place without momentum."""
+        return None
 
     def runs(self, segments: Sequence[Segment]) -> list[Run]:
         """Group neighbouring segments with the same rule for this step into runs."""
@@ -253,6 +261,7 @@ class MomentumCorrection(ErrorFeedback):
     @torch.no_grad()
     def _add_momentum_of_rows(self, group: dict[str, Any], rule: Momentum) -> None:
         """Apply SGD's momentum to sparse gradients, which arrive unselected and have no u, in SGD's own buffer."""
+        sign = _sign_of(group)
         for param in group["params"]:
             grad = param.grad
             if grad is None or not grad.is_sparse:
@@ -260,23 +269,36 @@ class MomentumCorrection(ErrorFeedback):
             state = self.optimizer.state[param]
             buffer = state.get("momentum_buffer")
             if buffer is None:
-                buffer = state["momentum_buffer"] = grad.clone()
+                buffer = state["momentum_buffer"] = grad * sign
             else:
-                buffer.mul_(rule.momentum).add_(grad, alpha=1 - rule.dampening)
-            param.grad = grad.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer.clone()
+                buffer.mul_(rule.momentum).add_(grad, alpha=sign * (1 - rule.dampening))
+            param.grad = grad.add(buffer, alpha=sign * rule.momentum) if rule.nesterov else buffer * sign
 
     @torch.no_grad()
     def return_momentum(self, momenta: Mapping[Tensor, Tensor]) -> None:
         """Return u and the momentum of weight decay to SGD's buffer, for steps without an exchange."""
+        signs = self._signs()
         for param, u in momenta.items():
             state = self.optimizer.state[as_stepped(param)]
             u, decayed = as_dtensor(u.to(param.dtype), param), state.pop("decay_momentum", None)
+            u = u * signs[as_stepped(param)]
             state["momentum_buffer"] = u if decayed is None else u + decayed
 
-    def start(self, segment: Segment) -> Tensor | None:
-        """Return SGD's momentum buffer from steps before wrapping, the initial u."""
-        buffer = self.optimizer.state.get(as_stepped(segment.param), {}).get("momentum_buffer")
-        return None if buffer is None else local(buffer)
+    def start(self, ctx: Context) -> Callable[[Segment], Tensor | None]:
+        """Return the function of the initial u: this rank's part of SGD's momentum buffer from earlier steps."""
+        signs, share = functools.cache(self._signs), ctx.divisor / ctx.size / ctx.place.gain
+
+        def start(segment: Segment) -> Tensor | None:
+            param = as_stepped(segment.param)
+            buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
+            return None if buffer is None else local(buffer) * (signs()[param] * share)
+
+        return start
+
+    def _signs(self) -> dict[Tensor, int]:
+        """Return the sign of each parameter's momentum buffer."""
+        groups = self.optimizer.param_groups
+        return {param: _sign_of(group) for group in groups for param in group["params"]}
 
 
 def _memory_for(optimizer: Optimizer) -> ErrorFeedback:

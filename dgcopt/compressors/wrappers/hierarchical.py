@@ -102,7 +102,7 @@ class Hierarchical(Wrapper):
         peak = copy_scaled([mean], [mean], weight)
         # memory that has absorbed the machine's mean would owe it to ranks that still have their gradients
         across = replace(
-            ctx.placed(rank=ctx.place.node, size=ctx.place.nodes, op="average"),
+            ctx.placed(rank=ctx.place.node, size=ctx.place.nodes, op="average", gain=ctx.size / ctx.divisor),
             local=None,
             certain=False,
             checks=Checks(),

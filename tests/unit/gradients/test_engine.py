@@ -1,6 +1,7 @@
 """The promises of the design, on simulated ranks."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -218,17 +219,51 @@ def single_with_schedule(make, steps):
     return single(scheduled, steps)
 
 
-def test_momentum_gathered_before_wrapping_is_kept():
-    def trained(params):
-        optimizer = SGD(params, lr=0.05, momentum=0.9, nesterov=True)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize(
+    "compression",
+    [dgcopt.DGC(1.0), dgcopt.CSC(1.0), dgcopt.Hierarchical(dgcopt.DGC(1.0))],
+    ids=["DGC", "CSC", "Hierarchical"],
+)
+def test_momentum_gathered_before_wrapping_is_kept(compression, op, maximize):
+    def trained(params, ranks=1):  # gradients are that many times as large
+        optimizer = SGD(params, lr=0.05 / ranks, momentum=0.9, nesterov=True, maximize=maximize)
         for param in optimizer.param_groups[0]["params"]:
-            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, 0.01)
+            optimizer.state[param]["momentum_buffer"] = torch.full_like(param, 0.01 * ranks)
         return optimizer
 
-    ranks = Ranks(2, trained, compression=dgcopt.DGC(1.0))
+    make = functools.partial(trained, ranks=4 if op == "sum" else 1)
+    ranks = Ranks(4, make, nodes=2, compression=compression, op=op)
     for seed in range(3):
         ranks.step(seed)
     assert_close(ranks.weights(), single(trained, 3), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_sparse_gradients_gathered_before_wrapping_is_kept(nesterov):
+    def make(params):
+        return SGD(params, lr=0.05, momentum=0.9, nesterov=nesterov, maximize=True)
+
+    def step(models, optimizers, rows):
+        for model, optimizer, row in zip(models, optimizers, rows, strict=True):
+            optimizer.zero_grad()
+            model(torch.tensor(row)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    bare, *tables = (nn.Embedding.from_pretrained(torch.ones(6, 2), freeze=False, sparse=True) for _ in range(3))
+    alone, optimizers = make(bare.parameters()), []
+    step([bare], [alone], [[1, 2]])
+    for table, comm in zip(tables, dgcopt.simulated_world(2), strict=True):
+        table.load_state_dict(bare.state_dict())
+        optimizer = make(table.parameters())
+        optimizer.load_state_dict(copy.deepcopy(alone.state_dict()))
+        optimizers.append(dgcopt.DistributedOptimizer(optimizer, table.named_parameters(), dgcopt.DGC(0.1), comm=comm))
+    for _ in range(2):
+        step([bare], [alone], [[1, 3]])
+        step(tables, optimizers, [[1], [3]])
+    assert_close([tables[0].weight], [bare.weight], rtol=1e-6, atol=1e-6)
 
 
 def test_a_world_of_one_is_the_bare_optimizer():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import logging
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -220,8 +221,12 @@ SCRIPT = {2: "DGC", 6: "QSGD()", 9: "DGC", 12: "owner", 15: "low rank", 18: "NoC
 """Candidates by the step after which they are put in place."""
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_nothing_unsent_is_lost_when_exchanges_change(monkeypatch: pytest.MonkeyPatch, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("momentum", "op", "maximize"), [(0.0, "average", False), (0.9, "average", False), (0.9, "sum", True)]
+)
+def test_nothing_unsent_is_lost_when_exchanges_change(
+    monkeypatch: pytest.MonkeyPatch, momentum: float, op: str, maximize: bool
+) -> None:
     """All weights end where dense training ends, and no rank's optimizer has other state than the others'."""
     kept = {"warmup": None, "momentum_masking": False}
     made = {
@@ -242,7 +247,8 @@ def test_nothing_unsent_is_lost_when_exchanges_change(monkeypatch: pytest.Monkey
         return None
 
     monkeypatch.setattr(AutoTuner, "_stepped", scripted)
-    ranks = Ranks(2, sgd(momentum), model=Linear, compression=dgcopt.Auto(allow=("delayed",)))
+    make = functools.partial(SGD, lr=0.1, momentum=momentum, maximize=maximize)
+    ranks = Ranks(2, make, model=Linear, compression=dgcopt.Auto(allow=("delayed",)), op=op)
     random, total, used, norms = torch.Generator().manual_seed(0), {}, [], []
     for step in range(300):
         for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
@@ -264,7 +270,7 @@ def test_nothing_unsent_is_lost_when_exchanges_change(monkeypatch: pytest.Monkey
     ]
     assert norms[5] > 0 and norms[-1] == 0
     for name, param in ranks.models[0].named_parameters():
-        expected = -0.1 * total[name] / (1 - momentum)
+        expected = (0.1 if maximize else -0.1) * (2 if op == "sum" else 1) * total[name] / (1 - momentum)
         torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=1e-6)
     one, other = (optimizer.state for optimizer in ranks.optimizers)
     for mine, theirs in zip(one.values(), other.values(), strict=True):

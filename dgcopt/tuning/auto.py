@@ -7,11 +7,11 @@ all change at the same step. What one exchange has not sent the next one sends, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from ..comm import Comm
 from ..compressors import (
@@ -30,6 +30,7 @@ from ..errors import ConfigError
 from ..flat.local_shard import is_sharded
 from .advise import CANDIDATES
 from .candidate import DDP_SIZES, DENSE, SIZES, Candidate
+from .costs import LR
 from .tuner import AutoTuner
 
 __all__ = ["Auto", "Candidate"]
@@ -104,6 +105,8 @@ class Auto(Wrapper):
     def __deepcopy__(self, memo: dict[int, Any]) -> Auto:
         """A copy attaches to its own optimizer, and starts from the same choice."""
         twin = Auto(self.allow, copy.deepcopy(self.compressor, memo), self.trials)
+        if self._steps_per_epoch is not None:
+            twin.set_steps_per_epoch(self._steps_per_epoch)
         twin.use(self.choice)
         return twin
 
@@ -161,6 +164,14 @@ class Auto(Wrapper):
                 made.set_steps_per_epoch(self._steps_per_epoch)
             self._made[key] = made
         return self._made[key]
+
+    def make_optimizer(self, params: Iterable[Tensor]) -> Optimizer:
+        """Return an optimizer to record costs with: like the attached one, as far as compressors ask for one."""
+        assert self._optimizer is not None
+        group = self._optimizer.param_groups[0]
+        if "betas" in group and updates_add_up(self._optimizer):
+            return AdamW(params, lr=LR)
+        return SGD(params, lr=LR, momentum=0.9 if group.get("momentum") else 0.0)
 
     def use(self, candidate: Candidate) -> None:
         """Exchange by a candidate from now on."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ..compressors import Compressor, Hierarchical
 
@@ -70,5 +74,6 @@ class Candidates(Protocol):
     def fallback(self) -> Candidate: ...
     def candidates(self, hierarchical: bool, fixed_sizes: bool) -> list[Candidate]: ...
     def make(self, candidate: Candidate) -> Compressor: ...
+    def make_optimizer(self, params: Iterable[Tensor]) -> Optimizer: ...
     def use(self, candidate: Candidate) -> None: ...
     def explain(self, reason: str) -> None: ...

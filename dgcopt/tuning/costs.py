@@ -32,6 +32,8 @@ from .wire import HALF
 
 __all__ = ["Recipe", "Recording", "ddp_recipes", "echo", "load_recipes", "record", "record_recipe", "save_recipes"]
 
+LR = 1e-6
+"""Learning rate of recorded steps."""
 STEPS = 3
 """Recorded steps by default, after one that lays out buckets and one that allocates memory."""
 
@@ -222,6 +224,7 @@ def record(
     local_size: int = 1,
     link: Link | None = None,
     device: torch.device | None = None,
+    make_optimizer: Callable[[Iterable[Tensor]], Optimizer] = lambda params: SGD(params, lr=LR, momentum=0.9),
     before_step: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
     steps: int = STEPS,
@@ -229,7 +232,7 @@ def record(
 ) -> Recording:
     """Run a few steps of `DistributedOptimizer` on rank 0 of `size`, without any other rank, and record the fastest.
 
-    Gradients are synthetic, of SGD with momentum. Give the compressor without warm-up: the first steps are recorded.
+    Gradients are synthetic. Give the compressor without warm-up: the first steps are recorded.
 
     Args:
         shapes: parameters by name, in the order of the model.
@@ -237,6 +240,7 @@ def record(
         size, local_size: number of ranks, and of those on one machine.
         link: the link that `reduce="auto"` chooses by.
         device: where gradients are; the CPU by default.
+        make_optimizer: makes the optimizer; the default is SGD with momentum.
         before_step: called before each step, so that ranks on shared cores record at the same time.
         clock: `time.process_time` on a machine with other work, whose seconds it leaves out.
         steps: recorded steps, of which the fastest counts.
@@ -245,10 +249,10 @@ def record(
     device = torch.device("cpu") if device is None else device
     gradients = heavy_tailed(shapes, device)
     params = {name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()}
-    sgd = SGD(params.values(), lr=1e-6, momentum=0.9)
+    optimizer = make_optimizer(params.values())
     comm = Recorder(size, local_size, link or Link(), device, clock)
-    backward, step = _bare(sgd, params, gradients, comm, before_step, steps)
-    wrapped = DistributedOptimizer(sgd, list(params.items()), copy.deepcopy(compressor), comm=comm, **settings)
+    backward, step = _bare(optimizer, params, gradients, comm, before_step, steps)
+    wrapped = DistributedOptimizer(optimizer, list(params.items()), copy.deepcopy(compressor), comm=comm, **settings)
     found = []
     for _ in range(2 + steps):
         wrapped.zero_grad()

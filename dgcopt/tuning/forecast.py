@@ -122,6 +122,7 @@ class Forecast:
                     local_size=self._local_size,
                     link=comm.link or Link(),
                     device=next(iter(self._names)).device,
+                    make_optimizer=self.auto.make_optimizer,
                     clock=clock.now,
                 )
             found[key] = grow(recipe, factor)

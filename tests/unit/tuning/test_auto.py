@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import gc
 import logging
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -43,6 +44,12 @@ class Wire:
         speed = self.node_speed if collective.group == "node" else self.speed
         sent = wire_bytes(type(collective).__name__, collective.nbytes, size)
         self.time += (self.latency if collective.group != "node" else 0.0) + sent / speed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects() -> None:
+    """Each recording looks for garbage: among its own objects only, not among what tests and torch have left."""
+    gc.freeze()
 
 
 @pytest.fixture
@@ -332,6 +339,27 @@ def test_sizes_that_the_user_sets_are_not_tuned() -> None:
     compressor = dgcopt.Auto(compressor=dgcopt.NoCompression())
     assert {one.sizes for one in compressor.candidates(False, True)} == {None}
     assert len({one.sizes for one in compressor.candidates(False, False)}) > 3
+
+
+@pytest.mark.parametrize(
+    ("make", "compressor"),
+    [
+        (sgd(), dgcopt.DeMo()),
+        (sgd(0.9), dgcopt.DGC.faithful()),
+        (torch.optim.AdamW, dgcopt.OneBitAdam(2)),
+        (torch.optim.AdamW, dgcopt.TopK(first_moment="residual")),
+    ],
+    ids=["DeMo", "DGC", "OneBitAdam", "TopK"],
+)
+def test_one_compressor_is_tuned_in_front_of_the_optimizer_that_it_needs(
+    wire: Wire, make: Any, compressor: dgcopt.Compressor
+) -> None:
+    """Costs are recorded with an optimizer of that kind, and the length of an epoch is in the copy made at wrapping."""
+    given = dgcopt.Auto(compressor=compressor)
+    given.set_steps_per_epoch(10)
+    ranks = Ranks(2, make, compression=given)
+    steps(ranks, wire, 8)
+    assert tuner_of(ranks)._forecast.seconds
 
 
 def test_trials_that_cannot_be_written_are_a_warning(

@@ -48,8 +48,9 @@ class State:
         optimizer: as `dgcopt.DistributedOptimizer` or an averaging algorithm returned it, or a sequence of such
             optimizers.
         values: become attributes. Tensors, numbers, text, None, and dicts, lists and tuples of them; and objects with
-            `state_dict()` and `load_state_dict()`, such as schedulers. A rank gives them as they are at the first
-            gradient of a step, or, where weights are averaged, at the first local step after a round, before the step.
+            `state_dict()` and `load_state_dict()`, such as schedulers, but not samplers. A rank gives them as they are
+            at the first gradient of a step, or, where weights are averaged, at the first local step after a round,
+            before the step.
 
     A rank that comes back has an empty residual: its old one was lost with its process.
     """
@@ -71,7 +72,8 @@ class State:
         """Take rank 0's state before the first step; in a process that has come back, the state of a live rank.
 
         Every rank calls it once, before its first step. From then on this rank gives its state to ranks that come back.
-        Raises QuorumLost if the ranks that train do not take this process in before the deadline.
+        Raises QuorumLost if the ranks that train do not take this process in before the deadline, and ConfigError if it
+        cannot load their state.
         """
         comm: Any = current_comm()
         if comm.survives:
@@ -84,8 +86,15 @@ class State:
     def _transfer(self, comm: Comm) -> None:
         """Load the state of rank 0 of a comm on its other ranks."""
         sent = broadcast_object(self._own() if comm.rank == 0 else None, comm=comm)
-        if comm.rank != 0:
+        if comm.rank == 0:
+            return
+        try:
             self._load(sent)
+        except RuntimeError as error:  # a wire takes those for a lost connection, and tries again
+            raise ConfigError(
+                f"this process cannot load the state of a live rank: {error}. Start all ranks with the same script and "
+                f"model, and leave values out of the State that differ over ranks, such as a sampler"
+            ) from error
 
     @property
     def _averaging(self) -> list[Any]:

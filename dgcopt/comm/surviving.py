@@ -318,7 +318,7 @@ class SurvivingComm(GlooComm):
             if self.give is None:
                 raise CommError("dgcopt.survive.State.sync() was not called here")
             self.give(self._pair(epoch))
-        except (CommError, RuntimeError) as error:  # the newcomer is gone, as the vote will show
+        except (CommError, ConfigError, RuntimeError) as error:  # the newcomer is gone, as the vote will show
             log.warning("dgcopt: rank %d could not give its state to a new rank: %s", self.rank, error)
             return
         log.info("dgcopt: rank %d gave its state to %s in %.2f s", self.rank, epoch.newcomers, time.monotonic() - start)

@@ -151,14 +151,17 @@ class Agent:
             elif slot.code is None and time.monotonic() >= slot.due:
                 self._start(slot)
             return
-        code = slot.process.poll()
+        code, name = slot.process.poll(), self._name(slot)
+        # nobody is left to take a restarted rank in
+        too_late = slot.starts > 0 and self._has(FINISHED) and not self._has(trains_key(name))
         if code is None:
+            if too_late:
+                slot.process.terminate()
             return
-        name = self._name(slot)
         slot.tries = 0 if self._has(trains_key(name)) else slot.tries + 1
         slot.process, slot.starts = None, slot.starts + 1
         self._set(gone_key(name), str(code))
-        if code == 0:
+        if code == 0 or too_late:
             slot.code = 0
             self._set(FINISHED, name)
         elif slot.tries >= TRIES:

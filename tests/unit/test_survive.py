@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,16 @@ def test_a_rank_that_comes_back_takes_all_but_the_residual() -> None:
     assert back.optimizers[0].param_groups[0]["lr"] == live.optimizers[0].param_groups[0]["lr"] < 0.1
     held = [synchronised(world.optimizers[0]).engine.store.memory() for world in (live, back)]
     assert held[0] and not held[1], "the residual of a rank is sent to no other"
+
+
+def test_a_process_that_cannot_load_the_state_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a RuntimeError it would ask to join again, for ever, which aborts a step of all ranks each time."""
+    _, _, given = trained(1)
+    monkeypatch.setattr("dgcopt.survive.broadcast_object", lambda value, comm: given._own())
+    model = torch.nn.Linear(3, 2)
+    back = dgcopt.survive.State(model=model, optimizer=sgd(model.parameters()))
+    with pytest.raises(dgcopt.ConfigError, match=r"cannot load the state of a live rank: (?s:.*) same script and"):
+        back._transfer(SimpleNamespace(rank=1))  # type: ignore[arg-type]
 
 
 def test_without_survivors_a_function_is_called_once_and_sync_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 import dgcopt
 from dgcopt.comm.epoch_groups import EpochGroups
-from dgcopt.comm.membership import MEMBER, STORE, Epoch
+from dgcopt.comm.membership import MEMBER, STORE, Epoch, Status
+from dgcopt.comm.surviving import SurvivingComm
 from dgcopt.errors import CommError, ConfigError
 
 
@@ -89,3 +90,15 @@ def test_an_epoch_that_ends_while_its_groups_are_built(end: str) -> None:
         assert time.monotonic() - start < 20
     finally:
         waits.set()
+
+
+def test_a_rank_whose_state_cannot_be_sent_trains_on(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended in the error of the process that came back; and after it each of the others."""
+    comm: Any = object.__new__(SurvivingComm)
+
+    def give(pair: Any) -> None:
+        raise ConfigError("it holds a set")
+
+    comm.rank, comm._me, comm.give, comm._pair = 0, Status("a", 0, ""), give, lambda epoch: None
+    comm._hand_over(Epoch(3, ("a", "b"), ("", ""), 0, ("b",)))
+    assert "could not give its state to a new rank: it holds a set" in caplog.text

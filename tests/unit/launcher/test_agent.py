@@ -42,6 +42,20 @@ def test_an_agent_gives_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "0.1.2 ended with 7, as 3 starts in a row" in caplog.text
 
 
+def test_a_rank_that_comes_back_after_the_end_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody is left to take it in, so it would wait until its deadline, and end the job with an error."""
+    script = RANK + (
+        f"file = pathlib.Path({str(tmp_path)!r}) / 'back'\n"
+        "import time\n"
+        "if name == '0.1.0': sys.exit(1)\n"
+        "if rank == 1: file.touch(); time.sleep(60)\n"
+        "while not file.exists(): time.sleep(0.01)\n"
+    )
+    start = time.monotonic()
+    assert run_agent(script) == 0
+    assert time.monotonic() - start < 30
+
+
 def test_all_ranks_are_lost(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Nobody has the state any more: the agent ends, as restarted ranks would wait for it."""
     together = f"open(os.path.join({str(tmp_path)!r}, str(os.getpid())), 'w').close()\n"

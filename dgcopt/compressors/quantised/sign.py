@@ -71,9 +71,14 @@ class Signum(SignSGD):
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
+        self.before_step(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        # a scheduler may have set it since
         if isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups):
             raise ConfigError(
-                f"Signum votes on momentum already: give SGD momentum=0 and Signum the beta, here beta={self.beta}"
+                f"Signum votes on momentum already: give SGD momentum=0, a scheduler such as OneCycleLR "
+                f"cycle_momentum=False, and Signum the beta, here beta={self.beta}"
             )
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:

@@ -68,12 +68,15 @@ class DeMo(Compressor):
                 f"DeMo is an optimizer's own rule, momentum and sign, and {type(optimizer).__name__} would apply "
                 f"another one to its result: wrap torch.optim.SGD(params, lr) without momentum"
             )
-        if any(group["momentum"] for group in optimizer.param_groups):
-            raise ConfigError(
-                "DeMo keeps the momentum itself, and SGD would apply a second one. Create SGD with momentum=0 and set "
-                "DeMo(decay=...)."
-            )
+        self.before_step(optimizer)
         super().attach(optimizer)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if any(group["momentum"] for group in optimizer.param_groups):  # a scheduler may have set it since
+            raise ConfigError(
+                "DeMo keeps the momentum itself, and SGD would apply a second one. Create SGD with momentum=0 and a "
+                "scheduler such as OneCycleLR with cycle_momentum=False, and set DeMo(decay=...)."
+            )
 
     def exchange(self, grad: Tensor, ctx: Context) -> GradientExchange:
         code, (matrices, tiles) = SparseCode(self.indices, self.values), self._plan(ctx)

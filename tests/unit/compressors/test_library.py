@@ -8,12 +8,14 @@ import pytest
 import torch
 import yaml
 from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR
 
 import dgcopt
 from dgcopt.__main__ import library
 from dgcopt.compressors import Compressor
 from dgcopt.testing import ConformanceError, check_compressor
 from tests.support.library import FIRST_OF_A_KIND, SETTINGS
+from tests.support.worlds import Ranks
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "compressors"
 
@@ -96,3 +98,12 @@ def test_wrong_settings_are_refused_at_once() -> None:
             make(0.1, source="updates").attach(SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1))
     with pytest.raises(dgcopt.ConfigError, match="FP16 goes around a compressor, such as"):
         dgcopt.FP16("fp16")
+
+
+@pytest.mark.parametrize("compressor", [dgcopt.Signum(), dgcopt.DeMo()], ids=["Signum", "DeMo"])
+def test_momentum_that_a_scheduler_sets_is_refused(compressor: Compressor) -> None:
+    ranks = Ranks(2, lambda params: SGD(params, lr=0.1), compression=compressor)
+    for optimizer in ranks.optimizers:
+        OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    with pytest.raises(dgcopt.ConfigError, match="cycle_momentum=False"):
+        ranks.step()

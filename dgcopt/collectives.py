@@ -246,7 +246,7 @@ class SendRecv(Collective):
 class Barrier(Collective):
     """Wait until all ranks have arrived. Result: an empty tensor."""
 
-    tensor: Tensor = field(default_factory=lambda: torch.empty(0))
+    tensor: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
 
     def sent(self, size: int) -> int:
         return 0

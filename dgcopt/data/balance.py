@@ -163,8 +163,9 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
 
     def of_rank(self, rank: int) -> list[int]:
         """Return a rank's samples of this epoch, in order."""
-        rows = self._rows()
-        return rows[:, rank][rows[:, rank] >= 0].tolist()
+        with torch.device("cpu"):
+            own = self._rows()[:, rank]
+            return own[own >= 0].tolist()
 
     def __iter__(self) -> Iterator[int]:
         return self.counted(self.of_rank(self.rank))
@@ -239,8 +240,17 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
             )
         self.sampler = sampler
         self.batch_fn = batch_fn
-        self.num_replicas, self.rank = sampler.num_replicas, sampler.rank
-        self._batches: tuple[int, list[list[int]]] | None = None
+        self._batches: tuple[tuple[int, int, int], list[list[int]]] | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """World size."""
+        return self.sampler.num_replicas
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.sampler.rank
 
     def setting(self) -> dict[str, Any]:
         return {**self.sampler.setting(), "drop_last_batches": self.drop_last, "uneven_batches": self.uneven}
@@ -251,8 +261,11 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
 
     def _follow_ranks(self) -> None:
         self.sampler._follow_ranks()
-        if (self.num_replicas, self.rank) != (self.sampler.num_replicas, self.sampler.rank):
-            self.num_replicas, self.rank, self._batches = self.sampler.num_replicas, self.sampler.rank, None
+
+    def state_dict(self, done: int | None = None) -> dict[str, Any]:
+        """Return the position in the epoch, as the sampler does; `done` counts batches."""
+        self._begin(self.sampler.epoch)
+        return super().state_dict(done)
 
     def __iter__(self) -> Iterator[list[int]]:
         return self.counted(self.batches())
@@ -263,8 +276,10 @@ class LoadBalancingDistributedBatchSampler(Resumable, Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """Return this rank's batches of this epoch."""
-        if self._batches is None or self._batches[0] != self.epoch:
-            self._batches = self.epoch, self._make_batches()
+        self._begin(self.sampler.epoch)  # Lightning, for one, calls set_epoch of `batch_sampler.sampler`
+        order = self.epoch, self.num_replicas, self.rank
+        if self._batches is None or self._batches[0] != order:
+            self._batches = order, self._make_batches()
         return self._batches[1]
 
     def _make_batches(self) -> list[list[int]]:
@@ -320,4 +335,4 @@ def _costs_of(dataset: Any, complexity_fn: Any) -> Tensor:
             raise ConfigError(
                 f"complexity_fn must be a finite number for each sample; for sample {place} it is {cost!r}"
             )
-    return torch.tensor(said, dtype=torch.float64)
+    return torch.tensor(said, dtype=torch.float64, device="cpu")

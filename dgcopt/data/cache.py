@@ -77,10 +77,10 @@ class CachedDataset(Dataset):
     Args:
         dataset: a dataset with a length and samples of plain data.
         store, capacity, pickle: see `CacheLoader`.
-        name: name of the dataset and its transforms, for stores that outlive this process. Change it when either
-            changes, or old samples are returned.
+        name: name of the dataset and its transforms, for stores that outlive this process and for store objects, which
+            several datasets may share. Change it when either changes, or old samples are returned.
 
-    Raises ConfigError for a dataset without length, and for a store that outlives this process without a name.
+    Raises ConfigError for a dataset without length, and for such a store without a name.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class CachedDataset(Dataset):
             raise ConfigError(f"{type(dataset).__name__} has no length or no samples by index; caching needs both")
         self.dataset = dataset
         self.loader = CacheLoader(store, name, capacity=capacity, pickle=pickle)
-        if self.loader.store.outlives and not name:
+        if not name and (self.loader.store.outlives or isinstance(store, Store)):
             raise ConfigError(
-                "this store outlives the process, so the dataset needs a name. Change it whenever the dataset or its "
-                "transforms change, or old samples are returned."
+                "this store may hold samples of another dataset or of an earlier run, so the dataset needs a name. "
+                "Change it whenever the dataset or its transforms change, or old samples are returned."
             )
 
     def __getitem__(self, index: Any) -> Any:

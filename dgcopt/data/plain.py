@@ -129,7 +129,7 @@ class _Reader:
             name, shape, start, count = rest
             # copied, since a store's memory is read-only
             held = bytearray(self._content(start, count))
-            flat = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
+            flat = torch.frombuffer(held or bytearray(8), dtype=torch.uint8)[: len(held)]
             return flat.view(DTYPES[name]).reshape(shape)
         if kind == "array":
             import numpy

@@ -261,7 +261,7 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
         return _started(comm, AllGather(padded[0], label=label), finish)
 
     def backward(grad: Tensor) -> Tensor:
-        lengths = allgather(torch.tensor([len(rows)]), None, process_set).tolist()
+        lengths = allgather(torch.tensor([len(rows)], device="cpu"), None, process_set).tolist()
         average = allreduce(grad, op=Average, process_set=process_set)
         return average.narrow(0, sum(lengths[: comm.rank]), len(rows)).view(tensor.shape)
 
@@ -313,7 +313,7 @@ def _alltoall(
         return _started(comm, AllToAll(_padded_to_all(rows, counts, announced, label, comm), label=label), finish)
 
     def finish(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+        like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
         parts = [block[:count] for block, count in zip(blocks, incoming, strict=True)]
         return torch.cat(parts).to(tensor.device), like.new_tensor(incoming)
 

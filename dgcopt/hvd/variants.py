@@ -79,9 +79,9 @@ def announce(comm: Comm, label: str, lines: Sequence[str], numbers: Sequence[int
     """
     if comm.wire == "horovod" and not numbers:
         return torch.empty(comm.size, 0)
-    mine = torch.zeros(1 + comm.size, dtype=torch.int64)
+    mine = torch.zeros(1 + comm.size, dtype=torch.int64, device="cpu")
     mine[0] = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "big")
-    mine[1 : 1 + len(numbers)] = torch.tensor(numbers)
+    mine[1 : 1 + len(numbers)] = torch.tensor(numbers, device="cpu")
     announced = comm.run(AllGather(mine, group="control", label=f"announcement of {label}"))
     if announced[:, 0].ne(announced[0, 0]).any():
         remedy = f"{SAME_MODEL} All ranks must start their collectives in the same order."

@@ -125,6 +125,15 @@ def test_alone(alone):
         hvd.broadcast_parameters(params)
 
 
+def test_a_default_device_is_not_followed(alone):
+    tensor = torch.arange(6.0).view(2, 3).requires_grad_()
+    with torch.device("meta"):
+        hvd.barrier()
+        hvd.allgather(tensor).sum().backward()
+        assert hvd.alltoall(tensor, [2])[1].is_cpu
+    assert tensor.grad.eq(1).all()
+
+
 def test_shutdown_and_init_again(alone):
     kept = hvd.add_process_set([0])
     hvd.init()

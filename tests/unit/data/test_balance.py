@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import dgcopt
@@ -185,6 +186,23 @@ def test_batches_resume_in_the_middle() -> None:
     expected = make()
     expected.set_epoch(2)
     assert taken + list(later) == list(expected)
+
+
+def test_batches_follow_an_epoch_that_is_set_on_the_sampler() -> None:
+    """Lightning sets that of `batch_sampler.sampler`: it trained on the first epoch's batches in every epoch."""
+    direct, through = (LoadBalancingDistributedBatchSampler(samplers(2)[1], by_words(120)) for _ in range(2))
+    first = list(through)
+    for epoch in (1, 2):
+        direct.set_epoch(epoch)
+        through.sampler.set_epoch(epoch)
+        assert through.state_dict() == direct.state_dict() and through.state_dict()["done"] == 0
+        assert first != list(through) == list(direct)
+
+
+def test_a_default_device_is_not_followed() -> None:
+    (sampler,) = samplers(1)
+    with torch.device("meta"):
+        assert list(samplers(1)[0]) == list(sampler)
 
 
 def test_rank_and_size_come_from_the_wire() -> None:

@@ -371,6 +371,7 @@ def test_no_store_there(tmp_path: Path) -> None:
         (lambda path: CacheLoader(MemoryStore(), capacity=5), "has its own capacity"),
         (lambda path: CacheLoader("memory", capacity=0), "capacity must be"),
         (lambda path: CachedDataset(Squares(), f"disk:{path}"), "so the dataset needs a name"),
+        (lambda path: CachedDataset(Squares(), MemoryStore()), "samples of another dataset .* needs a name"),
         (lambda path: CachedDataset(iter([1, 2]), "memory"), "no samples by index"),  # type: ignore[arg-type]
     ],
 )

@@ -63,8 +63,8 @@ def save(directory: str | Path, state: dict[str, Any], step: int, comm: Comm | N
     check_directory(directory)
     if not isinstance(state, dict):
         raise ConfigError(f"state must be a dict, such as {{'model': model.state_dict()}}, not {state!r:.200}")
-    check_whole(keep, "keep", 1)
-    if check_whole(step, "step", 0) > LARGEST_STEP:
+    keep, step = check_whole(keep, "keep", 1), check_whole(step, "step", 0)
+    if step > LARGEST_STEP:
         raise ConfigError(f"step must be at most {LARGEST_STEP}, not {step}: number steps from 0")
     comm = current_comm(comm)
     return comm.drive(_save(Path(directory), state, step, comm, keep))

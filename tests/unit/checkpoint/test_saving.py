@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from tests.support.worlds import together
 def test_round_trip_and_what_is_kept(tmp_path: Path, comm):
     assert checkpoint.load(tmp_path / "nowhere", comm) is None
     for step in (10, 20, 30):
-        checkpoint.save(tmp_path, state(step), step, comm, keep=2)
+        checkpoint.save(tmp_path, state(step), np.int64(step), comm, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000030"]
     step, loaded = checkpoint.load(tmp_path, comm)
     assert step == 30 and loaded["nested"] == state(30)["nested"]

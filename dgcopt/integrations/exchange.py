@@ -33,7 +33,7 @@ from .. import (
 )
 from ..comm import current_comm
 from ..exchange.parameters import inner_optimizer
-from ..flat.optimizer_state import unmarked
+from ..flat.optimizer_state import entries_in, unmarked
 
 __all__ = ["Exchange", "check_method", "keep_gradients_local", "read"]
 
@@ -189,8 +189,16 @@ class Exchange:
         if self._find is not None and not self._loaded.get("optimizers"):
             self.use(self._find())
         own: dict[str, Any] | None = self._loaded.get("optimizers", {}).pop(optimizer, None)
-        if own is not None:
-            self.load_weights()
+        if own is None:
+            return None
+        if _steps(own) != _steps(state_dict):  # the framework's files were written again, and the parts were not
+            log.warning(
+                "dgcopt: the ranks' parts are of another checkpoint than the optimizer's state: training resumes "
+                "without them, and what ranks had not sent starts from zero"
+            )
+            self.use({})
+            return None
+        self.load_weights()
         return own
 
     def _digest(self) -> str:
@@ -199,3 +207,8 @@ class Exchange:
             for param in self.model.parameters():
                 digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+
+def _steps(state: dict[str, Any]) -> list[int]:
+    """Return the steps at which an optimizer's state was saved, by the parts of dgcopt in it."""
+    return [held["step"] for _, held in entries_in(state)]

@@ -1,5 +1,6 @@
 """The exchange inside frameworks, in a single process; tests/distributed/test_integrations.py has the frameworks."""
 
+import copy
 import logging
 import os
 from pathlib import Path
@@ -54,6 +55,29 @@ def test_a_missing_part_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "dgcopt"):
         assert read(tmp_path / "nothing") == {}
     assert "starts from zero" in caplog.text
+
+
+def test_parts_of_another_checkpoint_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where a run is killed between the framework's files and the parts, or one without dgcopt wrote these files."""
+    model, states, weights = nn.Linear(3, 2), [], []
+    bare = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    exchange = Exchange(model, [bare], dgcopt.LocalSGD(every=2))
+    for step in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        bare.step()
+        if step == 0:
+            exchange.save(tmp_path, 0)
+        states.append(copy.deepcopy(bare.state_dict()))
+        weights.append(model.weight.detach().clone())
+    without = {key: states[1][key] for key in ("state", "param_groups")}
+    for state, own in ((states[0], True), (states[1], False), (without, False)):
+        model.weight.data.fill_(5.0)
+        exchange.use(read(tmp_path))
+        bare.load_state_dict(copy.deepcopy(state))
+        assert torch.equal(model.weight, weights[0] if own else torch.full((2, 3), 5.0))
+        assert ("of another checkpoint" in caplog.text) != own
+        momentum = bare.state[model.weight]["momentum_buffer"]
+        assert torch.equal(momentum, state["state"][0]["momentum_buffer"])
 
 
 @patch.dict(os.environ)  # Fabric sets torchrun's variables

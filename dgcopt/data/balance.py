@@ -77,7 +77,7 @@ class Resumable:
             self.epoch, self._first, self._handed_out = epoch, 0, 0
 
     def _follow_ranks(self) -> None:
-        """Take the current world size and rank, where ranks survive the loss of others."""
+        """Take the current world size and rank, where they may change."""
 
     def counted(self, items: Sequence[Any]) -> Iterator[Any]:
         """Yield the remaining items of the epoch."""
@@ -97,8 +97,8 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         dataset: a dataset of fixed length, equal on all ranks.
         complexity_fn: function of a sample that returns its cost in any unit, called once per sample; or the costs, one
             number per sample, if reading all samples takes long.
-        num_replicas, rank: world size and rank; None takes those of `dgcopt.init()`, where ranks survive the loss of
-            others at each `set_epoch`.
+        num_replicas, rank: world size and rank; None takes those of `dgcopt.init()`, at each `set_epoch` where they
+            may change: `dgcopt.init(survive=True)`, and Horovod Elastic.
         shuffle: shuffle each epoch differently; otherwise costs ascend.
         seed: seed of the shuffle, equal on all ranks.
         drop_last: drop samples until all ranks have the same number; otherwise some samples are repeated.
@@ -125,7 +125,8 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
         self._comm: Comm | None = None
         if num_replicas is None or rank is None:
             comm = current_comm()
-            self._comm = comm if comm.survives and num_replicas is None and rank is None else None
+            changes = comm.survives or comm.elastic
+            self._comm = comm if changes and num_replicas is None and rank is None else None
             num_replicas = comm.size if num_replicas is None else num_replicas
             rank = comm.rank if rank is None else rank
         self.num_replicas = check_whole(num_replicas, "num_replicas", 1)
@@ -148,6 +149,8 @@ class LoadBalancingDistributedSampler(Resumable, Sampler[int]):
 
     def _follow_ranks(self) -> None:
         if self._comm is not None:
+            if self._comm.elastic:  # Horovod Elastic has another one after each loss
+                self._comm = current_comm()
             self.num_replicas, self.rank = self._comm.size, self._comm.rank
 
     def setting(self) -> dict[str, Any]:

@@ -250,6 +250,7 @@ class World:
     """A wire whose ranks survive the loss of others."""
 
     survives = True
+    elastic = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -297,6 +298,19 @@ def test_a_rank_that_comes_back_knows_its_place_before_its_first_epoch(monkeypat
     world.rank, world.size = 2, 3
     batches.set_epoch(0)
     assert len(batches) == len(sampler) == 4
+
+
+def test_each_epoch_is_of_the_current_ranks_of_horovod_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of 3 becomes rank 1 of 2, on another wire. It kept its samples, and those of a lost rank were not read."""
+    world = World(2, 3)
+    world.survives, world.elastic = False, True
+    monkeypatch.setattr("dgcopt.data.balance.current_comm", lambda: world)
+    sampler = LoadBalancingDistributedSampler(range(12), range(1, 13))
+    later = World(1, 2)
+    later.elastic = True
+    monkeypatch.setattr("dgcopt.data.balance.current_comm", lambda: later)
+    sampler.set_epoch(1)
+    assert (sampler.num_replicas, sampler.rank, len(sampler)) == (2, 1, 6)
 
 
 def test_ranks_that_were_given_stay(monkeypatch: pytest.MonkeyPatch) -> None:

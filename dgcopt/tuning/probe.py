@@ -122,7 +122,8 @@ def _once(
     """
     collective = _collective(comm, kind, group, nbytes, device)
     start = clock.now()
-    yield collective
+    if group != "across" or comm.local_rank == 0:  # as `Hierarchical`, whose other ranks leave the link to the first
+        yield collective
     comm.finish_on_device()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -116,8 +116,7 @@ class Network:
     def cost(self, kind: str, nbytes: float, size: int, group: str = "world") -> Cost:
         inside = group == "node" or (size <= self.local_size and group != "across")
         latency, bandwidth = (self.node_latency, self.node_bandwidth) if inside else (self.latency, self.bandwidth)
-        # the ranks of a machine start their collectives across machines together, on one link
-        sharing = self.local_size if group == "across" else 1
+        sharing = self._sharing(kind, nbytes, size) if group == "world" and not inside else 1
         transfer = sharing * wire_bytes(kind, nbytes, size) / bandwidth
         ring = Cost(latency * hops(kind, nbytes, size), transfer)
         if self.algorithm == "ring":
@@ -126,6 +125,12 @@ class Network:
         doubled = 2 * nbytes / bandwidth * sharing if kind in ("AllReduce", HALF) and size > 1 else transfer
         tree = Cost(latency * hops(kind, nbytes, size, "tree"), doubled)
         return min(ring, tree, key=lambda cost: cost.seconds)
+
+    def _sharing(self, kind: str, nbytes: float, size: int) -> float:
+        """Return the bytes on a machine's link over those of its busiest rank."""
+        if kind not in ("AllGather", "AllToAll", "ReduceScatter") or hops(kind, nbytes, size) > 1:
+            return 1  # a ring or tree leaves a machine once
+        return self.local_size * (size - self.local_size) / max(1, size - 1)
 
 
 @dataclass(frozen=True)

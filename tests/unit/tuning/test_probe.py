@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from dgcopt import ConfigError, init, shutdown
+import pytest
+import torch
+
+from dgcopt import ConfigError, init, shutdown, simulated_world
 from dgcopt.__main__ import main
+from dgcopt.collectives import Collective
+from dgcopt.comm import Handle
+from dgcopt.comm.simulated import SimulatedComm, simulate
 from dgcopt.tuning.commands import probe_table
-from dgcopt.tuning.probe import probe
+from dgcopt.tuning.probe import measurements, probe
 from dgcopt.tuning.wire import Fitted, fit
 
 
@@ -23,6 +29,27 @@ def test_a_single_rank_is_told_to_start_others(
         assert "dgcopt probe: dgcopt probe measures the link between ranks" in capsys.readouterr().err
     finally:
         shutdown()
+
+
+def test_the_first_rank_of_each_machine_has_the_link_to_itself_as_in_hierarchical(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comms, senders = simulated_world(4, nodes=2), set()
+
+    def noting(comm: SimulatedComm, start: Callable[[Collective], Handle]) -> Callable[[Collective], Handle]:
+        def note(collective: Collective) -> Handle:
+            if collective.group == "across":
+                senders.add(comm.rank)
+            return start(collective)
+
+        return note
+
+    for comm in comms:
+        monkeypatch.setattr(comm, "start", noting(comm, comm.start))
+    sizes = {"AllReduce": [1024, 4096]}
+    found = simulate([measurements(comm, sizes, 0.01, torch.device("cpu")) for comm in comms], comms)  # type: ignore[misc]
+    assert senders == {0, 2}
+    assert all(("AllReduce", "across") in one.fits for one in found)  # type: ignore[attr-defined]
 
 
 def test_a_table_has_a_line_for_each_collective() -> None:

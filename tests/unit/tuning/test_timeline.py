@@ -86,7 +86,7 @@ def test_groups_have_their_own_sizes_and_links() -> None:
     method = Method("hierarchical", rounds, 0.0, (0.0, 0.0), votes=0, joins=False)
     network = Network(0.0, 1e6, local_size=4, node_latency=0.0, node_bandwidth=1e7)
     found = timeline([Bucket(1, 0.0)], method, network, 8, 0.0, local_size=4)
-    assert found.seconds == pytest.approx(1.5 * 0.4 + 4 * 1.0)
+    assert found.seconds == pytest.approx(1.5 * 0.4 + 1.0)
 
 
 def test_alone_there_is_no_exchange() -> None:

@@ -51,8 +51,13 @@ def test_ranks_of_a_machine_use_its_bus_and_share_its_link() -> None:
     network = Network(LATENCY, BANDWIDTH, local_size=4, node_latency=1e-6, node_bandwidth=1e10)
     assert network.cost("AllReduce", MEGA, 4, "node").transfer == pytest.approx(1.5 * MEGA / 1e10)
     alone = Network(LATENCY, BANDWIDTH).cost("AllReduce", MEGA, 2)
-    assert network.cost("AllReduce", MEGA, 2, "across").transfer == pytest.approx(4 * alone.transfer)
+    assert network.cost("AllReduce", MEGA, 2, "across") == alone, "one rank of each machine"
     assert network.cost("AllReduce", MEGA, 4).transfer < network.cost("AllReduce", MEGA, 8).transfer / 50
+    assert network.cost("AllReduce", MEGA, 8).transfer == pytest.approx(1.75 * MEGA / BANDWIDTH), (
+        "a ring leaves it once"
+    )
+    assert network.cost("AllToAll", MEGA, 8).transfer == pytest.approx(4 * 4 * MEGA / 8 / BANDWIDTH)
+    assert network.cost("AllGather", 1000, 8).transfer == pytest.approx(4 * 4 * 1000 / BANDWIDTH)
 
 
 @given(kinds, messages, sizes, st.sampled_from(["ring", "tree"]), st.floats(1, 4))

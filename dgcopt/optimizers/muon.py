@@ -38,7 +38,8 @@ class MuonAdamW(Optimizer):
             matches no matrix has no effect.
 
     Costs per step and matrix of n by m elements, n <= m, about 2 ns_steps (2 n^2 m + n^3) multiplications. Raises
-    ConfigError without names, if no matrix is left for Muon, and if torch has no Muon (before 2.9).
+    ConfigError without names, for a text as `adamw`, if no matrix is left for Muon, and if torch has no Muon (before
+    2.9).
     Sources: Jordan et al., "Muon", 2024, https://kellerjordan.github.io/posts/muon/; Liu et al., "Muon is Scalable for
     LLM Training", arXiv:2502.16982; Therien et al., "MuLoCo", arXiv:2505.23725.
     """
@@ -59,6 +60,8 @@ class MuonAdamW(Optimizer):
             raise ConfigError(
                 f"MuonAdamW needs torch.optim.Muon, which torch {torch.__version__} lacks: use 2.9 or later"
             )
+        if isinstance(adamw, str):
+            raise ConfigError(f"adamw must be a sequence of patterns, such as ({adamw!r},), not one text")
         matrices: list[Tensor] = []
         others: list[Tensor] = []
         for entry in named_parameters:

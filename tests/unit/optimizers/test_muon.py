@@ -195,5 +195,7 @@ def test_parameters_without_names_and_models_without_matrices_are_refused() -> N
         dgcopt.MuonAdamW(model.parameters())  # type: ignore[arg-type]
     with pytest.raises(dgcopt.ConfigError, match="has no matrix"):
         dgcopt.MuonAdamW(model.named_parameters(), adamw=("*",))
+    with pytest.raises(dgcopt.ConfigError, match=r"adamw must be a sequence of patterns, such as \('0.weight',\)"):
+        dgcopt.MuonAdamW(model.named_parameters(), adamw="0.weight")
     with pytest.raises(dgcopt.ConfigError, match='needs "muon"'):
         make_optimizer(model).add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -19,6 +19,7 @@ ruff format --check .
 mypy
 lint-imports --no-cache
 python scripts/check_rooms.py
-# tests of one process run while others wait for real processes; those of a launch or file stay together; properties draw
-# the same examples every time (others by `pytest --hypothesis-seed=N`)
-exec python -m pytest --numprocesses logical --maxprocesses 4 --hypothesis-seed=0 "$@"
+# tests of one process run while others wait for real processes, in one process of pytest more than cores; those of a
+# launch or file stay together; properties draw the same examples every time (others by `pytest --hypothesis-seed=N`)
+processes=$(python -c 'import os; print(min(os.cpu_count() + 1, 5))')
+exec python -m pytest --numprocesses "$processes" --hypothesis-seed=0 "$@"

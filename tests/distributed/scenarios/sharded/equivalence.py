@@ -41,7 +41,8 @@ def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
     # of one row, torch's own step fails on a mesh of two dimensions
     matrices = [param for param in trained if param.dim() == 2 and len(param) > 1]
     others = [param for param in trained if param.dim() < 2 or len(param) == 1]
-    return [torch.optim.Muon(matrices, lr=0.005), AdamW(others, lr=0.01)]
+    # each iteration on shards gathers them a few times
+    return [torch.optim.Muon(matrices, lr=0.005, ns_steps=2), AdamW(others, lr=0.01)]
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {

@@ -219,7 +219,7 @@ def noticed_key(number: int, member: str) -> str:
 
 
 def trains_key(member: str) -> str:
-    """Key under which a process tells its agent that it trains."""
+    """Key under which a process tells its agent that it trains, "yes", or is late and has to join again, "no"."""
     return f"dgcopt/trains/{member}"
 
 

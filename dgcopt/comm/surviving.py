@@ -229,7 +229,7 @@ class SurvivingComm(GlooComm):
             )
         if not self._trains:
             self._trains = True
-            self._store.set(trains_key(self._me.member), "")
+            self._store.set(trains_key(self._me.member), "yes")
         self._admits = True
         if self._change_due:
             self.recover()
@@ -272,6 +272,8 @@ class SurvivingComm(GlooComm):
         if self.give is None:
             raise error
         log.warning("dgcopt: %s is late, and joins the others again: %s", self._me.member, error)
+        self._store.set(trains_key(self._me.member), "no")
+        self._trains = False
         while True:
             try:
                 return self.come_back(self.give)

@@ -131,8 +131,9 @@ class Agent:
         before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while not self._is_ending and any(slot.code is None for slot in self._slots):
+                has_finished = self._get(FINISHED) is not None
                 for slot in self._slots:
-                    self._look(slot)
+                    self._look(slot, has_finished)
                 time.sleep(POLL)
         finally:
             self._end()
@@ -143,25 +144,28 @@ class Agent:
         failed = next((slot.code for slot in self._slots if slot.code), 0)
         return 128 - failed if failed < 0 else failed
 
-    def _look(self, slot: _Slot) -> None:
-        """Start a rank that is due, and note one that has ended."""
+    def _look(self, slot: _Slot, has_finished: bool) -> None:
+        """Start a rank that is due, note one that has ended, and end one that training has finished without."""
         if slot.process is None:
-            if slot.code is None and self._has(FINISHED):
+            if slot.code is None and has_finished:
                 slot.code = 0
             elif slot.code is None and time.monotonic() >= slot.due:
                 self._start(slot)
             return
         code, name = slot.process.poll(), self._name(slot)
-        # nobody is left to take a restarted rank in
-        too_late = slot.starts > 0 and self._has(FINISHED) and not self._has(trains_key(name))
+        if code is None and not has_finished:
+            return
+        trains = self._get(trains_key(name))
+        # nobody is left to take in a restarted rank, or a late one
+        is_out = has_finished and (trains == b"no" or (trains is None and slot.starts > 0))
         if code is None:
-            if too_late:
+            if is_out:
                 slot.process.terminate()
             return
-        slot.tries = 0 if self._has(trains_key(name)) else slot.tries + 1
+        slot.tries = slot.tries + 1 if trains is None else 0
         slot.process, slot.starts = None, slot.starts + 1
         self._set(gone_key(name), str(code))
-        if code == 0 or too_late:
+        if code == 0 or is_out:
             slot.code = 0
             self._set(FINISHED, name)
         elif slot.tries >= TRIES:
@@ -178,10 +182,10 @@ class Agent:
     def _name(self, slot: _Slot) -> str:
         return f"{self._number}.{slot.number}.{slot.starts}"
 
-    def _has(self, key: str) -> bool:
+    def _get(self, key: str) -> bytes | None:
         with contextlib.suppress(RuntimeError):
-            return self._store.check([key])
-        return False
+            return self._store.get(key) if self._store.check([key]) else None
+        return None
 
     def _set(self, key: str, value: str) -> None:
         with contextlib.suppress(RuntimeError):  # ranks can do without the testimony, which only saves them time

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from dgcopt.comm.membership import MEMBER, trains_key
 from dgcopt.launcher.agent import Agent, Plan
 
 
@@ -42,18 +46,48 @@ def test_an_agent_gives_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "0.1.2 ended with 7, as 3 starts in a row" in caplog.text
 
 
-def test_a_rank_that_comes_back_after_the_end_is_not_waited_for(tmp_path: Path) -> None:
-    """Nobody is left to take it in, so it would wait until its deadline, and end the job with an error."""
-    script = RANK + (
-        f"file = pathlib.Path({str(tmp_path)!r}) / 'back'\n"
-        "import time\n"
-        "if name == '0.1.0': sys.exit(1)\n"
-        "if rank == 1: file.touch(); time.sleep(60)\n"
-        "while not file.exists(): time.sleep(0.01)\n"
-    )
-    start = time.monotonic()
-    assert run_agent(script) == 0
-    assert time.monotonic() - start < 30
+class Rank:
+    """A process that ends by itself after some looks at it, or when it is told to."""
+
+    def __init__(self, looks: float, code: int) -> None:
+        self.looks, self.code = looks, code
+
+    def poll(self) -> int | None:
+        self.looks -= 1
+        return self.code if self.looks < 0 else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self.code
+
+    def terminate(self) -> None:
+        self.looks, self.code = 0, -signal.SIGTERM
+
+    kill = terminate
+
+
+@pytest.mark.parametrize(
+    ("ranks", "trains", "code"),
+    [
+        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(0, 1), "0.1.1": Rank(math.inf, 0)}, {}, 0),
+        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(math.inf, 0)}, {"0.1.0": "no"}, 0),
+        ({"0.0.0": Rank(3, 0), "0.1.0": Rank(9, 7)}, {"0.1.0": "yes"}, 7),
+    ],
+    ids=["started anew", "late", "trains"],
+)
+def test_a_rank_that_is_out_when_training_ends_is_ended(
+    ranks: dict[str, Rank], trains: dict[str, str], code: int
+) -> None:
+    """Nobody is left to take it in: it waited until its deadline, and the job ended with "all ranks are lost"."""
+
+    class Watched(Agent):
+        def spawn(self, env: Mapping[str, str]) -> Rank:
+            return ranks[env[MEMBER]]
+
+    agent = Watched(Plan(["rank"], 2))
+    for name, told in trains.items():
+        agent._store.set(trains_key(name), told)
+    assert agent.run() == code
+    assert [*ranks.values()][-1].code == (code or -signal.SIGTERM)
 
 
 def test_all_ranks_are_lost(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

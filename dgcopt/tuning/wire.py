@@ -206,19 +206,20 @@ class Fitted:
     def cost(self, kind: str, nbytes: float, size: int, group: str = "world") -> Cost:
         """As `Wire.cost`. Among other ranks than measured, latency grows with the hops, transfer with the bytes.
 
-        Messages of a ring that are larger than measured add bytes at the fastest rate that any collective has reached:
-        the wait between two hops is shorter than their transfer then.
+        Messages of a ring that are larger than measured add bytes at the fastest rate that any collective of the
+        group has reached: the wait between two hops is shorter than their transfer then.
 
         Raises ConfigError for a collective that was not measured.
         """
         if size == 1:
             return Cost(0.0, 0.0)
-        known = self.fits.get((kind, group)) or self.fits.get((kind, "world"))
+        place = group if (kind, group) in self.fits else "world"
+        known = self.fits.get((kind, place))
         if known is None:
             raise ConfigError(f"no measurement of {kind} in group {group!r}: `dgcopt probe` measures all collectives")
         most = math.inf
         if kind in PIPELINED and known.sizes:
-            most = wire_bytes(kind, 1, known.size) / self.fastest(known.size)
+            most = wire_bytes(kind, 1, known.size) / self.fastest(place)
         measured = known.cost(nbytes, most)
         if size == known.size:
             return measured
@@ -226,10 +227,10 @@ class Fitted:
         more = wire_bytes(kind, nbytes, size) / wire_bytes(kind, nbytes, known.size) if nbytes else 1.0
         return Cost(measured.latency * longer, measured.transfer * more)
 
-    def fastest(self, size: int) -> float:
-        """Return the most bytes per second that a rank has sent in the largest message of any collective of `size`."""
+    def fastest(self, group: str) -> float:
+        """Return the most bytes per second that a rank has sent in the largest message of any collective of a group."""
         return max(
-            wire_bytes(kind, one.sizes[-1], size) / one.seconds[-1]
-            for (kind, _), one in self.fits.items()
-            if one.size == size and one.sizes
+            wire_bytes(kind, one.sizes[-1], one.size) / one.seconds[-1]
+            for (kind, place), one in self.fits.items()
+            if place == group and one.sizes
         )

@@ -150,11 +150,13 @@ def test_an_allreduce_of_16_bit_numbers_is_an_allreduce_on_paper_and_has_a_fit_o
 
 def test_messages_beyond_the_measured_ones_reach_the_rate_of_the_link() -> None:
     slow = fit([1000, 2000], [1.0, 2.0], 2)
-    link = fit([1000, 1_000_000], [0.01, 1.0], 2)
+    link, bus = fit([1000, 1_000_000], [0.01, 1.0], 2), fit([1000, 1_000_000], [1e-6, 1e-3], 2)
     fits = {("AllReduce", "world"): slow, ("AllToAll", "world"): slow, ("SendRecv", "world"): link}
     wire = Fitted(fits)
-    assert wire.fastest(2) == pytest.approx(1e6)
+    assert wire.fastest("world") == pytest.approx(1e6)
     assert wire.cost("AllReduce", 1_002_000, 2).seconds == pytest.approx(2.0 + 1.0)
     assert wire.cost("AllReduce", 1500, 2).seconds == pytest.approx(1.5)
     assert wire.cost("AllToAll", 1_002_000, 2).seconds == pytest.approx(2.0 + 1000.0)
     assert wire.cost("SendRecv", 2_000_000, 2).seconds == pytest.approx(1.0 + 0.99 / 999_000 * 1_000_000)
+    square = Fitted({("AllReduce", "across"): slow, ("SendRecv", "across"): link, ("AllReduce", "node"): bus})
+    assert square.cost("AllReduce", 1_002_000, 2, "across").seconds == pytest.approx(2.0 + 1.0), "not at a bus's rate"

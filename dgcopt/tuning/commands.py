@@ -271,7 +271,8 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile, torch.device]:
         if arguments.vocab is not None:
             inputs = torch.randint(arguments.vocab, shape, device=device)
         else:
-            inputs = torch.randn(shape, device=device)
+            dtype = next(param.dtype for param in model.parameters() if param.requires_grad)
+            inputs = torch.randn(shape, device=device, dtype=dtype)
     except (RuntimeError, TypeError, ValueError) as error:  # more than memory, or than 64 bits
         said = str(error).splitlines()[0]
         raise ConfigError(

@@ -141,6 +141,10 @@ LINEAR = ("--model", "torch.nn:Linear(4, 2)", "--input")
     ("words", "said"),
     [
         (("--model", "torch.nn:Linear(4, 2)", "--input", "4"), "this process is the only one: start several, as by"),
+        (
+            ("--model", "torch.nn:Linear(4, 2, dtype=__import__('torch').bfloat16)", "--input", "4"),
+            "this process is the only one",
+        ),
         (("--model", "torch.nn:Linaer(4, 2)"), "'torch.nn' has no 'Linaer'"),
         (("--model", "resnet50"), "must be module:callable"),
         (("--model", "torch.nn:Linear(4, 2)", "--input", "5"), "the model does not take an input of shape (32, 5)"),

@@ -37,7 +37,7 @@ GRACE = 10.0
 
 PATIENCE = timedelta(seconds=300)
 
-AGENTS, ENDED, FINISHED = "dgcopt/agents", "dgcopt/agents ended", "dgcopt/finished"
+AGENTS, STARTED, ENDED, FINISHED = "dgcopt/agents", "dgcopt/started", "dgcopt/agents ended", "dgcopt/finished"
 
 
 class Process(Protocol):
@@ -123,6 +123,10 @@ class Agent:
                 f"{self._number + 1} agents have come to {self.address}, and --nnodes is {plan.machines}. Start that "
                 f"number, or choose another port for another job."
             )
+        mine = f"-np {plan.ranks} --nnodes {plan.machines}"  # from which ranks are numbered
+        told = self._store.compare_set(STARTED, "", mine).decode()
+        if told != mine:
+            raise ConfigError(f"this machine has {mine}, and the first one has {told}. Give the same on all machines.")
         self._slots = [_Slot(number) for number in range(plan.ranks)]
         self._is_ending = False
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dgcopt.comm.membership import MEMBER, trains_key
+from dgcopt.errors import ConfigError
 from dgcopt.launcher.agent import Agent, Plan
 
 
@@ -88,6 +89,14 @@ def test_a_rank_that_is_out_when_training_ends_is_ended(
         agent._store.set(trains_key(name), told)
     assert agent.run() == code
     assert [*ranks.values()][-1].code == (code or -signal.SIGTERM)
+
+
+def test_machines_start_as_many_ranks_each() -> None:
+    """Otherwise two have the same number, and all of them wait for the missing ones until their deadline."""
+    first = Agent(Plan(["rank"], 4, 2))
+    host, _, port = first.address.rpartition(":")
+    with pytest.raises(ConfigError, match="this machine has -np 2 --nnodes 2, and the first one has -np 4 --nnodes 2"):
+        Agent(Plan(["rank"], 2, 2, (host, int(port)), hosts=False))
 
 
 def test_all_ranks_are_lost(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

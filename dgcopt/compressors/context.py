@@ -40,7 +40,7 @@ class Place:
         link: latency and bandwidth of the wire, equal on all ranks; measured if the compressor `asks_link`, else a
             guess.
         prescale: factor on the gradient, but not on memory, before the exchange.
-        gain: factor on the result after the exchange, by a compressor around this one.
+        gain: factor on the result after the exchange, by its caller or by a compressor around this one.
     """
 
     rank: int

@@ -188,6 +188,7 @@ class GradientStep(Step):
         held = torch.tensor([self.names[param] in momenta for param in params], dtype=torch.int32)
         through = self.scheduler.through
         counts = (yield from through(_sum_of(held, "control", "who holds momentum"))).tolist()
+        gain = self.comm.size if self.settings.op == "sum" else self.settings.gradient_predivide_factor
         for param, count in zip(params, counts, strict=True):
             if not count:
                 continue
@@ -196,8 +197,7 @@ class GradientStep(Step):
             if mine is None:
                 mine = torch.zeros_like(param, dtype=at_least_float32(param.dtype))
             total = yield from through(_sum_of(mine.contiguous(), "world", f"momentum of {name}"))
-            ranks = self.comm.size if self.settings.op == "sum" else 1
-            self.compressor.return_momentum({param: total * (ranks / count)})
+            self.compressor.return_momentum({param: total * (gain / count)})
 
     def skip(self) -> None:
         """Skip a step with an overflow found by the ranks' scalers."""

@@ -170,7 +170,8 @@ def _prepared(bucket: GradientBucket, compressor: Compressor, settings: Settings
     # small gradients, and all on a GPU, are copied faster than they are checked one by one
     stays = bucket.is_cpu and compressor.in_place(bucket.kind) and not bucket.has_small_parts
     bucket.travel(in_place=stays, early=_leaves_early(compressor, bucket.device))
-    return context_of(bucket, comm, op, store, 1 / comm.size if divided else 1.0)
+    context = context_of(bucket, comm, op, store, 1 / comm.size if divided else 1.0)
+    return context.placed(gain=settings.gradient_predivide_factor)
 
 
 def _leaves_early(compressor: Compressor, device: torch.device) -> bool:

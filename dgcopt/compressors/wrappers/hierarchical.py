@@ -100,9 +100,10 @@ class Hierarchical(Wrapper):
         """Exchange a machine's mean with other machines; return the mean over ranks, or a refusal in its place."""
         weight = ctx.place.local_size * ctx.place.nodes / ctx.size
         peak = copy_scaled([mean], [mean], weight)
+        gain = ctx.place.gain * ctx.size / ctx.divisor
         # memory that has absorbed the machine's mean would owe it to ranks that still have their gradients
         across = replace(
-            ctx.placed(rank=ctx.place.node, size=ctx.place.nodes, op="average", gain=ctx.size / ctx.divisor),
+            ctx.placed(rank=ctx.place.node, size=ctx.place.nodes, op="average", gain=gain),
             local=None,
             certain=False,
             checks=Checks(),

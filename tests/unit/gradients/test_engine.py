@@ -220,21 +220,23 @@ def single_with_schedule(make, steps):
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("op", ["average", "sum"])
+@pytest.mark.parametrize(
+    "units", [{}, {"op": "sum"}, {"gradient_predivide_factor": 2.0}], ids=["average", "sum", "predivided"]
+)
 @pytest.mark.parametrize(
     "compression",
     [dgcopt.DGC(1.0), dgcopt.CSC(1.0), dgcopt.Hierarchical(dgcopt.DGC(1.0))],
     ids=["DGC", "CSC", "Hierarchical"],
 )
-def test_momentum_gathered_before_wrapping_is_kept(compression, op, maximize):
+def test_momentum_gathered_before_wrapping_is_kept(compression, units, maximize):
     def trained(params, ranks=1):  # gradients are that many times as large
         optimizer = SGD(params, lr=0.05 / ranks, momentum=0.9, nesterov=True, maximize=maximize)
         for param in optimizer.param_groups[0]["params"]:
             optimizer.state[param]["momentum_buffer"] = torch.full_like(param, 0.01 * ranks)
         return optimizer
 
-    make = functools.partial(trained, ranks=4 if op == "sum" else 1)
-    ranks = Ranks(4, make, nodes=2, compression=compression, op=op)
+    make = functools.partial(trained, ranks=4 if "op" in units else 1)
+    ranks = Ranks(4, make, nodes=2, compression=compression, **units)
     for seed in range(3):
         ranks.step(seed)
     assert_close(ranks.weights(), single(trained, 3), rtol=1e-9, atol=1e-12)

@@ -255,7 +255,8 @@ def test_nothing_unsent_is_lost_when_exchanges_change(
 
     monkeypatch.setattr(AutoTuner, "_stepped", scripted)
     make = functools.partial(SGD, lr=0.1, momentum=momentum, maximize=maximize)
-    ranks = Ranks(2, make, model=Linear, compression=dgcopt.Auto(allow=("delayed",)), op=op)
+    more = {"gradient_predivide_factor": 2.0} if op == "average" else {}
+    ranks = Ranks(2, make, model=Linear, compression=dgcopt.Auto(allow=("delayed",)), op=op, **more)
     random, total, used, norms = torch.Generator().manual_seed(0), {}, [], []
     for step in range(300):
         for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):

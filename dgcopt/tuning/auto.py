@@ -89,6 +89,7 @@ class Auto(Wrapper):
         self.sizes = self.choice.sizes
         self._optimizer: Optimizer | None = None
         self._names: Mapping[Tensor, str] = {}
+        self._others: list[str] = []
         self._steps_per_epoch: int | None = None
         self._made: dict[tuple[str, bool, bool | None], Compressor] = {}
         self._has_tuner = False
@@ -158,7 +159,7 @@ class Auto(Wrapper):
                 )
             made = candidate.built_on(copy.deepcopy(base))
             if self._optimizer is not None:
-                made.see_parameters(self._names)
+                made.see_parameters(self._names, self._others)
                 made.attach(self._optimizer)
             if self._steps_per_epoch is not None:
                 made.set_steps_per_epoch(self._steps_per_epoch)
@@ -182,6 +183,7 @@ class Auto(Wrapper):
 
     def see_parameters(self, names: Mapping[Tensor, str], others: Any = ()) -> None:
         self._names = names
+        self._others += others
         for made in self._made.values():
             made.see_parameters(names, others)
 

@@ -363,6 +363,16 @@ def test_one_compressor_is_tuned_in_front_of_the_optimizer_that_it_needs(
     assert tuner_of(ranks)._forecast.seconds
 
 
+def test_rules_for_parameters_of_the_model_that_are_not_trained_are_taken_in_trials() -> None:
+    rules = dgcopt.PerParameter({"4.*": dgcopt.NoCompression(), "*": dgcopt.DGC(0.1)})
+    model, comm = small_model(), dgcopt.simulated_world(2)[0]
+    trained = [param for name, param in model.named_parameters() if name[0] != "4"]
+    auto: Any = dgcopt.DistributedOptimizer(
+        SGD(trained, lr=0.1), model.named_parameters(), dgcopt.Auto(compressor=rules), comm=comm
+    ).compressor
+    assert all(auto.make(candidate) for candidate in auto.candidates(False, False))
+
+
 def test_trials_that_cannot_be_written_are_a_warning(
     wire: Wire, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,8 +36,10 @@ GRACE = 10.0
 """Seconds that ranks have to end after SIGTERM."""
 
 PATIENCE = timedelta(seconds=300)
+"""Limit of waits for the store, and for agents that no longer look at their ranks."""
 
-AGENTS, STARTED, ENDED, FINISHED = "dgcopt/agents", "dgcopt/started", "dgcopt/agents ended", "dgcopt/finished"
+AGENTS, STARTED, LOOKS = "dgcopt/agents", "dgcopt/started", "dgcopt/looks of agents"
+ENDED, FINISHED = "dgcopt/agents ended", "dgcopt/finished"
 
 
 class Process(Protocol):
@@ -118,15 +120,18 @@ class Agent:
             ) from error
         self.address = f"{host}:{self._store.port}"
         self._number = self._store.add(AGENTS, 1) - 1
-        if self._number >= plan.machines:
-            raise ConfigError(
+        mine, problem = f"-np {plan.ranks} --nnodes {plan.machines}", ""  # from which ranks are numbered
+        told = self._store.compare_set(STARTED, "", mine).decode()
+        if told != mine:
+            problem = f"this machine has {mine}, and the first one has {told}. Give the same on all machines."
+        elif self._number >= plan.machines:
+            problem = (
                 f"{self._number + 1} agents have come to {self.address}, and --nnodes is {plan.machines}. Start that "
                 f"number, or choose another port for another job."
             )
-        mine = f"-np {plan.ranks} --nnodes {plan.machines}"  # from which ranks are numbered
-        told = self._store.compare_set(STARTED, "", mine).decode()
-        if told != mine:
-            raise ConfigError(f"this machine has {mine}, and the first one has {told}. Give the same on all machines.")
+        if problem:
+            self._store.add(AGENTS, -1)  # it is not waited for
+            raise ConfigError(problem)
         self._slots = [_Slot(number) for number in range(plan.ranks)]
         self._is_ending = False
 
@@ -135,6 +140,8 @@ class Agent:
         before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             while not self._is_ending and any(slot.code is None for slot in self._slots):
+                with contextlib.suppress(RuntimeError):
+                    self._store.add(LOOKS, 1)
                 has_finished = self._get(FINISHED) is not None
                 for slot in self._slots:
                     self._look(slot, has_finished)
@@ -235,8 +242,15 @@ class Agent:
                 slot.process = None
 
     def _wait_for_machines(self) -> None:
-        """Keep the store up until the ranks of all machines have ended."""
+        """Keep the store up until the ranks of all machines have ended, or all other agents are lost."""
         with contextlib.suppress(RuntimeError):
             self._store.add(ENDED, 1)
+            looks, last = -1, time.monotonic()
             while self.plan.hosts and self._store.add(ENDED, 0) < self._store.add(AGENTS, 0):
-                time.sleep(1)
+                before, looks = looks, self._store.add(LOOKS, 0)
+                if looks > before:
+                    last = time.monotonic()
+                elif time.monotonic() - last > PATIENCE.total_seconds():
+                    log.warning("dgcopt: other machines have not answered for %s, and are not waited for", PATIENCE)
+                    return
+                time.sleep(10 * POLL)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,33 @@ def test_machines_start_as_many_ranks_each() -> None:
     host, _, port = first.address.rpartition(":")
     with pytest.raises(ConfigError, match="this machine has -np 2 --nnodes 2, and the first one has -np 4 --nnodes 2"):
         Agent(Plan(["rank"], 2, 2, (host, int(port)), hosts=False))
+    assert Agent(Plan(["rank"], 4, 2, (host, int(port)), hosts=False)).address == first.address
+    with pytest.raises(ConfigError, match="3 agents have come"):
+        Agent(Plan(["rank"], 4, 2, (host, int(port)), hosts=False))
+
+
+@pytest.mark.parametrize("machine", ["lost", "slower"])
+def test_a_machine_that_is_lost_is_not_waited_for(
+    machine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training has ended on the machine of the store, which waited for ever; but it waits for one that still trains."""
+
+    class Watched(Agent):
+        def spawn(self, env: Mapping[str, str]) -> Rank:
+            self._store.set(trains_key(env[MEMBER]), "yes")
+            return Rank(0 if self.plan.hosts else 50, 0)
+
+    first = Watched(Plan(["rank"], 1, 2))
+    host, _, port = first.address.rpartition(":")
+    second = Watched(Plan(["rank"], 1, 2, (host, int(port)), hosts=False))
+    monkeypatch.setattr("dgcopt.launcher.agent.PATIENCE", timedelta(seconds=0.5))
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # which is for the main thread only
+    start = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(second.run) if machine == "slower" else None
+        assert first.run() == 0 and (other is None or other.done())
+    assert time.monotonic() - start < 30
+    assert ("are not waited for" in caplog.text) == (machine == "lost")
 
 
 def test_all_ranks_are_lost(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

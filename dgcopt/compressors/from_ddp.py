@@ -108,7 +108,7 @@ class DDPHook(Compressor):
         self._layout: dict[int, list[str]] = {}
 
     def __repr__(self) -> str:
-        state = "None" if self._has_no_memory() else type(self.state).__name__
+        state = type(self.state).__name__ if self.has_memory else "None"
         return f"DDPHook({_name_of(self.hook)}, {state})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDPHook:
@@ -136,12 +136,14 @@ class DDPHook(Compressor):
             grad[segment.start : segment.stop] = part
         return grad if ctx.op == "average" else grad.mul_(ctx.size)
 
-    def _has_no_memory(self) -> bool:
-        return self.state is None or isinstance(self.state, ProcessGroup)
+    @property
+    def has_memory(self) -> bool:
+        """True if the hook has a state of its own, in which it may keep memory."""
+        return self.state is not None and not isinstance(self.state, ProcessGroup)
 
     def _check_layout(self, ctx: Context) -> None:
         names = [segment.name for segment in ctx.segments]
-        if self._layout.setdefault(ctx.index, names) != names and not self._has_no_memory():
+        if self._layout.setdefault(ctx.index, names) != names and self.has_memory:
             raise ConfigError(
                 f"{_name_of(self.hook)} keeps memory by bucket number, but the buckets have changed, because the "
                 f"trained parameters changed or state was loaded. Wrap the optimizer again with a new "
@@ -150,7 +152,7 @@ class DDPHook(Compressor):
 
     def _joined(self, ctx: Context) -> Any:
         """Return the hook's state with its process group replaced by one of the exchanging ranks."""
-        given = self.state if self._has_no_memory() else getattr(self.state, "process_group", None)
+        given = getattr(self.state, "process_group", None) if self.has_memory else self.state
         if isinstance(given, ProcessGroup) and given is not self._group and given.size() != ctx.size:
             raise ConfigError(
                 f"the process group of {_name_of(self.hook)} has {given.size()} ranks, but the optimizer exchanges "
@@ -158,7 +160,7 @@ class DDPHook(Compressor):
             )
         if self._group is None or (self._group.rank(), self._group.size()) != (ctx.rank, ctx.size):
             self._group = Group(ctx.rank, ctx.size)
-        if self._has_no_memory():
+        if not self.has_memory:
             return self._group
         if hasattr(self.state, "process_group"):
             self.state.process_group = self._group

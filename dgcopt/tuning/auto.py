@@ -25,6 +25,7 @@ from ..compressors import (
     Wrapper,
 )
 from ..compressors.base import NAMED
+from ..compressors.from_ddp import DDPHook
 from ..compressors.own_step import updates_add_up
 from ..errors import ConfigError
 from ..flat.local_shard import is_sharded
@@ -66,7 +67,8 @@ class Auto(Wrapper):
 
     Costs, beside the chosen exchange's, 8 bytes by allreduce per step while candidates are tried, and every 64 steps
     afterwards. Raises ConfigError for an unknown class, for sharded parameters, for ranks that may be lost
-    (`dgcopt.init(survive=True)`), and where no tuner runs: in DDP's hook, in averaging, or inside another compressor.
+    (`dgcopt.init(survive=True)`), for a hook with state (`from_ddp_hook`), and where no tuner runs: in DDP's hook, in
+    averaging, or inside another compressor.
     """
 
     def __init__(
@@ -79,6 +81,11 @@ class Auto(Wrapper):
             raise ConfigError(f"allow must hold some of {', '.join(map(repr, ALLOWED))}, not {allow!r}")
         if compressor is not None and (not isinstance(compressor, Compressor) or isinstance(compressor, Auto)):
             raise ConfigError(f"compressor must be a dgcopt.Compressor such as dgcopt.DGC(), not {compressor!r}")
+        if compressor is not None and any(isinstance(part, DDPHook) and part.has_memory for part in compressor.parts()):
+            raise ConfigError(
+                "Auto records costs with gradients of its own, which would enter the state of a DDP hook: give "
+                "from_ddp_hook(...) without Auto"
+            )
         self.allow = tuple(allow)
         self.compressor = compressor
         self.trials = trials

@@ -437,6 +437,9 @@ def test_it_is_refused_where_nothing_chooses() -> None:
             dgcopt.Auto(allow)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"compressor must be a dgcopt.Compressor"):
         dgcopt.Auto(compressor=dgcopt.Auto())
+    with pytest.raises(ConfigError, match="would enter the state of a DDP hook"):
+        dgcopt.Auto(compressor=dgcopt.BF16(dgcopt.from_ddp_hook({}, lambda state, bucket: bucket.buffer())))
+    dgcopt.Auto(compressor=dgcopt.from_ddp_hook(None, lambda state, bucket: bucket.buffer()))
 
 
 def test_large_models_are_recorded_at_a_fraction_of_their_sizes() -> None:

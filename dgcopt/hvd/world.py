@@ -123,9 +123,14 @@ def is_initialized() -> bool:
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Make these ranks a group of their own and return it; every rank must call it with the same ranks."""
+    """Make these ranks a group of their own and return it; every rank must call it with the same ranks.
+
+    A set that is there already stays as it is.
+    """
     _joined()
-    return _add(process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set))
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    return process_set if process_set in _added else _add(process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

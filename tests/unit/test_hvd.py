@@ -140,7 +140,10 @@ def test_shutdown_and_init_again(alone):
     assert kept.included() and (kept.rank(), kept.size()) == (0, 1)
     hvd.shutdown()
     assert not hvd.is_initialized()
-    hvd.init(process_sets=[kept])
+    for _ in range(2):  # its process group was left open by the second
+        hvd.init(process_sets=[kept])
+        assert hvd.add_process_set(kept) is kept
+    assert hvd.world._added.count(kept) == 1
     assert float(hvd.allreduce(torch.ones(()), process_set=kept)) == 1
     hvd.init(process_sets="dynamic")
     dgcopt.shutdown()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import ConfigError
 from .timeline import Parameter
@@ -97,7 +98,12 @@ def model_on_paper(spec: str, seconds: float | None = None) -> Model:
             f"model {spec!r} is not known: write {', '.join(known)}, or module:callable, such as "
             f"torchvision.models:resnet50"
         )
-    shapes = {name: tuple(p.shape) for name, p in load_model(spec).named_parameters() if p.requires_grad}
+    made = load_model(spec)
+    if any(map(is_lazy, made.parameters())):
+        raise ConfigError(
+            f"model {spec!r} has lazy layers, whose shapes follow from an input: build it with their sizes"
+        )
+    shapes = {name: tuple(p.shape) for name, p in made.named_parameters() if p.requires_grad}
     if seconds is None:
         raise ConfigError(f"the time of a step of {spec} is not known: give --step, seconds of forward and backward")
     return Model(spec, shapes, [float(len(shape) > 1) for shape in shapes.values()], seconds)

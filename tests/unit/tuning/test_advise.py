@@ -154,6 +154,7 @@ def test_a_models_backward_reaches_its_last_parameter_first() -> None:
         ("torch.nn:Linear", "Linear raised TypeError"),
         ("builtins:dict", "returns dict, not a torch.nn.Module"),
         ("torch.nn:ReLU", "has no parameter to train"),
+        ("torch.nn:LazyLinear(4)", "has lazy layers, whose shapes follow from an input"),
         ("torch.nn:Linear(4, 2)", "give --step, seconds of forward and backward"),
     ],
 )

@@ -1,5 +1,6 @@
 """The cost of a step in Python calls per tensor, and in files that a reader of a normal step has to open."""
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,12 @@ from torch import nn
 
 import dgcopt
 from tests.support.worlds import Ranks, small_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> None:
+    """No other test's DDP hook is left, which looks at any optimizer's step."""
+    gc.collect()
 
 
 class Chain(nn.Module):

@@ -221,22 +221,29 @@ class CollectiveScheduler:
         self.telemetry.count_step(2 * 4 * numel * (self.comm.size - 1) // self.comm.size)
 
 
+LOST = {
+    "residual": "dgcopt: rank %s: the residual of parameter(s) %s (%s) cannot be sent as %s and is dropped. To lose "
+    "nothing, resume with the compressor that saved it. DGC(ratio=1) with the same source sends all of it in two "
+    "steps: save then",
+    "momentum": "dgcopt: rank %s: the momentum of parameter(s) %s (%s) cannot go on among %s and is dropped: the "
+    "optimizer's starts at zero. To lose nothing, resume with the compressor that saved it, which has taken it over",
+}
+"""Warnings of dropped memory by its kind."""
+
+
 def claim(store: Store, buckets: Iterable[Bucket], compressor: Compressor, rank: int) -> None:
     """Drop waiting memory of new buckets that another kind of compressor has held back, and warn of it.
 
     Called before their contexts are made.
     """
-    lost: dict[str, list[str]] = {}
+    lost: dict[tuple[str, str, str], list[str]] = {}
     for bucket in buckets:
         before, now = dict(store.made_of), compressor.holds_back(bucket.kind)
-        for name in store.claim([segment.name for segment in bucket.segments], now):
-            lost.setdefault(f"({before[name]}) cannot be sent as {now}", []).append(repr(name))
-    for why, names in lost.items():
-        log.warning(
-            "dgcopt: rank %s: the residual of parameter(s) %s%s %s and is dropped. To lose nothing, resume with the "
-            "compressor that saved it. DGC(ratio=1) with the same source sends all of it in two steps: save then",
-            *(rank, ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else "", why),
-        )
+        for name, kind in store.claim([segment.name for segment in bucket.segments], now):
+            lost.setdefault((kind, before[name], now), []).append(repr(name))
+    for (kind, made_of, now), names in lost.items():
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        log.warning(LOST[kind], rank, some, made_of, now)
 
 
 def _awaited(exchanges: Sequence[PendingExchange[Any]]) -> list[Handle]:

@@ -71,17 +71,22 @@ class Store:
         for kind in [kind for kind in self._waiting if not is_unsent(kind) and kind not in kept]:
             self.drop(kind)
 
-    def claim(self, names: Iterable[str], made_of: str) -> list[str]:
+    def claim(self, names: Iterable[str], made_of: str) -> list[tuple[str, str]]:
         """Set the content of these parameters' unsent memory, and delete waiting memory of another content.
 
-        Returns the names of parameters that lost unsent memory.
+        Returns names of parameters that lost memory, and its kind: "residual" for all that is unsent, or "momentum".
         """
         others = [name for name in names if self.made_of.get(name, made_of) != made_of]
-        unsent = [by_name for kind, by_name in self._waiting.items() if is_unsent(kind)]
-        lost = [name for name in others if any(name in by_name and by_name[name].any() for by_name in unsent)]
+        known = {kind: "residual" if is_unsent(kind) else kind for kind in self._waiting}
+        lost = dict.fromkeys(
+            (name, known[kind])
+            for kind, by_name in self._waiting.items()
+            for name in others
+            if known[kind] in ("residual", "momentum") and name in by_name and by_name[name].any()
+        )
         self.remove(others)
         self.made_of |= dict.fromkeys(names, made_of)
-        return lost
+        return list(lost)
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete the waiting memory of these parameters."""

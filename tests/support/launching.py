@@ -245,8 +245,11 @@ def _end_survivors(token: str) -> list[int]:
     return left
 
 
-APART = ("test_async_average.py", "test_compatibility.py", "test_elastic.py", "test_failures.py", "test_faults.py")
-"""Files whose tests start processes of their own, each for seconds."""
+APART = (
+    *("test_async_average.py", "test_compatibility.py", "test_elastic.py", "test_failures.py", "test_faults.py"),
+    *("test_configs.py", "compressors/test_library.py"),
+)
+"""Files whose tests take seconds each and share nothing: they start processes of their own, or train."""
 
 
 def launch_of(nodeid: str) -> str:

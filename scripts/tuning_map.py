@@ -1,7 +1,7 @@
 """Writes the map of docs/tuning.md: where compression pays, for five models over ranks, bandwidth and latency.
 
     python scripts/tuning_map.py                                 # records all costs: half an hour on one core
-    python scripts/tuning_map.py --costs docs/tuning_costs.json  # predicts again from recorded costs: a minute
+    python scripts/tuning_map.py --costs docs/tuning_costs.json --memory 14.05e9  # predicts again: a minute
 
 Writes docs/tuning_map.csv, a row for each cell with the exchange to use, its gain over the best dense one, the gain of
 dgcopt's fastest exchange, which is below 1 where it loses, and the seconds of every exchange; docs/tuning_map.png; and
@@ -56,7 +56,7 @@ def launched(recipe: Recipe, model: Model, speed: float) -> Recipe:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=Path, help="file of recorded costs, in place of recording")
-    parser.add_argument("--memory", type=float, help="bytes per second of this core's memory, in place of measuring")
+    parser.add_argument("--memory", type=float, help="bytes per second of the recording core's memory, in place of measuring this one's")
     parser.add_argument("--record", nargs="+", default=MODELS, choices=MODELS, help="record these and add them")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder to write to")
     arguments = parser.parse_args()

@@ -56,7 +56,7 @@ def launched(recipe: Recipe, model: Model, speed: float) -> Recipe:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=Path, help="file of recorded costs, in place of recording")
-    parser.add_argument("--memory", type=float, help="bytes per second of the recording core's memory, in place of measuring this one's")
+    parser.add_argument("--memory", type=float, help="memory of the core that recorded, in bytes per second")
     parser.add_argument("--record", nargs="+", default=MODELS, choices=MODELS, help="record these and add them")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder to write to")
     arguments = parser.parse_args()

@@ -38,7 +38,7 @@ GRACE = 10.0
 PATIENCE = timedelta(seconds=300)
 """Limit of waits for the store, and for agents that no longer look at their ranks."""
 
-AGENTS, STARTED, LOOKS = "dgcopt/agents", "dgcopt/started", "dgcopt/looks of agents"
+AGENTS, SETTINGS, LOOKS = "dgcopt/agents", "dgcopt/settings of agents", "dgcopt/looks of agents"
 ENDED, FINISHED = "dgcopt/agents ended", "dgcopt/finished"
 
 
@@ -119,19 +119,17 @@ class Agent:
                 f"a free port as --rdzv-endpoint HOST:PORT, alike on all machines."
             ) from error
         self.address = f"{host}:{self._store.port}"
+        mine = f"-np {plan.ranks} --nnodes {plan.machines}"  # from which ranks are numbered
+        first = self._store.compare_set(SETTINGS, "", mine).decode()
+        if first != mine:  # before it takes a number, which another machine would get once more
+            raise ConfigError(f"this machine has {mine}, and the first one has {first}. Give the same on all machines.")
         self._number = self._store.add(AGENTS, 1) - 1
-        mine, problem = f"-np {plan.ranks} --nnodes {plan.machines}", ""  # from which ranks are numbered
-        told = self._store.compare_set(STARTED, "", mine).decode()
-        if told != mine:
-            problem = f"this machine has {mine}, and the first one has {told}. Give the same on all machines."
-        elif self._number >= plan.machines:
-            problem = (
+        if self._number >= plan.machines:
+            self._store.add(AGENTS, -1)  # it is not waited for
+            raise ConfigError(
                 f"{self._number + 1} agents have come to {self.address}, and --nnodes is {plan.machines}. Start that "
                 f"number, or choose another port for another job."
             )
-        if problem:
-            self._store.add(AGENTS, -1)  # it is not waited for
-            raise ConfigError(problem)
         self._slots = [_Slot(number) for number in range(plan.ranks)]
         self._is_ending = False
 

@@ -93,12 +93,15 @@ def test_a_rank_that_is_out_when_training_ends_is_ended(
     assert [*ranks.values()][-1].code == (code or -signal.SIGTERM)
 
 
-def test_machines_start_as_many_ranks_each() -> None:
+def test_machines_start_as_many_ranks_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise two have the same number, and all of them wait for the missing ones until their deadline."""
     first = Agent(Plan(["rank"], 4, 2))
     host, _, port = first.address.rpartition(":")
-    with pytest.raises(ConfigError, match="this machine has -np 2 --nnodes 2, and the first one has -np 4 --nnodes 2"):
-        Agent(Plan(["rank"], 2, 2, (host, int(port)), hosts=False))
+    told = "this machine has -np 2 --nnodes 2, and the first one has -np 4 --nnodes 2"
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.TCPStore.add", lambda *_: pytest.fail("the next machine gets a number twice"))
+        with pytest.raises(ConfigError, match=told):
+            Agent(Plan(["rank"], 2, 2, (host, int(port)), hosts=False))
     assert Agent(Plan(["rank"], 4, 2, (host, int(port)), hosts=False)).address == first.address
     with pytest.raises(ConfigError, match="3 agents have come"):
         Agent(Plan(["rank"], 4, 2, (host, int(port)), hosts=False))

@@ -225,8 +225,8 @@ LOST = {
     "residual": "dgcopt: rank %s: the residual of parameter(s) %s (%s) cannot be sent as %s and is dropped. To lose "
     "nothing, resume with the compressor that saved it. DGC(ratio=1) with the same source sends all of it in two "
     "steps: save then",
-    "momentum": "dgcopt: rank %s: the momentum of parameter(s) %s (%s) cannot go on among %s and is dropped: the "
-    "optimizer's starts at zero. To lose nothing, resume with the compressor that saved it, which has taken it over",
+    "momentum": "dgcopt: rank %s: SGD's momentum of parameter(s) %s, which the compressor that saved it kept (%s), is "
+    "dropped and starts at zero: this compressor sends %s. To lose nothing, resume with the one that saved it",
 }
 """Warnings of dropped memory by its kind."""
 

@@ -77,16 +77,14 @@ class Store:
         Returns names of parameters that lost memory, and its kind: "residual" for all that is unsent, or "momentum".
         """
         others = [name for name in names if self.made_of.get(name, made_of) != made_of]
-        known = {kind: "residual" if is_unsent(kind) else kind for kind in self._waiting}
-        lost = dict.fromkeys(
-            (name, known[kind])
-            for kind, by_name in self._waiting.items()
-            for name in others
-            if known[kind] in ("residual", "momentum") and name in by_name and by_name[name].any()
-        )
+        lost: list[tuple[str, str]] = []
+        for name in others:
+            held = [kind for kind, by_name in self._waiting.items() if name in by_name and by_name[name].any()]
+            kinds = {"residual" if is_unsent(kind) else kind for kind in held}
+            lost += [(name, kind) for kind in ("residual", "momentum") if kind in kinds]
         self.remove(others)
         self.made_of |= dict.fromkeys(names, made_of)
-        return list(lost)
+        return lost
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete the waiting memory of these parameters."""

@@ -284,7 +284,7 @@ def test_residuals_of_another_unit_are_released_with_a_warning(
             fresh.step(nothing(), seed)
         told = [record.message for record in caplog.records if record.levelname == "WARNING"]
         expected = f"({made_of}) cannot be sent as {sent_as} and is dropped"
-        of_momentum = [text for text in told if "the optimizer's starts at zero" in text]
+        of_momentum = [text for text in told if "is dropped and starts at zero" in text]
         assert len(of_momentum) == 2 * (says and made_of == "gradients with momentum")
         assert [expected in text for text in told if text not in of_momentum] == [True] * 2 * says
         assert all("and 1 more" in text or text.count("'a.") + text.count("'b.") <= 3 for text in told)

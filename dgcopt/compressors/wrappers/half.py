@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...collectives import AllReduce, Collective, Exchange, ReduceScatter, carried
+from ...kernels import peaks
 from ..base import GradientExchange
 from ..context import Context
 from ..dense import NoCompression
@@ -43,6 +44,8 @@ class _Half(Wrapper):
                 buffers[message.shape] = torch.empty(message.shape, dtype=self.dtype, device=message.device)
             collective.send(buffers[message.shape].copy_(message))
             result = yield collective
+            if self.dtype == torch.float16 and isinstance(collective, AllReduce) and collective.group == "world":
+                ctx.checks.look_at(peaks([result]))  # finite addends may exceed its range
             return message.copy_(result) if isinstance(collective, AllReduce) else result.to(message.dtype)
 
         return (yield from carried(self.inner.exchange(grad, ctx), rounded))
@@ -61,7 +64,7 @@ class FP16(_Half):
     `fp16_compress_wrapper` of torch's DDP communication hooks, except that the inner compressor computes in float32.
 
     Without `inner`, gradients to be averaged are divided before the sum, so their mean may reach 65504. With op="sum",
-    or around PowerSGD, the sum over ranks may. Beyond that it is Inf.
+    or around PowerSGD, the sum over ranks may. Beyond that it is Inf, and no rank takes the step.
 
     Costs as much as `inner`, at 2 bytes per number. Prefer BF16 if gradients may exceed 65504.
 

@@ -395,6 +395,13 @@ def test_optimizers_that_it_cannot_step_for_are_refused(make: Any, named: str) -
         dgcopt.DistributedOptimizer(make([param]), None, QAdam(), comm=comm)
 
 
+def test_a_group_that_it_cannot_step_for_is_refused() -> None:
+    comm, params = dgcopt.simulated_world(2)[0], [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer: Any = dgcopt.DistributedOptimizer(Adam(params[:1]), None, QAdam(), comm=comm)
+    with pytest.raises(dgcopt.ConfigError, match="amsgrad"):
+        optimizer.add_param_group({"params": params[1:], "amsgrad": True})
+
+
 @pytest.mark.parametrize("make", [lambda: QAdam(0), lambda: OneBitAdam(1.5), lambda: QAdam(1, faithful=True)])
 def test_a_warm_up_that_leaves_no_variance_is_refused(make: Any) -> None:
     with pytest.raises(dgcopt.ConfigError, match="warmup_steps"):

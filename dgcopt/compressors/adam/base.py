@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -76,11 +76,14 @@ class FrozenAdam(Wrapper):
                 f"{name} replaces Adam's step and needs torch.optim.Adam or AdamW, not {type(optimizer).__name__}. "
                 f"Choose another compressor, such as TopK."
             )
-        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
-            if any(group.get(option) for group in optimizer.param_groups):
-                raise ConfigError(f"{name} does not support {type(optimizer).__name__}({option}=True): remove {option}")
+        _check_options(name, optimizer)
         self._optimizer = optimizer
         super().attach(optimizer)
+
+    def see_parameters(self, names: Mapping[Tensor, str], others: Iterable[str] = ()) -> None:
+        if self._optimizer is not None:
+            _check_options(type(self).__name__, self._optimizer)  # of a group that was added
+        super().see_parameters(names, others)
 
     def holds_back(self, kind: object) -> str:
         return "Adam's momentum"
@@ -183,6 +186,13 @@ class FrozenAdam(Wrapper):
             spread = (v / (1 - beta2**frozen_at)).sqrt_().add_(group["eps"])
             spread += v.sign().reciprocal_().sub_(1)  # infinite where v is zero: a mask takes three times as long
             x.sub_(torch.div(m, spread, out=spread), alpha=rate)
+
+
+def _check_options(name: str, optimizer: Optimizer) -> None:
+    """Raise ConfigError for options of Adam that a compressor of that name does not step by."""
+    for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if any(group.get(option) for group in optimizer.param_groups):
+            raise ConfigError(f"{name} does not support {type(optimizer).__name__}({option}=True): remove {option}")
 
 
 def _in_chunks(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:

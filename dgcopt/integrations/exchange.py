@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -129,6 +130,8 @@ class Exchange:
             else:
                 DistributedOptimizer(optimizer, named, method)
             optimizer.register_load_state_dict_pre_hook(self._own_state, prepend=True)
+            optimizer.register_state_dict_post_hook(self._mark)
+        self._run = secrets.token_hex(8)
         self._loaded: Parts = {}
         self._find = find
 
@@ -153,6 +156,7 @@ class Exchange:
             return
         if self.comm.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+        self._run = broadcast_object(self._run, comm=self.comm)  # rank 0's is in the framework's files
         state: dict[str, Any] = {
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "weights_of_rank_0": broadcast_object(self._digest(), comm=self.comm),
@@ -184,6 +188,11 @@ class Exchange:
         if "model" in self._loaded:
             self.model.load_state_dict(self._loaded["model"])
 
+    def _mark(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Note in a state which run saves it; a post-hook of `state_dict()`."""
+        for _, held in entries_in(state_dict):
+            held["run"] = self._run
+
     def _own_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Replace the state of rank 0, which a framework loads, by this rank's."""
         if self._find is not None and not self._loaded.get("optimizers"):
@@ -191,7 +200,7 @@ class Exchange:
         own: dict[str, Any] | None = self._loaded.get("optimizers", {}).pop(optimizer, None)
         if own is None:
             return None
-        if _steps(own) != _steps(state_dict):  # the framework's files were written again, and the parts were not
+        if _saved_at(own) != _saved_at(state_dict):  # the framework's files were written again, and the parts were not
             log.warning(
                 "dgcopt: the ranks' parts are of another checkpoint than the optimizer's state: training resumes "
                 "without them, and what ranks had not sent starts from zero"
@@ -209,6 +218,6 @@ class Exchange:
         return digest.hexdigest()
 
 
-def _steps(state: dict[str, Any]) -> list[int]:
-    """Return the steps at which an optimizer's state was saved, by the parts of dgcopt in it."""
-    return [held["step"] for _, held in entries_in(state)]
+def _saved_at(state: dict[str, Any]) -> list[tuple[int, str | None]]:
+    """Return the steps and runs in which an optimizer's state was saved, by the parts of dgcopt in it."""
+    return [(held["step"], held.get("run")) for _, held in entries_in(state)]

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import dgcopt
 from dgcopt.exchange.held import unwrapped
+from dgcopt.flat.optimizer_state import entries_in
 from dgcopt.gradients.synchronised import synchronised
 from dgcopt.integrations.exchange import Exchange, keep_gradients_local, read
 
@@ -70,7 +71,11 @@ def test_parts_of_another_checkpoint_are_left_out(tmp_path: Path, caplog: pytest
         states.append(copy.deepcopy(bare.state_dict()))
         weights.append(model.weight.detach().clone())
     without = {key: states[1][key] for key in ("state", "param_groups")}
-    for state, own in ((states[0], True), (states[1], False), (without, False)):
+    rerun = copy.deepcopy(states[0])
+    for _, held in entries_in(rerun):
+        held["run"] = "another"
+    for state, own in ((states[0], True), (states[1], False), (rerun, False), (without, False)):
+        caplog.clear()
         model.weight.data.fill_(5.0)
         exchange.use(read(tmp_path))
         bare.load_state_dict(copy.deepcopy(state))

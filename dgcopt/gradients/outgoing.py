@@ -240,7 +240,7 @@ class OutgoingBuckets:
                         f"and the gradient of {self.wrapped.names[param]!r} is sparse. Remove `clip`."
                     )
             self._prepare([(grad, self.layout.place[param][0]) for param, grad in graded])
-        self.wrapped.make_update(self.step, self.settings.sparse_as_dense)
+        self.wrapped.make_update(self.step, self.settings.sparse_as_dense, self.layout.trained)
         self.wrapped.commit.begin("the optimizer's state")
 
     def measure_norm(self) -> Job:

@@ -203,14 +203,15 @@ class Wrapped:
         self._before_update = []
 
     @torch.no_grad()
-    def make_update(self, step: int, sparse_as_dense: bool) -> None:
-        """Replace gradients by the changes that the optimizer would make to its parameters, if updates travel.
+    def make_update(self, step: int, sparse_as_dense: bool, trained: Collection[Tensor]) -> None:
+        """Replace gradients by the changes that the optimizer would make to `trained` parameters, if updates travel.
 
         But for decoupled weight decay, which is the same on all ranks and need not travel, and for the first moment
         where the compressor replaces it. All parameters stay; the optimizer's state moves, so the caller marks the end
         of the commit that begins here.
         """
-        updated, hidden = self.updated(), HiddenGradients()
+        travels, hidden = set(trained), HiddenGradients()
+        updated = [param for param in self.updated() if param in travels]
         held = [(param, param.detach().clone()) for param in updated if param.grad is not None]
         if sparse_as_dense and not isinstance(self.optimizer, torch.optim.SparseAdam):
             for param, _ in held:
@@ -246,7 +247,7 @@ class Wrapped:
     def take_update(self, exchanged: Iterable[Tensor]) -> list[Tensor]:
         """Add the combined updates to the `exchanged` parameters; return the parameters that the own step must skip.
 
-        These include frozen parameters: their update is this rank's own.
+        These include frozen parameters, for which no update was made.
         """
         updated = self.updated()
         among = {*map(as_stepped, updated)}.intersection(map(as_stepped, exchanged))

@@ -339,6 +339,6 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
 
 
 def _bits_in(bucket: GradientBucket) -> Tensor:
-    """Return a copy of the first values of a bucket's first gradient, as bytes: NaN equals itself."""
-    first = next((values_of(grad) for grad in bucket.grads() if grad is not None), torch.empty(0))
-    return first.detach().reshape(-1)[:BLOCK].clone().view(torch.uint8)
+    """Return a copy of values from all over a bucket's first gradient, as bytes: NaN equals itself."""
+    first = next((values_of(grad) for grad in bucket.grads() if grad is not None), torch.empty(0)).detach().reshape(-1)
+    return first[:: len(first) // BLOCK or 1].clone().view(torch.uint8)  # whole rows of it may be zero

@@ -41,6 +41,25 @@ def test_gradients_that_were_sent_before_they_were_unscaled_are_sent_again(
     assert all(map(torch.equal, train(True).weights(), train(False).weights()))
 
 
+def test_gradients_that_begin_with_zeros_are_sent_again_too() -> None:
+    ranks = Ranks(2, lambda params: SGD(params, lr=1.0), lambda: nn.utils.skip_init(nn.Linear, 200, 1, bias=False))
+    inputs = torch.ones(1, 200).index_fill_(1, torch.arange(100), 0.0)
+    for model in ranks.models:
+        model.weight.data.zero_()
+    for enabled in (False, True):
+        scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, enabled=enabled) for _ in ranks.models]
+        for model, scaler in zip(ranks.models, scalers, strict=True):
+            scaler.scale(model(inputs).sum()).backward()
+        for scaler, optimizer in zip(scalers, ranks.optimizers, strict=True):
+            scaler.unscale_(optimizer)
+        for optimizer in ranks.optimizers:
+            optimizer.clip_grad_norm_(1e6)
+        for optimizer in ranks.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(weights, -2 * inputs) for weights in ranks.weights())
+
+
 def test_an_overflow_skips_the_step_of_a_rank_that_has_looked_up_no_row() -> None:
     """Its first gradient is a sparse one without values."""
     params = [[nn.Parameter(torch.ones(5, 2)), nn.Parameter(torch.ones(2))] for _ in range(2)]

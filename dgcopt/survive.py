@@ -85,7 +85,12 @@ class State:
 
     def _transfer(self, comm: Comm) -> None:
         """Load the state of rank 0 of a comm on its other ranks."""
-        sent = broadcast_object(self._own() if comm.rank == 0 else None, comm=comm)
+        own: Any = None
+        try:
+            own = self._own() if comm.rank == 0 else None
+        except Exception as error:  # of any kind, in code of the user's: the other ranks wait for this one's answer
+            own = ConfigError(f"state_dict() of a value in dgcopt.survive.State raises {type(error).__name__}: {error}")
+        sent = broadcast_object(own, comm=comm)
         if comm.rank == 0:
             return
         try:

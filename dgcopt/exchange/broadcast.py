@@ -185,6 +185,8 @@ def _encode(value: Any, tensors: list[Tensor]) -> Any:
         return ["list" if isinstance(value, list) else "tuple", [_encode(v, tensors) for v in value]]
     if value is None or isinstance(value, bool | int | float | str):
         return ["value", value]
+    if isinstance(value, ConfigError):  # in place of a value that its rank could not make
+        raise value
     raise ConfigError(
         f"it holds a {type(value).__name__} ({value!r:.80}), and only tensors, numbers, text, None, and dicts, lists "
         f"and tuples of them can be"

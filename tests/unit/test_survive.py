@@ -11,6 +11,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 import dgcopt
+from dgcopt.comm.base import LocalComm
 from dgcopt.gradients.synchronised import synchronised
 from tests.support.worlds import Ranks, same, small_model
 
@@ -52,6 +53,18 @@ def test_a_process_that_cannot_load_the_state_ends(monkeypatch: pytest.MonkeyPat
     back = dgcopt.survive.State(model=model, optimizer=sgd(model.parameters()))
     with pytest.raises(dgcopt.ConfigError, match=r"cannot load the state of a live rank: (?s:.*) same script and"):
         back._transfer(SimpleNamespace(rank=1))  # type: ignore[arg-type]
+
+
+def test_a_state_that_cannot_be_made_is_an_error_of_both_ranks() -> None:
+    """Of a kind after which its giver goes on: see `SurvivingComm._hand_over`."""
+
+    def state_dict() -> None:
+        raise KeyError("epoch")
+
+    schedule, model = SimpleNamespace(state_dict=state_dict, load_state_dict=None), torch.nn.Linear(3, 2)
+    state = dgcopt.survive.State(model=model, optimizer=sgd(model.parameters()), schedule=schedule)
+    with pytest.raises(dgcopt.ConfigError, match=r"rank 0 cannot be sent: state_dict\(\) .* raises KeyError: 'epoch'"):
+        state._transfer(LocalComm())
 
 
 def test_without_survivors_a_function_is_called_once_and_sync_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

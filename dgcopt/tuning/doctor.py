@@ -44,7 +44,10 @@ def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS
             start = clock.mark(device)
             outputs = [tensor for tensor in tensors_of(model(*inputs)) if tensor.requires_grad]
             if not outputs:
-                raise ConfigError("the model's output does not depend on a trained parameter")
+                raise ConfigError(
+                    "the model's output does not depend on a trained parameter: return a tensor that does, or a dict, "
+                    "list, tuple or dataclass of such"
+                )
             torch.stack([tensor.float().square().mean() for tensor in outputs]).sum().backward()
             seconds = clock.between(start, clock.mark(device))
             found.append((seconds, arrivals.since(start)))
@@ -53,9 +56,10 @@ def profile_model(model: nn.Module, inputs: Sequence[Tensor], steps: int = STEPS
     except Exception as error:  # of the model: an index of a token beyond its vocabulary, a key, an assertion
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
         said = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
-        raise ConfigError(
-            f"the model does not take an input of shape {shapes}: {said}. Correct --batch, --input or --vocab"
-        ) from error
+        remedy = "Correct --batch, --input or --vocab"
+        if "positional argument" in said:
+            remedy = "Name a callable that builds a model of one tensor, or measure a training script by --script"
+        raise ConfigError(f"the model does not take an input of shape {shapes}: {said}. {remedy}") from error
     finally:
         arrivals.remove()
         model.zero_grad()

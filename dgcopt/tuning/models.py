@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +153,10 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Return the tensors of a model's output: a tensor, or a mapping or sequence of them."""
+    """Return the tensors of a model's output: a tensor, or a mapping, sequence or dataclass of them."""
     if isinstance(output, Tensor):
         return [output]
+    if is_dataclass(output):
+        output = [getattr(output, field.name) for field in fields(output)]
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
     return [tensor for value in values for tensor in tensors_of(value)]

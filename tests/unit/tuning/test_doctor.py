@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -104,6 +105,7 @@ class Refusing(nn.Linear):
             torch.ones(1),
             r"NotImplementedError: Module \[ModuleDict\] is missing",
         ),
+        (nn.Bilinear(1, 1, 1), torch.ones(1), r"missing 1 required positional argument: 'input2'\. Name .* --script"),
         (Refusing(KeyError("a")), torch.ones(1), r"KeyError: 'a'\. Correct"),
         (Refusing(AssertionError()), torch.ones(1), r"AssertionError:\. Correct"),
         (Refusing(AttributeError("no x")), torch.ones(1), r"AttributeError: no x\. Correct"),
@@ -122,6 +124,19 @@ def test_a_model_without_trained_outputs() -> None:
 
     with pytest.raises(ConfigError, match="output does not depend on a trained parameter"):
         profile_model(Constant(2, 2), [torch.randn(1, 2)])
+
+
+def test_a_model_may_return_a_dataclass() -> None:
+    @dataclass
+    class Output:
+        logits: Tensor
+        steps: int = 1
+
+    class Classifier(nn.Linear):
+        def forward(self, inputs: Tensor) -> Any:
+            return Output(super().forward(inputs))
+
+    assert profile_model(Classifier(2, 2), [torch.randn(1, 2)], steps=1).seconds > 0
 
 
 def doctor(*words: str) -> int:

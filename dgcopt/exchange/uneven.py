@@ -18,6 +18,10 @@ from .runner import Job, Runner, serve
 
 __all__ = ["JoinHook", "join"]
 
+SAME_NUMBER = (
+    "give all ranks the same number of batches, as dgcopt.data.LoadBalancingDistributedSampler does, and leave join out"
+)
+
 
 class Serving(Protocol):
     """One optimizer's exchange of gradients or weights, which serves the ranks that have data."""
@@ -99,7 +103,10 @@ def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
     """Return the parts that serve an optimizer's steps, none on a single rank. Raises ConfigError if unsupported."""
     parts = held(optimizer)
     if parts.averaging is not None and parts.gradients is not None:
-        raise ConfigError("join does not work if both gradients and weights are averaged")
+        raise ConfigError(
+            f"join does not serve an optimizer whose gradients and weights are both averaged, as by warmup_steps of "
+            f"{type(parts.averaging.rule).__name__}: leave one of the two out, or {SAME_NUMBER}"
+        )
     part = parts.averaging or parts.gradients
     if part is None:
         raise ConfigError(
@@ -107,8 +114,7 @@ def _serving(optimizer: Any, throws: bool) -> Sequence[Serving]:
         )
     if part.comm.survives:
         raise ConfigError(
-            "join does not serve ranks that survive each other (dgcopt.init(survive=True)): give all ranks the "
-            "same number of batches, as dgcopt.data.LoadBalancingDistributedSampler does, and leave join out"
+            f"join does not serve ranks that survive each other (dgcopt.init(survive=True)): {SAME_NUMBER}"
         )
     serving: Sequence[Serving] = part.serving(throws)
     return serving

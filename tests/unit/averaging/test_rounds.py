@@ -103,6 +103,11 @@ def test_gradient_averaging_over_the_same_ranks_is_refused():
         with pytest.raises(ConfigError, match=r"so LocalSGD has no effect.* smaller process_set, or set warm"):
             LocalSGD(optimizer, comm=comm)
         LocalSGD(optimizer, 2, warmup_steps=1, named_parameters=model.named_parameters(), comm=comm)
+        with (
+            pytest.raises(ConfigError, match=r"warmup_steps of LocalSGD: leave one .* the same number of batches"),
+            dgcopt.join(optimizer),
+        ):
+            pass
     assert_worlds_close(world.train(range(4)), World(2, LocalSGD(2, warmup_steps=1)).train(range(4)), 0)
 
 

@@ -37,6 +37,9 @@ SHAPES: tuple[tuple[int, ...], ...] = ((33, 17), (1,), (65,), (8, 3, 3, 3), (64,
 """Shapes of the parameters: one element, less than a block of 64, one block, one more, and thousands."""
 
 SIZES = (1, 2, 3, 4, 5, 8)
+USUAL = torch.float32
+"""Dtype of most gradients; that of the kernels in C, which float64 would leave out."""
+
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ALIKE = 4
 """Least number of steps with equal gradients, whose results together must resemble the mean gradient."""
@@ -92,7 +95,7 @@ class _Ranks:
     def __init__(
         self,
         case: _Case,
-        dtype: torch.dtype = torch.float64,
+        dtype: torch.dtype = USUAL,
         op: Literal["average", "sum"] = "average",
         bucket_bytes: int = 2**40,
     ) -> None:
@@ -177,7 +180,7 @@ class _Ranks:
         self.contexts = self._begin()
 
 
-def _gradients(size: int, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> Gradients:
+def _gradients(size: int, seed: int, dtype: torch.dtype = USUAL, scale: float = 1.0) -> Gradients:
     generator = torch.Generator().manual_seed(seed)
     return [
         [(torch.randn(s, generator=generator, dtype=torch.float64) * scale).to(dtype) for s in SHAPES]

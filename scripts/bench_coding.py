@@ -27,7 +27,6 @@ from dgcopt.coding import (
     encode_dense,
     encode_rice,
     encode_values,
-    one_row,
     rice_excess,
     value_bytes,
 )
@@ -76,15 +75,15 @@ def index_table() -> None:
             numel = round(count / density)
             indices = positions(count, numel)
             asked = len(indices)
-            excess = int(rice_excess(indices, one_row(asked), asked, numel))
+            excess = int(rice_excess(indices, torch.tensor([asked]), asked, numel))
             sent = indices[torch.randperm(asked)[: asked - excess].sort().values]
-            message = encode_rice(sent, one_row(len(sent)), asked, numel)
+            message = encode_rice(sent, torch.tensor([len(sent)]), asked, numel)
             assert torch.equal(decode_rice(message, asked, numel, [0])[0], sent)
             bits, least = 8 * message.numel() / asked, floor_bits(asked, numel) / asked
 
             def encode(indices: Tensor = indices, sent: Tensor = sent, asked: int = asked, numel: int = numel) -> None:
-                rice_excess(indices, one_row(asked), asked, numel)
-                encode_rice(sent, one_row(len(sent)), asked, numel)
+                rice_excess(indices, torch.tensor([asked]), asked, numel)
+                encode_rice(sent, torch.tensor([len(sent)]), asked, numel)
 
             def decode(message: Tensor = message, asked: int = asked, numel: int = numel) -> None:
                 decode_rice(message, asked, numel, [0])

@@ -3,7 +3,6 @@
 from .checks import Checks, read_checks
 from .message import Sent, SparseCode, what_fits
 from .rice import decode_rice, encode_rice, rice_bytes, rice_excess
-from .rows import one_row
 from .values import (
     DENSE_CODES,
     VALUE_CODES,
@@ -34,7 +33,6 @@ __all__ = [
     "encode_dense_rows",
     "encode_rice",
     "encode_values",
-    "one_row",
     "read_checks",
     "rice_bytes",
     "rice_excess",

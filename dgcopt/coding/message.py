@@ -13,8 +13,7 @@ from ..errors import ConfigError, PayloadError
 from ..kernels import largest_first, sent
 from .checks import Checks, expect
 from .rice import decode_rice, encode_rice, measure_rows, read_rows, rice_bytes, rice_excess, write_rows
-from .rows import aligned, named, one_row, put_parts, read_as, take_parts
-from .values import VALUE_CODES, ValueCode, code_of
+from .values import VALUE_CODES, ValueCode, aligned, code_of, named, read_as, take_parts
 
 __all__ = ["Sent", "SparseCode", "what_fits"]
 
@@ -85,7 +84,7 @@ class SparseCode:
         `values`, to subtract from the residual.
         """
         count = len(indices) if count is None else count
-        messages, kept, arriving = self.encode_rows(indices, values, one_row(len(indices)), numel, count)
+        messages, kept, arriving = self.encode_rows(indices, values, torch.tensor([len(indices)]), numel, count)
         return messages[0], indices if kept is None else indices[kept], arriving
 
     def send(self, indices: Tensor, values: Tensor, numel: int, checks: Checks) -> Sent:
@@ -96,7 +95,7 @@ class SparseCode:
         """
         count, travels = len(indices), None
         if self.indices == "rice" and count:
-            counts = sent(one_row(count), indices.device)
+            counts = sent(torch.tensor([count]), indices.device)
             ascend, excess = measure_rows(indices.view(1, -1), counts, count, numel)
             checks.expect(ascend, lambda: f"indices have to ascend strictly from 0 or more to less than {numel}")
             counts = counts - excess
@@ -105,7 +104,7 @@ class SparseCode:
             index_part = write_rows(indices.view(1, -1), counts, count, numel)[0]
         else:
             index_part = indices.int().view(torch.uint8)
-        parts, arriving = self._values.encode(values, one_row(count))
+        parts, arriving = self._values.encode(values, torch.tensor([count]))
         message = torch.zeros(self.nbytes(count, numel), dtype=torch.uint8, device=indices.device)
         index_bytes, value_bytes = self._parts(message.unsqueeze(0), count, numel)
         index_bytes[0] = index_part
@@ -158,7 +157,7 @@ class SparseCode:
         else:
             index_part.copy_(indices.int().view(torch.uint8).view(len(counts), -1))
         parts, arriving = self._values.encode(values, counts)
-        put_parts(value_part, parts, self._values.sizes(counts))
+        _put_parts(value_part, parts, self._values.sizes(counts))
         return messages, kept, arriving.to(values.dtype)
 
     def decode(self, message: Tensor, count: int, numel: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -224,6 +223,15 @@ def _largest_of_rows(values: Tensor, counts: Tensor, limits: Tensor) -> Tensor:
         smallest = values[of_row].abs().argsort(descending=True, stable=True)[int(limits[row]) :]
         kept[of_row][smallest] = False
     return kept.nonzero().squeeze(1)
+
+
+def _put_parts(rows: Tensor, parts: tuple[Tensor, ...], lengths: tuple[Tensor, ...]) -> None:
+    """Write parts, each the concatenated bytes of all rows, side by side into rows padded with zeros."""
+    rest = rows.shape[1] - sum(lengths, torch.zeros_like(lengths[0]))
+    zeros = rows.new_zeros(int(rest.amax()))
+    pieces = [part.split(length.tolist()) for part, length in zip(parts, lengths, strict=True)]
+    pieces.append(tuple(zeros[:count] for count in rest.tolist()))
+    rows.copy_(torch.cat([piece for row in zip(*pieces, strict=True) for piece in row]).view(rows.shape))
 
 
 def _checked(indices: Tensor, numel: int, ranks: Sequence[int], checks: Checks | None = None) -> Tensor:

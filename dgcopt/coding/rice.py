@@ -22,7 +22,7 @@ from torch import Tensor
 from ..errors import PayloadError
 from ..kernels import rice_measure, rice_pack, rice_unpack, sent
 from .checks import Checks, expect
-from .rows import aligned, named, packed_bytes
+from .values import aligned, named, packed_bytes
 
 __all__ = ["decode_rice", "encode_rice", "measure_rows", "read_rows", "rice_bytes", "rice_excess", "write_rows"]
 

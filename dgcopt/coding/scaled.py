@@ -8,8 +8,7 @@ from torch import Tensor
 from ..errors import PayloadError
 from ..kernels import LARGEST
 from .checks import Checks
-from .rows import read_as
-from .values import check_scales
+from .values import check_scales, read_as
 
 __all__ = ["decode_scaled", "encode_scaled", "scaled_bytes"]
 

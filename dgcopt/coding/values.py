@@ -1,7 +1,7 @@
 """Codes of values: floats, or few bits with a scale per block.
 
 Every receiver decodes the same bits as the sender, on every device, since decoding only looks up and multiplies.
-Callers keep rounding errors.
+Callers keep rounding errors. Bytes are little-endian; parts of several messages lie side by side in rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,12 @@ from ..kernels import (
     nearest_levels,
     of_levels,
     of_steps,
+    pack_small,
     round_steps,
     sent,
+    unpack_small,
 )
 from .checks import Checks, expect
-from .rows import Count, named, pack_rows, packed_bytes, read_as, take_parts, unpack_rows
 
 __all__ = [
     "DENSE_CODES",
@@ -40,6 +41,7 @@ __all__ = [
     "Levels",
     "Steps",
     "ValueCode",
+    "aligned",
     "check_scales",
     "code_of",
     "decode_dense",
@@ -49,11 +51,17 @@ __all__ = [
     "encode_dense",
     "encode_dense_rows",
     "encode_values",
+    "named",
+    "packed_bytes",
+    "read_as",
+    "take_parts",
     "value_bytes",
 ]
 
 VALUE_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Dtypes of float codes."""
+
+Count = TypeVar("Count", int, Tensor)
 
 _SCALE = torch.bfloat16  # the range of gradients exceeds that of fp16, and 8 bits of precision are enough for a scale
 
@@ -122,7 +130,7 @@ class Steps:
         arriving = of_steps(multiples, steps.float(), self.block, cuts)
         fields = multiples.view(torch.uint8)
         if self.width < 8:
-            fields = pack_rows(fields & (1 << self.width) - 1, counts, self.width)
+            fields = _pack(fields & (1 << self.width) - 1, counts, self.width)
         return (steps.view(torch.uint8), fields), arriving
 
     def decode(
@@ -132,7 +140,7 @@ class Steps:
         _check_blocks(steps, counts, self.block, ranks, checks)
         if self.width < 8:
             top = 1 << (self.width - 1)
-            fields = (unpack_rows(parts[1], counts, self.width) ^ top).to(torch.int8) - top
+            fields = (_unpack(parts[1], counts, self.width) ^ top).to(torch.int8) - top
         else:
             fields = parts[1].view(torch.int8)
         return of_steps(fields, steps, self.block, _cuts(counts, self.block, steps.device))
@@ -171,7 +179,7 @@ class Levels:
         numbers = self._fit(values, cuts)
         levels = self._series(numbers)
         fields = nearest_levels(values, levels, self.block, cuts)
-        parts = numbers.view(-1).view(torch.uint8), pack_rows(fields, counts, self.width)
+        parts = numbers.view(-1).view(torch.uint8), _pack(fields, counts, self.width)
         return parts, of_levels(fields, levels, self.block, cuts)
 
     def decode(
@@ -179,7 +187,7 @@ class Levels:
     ) -> Tensor:
         levels = self._series(read_as(parts[0], _SCALE).view(-1, self._numbers))
         _check_blocks(levels, counts, self.block, ranks, checks)
-        fields = unpack_rows(parts[1], counts, self.width)
+        fields = _unpack(parts[1], counts, self.width)
         return of_levels(fields, levels, self.block, _cuts(counts, self.block, levels.device))
 
     def _fit(self, values: Tensor, cuts: Tensor | None) -> Tensor:
@@ -337,3 +345,50 @@ def _cuts(counts: Tensor, block: int, device: torch.device) -> Tensor | None:
     row, number = by_row(-(-counts // block), counts.device)
     starts = firsts(counts, counts.device)[row] + block * number
     return sent(torch.cat((starts, counts.sum().view(1))), device)
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of 8; parts of a message start at multiples of 8, so they can be read in place."""
+    return -(-nbytes // 8) * 8
+
+
+def read_as(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the elements in uint8 `payload`; a view if it is aligned."""
+    if payload.storage_offset() % dtype.itemsize:
+        payload = payload.clone()
+    return payload.view(dtype)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Name the senders of messages."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def take_parts(rows: Tensor, lengths: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the parts that lie side by side in rows, each concatenated; `lengths` are bytes by row, on the CPU."""
+    rest = rows.shape[1] - sum(lengths, torch.zeros_like(lengths[0]))
+    pieces = rows.reshape(-1).split(torch.stack([*lengths, rest], 1).flatten().tolist())
+    return tuple(torch.cat(pieces[part :: len(lengths) + 1]) for part in range(len(lengths)))
+
+
+def packed_bytes(count: Count, width: int) -> Count:
+    """Return the bytes of `count` integers of `width` bits: whole bytes first, then remaining bits, eight at a time."""
+    return count * (width // 8) + -(-count // 8) * (width % 8)
+
+
+def _pack(fields: Tensor, counts: Tensor, width: int) -> Tensor:
+    """Pack each row's fields with `pack_small`, from a whole byte on, one row after the other."""
+    if len(counts) > 1:
+        rows, zeros = fields.split(counts.tolist()), fields.new_zeros(7)
+        gaps = (-counts % 8).tolist()
+        fields = torch.cat([part for row, gap in zip(rows, gaps, strict=True) for part in (row, zeros[:gap])])
+    return pack_small(fields, width)
+
+
+def _unpack(packed: Tensor, counts: Tensor, width: int) -> Tensor:
+    """Unpack the fields of `_pack`."""
+    if len(counts) == 1:
+        return unpack_small(packed, int(counts), width)
+    eights = 8 * -(-counts // 8)
+    rows_and_gaps = torch.stack((counts, eights - counts), 1).flatten().tolist()
+    return torch.cat(unpack_small(packed, int(eights.sum()), width).split(rows_and_gaps)[::2])

@@ -18,7 +18,6 @@ from ..coding import (
     dense_bytes,
     encode_dense_rows,
     encode_rice,
-    one_row,
     rice_bytes,
     what_fits,
 )
@@ -414,7 +413,7 @@ class PartitionReduction:
         turn = (ctx.rank + ctx.step) % ctx.size
         mine = (sharding.owners(choice.indices) == turn).nonzero().squeeze(1)
         places, values = sharding.places(choice.indices[mine]), choice.values[mine]
-        kept, counts = what_fits(places, values, one_row(len(places)), capacity, sharding.length)
+        kept, counts = what_fits(places, values, torch.tensor([len(places)]), capacity, sharding.length)
         places = places if kept is None else places[kept]
         ctx.count(selected=len(mine), left_out=len(mine) - len(places))
         gathered = yield AllGather(encode_rice(places, counts, capacity, sharding.length)[0])

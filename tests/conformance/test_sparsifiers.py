@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import dgcopt
-from dgcopt.coding import encode_rice, one_row, rice_bytes
+from dgcopt.coding import encode_rice, rice_bytes
 from dgcopt.compressors import Memory, Place
 from dgcopt.errors import ConfigError, PayloadError
 from dgcopt.flat.buckets import build_buckets
@@ -235,7 +235,9 @@ def test_a_leader_of_another_model_is_named():
     exchange = ranks.start(1, [torch.randn(640, dtype=torch.float64)])
     assert next(exchange).root == 0
     with pytest.raises(PayloadError, match="from rank 0"):
-        exchange.send(encode_rice(torch.arange(6400, 12800, 100), one_row(64), 64, 12800)[0, : rice_bytes(64, 640)])
+        exchange.send(
+            encode_rice(torch.arange(6400, 12800, 100), torch.tensor([64]), 64, 12800)[0, : rice_bytes(64, 640)]
+        )
 
 
 def test_leaders_take_turns():

@@ -10,7 +10,6 @@ from dgcopt.coding import (
     SparseCode,
     decode_rice,
     encode_rice,
-    one_row,
 )
 
 INT32 = SparseCode("int32", "fp32")
@@ -37,7 +36,7 @@ def positions(draw):
 
 
 def encoded(indices, count, numel):
-    return encode_rice(indices, one_row(len(indices)), count, numel)[0]
+    return encode_rice(indices, torch.tensor([len(indices)]), count, numel)[0]
 
 
 def decoded(message, count, numel, rank):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...coding.rows import packed_bytes
+from ...coding.values import packed_bytes
 from ...errors import PayloadError
 from ...kernels import Put, put_powers, round_powers
 from ..context import Context

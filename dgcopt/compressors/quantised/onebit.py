@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...coding.rows import packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
+from ...coding.values import packed_bytes
 from ...kernels import Put, put_signs, split_signs, split_sum, tensor_sums
 from ..context import Context
 from .base import Encoded

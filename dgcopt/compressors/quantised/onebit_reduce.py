@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...coding import Checks, read_checks
-from ...coding.rows import packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
+from ...coding.values import packed_bytes
 from ...collectives import AllGather, AllToAll, everyone
 from ...kernels import BLOCK, LARGEST, put_signs, split_sum, split_sum_of_signs, tensor_sums
 from ..base import Compressor, GradientExchange

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...coding.rows import packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
+from ...coding.values import packed_bytes
 from ...errors import ConfigError
 from ...kernels import BLOCK, Put, put_levels, round_levels, sent, tensor_norms
 from ..context import Context

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from ...coding.rows import aligned, packed_bytes
 from ...coding.scaled import decode_scaled, encode_scaled, scaled_bytes
 from ...coding.trits import put_trits, trit_bytes
+from ...coding.values import aligned, packed_bytes
 from ...collectives import AllGather, AllToAll, everyone
 from ...errors import ConfigError
 from ...flat.memory import at_least_float32

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...coding import decode_rice, encode_rice, one_row, rice_bytes, what_fits
+from ...coding import decode_rice, encode_rice, rice_bytes, what_fits
 from ...collectives import Broadcast
 from ...errors.checks import check_fraction
 from ...flat.gradient import SparseSum
@@ -83,7 +83,7 @@ class CLTK(ScheduledRatio):
         """Return the leader's message: the positions of its largest v."""
         indices = self.selection(ctx).largest(v, maxima)
         count = len(indices)
-        kept, counts = what_fits(indices, v[indices], one_row(count), count, ctx.numel)
+        kept, counts = what_fits(indices, v[indices], torch.tensor([count]), count, ctx.numel)
         return encode_rice(indices if kept is None else indices[kept], counts, count, ctx.numel)[0]
 
     def payload_bytes(self, ctx: Context) -> int:

@@ -13,7 +13,6 @@ from dgcopt.coding import (
     VALUE_DTYPES,
     Checks,
     SparseCode,
-    one_row,
     read_checks,
     rice_bytes,
 )
@@ -242,7 +241,7 @@ def test_nobody_waits_for_messages_of_as_many_coordinates(kind, index_kind, monk
     for row, numbers in zip(arrived, theirs, strict=True):
         assert torch.equal(row, sent.indices) and torch.equal(numbers.to(sent.values.dtype), sent.values)
     OnDevice.waits.clear()
-    code.encode_rows(indices, values, one_row(count), numel, count)
+    code.encode_rows(indices, values, torch.tensor([count]), numel, count)
     assert OnDevice.waits == ["cpu"] * (index_kind == "rice")
 
 

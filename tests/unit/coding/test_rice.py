@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from dgcopt.coding import (
     SparseCode,
-    one_row,
     rice_bytes,
     rice_excess,
 )
-from dgcopt.coding.rows import packed_bytes
+from dgcopt.coding.values import packed_bytes
 from dgcopt.errors import PayloadError
 from dgcopt.kernels import pack_small, unpack_small
 from tests.support.coordinates import decoded, encoded, positions, spread
@@ -51,7 +50,7 @@ def read_bit_by_bit(message, count, numel):
 
 
 def excess_of(indices, numel):
-    return int(rice_excess(indices, one_row(len(indices)), len(indices), numel))
+    return int(rice_excess(indices, torch.tensor([len(indices)]), len(indices), numel))
 
 
 @given(case=positions())

@@ -92,7 +92,7 @@ class LocalSGD(Averaging):
                 state = ctx.state_bucket(name)
                 averaged = yield from mean(state.read(), ctx)
                 ctx.memory.on_commit(partial(state.write, averaged))
-                finite = finite + 0 * averaged.sum()
+                finite = finite + (0 * averaged).sum()  # the sum itself may overflow
         if ctx.step % self.every == 0:
             x = yield from mean(x, ctx)
         elif self.node_every and ctx.step % self.node_every == 0:

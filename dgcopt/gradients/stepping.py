@@ -394,9 +394,13 @@ class Stepping:
             self._average()
             if self.engine is not None and self.engine.participation.ranks < self.comm.size:
                 raise ConfigError("step(closure) does not work while ranks have run out of data: step() does")
-            if isinstance(loss, Tensor | float | int):
-                value = torch.as_tensor(loss, dtype=torch.float64).detach().reshape(-1).clone()
-                mean = self.comm.run(AllReduce(self.comm.to_wire(value), op="average", label="loss"))
+            # a rank whose closure returns no loss takes part as well: the others wait for it
+            is_loss = isinstance(loss, float | int) or (isinstance(loss, Tensor) and loss.numel() == 1)
+            value = torch.as_tensor(loss if is_loss else 0.0, dtype=torch.float64).detach().reshape(1)
+            pair = torch.cat([value, torch.full_like(value, is_loss)])
+            total, ranks = self.comm.run(AllReduce(self.comm.to_wire(pair), op="sum", label="loss"))
+            if is_loss:
+                mean = total / ranks
                 loss = mean.reshape(loss.shape).to(loss) if isinstance(loss, Tensor) else float(mean)
         is_done = self._use_gradients()
         self.wrapped.commit.end()  # the next evaluation exchanges again

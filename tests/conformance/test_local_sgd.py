@@ -152,6 +152,22 @@ def test_a_state_that_is_not_finite_or_not_there_moves_nothing() -> None:
         Ranks(LocalSGD(1, state_every={"exp_average": 1}), OPTIMIZERS["Adam"], 2).train()
 
 
+def test_a_finite_state_whose_sum_overflows_its_dtype_is_averaged() -> None:
+    comms = dgcopt.simulated_world(2)
+    params = [torch.zeros(300, dtype=torch.float16, requires_grad=True) for _ in comms]
+    rule = functools.partial(LocalSGD, every=1, state_every={"momentum_buffer": 1})
+    optimizers = [
+        rule(SGD([param], lr=1e-4, momentum=0.9), [("p", param)], comm=comm)
+        for param, comm in zip(params, comms, strict=True)
+    ]
+    for rank, param in enumerate(params):
+        param.grad = torch.full_like(param, 300.0 * (1 + rank))
+    for optimizer in optimizers:
+        optimizer.step()
+    states = [optimizer.state[param] for optimizer, param in zip(optimizers, params, strict=True)]
+    assert all((state["momentum_buffer"] == 450).all() for state in states)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("warmup_steps", [1, 4, STEPS])
 @pytest.mark.parametrize("optimizer", ["momentum", "Adam"])

@@ -316,6 +316,19 @@ def a_closure_that_leaves_nothing_to_do(comm: Comm) -> None:
             assert not torch.equal(mine.parameters[0], before[0])
 
 
+def a_closure_without_a_loss(comm: Comm) -> None:
+    """The others' loss is the mean over those that have one."""
+    recipe = Recipe(lambda named: torch.optim.SGD([param for _, param in named], lr=0.1), closure=True)
+    mine = Replica(recipe, comm)
+
+    def closure() -> float | None:
+        mine.backward(0)
+        return float(comm.rank) or None
+
+    assert mine.optimizer.step(closure) == (comm.size / 2 if comm.rank else None)  # type: ignore[arg-type]
+    assert_same_on_all_ranks(comm, mine.parameters, "a closure without a loss")
+
+
 @only(wires=["torch"])
 def zero_redundancy_optimizer(comm: Comm) -> None:
     """Its own step tells the other ranks what each owner made of the mean: gradients travel in front of it."""
@@ -417,6 +430,7 @@ SCENARIOS |= {
         two_optimizers,
         average_by_hand,
         a_closure_that_leaves_nothing_to_do,
+        a_closure_without_a_loss,
         zero_redundancy_optimizer,
         zero_redundancy_optimizer_loses_nothing,
     )

@@ -165,6 +165,11 @@ class FrozenAdam(Wrapper):
                     stepped.append(param)
         return stepped
 
+    def after_step(self, optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():  # torch.distributed.checkpoint loads no key that is not there
+            state.setdefault("frozen_at", 0)
+        super().after_step(optimizer)
+
     def _is_frozen(self, param: Tensor) -> bool:
         return self._steps(param) >= self.warmup_steps
 
@@ -173,7 +178,7 @@ class FrozenAdam(Wrapper):
         lr, decay, grad = float(group["lr"]), group["weight_decay"], param.grad
         assert grad is not None
         # kept with v: a run resumed from plain Adam may have made more steps than the warm-up
-        frozen_at = state.setdefault("frozen_at", int(state["step"]))
+        frozen_at = state["frozen_at"] = state.get("frozen_at") or int(state["step"])
         state["step"] += 1
         decoupled = group.get("decoupled_weight_decay", isinstance(self._optimizer, AdamW))
         rate = lr / (1 - beta1 ** int(state["step"]))

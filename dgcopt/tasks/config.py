@@ -98,12 +98,19 @@ def _cause(message: str) -> str:
 
     jsonargparse begins with the types around the setting. Other messages, and those about several settings, stay.
     """
-    wanted = [*re.finditer(r"Expected a (?:typing\.Literal\[(.*?)\]|<class '(?!NoneType)(.*?)'>)", message)]
+    place = ".".join(re.findall('Parser key "(.*?)":', message))
+    kinds = r"Expected a (?:typing\.Literal\[(.*?)\]|<class '(?!NoneType)(.*?)'>)|Not of type (\w+):"
+    wanted = [*re.finditer(kinds, message)]
+    unknown = re.search(r"class_path '([^']*)':\s+((?:module|No module).*)|import path string: (\S+)", message)
+    if unknown and not wanted:
+        return (
+            f'"{place}" is {unknown[1] or unknown[3]}, which cannot be imported ({unknown[2] or "it has no dot"}): '
+            f"give module.Class; `dgcopt compressors` and `dgcopt averaging` list those of dgcopt"
+        )
     if not wanted or message.rfind('Parser key "') > wanted[0].start():
         return message
     given = re.compile(r"(?:Got|Given) value: (.*?)(?:\. Got value|$)", re.M).search(message, wanted[-1].end())
-    valid = " or ".join(f"one of {found[1]}" if found[1] else found[2] for found in wanted)
-    place = ".".join(re.findall('Parser key "(.*?)":', message))
+    valid = " or ".join(f"one of {found[1]}" if found[1] else found[2] or found[3] for found in wanted)
     return f'"{place}" is {given[1]!r:.200}, and must be {valid}' if given else message
 
 

@@ -71,6 +71,18 @@ def chosen(name: str, **settings: object) -> dict[str, object]:
             "\"averaging.compression.source\" is 'all', and must be one of 'auto', 'gradient', 'update'",
         ),
         ({"averaging": chosen("dgcopt.LocalSGD", every="often")}, "\"averaging.every\" is 'often', and must be int"),
+        ({"bucket_mb": -1}, "\"bucket_mb\" is '-1', and must be PositiveFloat"),
+        *(
+            (
+                {"averaging": chosen("dgcopt.DiLoCo", compression=chosen(name))},
+                f'"averaging.compression" is {name}, which cannot be imported ({why}): give module.Class; '
+                f"`dgcopt compressors` and `dgcopt averaging` list those of dgcopt",
+            )
+            for name, why in (
+                ("dgcopt.Nope", "module 'dgcopt' has no attribute 'Nope'"),
+                ("nothing.Nope", "No module named 'nothing'"),
+            )
+        ),
         ({"optimizer": chosen("torch.optim.SGD", lr="fast")}, "\"optimizer.lr\" is 'fast', and must be float"),
     ],
 )
@@ -81,6 +93,7 @@ def test_a_wrong_value_is_told_with_the_valid_ones(given, words, tmp_path, capsy
     parser.add_argument("--op", type=Literal["average", "sum"])
     parser.add_argument("--amp", type=Literal["bf16", "fp16"] | None)
     parser.add_argument("--averaging", type=Averaging | None)
+    parser.add_argument("--bucket_mb", type=pytest.importorskip("jsonargparse.typing").PositiveFloat | None)
     parser.add_argument("--optimizer", type=Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer])
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(given))
